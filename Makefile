@@ -23,7 +23,7 @@ MINUTES ?= 10
 SANDBOX := tests/lab/sandbox/test_sandbox.py tests/lab/sandbox/test_sandbox_attacks.py tests/lab/sandbox/test_sandbox_memory.py tests/lab/sandbox/test_pool.py \
 	tests/lab/tasks/test_code_attacks.py tests/lab/tasks/test_grading_fuzz.py
 
-.PHONY: setup demo test test-all coverage test-trl-versions test-vllm test-metaworld test-warp test-fancy-gym test-ray test-verl test-engines test-distributed test-browser test-gpu test-sandbox smollm2 gemma mutants references check lint types bench bench-gpu results docs release-check clean
+.PHONY: setup demo test test-all test-results coverage test-trl-versions test-vllm test-metaworld test-warp test-fancy-gym test-ray test-verl test-engines test-distributed test-browser test-gpu test-sandbox smollm2 gemma mutants references check lint types bench bench-gpu results docs release-check clean
 
 setup: $(READY)
 
@@ -39,7 +39,11 @@ demo: setup
 	$(RUN) -m corral.lab.cli report runs --out runs/report.html
 
 test: setup
-	$(PYTEST) -m 'not slow and not browser'
+	$(PYTEST) -m 'not slow and not browser and not results'
+
+# The studies in results/: their plans, drivers and pages. `make test` only checks that every page says what the raw rows say.
+test-results: setup
+	$(PYTEST) -m 'results and not slow' tests/results
 
 # And what is marked `slow`: more sizes and precisions of what `make test` shows already, models of their real size.
 test-all: setup
@@ -47,7 +51,7 @@ test-all: setup
 
 # `make test` with a table of lines that no test reaches: about half as long again.
 coverage: setup
-	$(PYTEST) -m 'not slow and not browser' --cov --cov-report term
+	$(PYTEST) -m 'not slow and not browser and not results' --cov --cov-report term
 
 # The TRL door with the oldest and the newest release that it accepts, each in an environment of its own. Ten to twenty minutes.
 test-trl-versions: setup
@@ -179,7 +183,7 @@ references: setup
 
 # Two and a half CPU-minutes, over two workers: of the tests those that neither train, simulate nor start processes, with few examples each.
 check: lint types
-	HYPOTHESIS_PROFILE=few $(PYTEST) -m 'not long and not wheel and not slow and not browser'
+	HYPOTHESIS_PROFILE=few $(PYTEST) -m 'not long and not wheel and not slow and not browser and not results'
 
 lint: setup
 	$(RUN) -m ruff check .
@@ -197,18 +201,11 @@ bench: setup
 # Everything on docs/performance.md that a GPU measures, the most important first: MINUTES of it at a time, resumable.
 bench-gpu: setup
 	$(RUN) benchmarks/head.py --out benchmarks/results/head.jsonl --resume --minutes $(MINUTES)
-	$(RUN) benchmarks/head_page.py
+	$(RUN) -m results.make
 
-# Pages and figures from the raw results in benchmarks: measures and trains nothing.
+# Pages and figures from the raw rows in results and benchmarks/results: measures and trains nothing.
 results: setup
-	$(RUN) benchmarks/head_page.py
-	$(RUN) benchmarks/robot_page.py
-	$(RUN) benchmarks/robot_arm.py
-	$(RUN) benchmarks/robot_credit.py
-	$(RUN) benchmarks/robot_rate.py --page
-	$(RUN) benchmarks/deployed/study_page.py
-	$(RUN) benchmarks/evidence/llm_page.py
-	$(RUN) benchmarks/deployed/headline.py
+	$(RUN) -m results.make
 
 # The documentation site → site/, warnings and broken links are errors. See it: python -m http.server --directory site
 docs: $(DOCS)/.ready

@@ -17,7 +17,7 @@ import numpy as np
 import scipy.linalg
 import scipy.optimize
 import torch
-from results import arguments, finish
+from rows import arguments, finish
 from torch import Tensor
 
 from corral import gaussian_kl, project_gaussian_kl

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from head_against import Comparison
 from head_cases import SECTIONS, About, Section
-from results import Row, read_rows, rounded, stamp, table, write_rows
+from rows import Row, read_rows, rounded, stamp, table, write_rows
 from timing import free_memory, in_turns, peak_mebibytes, sustained
 
 LABELS = ("section", "model", "N", "V", "H", "K", "policy", "dtype", "sequences", "tokens", "task", "name", "gpu")

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 import torch
 from head_cases import SECTIONS, About
-from results import Row
+from rows import Row
 from timing import free_memory, milliseconds
 
 import corral

@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from results import arguments, finish
+from rows import arguments, finish
 from timing import in_turns
 from torch import Tensor
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from results import arguments, finish
+from rows import arguments, finish
 
 from corral.lab.sandbox import SandboxJob, run_python
 from corral.lab.sandbox.backend import BACKENDS

@@ -8,7 +8,7 @@ support and its tail see of it, and the head's time with a union is given as a r
 """
 
 import torch
-from results import arguments, finish
+from rows import arguments, finish
 from timing import in_turns
 from torch import Tensor
 

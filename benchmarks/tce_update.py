@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from results import arguments, finish
+from rows import arguments, finish
 from straightforward_tce import log_prob, log_prob_expanded
 from timing import in_turns
 from torch import Tensor

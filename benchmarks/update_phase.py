@@ -93,11 +93,12 @@ def _make_model(name: str, policy: str, device: str) -> "PreTrainedModel":
 
 
 def _make_trainer(contender: str, model: "PreTrainedModel", about: dict[str, Any], device: str) -> "GRPOTrainer":
-    from corral.llm import CorralConfig, CorralTrainer
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, PrinterCallback
     from trl import GRPOConfig, GRPOTrainer
+
+    from corral.llm import CorralConfig, CorralTrainer
 
     words = ["<pad>", "<eos>", *(f"w{i}" for i in range(64))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))

@@ -8,13 +8,13 @@ The model is the embedded one, a million parameters; it learns countdown.
 
 import shutil
 
-from corral.llm import audit
 from datasets import Dataset
 from transformers import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from corral.lab.models.tiny import load_tiny
 from corral.lab.tasks import make_task
+from corral.llm import audit
 
 OUT = "runs/audit_grpo"
 

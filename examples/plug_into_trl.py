@@ -7,10 +7,11 @@ What stock TRL would have in a line's place stands behind it. The model is a ran
 """
 
 import torch
-from corral.llm import CorralConfig, CorralTrainer  # stock: from trl import GRPOConfig, GRPOTrainer
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, PrinterCallback
+
+from corral.llm import CorralConfig, CorralTrainer  # stock: from trl import GRPOConfig, GRPOTrainer
 
 WORDS = ["<pad>", "<eos>", *(str(number) for number in range(62))]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from queue import Queue
 
 ROOT = Path(__file__).resolve().parents[1]
-COPIED = ("src", "tests", "benchmarks", "docs", "examples", "scripts", "pyproject.toml", "README.md", "CHANGELOG.md")
+COPIED = ("src", "tests", "benchmarks", "results", "docs", "examples", "scripts", "pyproject.toml", "README.md", "CHANGELOG.md")
 SECONDS = 900
 """Tests that take longer count as failed: a defect may make a loop endless."""
 

@@ -15,12 +15,14 @@ import io
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -232,12 +234,52 @@ def outcome(run: Path) -> Found:
     return found | {path.name: digest(path.read_bytes()) for path in weights[-1:]}
 
 
-def train(*arguments: str) -> Found:
-    """What `corral train` makes of the arguments, or its last line where it refuses."""
-    with tempfile.TemporaryDirectory() as folder:
-        done = call(*CORRAL, "train", *arguments, "--quiet", "--out", "run", cwd=Path(folder))
-        found = refusal(done) if done.returncode else outcome(Path(folder) / "run")
-    return {" ".join(arguments): found}
+def trainings(part: int, parts: int) -> Found:
+    """What `corral train` makes of every `parts`-th of the runs below, or its last line where it refuses.
+
+    Each run is a fork of this process, which has imported what takes seconds and computed nothing.
+    """
+    os.environ.update(ENVIRONMENT)
+    import datasets  # noqa: F401
+    import gymnasium  # noqa: F401
+    import peft  # noqa: F401
+    from trl import GRPOTrainer  # noqa: F401
+
+    found: Found = {}
+    for arguments in list(training_runs())[part::parts]:
+        with tempfile.TemporaryDirectory() as folder:
+            command = [*CORRAL[1:], "train", *arguments, "--quiet", "--out", "run"]
+            done = forked(command[command.index("-m") + 1 :], Path(folder))
+            found[" ".join(arguments)] = refusal(done) if done.returncode else outcome(Path(folder) / "run")
+    return found
+
+
+def forked(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run `python -m` with a module and its arguments in a fork of this process."""
+    said = cwd / "said.txt"
+    process = os.fork()
+    if not process:
+        os.chdir(cwd)
+        file = os.open(said, os.O_CREAT | os.O_WRONLY)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        warnings.simplefilter("ignore")
+        status = 1
+        try:
+            sys.argv = command
+            runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+            status = 0
+        except SystemExit as stop:
+            status = int(stop.code or 0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    return subprocess.CompletedProcess(command, status, "", said.read_text())
 
 
 def refusal(done: subprocess.CompletedProcess[str]) -> list[Any]:
@@ -247,7 +289,9 @@ def refusal(done: subprocess.CompletedProcess[str]) -> list[Any]:
 def training_runs() -> Iterator[tuple[str, ...]]:
     """Arguments of `corral train`: every recipe in smoke form, those of the embedded model on it, and one of each feature."""
     few = "--steps 3 --num-generations 4 --per-device-train-batch-size 8 --eval-size 8 --eval-every 2"
-    for path in sorted((ROOT / "src").rglob("recipes/*.toml")):
+    recipes = [path for path in (ROOT / "src").rglob("*.toml") if "recipes" in path.parts]
+    assert recipes, "no recipes under src/"
+    for path in sorted(recipes, key=lambda path: path.name):
         text, recipe = path.read_text(), f"--recipe {path.stem}"
         robot = re.search("^environment = ", text, re.MULTILINE)
         yield tuple(f"{recipe} --smoke {'--iterations 2' if robot else '--steps 3'}".split())
@@ -385,7 +429,7 @@ PARTS: dict[str, list[tuple[str, tuple[Any, ...]]]] = {
     "ids": [("ids", ())],
     "pages": [("pages", ())],
     "resumed": [("resumed", (name,)) for name in STOPPED],
-    "metrics": [("train", arguments) for arguments in training_runs()],
+    "metrics": [("trainings", (0, 2)), ("trainings", (1, 2))],
 }
 """Each part, and the functions that compute it: name and arguments. Each runs in a process of its own."""
 
@@ -419,7 +463,7 @@ def compute(job: tuple[str, tuple[Any, ...]]) -> Found:
     """What a function finds, called in a process of its own."""
     done = call(sys.executable, __file__, "job", json.dumps(job))
     if done.returncode:
-        return {f"{job[0]} {job[1]} failed": done.stderr.strip().splitlines()[-1:]}
+        raise RuntimeError("".join(done.stderr.strip().splitlines()[-1:]))
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -460,15 +504,19 @@ def main() -> int:
             if not (REFERENCES / f"run_{name}.tar.xz").exists():
                 make_stopped(name)
     with ThreadPoolExecutor(arguments.workers) as pool:
-        results = list(pool.map(lambda entry: compute(entry[1]), jobs))
+        started = [(part, pool.submit(compute, job)) for part, job in jobs]
     count, here, place = 0, machine(), REFERENCES / "machine.txt"
     if arguments.what == "check" and place.read_text().strip() != here:
         print(f"recorded with {place.read_text().strip()}, and this is {here}: hashes of numbers may differ for that alone")
     for part in parts:
-        found = {
-            key: value for (of, _), result in zip(jobs, results, strict=True) if of == part for key, value in result.items()
-        }
-        found = json.loads(json.dumps(found))
+        found: Found = {}
+        failure = next((error for of, future in started if of == part and (error := future.exception())), None)
+        if failure is not None:  # what the part would have found is neither gone nor to be recorded
+            print(f"{part}: could not be computed: {failure}")
+            count += 1
+            continue
+        for of, future in started:
+            found |= json.loads(json.dumps(future.result())) if of == part else {}
         if arguments.what == "record":
             REFERENCES.mkdir(exist_ok=True)
             write(part, found)

@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import typecheck  # noqa: F401 - its decorator is in place before corral is imported
-from long import is_long
+from long import is_long, is_of_study
 
 # Reproducible by default; HYPOTHESIS_PROFILE=explore draws new examples, and more of them; `make check` draws a few.
 settings.register_profile(
@@ -37,14 +37,18 @@ gc.disable()  # until everything is imported: looking for garbage meanwhile cost
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Without long tests, their files are not even imported: TRL alone takes five seconds."""
-    return True if "not long" in config.getoption("markexpr") and is_long(collection_path) else None
+    """Without long tests, and without those of the studies, their files are not even imported: TRL alone takes five seconds."""
+    chosen = config.getoption("markexpr")
+    left_out = ("not long" in chosen and is_long(collection_path)) or ("not results" in chosen and is_of_study(collection_path))
+    return left_out or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_long(item.path):
             item.add_marker(pytest.mark.long)
+        if is_of_study(item.path):
+            item.add_marker(pytest.mark.results)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 

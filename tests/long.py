@@ -20,3 +20,8 @@ LONG = {TESTS / name for name in NAMES.split()}
 
 def is_long(path: Path) -> bool:
     return not LONG.isdisjoint({path, *path.parents})
+
+
+def is_of_study(path: Path) -> bool:
+    """Whether tests are of plans, drivers or pages of results/; `make test` has one of them."""
+    return path.parent == TESTS / "results" and path.suffix == ".py" and path.name != "test_results.py"

@@ -1,4 +1,5 @@
-"""An objective is added in a copy of the tree: a file, a line of the registry, a test, a page, and nothing else by hand."""
+"""An objective is added in a copy of the tree: its function, its settings with a line of the registry, a test, a page,
+and nothing else by hand."""
 
 import os
 import re
@@ -15,7 +16,8 @@ COPIED = ("src", "tests", "docs", "scripts", "README.md")
 GENERATED = {"README.md", "docs/objectives/index.md"}
 """Written by scripts/objective_tables.py."""
 
-REGISTRY = "src/corral/objective/__init__.py"
+SETTINGS = "src/corral/objective/config.py"
+"""Settings of every objective, and the registry."""
 
 
 def renamed(text: str) -> str:
@@ -56,12 +58,12 @@ def test_four_files_add_an_objective_and_every_check_of_objectives_passes(tree: 
     for folder, page in (("src/corral/objective", "{}.py"), ("tests/objective", "test_{}.py"), ("docs/objectives", "{}.md")):
         source = tree / folder / page.format("spo")
         (tree / folder / page.format("toy")).write_text(renamed(source.read_text()))
-    text = (tree / REGISTRY).read_text()
-    lines = [line for line in text.splitlines() if " SPOConfig" in line]
-    assert len(lines) == 2, "the import and the line of the registry"
-    for line in lines:
-        text = text.replace(line, f"{line}\n{renamed(line)}")
-    (tree / REGISTRY).write_text(text)
+    text = (tree / SETTINGS).read_text()
+    parts = re.findall(r"^@dataclass[^\n]*\nclass SPOConfig.*?(?=^[@#])|^    \"spo\": [^\n]*\n", text, re.DOTALL | re.MULTILINE)
+    assert len(parts) == 2, "the class and the line of the registry"
+    for part in parts:
+        text = text.replace(part, part + renamed(part))
+    (tree / SETTINGS).write_text(text)
 
     written = run(tree, "scripts/objective_tables.py")
     assert written.returncode == 0, written.stderr

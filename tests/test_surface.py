@@ -21,12 +21,12 @@ SOURCE = ROOT / "src" / "corral"
 README = (ROOT / "README.md").read_text()
 
 LIBRARY = """
-    _moved validate cores numerics provenance tensors support advantage deployed divergence projection head objective
+    _moved validate cores numerics provenance tensors support advantage deployed divergence projection objective head
     trl engines robot
 """.split()  # noqa: SIM905 - a list of twenty names reads better as words
 """The library, each unit after those that it may import. `_moved` imports nothing of it."""
 
-MATHS = LIBRARY[: LIBRARY.index("objective") + 1]
+MATHS = LIBRARY[: LIBRARY.index("head") + 1]
 """Needs torch and jaxtyping alone; what comes after brings extras of its own."""
 
 LAB = "run workers sandbox tasks models environments baselines jobs report compare audit cli".split()  # noqa: SIM905

@@ -243,7 +243,7 @@ def test_the_bound_follows_the_schedule(tmp_path):
     assert found[0] > 0.2 * bounds[0]  # and not because nothing was kept
     callback = trainer.callback_handler.callbacks[0]
     # Rates: the schedule's, times all factors until then; the peak is the rate that was asked for times the scale.
-    assert callback._scheduler().base_lrs[0] == pytest.approx(0.3 * callback.controller.scale)
+    assert deployed.schedule_of(trainer).base_lrs[0] == pytest.approx(0.3 * callback.controller.scale)
     assert witness.rates[2] == pytest.approx(0.3 * seen.scales[1] * 6 / 8)
     assert seen.scales[1] <= 0.25
 

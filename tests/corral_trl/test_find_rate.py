@@ -21,7 +21,7 @@ from corral.lab.jobs.llm.train import resume, train
 from corral.lab.jobs.llm.trainer import GuardCallback
 from corral.llm import CorralConfig
 from corral.trl.api import FUSED
-from corral.trl.deployed import LOST, MOST, NEAR, TRIALS, RateSearch, Trial, next_scale
+from corral.trl.deployed import LOST, MOST, NEAR, TRIALS, RateSearch, Trial, next_scale, schedule_of
 from small_runs import save_model, small
 from two_processes import run_two
 
@@ -83,7 +83,7 @@ class Trace(TrainerCallback):
         trainer.add_callback(self)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.peaks.append(self.trainer.deployed._scheduler().base_lrs[0])
+        self.peaks.append(schedule_of(self.trainer).base_lrs[0])
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         trainer, optimizer = self.trainer, self.trainer.optimizer.optimizer

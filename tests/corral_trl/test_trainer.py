@@ -55,7 +55,7 @@ from corral.objective.ratio import credit, log_ratio, zero_padding
 from corral.objective.troll import TROLLConfig, troll
 from corral.tensors import ObjectiveOutput
 from corral.trl.api import FUSED, REDUCTIONS
-from corral.trl.scoring import PolicyHead, ScoringPass, SupportRequest, _FusedHead
+from corral.trl.scoring import FusedHead, PolicyHead, ScoringPass, SupportRequest
 from corral.validate import RewardError
 from device import DEVICE, drawing_on_the_cpu
 from policy_objectives import POLICY_OBJECTIVES
@@ -476,7 +476,7 @@ class TestParity:
         hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
         tokens, scored = torch.arange(5), torch.ones(1, 5, dtype=torch.bool)
         scoring = ScoringPass(support=SupportRequest(top_k=4), tokens=5)
-        head = _FusedHead(scoring, PolicyHead([], 0.7, SupportRequest(), union=False))
+        head = FusedHead(scoring, PolicyHead([], 0.7, SupportRequest(), union=False))
         head.scored = scored
         with torch.autocast("cpu", torch.bfloat16):
             logp, entropy, *_ = head.apply(hidden, weight, None, tokens, 0.7, 32768, None, 1.0, ("log_probs", "entropy"))
@@ -484,7 +484,7 @@ class TestParity:
         expected = (rounded / 0.7).log_softmax(-1)
         assert_close(logp, logp_of(expected, tokens))
         assert_close(entropy, -(expected.exp() * expected).sum(-1))
-        assert_close(scoring.results[0].rows.dist.logp, top_k_support(expected, tokens, k=4).logp)
+        assert_close(scoring.results[0].output.dist.logp, top_k_support(expected, tokens, k=4).logp)
         got = torch.autograd.grad(logp.sum(), (hidden, weight), retain_graph=True)
         for mine, other in zip(got, torch.autograd.grad(logp_of(expected, tokens).sum(), (hidden, weight)), strict=True):
             assert_close(mine, other, torch.bfloat16)  # gradients go back through half-precision weights

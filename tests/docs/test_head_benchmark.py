@@ -13,7 +13,7 @@ from types import ModuleType
 
 import head_against
 import pytest
-import results
+import rows as row_files
 import timing
 import torch
 from head_cases import SECTIONS, Section
@@ -92,7 +92,7 @@ def test_rows_are_kept_and_no_case_is_measured_twice(tmp_path: Path, bench: Call
     out = tmp_path / "rows" / "head.jsonl"
     options = ("--section", "smoke", "--out", str(out), "--rounds", "1")
     assert "three GEMMs" in bench(*options)
-    rows = results.read_rows(out)
+    rows = row_files.read_rows(out)
     assert [(row["task"], row["name"]) for row in rows] == list(OURS)
     anchor, exact = rows[0], next(row for row in rows if (row["task"], row["name"]) == (TROLL, "corral, exact"))
     assert (anchor["task"], anchor["x"]) == (GEMM, 1.0)
@@ -102,11 +102,11 @@ def test_rows_are_kept_and_no_case_is_measured_twice(tmp_path: Path, bench: Call
     assert len(exact["code"]) == 12
     # Measured again, rows take the place of the old ones; resumed, there is nothing to do.
     bench(*options)
-    again = results.read_rows(out)
+    again = row_files.read_rows(out)
     assert [head.label(row) for row in again] == [head.label(row) for row in rows]
     assert bench(*options, "--resume") == ""
     # Rows of another state of the code are no reason to leave a case out.
-    results.write_rows(out, [{**row, "code": "other"} for row in again])
+    row_files.write_rows(out, [{**row, "code": "other"} for row in again])
     assert "three GEMMs" in bench(*options, "--resume")
 
 
@@ -149,7 +149,7 @@ def test_two_trees_take_turns(tmp_path: Path, bench: Callable[..., str]) -> None
     other.symlink_to(SOURCE)
     said = bench("--section", "smoke", "--rounds", "2", "--against", f"{tmp_path}/not/../src", "--out", str(out))
     assert "ratio_low" in said
-    rows = results.read_rows(out)
+    rows = row_files.read_rows(out)
     assert {row["section"] for row in rows} == {"smoke, against"}
     assert [(row["task"], row["name"]) for row in rows][:2] == [(GEMM, "one GEMM"), (OLD, "corral")]
     assert all(row["ratio_low"] <= row["ratio"] <= row["ratio_high"] for row in rows)
@@ -210,15 +210,15 @@ def test_an_update_of_every_trainer_is_timed_on_its_own_rollouts() -> None:
 def test_rows_of_a_benchmark_are_printed_and_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(results, "FOLDER", tmp_path)
-    results.finish("one", [{"way": "ours", "ms": 1.23456}, {"way": "theirs"}], save=True)
+    monkeypatch.setattr(row_files, "FOLDER", tmp_path)
+    row_files.finish("one", [{"way": "ours", "ms": 1.23456}, {"way": "theirs"}], save=True)
     assert capsys.readouterr().out == "   way     ms\n  ours  1.235\ntheirs       \n"
-    (first, second), here = results.read_rows(tmp_path / "one.jsonl"), results.stamp()
+    (first, second), here = row_files.read_rows(tmp_path / "one.jsonl"), row_files.stamp()
     assert first == {**here, "way": "ours", "ms": 1.235}
     assert second == {**here, "way": "theirs"}
 
 
 def test_options_have_the_types_of_their_defaults() -> None:
-    parser = results.arguments("what", rows=3, bound=[0.5])
+    parser = row_files.arguments("what", rows=3, bound=[0.5])
     args = parser.parse_args(["--rows", "4", "--bound", "1", "2"])
     assert (args.rows, args.bound, args.save) == (4, [1.0, 2.0], False)

@@ -10,7 +10,8 @@ import pytest
 
 from corral.lab.cli import COMMANDS, main
 from corral.lab.cli.kind import all_recipes
-from corral.lab.models.smoke import TASK_CONFIG, build_smoke
+from corral.lab.jobs.llm.smoke import TASK_CONFIG
+from corral.lab.models.smoke import build_smoke
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from corral.engines.adapter import EngineObjective, dist_from_top, read_metrics
-from corral.objective.reduction import Reduction, reduce_loss
+from corral.objective.config import Reduction
+from corral.objective.reduction import reduce_loss
 from corral.tensors import SparseDist, TokenBatch
 
 PACKAGE, LOOKED_UP = "tinker", ("tinker:Datum", "tinker:TrainingClient.forward_backward_custom")

@@ -1,62 +1,31 @@
-"""Advantages under a trust region → a loss per token. This file is the one registry."""
+"""Advantages under a trust region → a loss per token. Importing this package does not import torch."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from corral.objective.aspo import ASPOConfig, aspo
-from corral.objective.bapo import BAPOConfig, bapo
-from corral.objective.check import check_batch
-from corral.objective.cispo import CISPOConfig, cispo
-from corral.objective.clip_cov import ClipCovConfig, clip_cov
-from corral.objective.config import ObjectiveConfig
-from corral.objective.cppo import CPPOConfig, cppo
-from corral.objective.decoupled_ppo import DecoupledPPOConfig, decoupled_ppo
-from corral.objective.distill import DistillConfig, distill
-from corral.objective.dppo import DPPOConfig, dppo
-from corral.objective.drpo import DRPOConfig, drpo
-from corral.objective.gmpo import GMPOConfig, gmpo
-from corral.objective.gspo import GSPOConfig, gspo
-from corral.objective.kl_cov import KLCovConfig, kl_cov
-from corral.objective.m2po import M2POConfig, m2po
-from corral.objective.ppo_clip import ClipHigherConfig, DualClipConfig, PPOClipConfig, ppo_clip
-from corral.objective.reinforce import ReinforceConfig, reinforce
-from corral.objective.ripo import RIPOConfig, ripo
-from corral.objective.sapo import SAPOConfig, sapo
-from corral.objective.spo import SPOConfig, spo
-from corral.objective.topr import TOPRConfig, topr
-from corral.objective.troll import TROLLConfig, troll
-from corral.objective.vespo import VESPOConfig, vespo
-from corral.tensors import ObjectiveOutput, TokenBatch
+from corral.objective.config import OBJECTIVES, ObjectiveConfig, ObjectiveFunction, ProjectionRule, TokenRule
 from corral.validate import build_config, nearest
 
-ObjectiveFunction = Callable[[TokenBatch, Any], ObjectiveOutput]
+if TYPE_CHECKING:
+    from corral.tensors import ObjectiveOutput, TokenBatch
 
-OBJECTIVES: dict[str, tuple[ObjectiveFunction, type[ObjectiveConfig]]] = {
-    "aspo": (aspo, ASPOConfig),
-    "bapo": (bapo, BAPOConfig),
-    "cispo": (cispo, CISPOConfig),
-    "clip_cov": (clip_cov, ClipCovConfig),
-    "clip_higher": (ppo_clip, ClipHigherConfig),
-    "cppo": (cppo, CPPOConfig),
-    "decoupled_ppo": (decoupled_ppo, DecoupledPPOConfig),
-    "distill": (distill, DistillConfig),
-    "dppo": (dppo, DPPOConfig),
-    "drpo": (drpo, DRPOConfig),
-    "dual_clip": (ppo_clip, DualClipConfig),
-    "gmpo": (gmpo, GMPOConfig),
-    "gspo": (gspo, GSPOConfig),
-    "kl_cov": (kl_cov, KLCovConfig),
-    "m2po": (m2po, M2POConfig),
-    "ppo_clip": (ppo_clip, PPOClipConfig),
-    "reinforce": (reinforce, ReinforceConfig),
-    "ripo": (ripo, RIPOConfig),
-    "sapo": (sapo, SAPOConfig),
-    "spo": (spo, SPOConfig),
-    "topr": (topr, TOPRConfig),
-    "troll": (troll, TROLLConfig),
-    "vespo": (vespo, VESPOConfig),
-}
+__all__ = [
+    "OBJECTIVES",
+    "Objective",
+    "ObjectiveConfig",
+    "ObjectiveFunction",
+    "make_config",
+    "make_objective",
+    "objective_function",
+    "objective_names",
+    "plain_objective",
+    "register_objective",
+    "unknown_objective",
+]
+
+_BUILT_IN = frozenset(OBJECTIVES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,20 +36,32 @@ class Objective:
     function: ObjectiveFunction
     config: ObjectiveConfig
     check: bool = True
-    """Refuse logits, probabilities and other numbers that are no log-probabilities."""
+    """True refuses logits, probabilities and other numbers that are not log-probabilities."""
 
     @property
     def needs(self) -> frozenset[str]:
         """Fields of TokenBatch that a batch must have."""
         return self.config.needs
 
-    def __call__(self, batch: TokenBatch) -> ObjectiveOutput:
+    @property
+    def kernel(self) -> TokenRule | ProjectionRule | None:
+        """Rule for the fused kernel. A function registered under the same settings has none: it may compute anything."""
+        return self.config.kernel if self.name in _BUILT_IN else None
+
+    @property
+    def plain_on_policy(self) -> bool:
+        """True if at π = π_old this is known to be the plain policy gradient, whatever the support."""
+        return self.name in _BUILT_IN and self.config.plain_on_policy
+
+    def __call__(self, batch: "TokenBatch") -> "ObjectiveOutput":
+        from corral.objective.check import check_batch  # imports torch, which settings alone do not need
+
         check_batch(self.name, batch, self.needs, check=self.check)
         return self.function(batch, self.config)
 
 
 def make_objective(name: str, /, *, check: bool = True, **config: Any) -> Objective:
-    """The objective `name` with these settings; `objective_names()` lists what there is.
+    """The objective `name` with these settings; `objective_names()` lists all of them.
 
     Args:
         name: a registered name.
@@ -88,12 +69,32 @@ def make_objective(name: str, /, *, check: bool = True, **config: Any) -> Object
             takes them as they are.
         config: settings of the objective.
     """
-    if not isinstance(name, str) or name not in OBJECTIVES:
-        raise ValueError(f"make_objective: there is no objective {name!r}.{nearest(name, OBJECTIVES)}")
+    settings = make_config(name, config)
     if not isinstance(check, bool):
         raise ValueError(f"make_objective: `check` is True or False; got {check!r}.")
-    function, config_cls = OBJECTIVES[name]
-    return Objective(name, function, build_config(name, config_cls, config), check)
+    return Objective(name, objective_function(name), settings, check)
+
+
+def make_config(name: str, settings: Mapping[str, Any]) -> ObjectiveConfig:
+    """The checked settings of the objective `name`, without its function: torch is not imported."""
+    if not isinstance(name, str) or name not in OBJECTIVES:
+        raise ValueError(f"make_objective: {unknown_objective(name)}")
+    config: ObjectiveConfig = build_config(name, OBJECTIVES[name][1], settings)
+    return config
+
+
+def objective_function(name: str) -> ObjectiveFunction:
+    """The function of a registered objective, imported when it is first asked for."""
+    function = OBJECTIVES[name][0]
+    if isinstance(function, str):
+        found: ObjectiveFunction = vars(import_module(f"{__name__}.{function}"))[function]
+        return found
+    return function
+
+
+def plain_objective() -> Objective:
+    """The policy gradient without a region: most objectives have its gradient at π = π_old."""
+    return make_objective("reinforce")
 
 
 def objective_names() -> list[str]:
@@ -101,8 +102,13 @@ def objective_names() -> list[str]:
     return sorted(OBJECTIVES)
 
 
+def unknown_objective(name: object) -> str:
+    """The sentence about a name that no objective has: the nearest match, and all names."""
+    return f"there is no objective {name!r}.{nearest(name, OBJECTIVES)}"
+
+
 def register_objective(name: str, function: ObjectiveFunction, config_cls: type[ObjectiveConfig]) -> None:
-    """Add an objective of your own, for every door and report to find.
+    """Add an objective of your own: trainers, engines and reports then find it by its name.
 
     Args:
         name: what `make_objective` will call it; a name that is taken is refused.

@@ -1,33 +1,11 @@
-"""ASPO: turn the ratio over where the advantage is positive, so that tokens which have fallen behind count for more."""
-
-from dataclasses import dataclass
+"""ASPO: invert the ratio where the advantage is positive, so that tokens which have become unlikely count for more."""
 
 import torch
 
-from corral.objective.config import NO_LOWER_CLIP, ObjectiveConfig
+from corral.objective.config import ASPOConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import clamp_log_ratio, credit, log_ratio, own_gradient
 from corral.tensors import ObjectiveOutput, TokenBatch
-from corral.validate import require
-
-
-@dataclass(frozen=True, kw_only=True)
-class ASPOConfig(ObjectiveConfig):
-    clip_low: float = 0.2
-    """ε_low: where Â < 0, a ratio below 1 − ε_low has no gradient."""
-    clip_high: float = 0.2
-    """ε_high: where Â > 0, a ratio above 1 + ε_high has no gradient."""
-    cap: float = 3.0
-    """c > 1: largest weight of a token, as a constant for autograd: its gradient stays."""
-
-    def __post_init__(self) -> None:
-        require(self, "clip_low", at_least=0, at_most=1, what="a distance from ratio 1", note=NO_LOWER_CLIP)
-        require(self, "clip_high", at_least=0, what="a distance from ratio 1")
-        require(self, "cap", above=1, what="a weight")
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        return self.clip_low, self.clip_high
 
 
 def aspo(batch: TokenBatch, config: ASPOConfig) -> ObjectiveOutput:

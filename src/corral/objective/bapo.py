@@ -1,47 +1,21 @@
 """BAPO: widen PPO's clip range until positive advantages have their share of the batch's surrogate."""
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from corral.objective.config import JointConfig
+from corral.objective.config import BAPOConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import clamp_log_ratio, clip_surrogate, credit, log_ratio
 from corral.tensors import ObjectiveOutput, TokenBatch
-from corral.validate import require
 
 _STEP = 0.05
-"""By how much the upper bound is raised at a time, as in the authors' code."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BAPOConfig(JointConfig):
-    share: float = 0.5
-    """ρ₀: share of the surrogate that tokens with a positive advantage should have."""
-    low: float = 0.6
-    """Smallest ratio with a gradient where Â < 0, in a balanced batch."""
-    low_end: float = 0.9
-    """The same in a batch that is not."""
-    high: float = 1.2
-    """Largest ratio with a gradient where Â > 0, in a balanced batch."""
-    high_end: float = 3.0
-    """How far it may be raised."""
-    dual_clip: float | None = 3.0
-    """c > 1: with a negative advantage the loss is cut off at c|Â|, so that a ratio above c has no gradient."""
-
-    def __post_init__(self) -> None:
-        require(self, "share", at_least=0, below=1, what="a share")
-        require(self, "low", "low_end", at_least=0, at_most=1, what="a ratio")
-        require(self, "high", "high_end", at_least=1, finite=True, what="a ratio")
-        require(self, "low_end", at_least=self.low, what="where `low` may rise to")
-        require(self, "high_end", at_least=self.high, what="where `high` may rise to")
-        require(self, "dual_clip", above=1, optional=True, what="a ratio")
+"""Step by which the upper bound is raised, as in the authors' code."""
 
 
 def bapo(batch: TokenBatch, config: BAPOConfig) -> ObjectiveOutput:
-    """Clipped surrogate whose range is found anew for every call.
+    """Clipped surrogate whose clip range is computed anew for every call.
 
         L_t = − min(ρ_t Â_t, clip(ρ_t, l, h) Â_t), and where Â_t < 0 at most c |Â_t|          ρ_t = π(a_t) / π_old(a_t)
         P(h) = Σ_{Â > 0} min(ρ_t, h) Â_t,   N(l) = Σ_{Â < 0} max(ρ_t, l) |Â_t|,   balanced:  (1 − ρ₀) P ≥ ρ₀ N
@@ -60,15 +34,12 @@ def bapo(batch: TokenBatch, config: BAPOConfig) -> ObjectiveOutput:
     advantages, log_rho = credit(batch), log_ratio(batch)
     ratio = clamp_log_ratio(log_rho).exp()
     low, high = _find_bounds(ratio.detach(), advantages, config)
-    surrogate, acted = clip_surrogate(ratio, advantages, low, high)
-    if config.dual_clip is not None:
-        surrogate = torch.where(advantages < 0, torch.maximum(surrogate, config.dual_clip * advantages), surrogate)
-        acted = acted | ((ratio > config.dual_clip) & (advantages < 0))
+    surrogate, acted = clip_surrogate(ratio, advantages, low, high, config.dual_clip)
     return ObjectiveOutput(torch.where(batch.mask, -surrogate, 0.0), region_metrics(batch, log_rho, acted), acted)
 
 
 def _find_bounds(ratio: Tensor, advantages: Tensor, config: BAPOConfig) -> tuple[Tensor, Tensor]:
-    """l and h. Raising l raises N and nothing else: it never balances a batch, so l is one of its two ends."""
+    """The bounds l and h. Raising l raises N alone and never balances a batch, so l is one of its two ends."""
     steps = math.ceil((config.high_end - config.high) / _STEP - 1e-9)  # the last one may be short
     highs = ratio.new_tensor([min(config.high + _STEP * i, config.high_end) for i in range(steps + 1)])
     positive = (torch.minimum(ratio.flatten(), highs[:, None]) * advantages.clamp(min=0).flatten()).sum(-1)

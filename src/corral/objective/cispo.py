@@ -1,29 +1,11 @@
 """CISPO: clip the importance weight and keep every token's gradient."""
 
-from dataclasses import dataclass
-
 import torch
 
-from corral.objective.config import ObjectiveConfig
+from corral.objective.config import CISPOConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import clamp_log_ratio, credit, log_ratio, zero_padding
 from corral.tensors import ObjectiveOutput, TokenBatch
-from corral.validate import number_in
-
-
-@dataclass(frozen=True, kw_only=True)
-class CISPOConfig(ObjectiveConfig):
-    cap_low: float = 0.0
-    """Smallest weight of a token."""
-    cap_high: float = 5.0
-    """Largest weight of a token."""
-
-    def __post_init__(self) -> None:
-        if not (number_in(self.cap_low, 0) and self.cap_low < torch.inf and number_in(self.cap_high, self.cap_low)):
-            raise ValueError(
-                f"cispo: weights lie in [`cap_low`, `cap_high`] with 0 ≤ cap_low ≤ cap_high, cap_low < inf; got "
-                f"[{self.cap_low!r}, {self.cap_high!r}]."
-            )
 
 
 def cispo(batch: TokenBatch, config: CISPOConfig) -> ObjectiveOutput:

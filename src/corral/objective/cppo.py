@@ -1,43 +1,13 @@
-"""CPPO: DPPO's mask with a bound that is tighter for early tokens, and for those after a prefix that has drifted."""
-
-from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+"""CPPO: DPPO's mask with a bound that is tighter for early tokens, and for tokens after a prefix that has drifted."""
 
 import torch
 from torch import Tensor
 
-from corral.objective.config import NEEDS_SUPPORT, NEEDS_TOKENS, Action, Anchor, JointConfig
-from corral.objective.dppo import DPPOConfig, divergence
+from corral.objective.config import CPPOConfig, DPPOConfig
+from corral.objective.dppo import divergence
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import capped_ratio, credit, log_ratio
 from corral.tensors import ObjectiveOutput, TokenBatch
-from corral.validate import require
-
-_Estimator = Literal["binary", "topk"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class CPPOConfig(JointConfig):
-    anchor: ClassVar[Anchor] = "rollout"
-    action: ClassVar[Action] = "masked"
-
-    estimator: _Estimator = "binary"
-    """What the total variation is measured on: the sampled token against all others, or a top-K support with its tail."""
-    bound: float = 0.2
-    """δ: total variation beyond which the first token of a sequence may not move further out."""
-    weight_last: float = 0.8
-    """Weight of a sequence's last token; the first one's is 1, and between them it falls linearly."""
-    budget: float = 0.02
-    """δ_b: mean divergence of a prefix from which on the bound tightens; up to twice that where divergences are large."""
-
-    def __post_init__(self) -> None:
-        require(self, "estimator", one_of=get_args(_Estimator))
-        require(self, "bound", "budget", at_least=0, what="a divergence", note="inf switches it off")
-        require(self, "weight_last", above=0, at_most=1, what="a weight")
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return NEEDS_TOKENS if self.estimator == "binary" else NEEDS_TOKENS | NEEDS_SUPPORT
 
 
 def cppo(batch: TokenBatch, config: CPPOConfig) -> ObjectiveOutput:
@@ -68,7 +38,7 @@ def cppo(batch: TokenBatch, config: CPPOConfig) -> ObjectiveOutput:
 
 
 def _excess(moved: Tensor, mask: Tensor, config: CPPOConfig) -> Tensor:
-    """w_t D_t less its bound [B T] from D [B T], which is 0 at padding; what it says there is of no meaning."""
+    """Excess of w_t D_t over its bound [B T], from D [B T]; meaningless at padding."""
     place, last = mask.cumsum(-1) - 1, (mask.sum(-1, keepdim=True) - 1).clamp(min=1)
     weight = torch.where(mask, 1 - (1 - config.weight_last) * place / last, 0.0)
     spent, earned = (x.cumsum(-1) - x for x in (weight * moved, weight))  # of the tokens before

@@ -1,34 +1,11 @@
 """Decoupled PPO: clip against the recomputed policy, weigh by the sampler's."""
 
-from dataclasses import dataclass
-
 import torch
 
-from corral.objective.config import NEEDS_TOKENS, NO_LOWER_CLIP, ObjectiveConfig
+from corral.objective.config import DecoupledPPOConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import clamp_log_ratio, clip_surrogate, credit, log_ratio, zero_padding
 from corral.tensors import ObjectiveOutput, TokenBatch
-from corral.validate import require
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecoupledPPOConfig(ObjectiveConfig):
-    clip_low: float = 0.2
-    """ε_low: ratios below 1 − ε_low earn nothing more for a negative advantage."""
-    clip_high: float = 0.2
-    """ε_high: ratios above 1 + ε_high earn nothing more for a positive advantage."""
-
-    def __post_init__(self) -> None:
-        require(self, "clip_low", at_least=0, at_most=1, what="a distance from ratio 1", note=NO_LOWER_CLIP)
-        require(self, "clip_high", at_least=0, what="a distance from ratio 1")
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        return self.clip_low, self.clip_high
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return NEEDS_TOKENS | {"logp_rollout"}
 
 
 def decoupled_ppo(batch: TokenBatch, config: DecoupledPPOConfig) -> ObjectiveOutput:

@@ -1,46 +1,14 @@
 """Trust-region distillation: follow a teacher as far as the student's own KL ball allows."""
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
-
 import torch
 from torch import Tensor
 
 from corral.divergence import categorical_kl
-from corral.objective.config import NEEDS_SUPPORT, NEEDS_TOKENS, Action, ObjectiveConfig
-from corral.objective.metrics import masked_mean, region_metrics
+from corral.objective.config import DistillConfig
+from corral.objective.metrics import masked_mean, projection_metrics, region_metrics
 from corral.objective.ratio import log_ratio, zero_padding
-from corral.projection import CategoricalProjection, project_categorical_kl
+from corral.projection import project_categorical_kl
 from corral.tensors import ObjectiveOutput, TokenBatch
-from corral.validate import require
-
-_Direction = Literal["reverse", "forward"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DistillConfig(ObjectiveConfig):
-    action: ClassVar[Action] = "projected"
-
-    bound: float = 0.05
-    """ε: KL(target‖old) of every token, in nats; inf makes the teacher itself the target."""
-    direction: _Direction = "reverse"
-    """How the target is regressed onto: KL(new‖target), which gives up modes, or KL(target‖new), which covers them."""
-
-    def __post_init__(self) -> None:
-        require(self, "bound", at_least=0, what="a KL in nats", note="inf switches it off")
-        require(self, "direction", one_of=get_args(_Direction))
-
-    @property
-    def regresses(self) -> bool:
-        return True
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        return self.bound, self.bound
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return NEEDS_TOKENS | NEEDS_SUPPORT | {"dist_teacher"}
 
 
 def distill(batch: TokenBatch, config: DistillConfig) -> ObjectiveOutput:
@@ -71,7 +39,8 @@ def distill(batch: TokenBatch, config: DistillConfig) -> ObjectiveOutput:
     distance = categorical_kl(new, target) if config.direction == "reverse" else categorical_kl(target, new)
     _check_finite(distance, batch.mask)
     loss = torch.where(batch.mask, distance, 0.0)
-    metrics = region_metrics(batch, log_ratio(batch).detach(), projection.active) | _metrics(projection, batch.mask)
+    metrics = region_metrics(batch, log_ratio(batch).detach(), projection.active) | projection_metrics(projection, batch.mask)
+    metrics["tr/teacher_kl"] = masked_mean(projection.kl_before, batch.mask)
     return ObjectiveOutput(loss, metrics, projection.active & batch.mask, projection.kl_after, loss)
 
 
@@ -81,14 +50,3 @@ def _check_finite(distance: Tensor, mask: Tensor) -> None:
             f"distill: one policy rules out tokens that the other allows, at {int((mask & distance.isinf()).sum())} unmasked "
             f"positions, so no regression can reach the target. Use the same logit masks for student and teacher."
         )
-
-
-@torch.no_grad()
-def _metrics(projection: CategoricalProjection, mask: Tensor) -> dict[str, Tensor]:
-    acted = projection.active & mask & projection.dual.isfinite()
-    return {
-        "tr/teacher_kl": masked_mean(projection.kl_before, mask),
-        "tr/kl_after": masked_mean(projection.kl_after, mask),
-        "tr/dual": masked_mean(projection.dual, acted),
-        "tr/unconverged": (mask & ~projection.converged).sum(),
-    }

@@ -1,85 +1,14 @@
 """DPPO: stop a token's gradient once its distribution has left the trust region along its advantage."""
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from corral.divergence import binary_tv, categorical_kl, categorical_tv
-from corral.objective.config import NEEDS_SUPPORT, NEEDS_TOKENS, Action, Anchor, ObjectiveConfig
+from corral.objective.config import DPPOConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import capped_ratio, clamp_log_ratio, credit, log_ratio, sampled_kl, zero_padding
-from corral.objective.reduction import Reduction
 from corral.tensors import ObjectiveOutput, TokenBatch
-from corral.validate import require
-
-_Divergence = Literal["tv", "kl", "ratio"]
-_Estimator = Literal["binary", "topk", "full"]
-_Mask = Literal["outward", "symmetric", "predictive"]
-_DEFAULT_BOUND = {"tv": 0.2, "kl": 0.05, "ratio": 0.2}
-
-
-@dataclass(frozen=True, kw_only=True)
-class DPPOConfig(ObjectiveConfig):
-    anchor: ClassVar[Anchor] = "rollout"
-    action: ClassVar[Action] = "masked"
-
-    divergence: _Divergence = "tv"
-    """What is measured: total variation, KL(old‖new), or |ρ − 1|, which is PPO's own rule."""
-    estimator: _Estimator = "binary"
-    """What it is measured on: the sampled token against all others, a top-K support with its tail, or every token."""
-    bound: float | None = None
-    """δ: beyond it a token may not move further out. None: 0.2 for tv, 0.05 for kl, 0.2 for ratio; inf switches it off."""
-    bound_low: float | None = None
-    """δ where Â < 0; None takes `bound`."""
-    bound_high: float | None = None
-    """δ where Â > 0; None takes `bound`."""
-    mask: _Mask = "outward"
-    """Which tokens outside lose their gradient: those moved along their advantage, all, or those whose step raises D on the
-    support."""
-    ratio_cap: float | None = None
-    """Largest weight of a token, as a constant for autograd; None leaves the ratio alone."""
-
-    def __post_init__(self) -> None:
-        require(self, "divergence", one_of=get_args(_Divergence))
-        require(self, "estimator", one_of=get_args(_Estimator))
-        require(self, "mask", one_of=get_args(_Mask))
-        if self.divergence == "ratio" and self.estimator != "binary":
-            raise ValueError(
-                f"dppo: the ratio is the sampled token's alone, so divergence='ratio' goes with estimator='binary'; got "
-                f"{self.estimator!r}."
-            )
-        if self.mask == "predictive" and self.estimator == "binary":
-            raise ValueError(
-                "dppo: mask='predictive' looks at what a step does to the support, so it goes with estimator='topk' or 'full'; "
-                "got 'binary', where it would be mask='outward'."
-            )
-        bounds = ("bound", "bound_low", "bound_high")
-        require(self, *bounds, at_least=0, optional=True, what="a divergence", note="inf switches it off")
-        require(self, "ratio_cap", at_least=0, optional=True, what="a weight")
-
-    @property
-    def reductions(self) -> tuple[Reduction, ...]:
-        # The paper sums over a sequence; over a fixed length that is the same gradient, at the size of a mean's.
-        return "seq-mean-token-sum-norm", "seq-mean-token-sum", "token-mean", "seq-mean-token-mean"
-
-    @property
-    def plain_on_policy(self) -> bool:
-        return self.ratio_cap is None
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return NEEDS_TOKENS if self.estimator == "binary" else NEEDS_TOKENS | NEEDS_SUPPORT
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """δ for negative and for positive advantages."""
-        bound = _DEFAULT_BOUND[self.divergence] if self.bound is None else self.bound
-        low = bound if self.bound_low is None else self.bound_low
-        high = bound if self.bound_high is None else self.bound_high
-        return low, high
 
 
 def dppo(batch: TokenBatch, config: DPPOConfig) -> ObjectiveOutput:
@@ -114,7 +43,7 @@ def dppo(batch: TokenBatch, config: DPPOConfig) -> ObjectiveOutput:
 
 
 def divergence(batch: TokenBatch, log_rho: Float[Tensor, "B T"], config: DPPOConfig) -> Float[Tensor, "B T"]:
-    """D_t between the old policy and the new one, 0 at padding. Merging tokens only lowers it: binary ≤ topk ≤ full."""
+    """Divergence D_t of the old policy and the new one, 0 at padding. Merging tokens only lowers it: binary ≤ topk ≤ full."""
     mask = batch.mask
     if config.divergence == "ratio":
         return torch.expm1(clamp_log_ratio(log_rho)).abs()
@@ -131,7 +60,10 @@ def divergence(batch: TokenBatch, log_rho: Float[Tensor, "B T"], config: DPPOCon
 
 
 def _rise(batch: TokenBatch, config: DPPOConfig) -> Float[Tensor, "B T"]:
-    """dD/ds along a step that makes the sampled token likelier, z ← z + s (e_a − π), on the support; its tail is one token.
+    """Derivative dD/ds along z ← z + s (e_a − π), a step that makes the sampled token likelier.
+
+    It is taken on the support, whose tail counts as one token.
+
 
     Then d log π_j = e_a,j − π_j − π_a + Σ_k π_k², and KL(old‖new) changes by −Σ_j μ_j d log π_j, the total variation by
     ½ Σ_j sgn(π_j − μ_j) π_j d log π_j.

@@ -1,30 +1,11 @@
 """DRPO: a quadratic penalty on the change of the sampled token's probability in place of DPPO's mask."""
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 
-from corral.objective.config import Anchor, ObjectiveConfig
+from corral.objective.config import DRPOConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import clamp_log_ratio, credit, log_ratio, zero_padding
 from corral.tensors import ObjectiveOutput, TokenBatch
-from corral.validate import require
-
-
-@dataclass(frozen=True, kw_only=True)
-class DRPOConfig(ObjectiveConfig):
-    anchor: ClassVar[Anchor] = "rollout"
-
-    bound: float = 0.2
-    """δ: the change |π − π_old| at which the penalty balances the advantage; further out the gradient pulls back."""
-
-    def __post_init__(self) -> None:
-        require(self, "bound", above=0, what="a divergence", note="inf switches it off")
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        return self.bound, self.bound
 
 
 def drpo(batch: TokenBatch, config: DRPOConfig) -> ObjectiveOutput:

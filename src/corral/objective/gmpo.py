@@ -1,31 +1,11 @@
 """GMPO: the geometric mean of clipped token ratios."""
 
-from dataclasses import dataclass
-
 import torch
 
-from corral.objective.config import ObjectiveConfig
+from corral.objective.config import GMPOConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import credit, log_ratio, sequence_log_ratio
 from corral.tensors import ObjectiveOutput, TokenBatch
-from corral.validate import require
-
-
-@dataclass(frozen=True, kw_only=True)
-class GMPOConfig(ObjectiveConfig):
-    clip: float = 0.4
-    """ε: a token's log-ratio counts only within ±ε, on the side its advantage pushes to."""
-
-    def __post_init__(self) -> None:
-        require(self, "clip", at_least=0, what="a distance in log-ratio")
-
-    @property
-    def tokenwise(self) -> bool:
-        return False
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        return self.clip, self.clip
 
 
 def gmpo(batch: TokenBatch, config: GMPOConfig) -> ObjectiveOutput:

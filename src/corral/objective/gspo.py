@@ -1,34 +1,11 @@
 """GSPO: clip the ratio of the whole sequence, normalised by its length."""
 
-from dataclasses import dataclass
-
 import torch
 
-from corral.objective.config import NO_LOWER_CLIP, ObjectiveConfig
+from corral.objective.config import GSPOConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import clip_surrogate, credit, log_ratio, sequence_log_ratio
 from corral.tensors import ObjectiveOutput, TokenBatch
-from corral.validate import require
-
-
-@dataclass(frozen=True, kw_only=True)
-class GSPOConfig(ObjectiveConfig):
-    clip_low: float = 3e-4
-    """ε_low on the sequence ratio, which averages over tokens and so stays far closer to 1 than a token's."""
-    clip_high: float = 4e-4
-    """ε_high on the sequence ratio."""
-
-    def __post_init__(self) -> None:
-        require(self, "clip_low", at_least=0, at_most=1, what="a distance from ratio 1", note=NO_LOWER_CLIP)
-        require(self, "clip_high", at_least=0, what="a distance from ratio 1")
-
-    @property
-    def tokenwise(self) -> bool:
-        return False
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        return self.clip_low, self.clip_high
 
 
 def gspo(batch: TokenBatch, config: GSPOConfig) -> ObjectiveOutput:

@@ -1,28 +1,13 @@
-"""KL-Cov: hold the few tokens that narrow the policy most where they were, and leave all others free."""
-
-from dataclasses import dataclass
+"""KL-Cov: penalise the few tokens that lower the entropy most for moving, and leave all others free."""
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from corral.objective.config import JointConfig
+from corral.objective.config import KLCovConfig
 from corral.objective.metrics import masked_mean, region_metrics
 from corral.objective.ratio import capped_ratio, credit, log_ratio, zero_padding
 from corral.tensors import ObjectiveOutput, TokenBatch
-from corral.validate import require
-
-
-@dataclass(frozen=True, kw_only=True)
-class KLCovConfig(JointConfig):
-    share: float = 2e-4
-    """Share of the call's tokens that are held, at least one."""
-    penalty: float = 1.0
-    """β: how strongly."""
-
-    def __post_init__(self) -> None:
-        require(self, "share", above=0, at_most=1, what="a share of the tokens")
-        require(self, "penalty", at_least=0, finite=True, what="a weight")
 
 
 def kl_cov(batch: TokenBatch, config: KLCovConfig) -> ObjectiveOutput:
@@ -53,12 +38,15 @@ def kl_cov(batch: TokenBatch, config: KLCovConfig) -> ObjectiveOutput:
 
 
 def token_covariance(batch: TokenBatch) -> Float[Tensor, "B T"]:
-    """(Â_t − mean Â)(log π_t − mean log π), means over the call's unmasked tokens; −inf at padding. Constant for autograd."""
+    """Covariance of each token, (Â_t − mean Â)(log π_t − mean log π), a constant for autograd; −inf at padding.
+
+    The means are over the call's unmasked tokens.
+    """
     each = (credit(batch).detach(), zero_padding(batch.logp_new.detach(), batch.mask))
     advantages, logp = (x - masked_mean(x, batch.mask) for x in each)
     return torch.where(batch.mask, advantages * logp, -torch.inf)
 
 
 def share_count(batch: TokenBatch, share: float) -> Tensor:
-    """How many of the unmasked tokens a share is, rounded down, and at least 1; 0-dimensional, on the device."""
+    """Number of unmasked tokens in a share of them, rounded down and at least 1; a scalar on the device."""
     return (batch.mask.sum().double() * share).long().clamp(min=1)

@@ -1,27 +1,11 @@
 """M2PO: mask the tokens with the largest squared log-ratios until the batch's mean is within a bound."""
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 
-from corral.objective.config import Action, Anchor, JointConfig
+from corral.objective.config import M2POConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import capped_ratio, credit, log_ratio
 from corral.tensors import ObjectiveOutput, TokenBatch
-from corral.validate import require
-
-
-@dataclass(frozen=True, kw_only=True)
-class M2POConfig(JointConfig):
-    anchor: ClassVar[Anchor] = "rollout"
-    action: ClassVar[Action] = "masked"
-
-    bound: float = 0.04
-    """τ: largest mean of (log ρ)² over the tokens of a call that have moved along their advantage and are not masked."""
-
-    def __post_init__(self) -> None:
-        require(self, "bound", at_least=0, what="a mean of squared log-ratios", note="inf switches it off")
 
 
 def m2po(batch: TokenBatch, config: M2POConfig) -> ObjectiveOutput:

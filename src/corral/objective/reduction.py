@@ -1,15 +1,14 @@
 """Per-token losses → one number, with explicit totals so that a split batch has the gradient of the whole."""
 
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from corral.numerics import at_least_float32, require_tensors
+from corral.objective.config import Reduction
 from corral.validate import number_in
-
-Reduction = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 
 
 def reduce_loss(
@@ -78,7 +77,7 @@ def reduce_loss(
 def reduction_weights(
     mask: Bool[Tensor, "B T"], how: Reduction, *, total: float | Tensor | None = None, length: float | None = None
 ) -> Float[Tensor, "B T"]:
-    """What a reduction multiplies each token's loss with [B T]: w with reduce_loss(L) = Σ w L, for `policy_loss_from_hidden`.
+    """Weights w [B T] of a reduction, reduce_loss(L) = Σ w L, for `policy_loss_from_hidden`.
 
     Args:
         mask, how, total, length: as in `reduce_loss`.

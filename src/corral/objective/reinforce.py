@@ -1,23 +1,11 @@
 """REINFORCE with importance weights: the policy gradient with no trust region at all."""
 
-from dataclasses import dataclass
-
 import torch
 
-from corral.objective.config import ObjectiveConfig
+from corral.objective.config import ReinforceConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import capped_ratio, credit, log_ratio
 from corral.tensors import ObjectiveOutput, TokenBatch
-from corral.validate import require
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReinforceConfig(ObjectiveConfig):
-    ratio_cap: float | None = None
-    """Largest weight of a token, as a constant for autograd; None leaves the ratio alone."""
-
-    def __post_init__(self) -> None:
-        require(self, "ratio_cap", at_least=0, optional=True, what="a weight")
 
 
 def reinforce(batch: TokenBatch, config: ReinforceConfig) -> ObjectiveOutput:

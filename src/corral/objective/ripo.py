@@ -1,29 +1,11 @@
-"""RIPO: a clip range that widens as the token grows unlikely, so that each may move as far in Fisher's metric."""
-
-from dataclasses import dataclass
+"""RIPO: a clip range that is wider for unlikely tokens, so that every token may move as far in Fisher's metric."""
 
 import torch
 
-from corral.objective.config import ObjectiveConfig
+from corral.objective.config import RIPOConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import clamp_log_ratio, clip_surrogate, credit, log_ratio, zero_padding
 from corral.tensors import ObjectiveOutput, TokenBatch
-from corral.validate import require
-
-
-@dataclass(frozen=True, kw_only=True)
-class RIPOConfig(ObjectiveConfig):
-    bound_low: float = 0.05
-    """δ where Â < 0: largest π_old (ρ − 1)² on the way down."""
-    bound_high: float = 0.05
-    """δ where Â > 0: the same on the way up."""
-
-    def __post_init__(self) -> None:
-        require(self, "bound_low", "bound_high", at_least=0, what="a squared distance", note="inf switches it off")
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        return self.bound_low, self.bound_high
 
 
 def ripo(batch: TokenBatch, config: RIPOConfig) -> ObjectiveOutput:

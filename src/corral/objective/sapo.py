@@ -1,30 +1,11 @@
 """SAPO: a soft gate on the ratio instead of a clip."""
 
-from dataclasses import dataclass
-
 import torch
 
-from corral.objective.config import ObjectiveConfig
+from corral.objective.config import SAPOConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import clamp_log_ratio, credit, log_ratio
-from corral.objective.reduction import Reduction
 from corral.tensors import ObjectiveOutput, TokenBatch
-from corral.validate import require
-
-
-@dataclass(frozen=True, kw_only=True)
-class SAPOConfig(ObjectiveConfig):
-    tau_positive: float = 1.0
-    """τ where Â > 0: how fast the gate closes as the ratio leaves 1."""
-    tau_negative: float = 1.05
-    """τ where Â < 0; larger, for these tokens are the unstable ones."""
-
-    def __post_init__(self) -> None:
-        require(self, "tau_positive", "tau_negative", above=0, finite=True, what="a temperature")
-
-    @property
-    def reductions(self) -> tuple[Reduction, ...]:
-        return "seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
 
 
 def sapo(batch: TokenBatch, config: SAPOConfig) -> ObjectiveOutput:

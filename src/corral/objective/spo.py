@@ -1,27 +1,11 @@
 """SPO: a quadratic penalty on the ratio in place of a clip."""
 
-from dataclasses import dataclass
-
 import torch
 
-from corral.objective.config import ObjectiveConfig
+from corral.objective.config import SPOConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import clamp_log_ratio, credit, log_ratio
 from corral.tensors import ObjectiveOutput, TokenBatch
-from corral.validate import require
-
-
-@dataclass(frozen=True, kw_only=True)
-class SPOConfig(ObjectiveConfig):
-    epsilon: float = 0.2
-    """ε: the ratio 1 ± ε at which the penalty balances the advantage; further out the gradient pulls back."""
-
-    def __post_init__(self) -> None:
-        require(self, "epsilon", above=0, what="a distance from ratio 1")
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        return self.epsilon, self.epsilon
 
 
 def spo(batch: TokenBatch, config: SPOConfig) -> ObjectiveOutput:

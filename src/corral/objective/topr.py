@@ -1,36 +1,11 @@
-"""TOPR: good answers as they are, bad ones weighed by the sequence's ratio, tapered at 1."""
-
-from dataclasses import dataclass
-from typing import ClassVar
+"""TOPR: weigh completions with a negative advantage by the sequence's ratio, at most 1, and leave the others unweighed."""
 
 import torch
 
-from corral.objective.config import Anchor, ObjectiveConfig
+from corral.objective.config import TOPRConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import clamp_log_ratio, credit, log_ratio, zero_padding
-from corral.objective.reduction import Reduction
 from corral.tensors import ObjectiveOutput, TokenBatch
-from corral.validate import require
-
-
-@dataclass(frozen=True, kw_only=True)
-class TOPRConfig(ObjectiveConfig):
-    anchor: ClassVar[Anchor] = "rollout"
-
-    cap: float = 1.0
-    """Largest weight of a sequence with a negative advantage."""
-
-    def __post_init__(self) -> None:
-        require(self, "cap", at_least=0, finite=True, what="a weight")
-
-    @property
-    def tokenwise(self) -> bool:
-        return False
-
-    @property
-    def reductions(self) -> tuple[Reduction, ...]:
-        # The paper sums over a sequence; over a fixed length that is the same gradient, at the size of a mean's.
-        return "seq-mean-token-sum-norm", "seq-mean-token-sum", "token-mean", "seq-mean-token-mean"
 
 
 def topr(batch: TokenBatch, config: TOPRConfig) -> ObjectiveOutput:

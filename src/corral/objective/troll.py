@@ -1,7 +1,4 @@
-"""TROLL: project the new policy back into a KL ball, differentiably, and pull the network after its projection."""
-
-from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+"""TROLL: project the new policy differentiably into a KL ball, and regress the network onto its projection."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -9,77 +6,12 @@ from torch import Tensor
 
 from corral.divergence import categorical_kl
 from corral.numerics import at_least_float32
-from corral.objective.config import NEEDS_SUPPORT, NEEDS_TOKENS, Action, ObjectiveConfig
-from corral.objective.metrics import masked_mean, region_metrics
+from corral.objective.config import TROLLConfig
+from corral.objective.metrics import projection_metrics, region_metrics
 from corral.objective.ratio import capped_ratio, credit, sequence_log_ratio, zero_padding
 from corral.projection import CategoricalProjection, project_categorical_kl
 from corral.projection.categorical_kl import RULED_OUT
 from corral.tensors import ObjectiveOutput, SparseDist, TokenBatch
-from corral.validate import require
-
-_Tail = Literal["bucket", "fill"]
-_Level = Literal["token", "sequence"]
-_Gradient = Literal["exact", "constant_dual", "unprojected"]
-_Project = Literal["all", "outward"]
-_Centre = Literal["old", "reference"]
-
-FILL = 1e-12
-"""Probability that the published form gives to every token outside the support."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TROLLConfig(ObjectiveConfig):
-    action: ClassVar[Action] = "projected"
-
-    bound: float = 0.05
-    """ε: KL(projected‖centre) of every token, in nats; inf switches the projection off."""
-    regression: float = 1.0
-    """α: how strongly the network is pulled to its own projection; 0 lets it drift."""
-    tail: _Tail = "bucket"
-    """Tokens outside the support: their exact mass as one more category, or a fixed tiny probability each, as published."""
-    vocab_size: int | None = None
-    """V; `tail="fill"` needs it to count the tokens outside the support."""
-    level: _Level = "token"
-    """Whose ratio: each token's own, or the length-normalised one of its sequence (as GSPO's)."""
-    gradient: _Gradient = "exact"
-    """Through the projection: exact, with the dual held constant, or not at all (the regression alone holds the region)."""
-    project: _Project = "all"
-    """Which tokens outside the ball: all, or not those whose own gradient step lowers the KL, which are left as they are."""
-    centre: _Centre = "old"
-    """Of the ball: the old policy, which moves with training, or a frozen one (`dist_teacher`): that bounds the whole drift."""
-    ratio_cap: float | None = None
-    """Largest weight of a token, as a constant for autograd. A KL bound does not bound the ratio of a rare token."""
-
-    def __post_init__(self) -> None:
-        require(self, "bound", at_least=0, what="a KL in nats", note="inf switches it off")
-        require(self, "regression", at_least=0, finite=True, what="a weight")
-        words = {"tail": _Tail, "level": _Level, "gradient": _Gradient, "project": _Project, "centre": _Centre}
-        for key, choices in words.items():
-            require(self, key, one_of=get_args(choices))
-        require(self, "vocab_size", at_least=1, integer=True, optional=True, what="a number of tokens")
-        if self.tail == "fill" and self.vocab_size is None:
-            raise ValueError("troll: tail='fill' gives every dropped token 1e-12 and has to know how many: set `vocab_size`.")
-        require(self, "ratio_cap", at_least=0, optional=True, what="a weight")
-
-    @property
-    def tokenwise(self) -> bool:
-        return self.level == "token"
-
-    @property
-    def plain_on_policy(self) -> bool:
-        return self.ratio_cap is None and self.tail == "bucket" and self.centre == "old"
-
-    @property
-    def regresses(self) -> bool:
-        return self.regression > 0
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        return self.bound, self.bound
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return NEEDS_TOKENS | NEEDS_SUPPORT | ({"dist_teacher"} if self.centre == "reference" else set())
 
 
 def troll(batch: TokenBatch, config: TROLLConfig) -> ObjectiveOutput:
@@ -128,14 +60,14 @@ def troll(batch: TokenBatch, config: TROLLConfig) -> ObjectiveOutput:
     if config.regresses:
         pull = torch.where(batch.mask, config.regression * _pull(new, projection, batch.mask), 0.0)
     metrics = region_metrics(batch, log_rho, projection.active, projection.kl_before)
-    metrics |= _projection_metrics(projection, batch.mask)
+    metrics |= projection_metrics(projection, batch.mask)
     acted, loss = projection.active & batch.mask, policy if pull is None else policy + pull
     return ObjectiveOutput(loss, metrics, acted, projection.kl_after, pull)
 
 
 def _whole(dist: SparseDist, mask: Tensor, config: TROLLConfig) -> Float[Tensor, "B T K1"]:
     """A distribution over the support and everything else, up to normalisation."""
-    if config.tail == "bucket":
+    if config.filled_tail is None:
         return dist.with_rest()
     assert config.vocab_size is not None
     kept = torch.where(mask, (dist.ids >= 0).sum(-1), 0)
@@ -143,13 +75,13 @@ def _whole(dist: SparseDist, mask: Tensor, config: TROLLConfig) -> Float[Tensor,
         raise ValueError(
             f"troll: `vocab_size` counts every token, and a support has {int(kept.max())} of them; got {config.vocab_size}."
         )
-    rest = (config.vocab_size - kept).to(at_least_float32(dist.rest).dtype).mul(FILL).log()
+    rest = (config.vocab_size - kept).to(at_least_float32(dist.rest).dtype).mul(config.filled_tail).log()
     return SparseDist(dist.ids, dist.logp, rest).with_rest()
 
 
 @torch.no_grad()
 def _leads_back(new: Tensor, centre: Tensor, batch: TokenBatch) -> Bool[Tensor, "B T"]:
-    """Where dKL(π‖π_c)/ds < 0 along the token's own step, z ← z + s Â (e_a − π).
+    """Tokens whose own step, z ← z + s Â (e_a − π), lowers KL(π‖π_c).
 
     ∂KL/∂z_j = π_j (d_j − KL) with d = log π − log π_c, so that dKL/ds = Â (π_a (d_a − KL) − Σ_j π_j² (d_j − KL)). Never where
     the centre rules out what the new policy allows: there the KL is infinite.
@@ -164,7 +96,7 @@ def _leads_back(new: Tensor, centre: Tensor, batch: TokenBatch) -> Bool[Tensor, 
 
 
 def _pull(new: Tensor, projection: CategoricalProjection, mask: Tensor) -> Float[Tensor, "B T"]:
-    """KL(π‖sg[π̃]) where the projection moved π; elsewhere it is exactly 0 and must not leave rounding behind."""
+    """Regression KL(π‖sg[π̃]) where the projection moved π, and exactly 0 elsewhere, without rounding."""
     allowed = torch.where(new > RULED_OUT, new, -torch.inf)  # or what a finite logit mask rules out would be infinitely far
     distance = torch.where(projection.active, categorical_kl(allowed, projection.logp.detach()), 0.0)
     if not torch.compiler.is_compiling() and bool((mask & distance.isinf()).any()):
@@ -175,13 +107,3 @@ def _pull(new: Tensor, projection: CategoricalProjection, mask: Tensor) -> Float
             f"computed as 1 − Σ p."
         )
     return distance
-
-
-@torch.no_grad()
-def _projection_metrics(projection: CategoricalProjection, mask: Tensor) -> dict[str, Tensor]:
-    acted = projection.active & mask & projection.dual.isfinite()
-    return {
-        "tr/kl_after": masked_mean(projection.kl_after, mask),
-        "tr/dual": masked_mean(projection.dual, acted),
-        "tr/unconverged": (mask & ~projection.converged).sum(),
-    }

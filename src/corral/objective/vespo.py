@@ -1,33 +1,11 @@
 """VESPO: a smooth weight of the whole sequence's ratio, largest near 1 and vanishing on both sides."""
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 
-from corral.objective.config import Anchor, JointConfig
+from corral.objective.config import VESPOConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import clamp_log_ratio, credit, log_ratio, zero_padding
 from corral.tensors import ObjectiveOutput, TokenBatch
-from corral.validate import require
-
-
-@dataclass(frozen=True, kw_only=True)
-class VESPOConfig(JointConfig):
-    anchor: ClassVar[Anchor] = "rollout"
-
-    k_positive: float = 2.0
-    """k where Â ≥ 0: how fast the weight falls as the sequence grows unlikely."""
-    lambda_positive: float = 3.0
-    """λ where Â ≥ 0: how fast it falls as the sequence grows likely."""
-    k_negative: float = 3.0
-    """k where Â < 0."""
-    lambda_negative: float = 2.0
-    """λ where Â < 0."""
-
-    def __post_init__(self) -> None:
-        fields = ("k_positive", "lambda_positive", "k_negative", "lambda_negative")
-        require(self, *fields, at_least=0, finite=True, what="an exponent")
 
 
 def vespo(batch: TokenBatch, config: VESPOConfig) -> ObjectiveOutput:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, ClassVar, Literal, cast, get_args
 
 import trl
@@ -17,282 +18,23 @@ from corral.advantage import Advantage
 from corral.objective import OBJECTIVES, Objective, make_objective, objective_names
 from corral.objective.config import NEEDS_SUPPORT, Anchor
 from corral.objective.correction import Correction, make_correction
-from corral.objective.dppo import DPPOConfig
 from corral.trl import MODEL_IDS
 from corral.trl.api import REDUCTIONS, WRONG_BEFORE
 from corral.validate import require, suggest
-
-_TRUNCATIONS = ("top_p", "top_k", "min_p")
-"""Cut unlikely tokens off and scale the others up: the ratio of two policies is then off by the mass that each kept."""
-
-_HARMLESS = (
-    "max_new_tokens", "max_tokens", "max_length", "max_time",
-    "stop", "stop_strings", "stop_token_ids", "include_stop_str_in_output", "eos_token_id", "pad_token_id", "bos_token_id",
-    "seed", "use_cache", "cache_implementation", "cache_config", "prefill_chunk_size",
-    "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
-)  # fmt: skip
-"""`generation_kwargs` of transformers and vLLM that change no token's probability."""
-
-_NEUTRAL = {
-    "do_sample": True, "num_beams": 1, "repetition_penalty": 1, "frequency_penalty": 0, "presence_penalty": 0,
-    "typical_p": 1, "guidance_scale": 1,
-}  # fmt: skip
-"""Others that change none at one value."""
-
-_ELSEWHERE = (*_TRUNCATIONS, "logprobs")
-"""Others yet, with a sentence of their own where they are wrong."""
-
-_BY_TRL = (
-    "do_sample", "max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "disable_compile", *MODEL_IDS,
-)  # fmt: skip
-"""Fields of a generation_config that TRL gives itself, so that the model's are not read."""
-
-_UNREAD = (
-    "max_length", "early_stopping", "length_penalty", "diversity_penalty", "renormalize_logits", "low_memory",
-    "use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size",
-    "continuous_batching_config", "output_attentions", "output_hidden_states", "output_scores", "output_logits",
-    "decoder_start_token_id", "num_assistant_tokens",
-    "num_assistant_tokens_schedule", "assistant_confidence_threshold", "max_matching_ngram_size", "assistant_lookbehind",
-    "target_lookbehind", "_from_model_config", "transformers_version",
-)  # fmt: skip
-"""Others that change no token: of beams, encoders, assistants, caches, and what is returned besides."""
-
-_OFF = {
-    "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "typical_p": 1, "guidance_scale": 1, "min_p": 0,
-    "encoder_repetition_penalty": 1, "no_repeat_ngram_size": 0, "min_length": 0, "min_new_tokens": 0, "epsilon_cutoff": 0,
-    "eta_cutoff": 0, "return_dict_in_generate": False, "remove_invalid_values": False, "token_healing": False,
-    "use_mtp": False, "bad_words_ids": [], "suppress_tokens": [], "begin_suppress_tokens": [], "stop_strings": [],
-    "penalty_alpha": 0,
-}  # fmt: skip
-"""Values at which the others do nothing; None is another one for each."""
-
-_VLLM_LOGPROBS = 20
-"""vLLM's own `max_logprobs`, which TRL leaves as it is in the trainer's process; its server has no limit."""
-
-_WHY = "completions must be drawn from the policy that is trained, or its ratios and gradient are of another one's tokens"
-
-
-def check_numbers(config: "CorralConfig") -> None:
-    """Raise for a number of TRL's that no training could use, before TRL divides by it or torch refuses it in a traceback."""
-    counts = ("num_iterations", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
-    require(config, *counts, at_least=1, integer=True, name="CorralConfig")
-    optional = ("steps_per_generation", "generation_batch_size", "max_completion_length")
-    require(config, *optional, at_least=1, integer=True, optional=True, name="CorralConfig")
-    note = "a prompt's completions are compared with each other"
-    require(config, "num_generations", at_least=2, integer=True, note=note, name="CorralConfig")
-    require(config, "dataloader_num_workers", at_least=0, integer=True, name="CorralConfig")
-    require(config, "learning_rate", at_least=0, finite=True, note="or 'auto', which finds one", name="CorralConfig")
-    require(config, "beta", at_least=0, finite=True, what="the weight of a KL", name="CorralConfig")
-    require(config, "weight_decay", "adam_epsilon", at_least=0, finite=True, name="CorralConfig")
-    require(config, "adam_beta1", "adam_beta2", at_least=0, below=1, name="CorralConfig")
-    require(config, "max_grad_norm", at_least=0, optional=True, what="a norm", note="0 clips no gradient", name="CorralConfig")
-    require(config, "top_p", above=0, at_most=1, optional=True, what="a probability", name="CorralConfig")
-    require(config, "min_p", at_least=0, at_most=1, optional=True, what="a probability", name="CorralConfig")
-    scales = (True, False, "group", "batch", "none")
-    require(config, "scale_rewards", one_of=scales, name="CorralConfig")
-
-
-def trl_refusals(config: "CorralConfig") -> Iterator[str]:
-    """What TRL can do and this door cannot, or does elsewhere: nothing is ignored silently."""
-    loss_type, values = config.loss_type, vars(config)
-    if loss_type not in REDUCTIONS:
-        same_name = f" Did you mean objective={loss_type!r}?" if loss_type in objective_names() else ""
-        yield f"`loss_type` chooses the reduction here: auto, {', '.join(REDUCTIONS)}; got {loss_type!r}.{same_name}"
-    elif Version(trl.__version__) < Version(WRONG_BEFORE.get(loss_type, trl.__version__)):
-        yield (
-            f"loss_type={loss_type!r} is averaged over the wrong count by TRL {trl.__version__}. Install TRL "
-            f"{WRONG_BEFORE[loss_type]} or newer, or use grpo, bnpo or dr_grpo."
-        )
-    if loss_type == "dr_grpo" and config.max_completion_length is None:
-        yield "loss_type='dr_grpo' divides by `max_completion_length`, which is None. Give it a number."
-    if config.epsilon != 0.2 or config.epsilon_high is not None:
-        yield (
-            "`epsilon` is the clip range of TRL's own loss. Use objective='ppo_clip' with objective_config={'clip_low': …, "
-            "'clip_high': …}."
-        )
-    if config.delta is not None:
-        yield "`delta` is TRL's dual clip. Use objective='dual_clip' with objective_config={'dual_clip': …}."
-    of_others = [f.name for f in fields(GRPOConfig) if f.name.startswith(("sapo_", "vespo_")) and values[f.name] != f.default]
-    if of_others:
-        yield (
-            f"`{'`, `'.join(of_others)}` set losses of TRL's own. Use objective='sapo' with objective_config="
-            f"{{'tau_positive': …, 'tau_negative': …}}, or objective='vespo' with {{'k_positive': …, 'lambda_positive': …}}."
-        )
-    if not config.temperature > 0:
-        yield f"`temperature` divides the logits of the policy that is trained, and must be > 0; got {config.temperature}."
-    if config.importance_sampling_level != "token":
-        yield "`importance_sampling_level` belongs to the objective. Use objective='gspo', or troll with level='sequence'."
-    if config.off_policy_mask_threshold is not None:
-        yield "`off_policy_mask_threshold` is not supported. Use correction='trm', or objective='dppo'."
-    own_scale = config.scale_rewards == "group" and config.multi_objective_aggregation == "sum_then_normalize"
-    if config.advantage is not None and not own_scale:
-        yield (
-            f"advantage={config.advantage!r} takes the place of `scale_rewards` and `multi_objective_aggregation`. Leave "
-            f"those as they are, or `advantage` out."
-        )
-    if config.support == "union" and "dist_teacher" in config.make_objective().needs:
-        yield (
-            f"objective={config.objective!r} has the union of student and teacher, or reference, for its support. Leave "
-            f"`support` at 'old'."
-        )
-    held = config.deployed_bound is not None and config.deployed_bound < math.inf
-    if held and config.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU:
-        yield (
-            "`deployed_bound` scales the rates of a schedule, and reduce_lr_on_plateau has none that is known beforehand. Use "
-            "another lr_scheduler_type."
-        )
-    if config.finds_rate and config.deployed_bound == math.inf:
-        yield (
-            "learning_rate='auto' follows `deployed_bound`, which must be finite, and inf measures alone. Give `learning_rate` "
-            "a number, or leave `deployed_bound` out."
-        )
-    every, a_pass = config.gradient_accumulation_steps, config.steps_per_generation
-    assert a_pass is not None  # TRL has filled it in
-    if config.reuse == "auto" and a_pass % every:
-        yield (
-            f"reuse='auto' decides after every pass over a batch, which must end with an update: `steps_per_generation` is "
-            f"{a_pass}, no multiple of `gradient_accumulation_steps`, {every}. Make it one."
-        )
-    if config.finds_rate and a_pass * config.num_iterations % every:
-        yield (
-            f"learning_rate='auto' finds the rate on the first batch of rollouts, which must end with an update: "
-            f"`steps_per_generation` · `num_iterations` is {a_pass * config.num_iterations}, no multiple of "
-            f"`gradient_accumulation_steps`, {every}. Make it one, or give a number and `deployed_bound`."
-        )
-    if config.reuse == "auto" and config.fp16:
-        yield "reuse='auto' skips updates, and the loss scaling of fp16 cannot. Use bf16 or float32."
-    if config.use_liger_kernel:
-        yield "`use_liger_kernel` replaces layers and the head that corral reads. Leave it off."
-    if "unsloth" in sys.modules:
-        yield "Unsloth rewrites GRPOTrainer's methods, and corral's would never run. Use a process that does not import it."
-
-
-def generation_refusals(config: GRPOConfig, given: dict[str, Any]) -> Iterator[str]:
-    """What is wrong with `repetition_penalty` and the `given` generation_kwargs, whoever samples."""
-    temperature = config.temperature
-    neutral = _NEUTRAL | {"temperature": temperature}
-    changing = [key for key in given if key not in (*_HARMLESS, *_ELSEWHERE) and neutral.get(key) != given[key]]
-    if config.repetition_penalty != 1:
-        yield f"`repetition_penalty` is {config.repetition_penalty}: {_WHY}. Leave it at 1."
-    if "temperature" in changing:
-        yield (
-            f"generation_kwargs has temperature {given['temperature']}, and the trained policy {temperature}: {_WHY}. Use "
-            f"`temperature`, which sets both."
-        )
-    if changing:
-        yield (
-            f"generation_kwargs has `{'`, `'.join(changing)}`, not known to leave every token its probability: {_WHY}. "
-            f"Leave that out. Allowed: {', '.join(_HARMLESS)}."
-        )
-
-
-def model_refusals(generation_config: GenerationConfig | None, given: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with a model's own settings of generation, where transformers samples; any but the known ones.
-
-    Args:
-        given: settings of the user's own, which come first.
-    """
-    own = {} if generation_config is None else vars(generation_config)
-    read = vars(GenerationConfig()).keys() - {*_BY_TRL, *_UNREAD}  # transformers reads no others
-    for key in sorted(read):
-        value = own.get(key)
-        if value is not None and value != _OFF.get(key) and given.get(key) is None:
-            yield (
-                f"the model's generation_config has {key}={value!r}: {_WHY}. Set model.generation_config.{key} = None, or "
-                f"take it out of the model's generation_config.json."
-            )
-
-
-def sampler_refusals(config: "CorralConfig", sampler: "Sampler", generation: dict[str, Any]) -> Iterator[str]:
-    """What is wrong with the anchor, the objective and the correction for this sampler; docs/trl.md has the table."""
-    rollout, reports = config.resolve_anchor() == "rollout", sampler != "transformers"
-    truncated = _renormalises(vars(config) | generation, vllm=sampler == "vllm")
-    corrects = config.use_vllm and config.vllm_importance_sampling_correction
-    # With the trainer's own model, "auto" means the recomputed policy, whatever was cut off while sampling.
-    if rollout and truncated and (reports or config.anchor == "rollout"):
-        yield (
-            "anchor='rollout' needs the log-probs that the sampler drew from, but top_p, top_k, min_p or a regex "
-            "renormalise them. Switch those off, or use anchor='old'."
-        )
-    if rollout and reports and config.needs_support:
-        yield from _support_refusals(config, sampler)
-    if rollout and corrects:
-        yield (
-            "with the sampler as the anchor its mismatch is in the ratio already. Set "
-            "vllm_importance_sampling_correction=False, or anchor='old'."
-        )
-    if config.use_vllm and generation.get("logprobs"):
-        yield (
-            "with `logprobs` in generation_kwargs vLLM ranks tokens by likelihood, and TRL takes the first for the "
-            "sampled one. Leave it out."
-        )
-    if "logp_rollout" in config.make_objective().needs and not reports:
-        yield (
-            f"objective={config.objective!r} needs `logp_rollout`, and transformers' generation reports none. Use vLLM, "
-            f"or a rollout function."
-        )
-    if config.objective == "decoupled_ppo" and (corrects or config.correction is not None):
-        yield (
-            "objective='decoupled_ppo' weighs the old policy against the sampler itself, and a correction would do it twice. "
-            "Leave `correction` out, and set vllm_importance_sampling_correction=False."
-        )
-    if config.correction is None:
-        return
-    if not reports:
-        yield (
-            f"correction={config.correction!r} needs the sampler's log-probs, and transformers' generation reports none: "
-            f"there the sampler is the trainer's own model, and there is nothing to correct."
-        )
-    if rollout:
-        yield (
-            f"correction={config.correction!r} weighs the old policy against the sampler, and with anchor='rollout' they "
-            f"are one. Use anchor='old'."
-        )
-    if corrects:
-        yield (
-            f"correction={config.correction!r} and TRL's own would both correct the sampler's mismatch. Set "
-            f"vllm_importance_sampling_correction=False."
-        )
-
-
-def _support_refusals(config: "CorralConfig", sampler: "Sampler") -> Iterator[str]:
-    """What a sampler's own top-K cannot be asked for."""
-    objective = config.make_objective().config
-    if "dist_teacher" in objective.needs:
-        yield f"objective={config.objective!r} needs the old policy on another model's tokens too. Use anchor='old'."
-    if isinstance(objective, DPPOConfig) and objective.estimator == "full":
-        yield (
-            "estimator='full' reads every token, and a sampler reports its likeliest alone. Use estimator='topk', or "
-            "anchor='old'."
-        )
-    if config.support == "union":
-        yield (
-            "support='union' needs the old policy's log-probs of any token, and a sampler reports its likeliest alone. Use "
-            "support='old', or anchor='old'."
-        )
-    if sampler == "vllm" and config.vllm_mode == "colocate" and config.support_size > _VLLM_LOGPROBS:
-        yield (
-            f"anchor='rollout' asks vLLM for `support_size` log-probs a token, and in the trainer's process it reports "
-            f"{_VLLM_LOGPROBS} at most; got {config.support_size}. Use support_size={_VLLM_LOGPROBS}, a vLLM server, or "
-            f"anchor='old'."
-        )
-
-
-def _renormalises(settings: dict[str, Any], *, vllm: bool) -> bool:
-    """Whether a sampler with these settings cuts tokens off, so that its log-probs are no longer the policy's."""
-    top_p, top_k, min_p = (settings[key] for key in _TRUNCATIONS)
-    regex = vllm and settings.get("vllm_structured_outputs_regex")  # not every release of TRL has it
-    return (top_p is not None and top_p < 1) or (top_k or 0) > 0 or bool(min_p or regex)
-
 
 Sampler = Literal["transformers", "vllm", "rollout_func"]
 """Who draws the completions: the trainer's own model, vLLM, or a function of the user's."""
 
 AUTO_PASSES = 8
-"""Passes over a batch that `reuse="auto"` makes at most, where `num_iterations` is TRL's default of 1."""
+"""Passes over a batch that `reuse="auto"` makes at most, if `num_iterations` is TRL's default of 1."""
 AUTO_RATE, AUTO_BOUND, PASSES_BOUND, REUSE_BOUND = 1e-3, 0.03, 0.01, 0.02
-"""What `learning_rate="auto"` stands for: the rate that the search on the first batch begins with, and a `deployed_bound`: with
+"""The meaning of `learning_rate="auto"`: the rate that the search on the first batch begins with, and a `deployed_bound`: with
 one pass over each batch, with several, and with `reuse="auto"`."""
+
+
+def _setting(default: Any, about: str) -> Any:
+    """A field of CorralConfig: its default, and what a command line's `--help` says about it."""
+    return field(default=default, metadata={"help": about})
 
 
 @dataclass
@@ -310,90 +52,64 @@ class CorralConfig(GRPOConfig):
     in_corral_trainer: ClassVar[bool] = False
     """Whether a CorralTrainer is being made with this configuration; it sets this on the instance for as long."""
 
-    objective: str = field(
-        default="troll", metadata={"help": "Objective: a name from corral.objective_names(), such as troll, dppo or ppo_clip."}
+    objective: str = _setting("troll", "Objective: a name from corral.objective_names(), such as troll, dppo or ppo_clip.")
+    objective_config: dict[str, Any] | str | None = _setting(
+        None, 'Settings of the objective, such as {"bound": 0.05}; its own defaults otherwise.'
     )
-    objective_config: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": 'Settings of the objective, such as {"bound": 0.05}; its own defaults otherwise.'}
+    loss_type: str = _setting(
+        "auto", "How the loss is averaged: grpo, dapo, bnpo, dr_grpo, luspo, or `auto` (what suits the objective)."
     )
-    loss_type: str = field(
-        default="auto",
-        metadata={"help": "How the loss is averaged: grpo, dapo, bnpo, dr_grpo, luspo, or `auto` (what suits the objective)."},
+    anchor: str = _setting(
+        "auto",
+        "Centre of the trust region: `old` (recomputed by the trainer), `rollout` (the sampler's log-probs), or `auto` (what "
+        "suits the objective).",
     )
-    anchor: str = field(
-        default="auto",
-        metadata={
-            "help": "Centre of the trust region: `old` (recomputed by the trainer), `rollout` (the sampler's log-probs), or "
-            "`auto` (what suits the objective)."
-        },
+    advantage: str | None = _setting(None, "grpo, dr_grpo, rloo or reinforce++; None keeps TRL's own (`scale_rewards`).")
+    correction: str | None = _setting(
+        None, "Sampler correction: tis, seq_tis, icepop or trm. Needs the log-probs that a sampler reports."
     )
-    advantage: str | None = field(
-        default=None,
-        metadata={"help": "grpo, dr_grpo, rloo or reinforce++; None keeps TRL's own (`scale_rewards`)."},
+    correction_config: dict[str, Any] | str | None = _setting(None, 'Settings of the correction, such as {"cap": 2.0}.')
+    support_size: int = _setting(64, "How many of the old policy's most likely tokens a support keeps at most.")
+    support_mass: float = _setting(1 - 1e-5, "Probability after which a support keeps no further token.")
+    support: str = _setting(
+        "old",
+        "Tokens that a region is measured on: `old` (the old policy's likeliest) or `union` (the new policy's too). The tail "
+        "is one more category either way.",
     )
-    correction: str | None = field(
-        default=None,
-        metadata={"help": "Sampler correction: tis, seq_tis, icepop or trm. Needs the log-probs that a sampler reports."},
+    learning_rate: float | str = _setting(  # type: ignore[assignment]  # transformers has no word
+        1e-6,
+        "Peak learning rate; `auto` finds it on the first batch, where a step moves the network by a few `deployed_bound`s, "
+        "and adapts it; unless given that is .03 with one pass over each batch, .01 with several.",
     )
-    correction_config: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": 'Settings of the correction, such as {"cap": 2.0}.'}
+    deployed_bound: float | None = _setting(
+        None,
+        "Mean KL of the network after a step's updates from the network before them that is allowed; what goes further is "
+        "retracted, and the learning rate follows. inf measures alone, None does neither.",
     )
-    support_size: int = field(
-        default=64, metadata={"help": "How many of the old policy's most likely tokens a support keeps at most."}
+    reuse: str = _setting(
+        "fixed",
+        "Passes over a batch of rollouts: `fixed` makes `num_iterations`; `auto` at most so many (8 where that is 1), until "
+        "the network is 50 times `deployed_bound`, .02 unless given, away or the effective sample size below ½.",
     )
-    support_mass: float = field(
-        default=1 - 1e-5, metadata={"help": "Probability after which a support keeps no further token."}
+    lr_scheduler_type: SchedulerType | str = _setting(
+        "auto",
+        "The learning rate's schedule; `auto` is linear, and constant where the learning rate is `auto` and `reuse` is not.",
     )
-    support: str = field(
-        default="old",
-        metadata={
-            "help": "Tokens that a region is measured on: `old` (the old policy's likeliest) or `union` (the new policy's "
-            "too). The tail is one more category either way."
-        },
+    disable_dropout: bool = _setting(
+        True, "Dropout draws other masks in the old pass than in an update, and ratios move without any update."
     )
-    learning_rate: float | str = field(  # type: ignore[assignment]  # transformers has no word
-        default=1e-6,
-        metadata={
-            "help": "Peak learning rate; `auto` finds it on the first batch, where a step moves the network by "
-            "a few `deployed_bound`s, and adapts it; unless given that is .03 with one pass over each batch, .01 with several."
-        },
-    )
-    deployed_bound: float | None = field(
-        default=None,
-        metadata={
-            "help": "Mean KL of the network after a step's updates from the network before them that is allowed; what goes "
-            "further is retracted, and the learning rate follows. inf measures alone, None does neither."
-        },
-    )
-    reuse: str = field(
-        default="fixed",
-        metadata={
-            "help": "Passes over a batch of rollouts: `fixed` makes `num_iterations`; `auto` at most so many (8 where that is "
-            "1), until the network is 50 times `deployed_bound`, .02 unless given, away or the effective sample size below ½."
-        },
-    )
-    lr_scheduler_type: SchedulerType | str = field(
-        default="auto",
-        metadata={
-            "help": "The learning rate's schedule; `auto` is linear, and constant where the learning rate is `auto` and "
-            "`reuse` is not."
-        },
-    )
-    disable_dropout: bool = field(
-        default=True,
-        metadata={"help": "Dropout draws other masks in the old pass than in an update, and ratios move without any update."},
-    )
-    use_cache: bool | None = field(  # type: ignore[assignment]  # transformers has no None
-        default=None,
-        metadata={"help": "What a saved model's configuration says of its cache; None leaves that as it is."},
+    use_cache: bool | None = _setting(  # type: ignore[assignment]  # transformers has no None
+        None, "What a saved model's configuration says of its cache; None leaves that as it is."
     )
 
     def __new__(cls, *args: Any, **settings: Any) -> "CorralConfig":
-        """A setting that does not exist gets a sentence; Python's own says neither which is near nor whose it is."""
+        """Refuse a setting that does not exist, with the nearest name or the objective that has it."""
         known = [item.name for item in fields(cls) if item.init]
         for key in settings:
             if key not in known:
-                hint = _belongs(key, settings) or suggest(key, known)
+                hint, name = suggest(key, known), settings.get("objective", cls.objective)
+                if name in objective_names() and key in (item.name for item in fields(OBJECTIVES[name][1])):
+                    hint = f" It is one of {name}'s: objective_config={{{key!r}: {settings[key]!r}}}."
                 raise TypeError(f"CorralConfig: there is no setting `{key}`.{hint} docs/trl.md has those that corral adds.")
         return super().__new__(cls)
 
@@ -407,31 +123,24 @@ class CorralConfig(GRPOConfig):
         self.finds_rate = self.learning_rate == "auto"
         if self.finds_rate:  # transformers wants a number
             self.learning_rate = AUTO_RATE
-            if self.deployed_bound is None:
-                fixed = AUTO_BOUND if self.num_iterations == 1 else PASSES_BOUND
-                self.deployed_bound = REUSE_BOUND if self.reuse == "auto" else fixed
-        if self.reuse == "auto":
-            self.deployed_bound = REUSE_BOUND if self.deployed_bound is None else self.deployed_bound
-            self.num_iterations = AUTO_PASSES if self.num_iterations == 1 else self.num_iterations
-        check_numbers(self)  # before TRL divides by them
+        if self.deployed_bound is None and self.reuse == "auto":
+            self.deployed_bound = REUSE_BOUND
+        elif self.deployed_bound is None and self.finds_rate:
+            self.deployed_bound = AUTO_BOUND if self.num_iterations == 1 else PASSES_BOUND
+        if self.reuse == "auto" and self.num_iterations == 1:
+            self.num_iterations = AUTO_PASSES
+        _check_numbers(self)  # before TRL divides by them
         super().__post_init__()
         self.make_objective()
         self.make_correction()
-        require(self, "anchor", one_of=("auto", *get_args(Anchor)), name="CorralConfig")
         if self.advantage == "gae":
             raise ValueError(
                 "CorralConfig: advantage='gae' needs a critic, which TRL's GRPO does not train. Use grpo, dr_grpo, rloo or "
                 "reinforce++; in a loop of your own with a critic, corral.gae."
             )
-        require(self, "advantage", one_of=get_args(Advantage), optional=True, name="CorralConfig")
-        require(self, "support_size", at_least=1, integer=True, name="CorralConfig")
-        require(self, "support_mass", above=0, at_most=1, name="CorralConfig")
-        require(self, "support", one_of=("old", "union"), name="CorralConfig")
-        require(self, "reuse", one_of=("fixed", "auto"), name="CorralConfig")
-        note = "inf measures alone"
-        require(self, "deployed_bound", above=0, optional=True, what="a divergence", note=note, name="CorralConfig")
-        _raise_first(trl_refusals(self))
-        _raise_first(generation_refusals(self, _settings("generation_kwargs", self.generation_kwargs)))
+        _check_own(self)
+        _refuse(_of_trl(self))
+        _refuse(_of_generation(self, _settings("generation_kwargs", self.generation_kwargs)))
         if self.use_vllm:
             self.check_sampler("vllm")
 
@@ -491,31 +200,19 @@ class CorralConfig(GRPOConfig):
         return "old" if self.needs_support else self.make_objective().config.anchor
 
     def check_sampler(self, sampler: Sampler, generation_config: GenerationConfig | None = None) -> None:
-        """Raise where the sampler cannot supply what the anchor, the objective or the correction needs.
+        """Raise if the sampler cannot supply what the anchor, the objective or the correction needs.
 
         Args:
             generation_config: the model's own, which transformers' generation follows where TRL sets nothing.
         """
+        given = _settings("generation_kwargs", self.generation_kwargs)
         if sampler == "transformers":
-            given = {"min_p": self.min_p} | _settings("generation_kwargs", self.generation_kwargs)
-            _raise_first(model_refusals(generation_config, given))
-        _raise_first(sampler_refusals(self, sampler, _settings("generation_kwargs", self.generation_kwargs)))
-
-
-def _belongs(key: str, settings: Mapping[str, Any]) -> str:
-    """Where a setting of the objective was given beside it: `bound`, say."""
-    name = settings.get("objective", CorralConfig.objective)
-    if name not in objective_names() or key not in (item.name for item in fields(OBJECTIVES[name][1])):
-        return ""
-    return f" It is one of {name}'s: objective_config={{{key!r}: {settings[key]!r}}}."
-
-
-def _raise_first(refusals: Iterator[str]) -> None:
-    for why in refusals:
-        raise ValueError(f"CorralConfig: {why}")
+            _refuse(dict.fromkeys(model_refusals(generation_config, {"min_p": self.min_p} | given), True))
+        _refuse(_of_sampler(self, sampler, given))
 
 
 def _settings(name: str, config: dict[str, Any] | str | None) -> dict[str, Any]:
+    """A setting that is a dictionary, or JSON on a command line, as a dictionary."""
     if config is None:
         return {}
     if isinstance(config, str):  # from a command line, and transformers has not read it yet
@@ -524,3 +221,217 @@ def _settings(name: str, config: dict[str, Any] | str | None) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ValueError(f"CorralConfig: `{name}` is a dictionary, or JSON on the command line; got {config!r}.")
     return config
+
+
+def _check_numbers(config: CorralConfig) -> None:
+    """Raise for a number of TRL's that no training could use, before TRL divides by it or torch refuses it in a traceback."""
+    check = partial(require, config, name="CorralConfig")
+    counts = ("num_iterations", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
+    check(*counts, at_least=1, integer=True)
+    check("steps_per_generation", "generation_batch_size", "max_completion_length", at_least=1, integer=True, optional=True)
+    check("num_generations", at_least=2, integer=True, note="a prompt's completions are compared with each other")
+    check("dataloader_num_workers", at_least=0, integer=True)
+    check("learning_rate", at_least=0, finite=True, note="or 'auto', which finds one")
+    check("beta", at_least=0, finite=True, what="the weight of a KL")
+    check("weight_decay", "adam_epsilon", at_least=0, finite=True)
+    check("adam_beta1", "adam_beta2", at_least=0, below=1)
+    check("max_grad_norm", at_least=0, optional=True, what="a norm", note="0 clips no gradient")
+    check("top_p", above=0, at_most=1, optional=True, what="a probability")
+    check("min_p", at_least=0, at_most=1, optional=True, what="a probability")
+    check("scale_rewards", one_of=(True, False, "group", "batch", "none"))
+
+
+def _check_own(config: CorralConfig) -> None:
+    """Raise for a value of a setting of corral's that it cannot have."""
+    check = partial(require, config, name="CorralConfig")
+    check("anchor", one_of=("auto", *get_args(Anchor)))
+    check("advantage", one_of=get_args(Advantage), optional=True)
+    check("support_size", at_least=1, integer=True)
+    check("support_mass", above=0, at_most=1)
+    check("support", one_of=("old", "union"))
+    check("reuse", one_of=("fixed", "auto"))
+    check("deployed_bound", above=0, optional=True, what="a divergence", note="inf measures alone")
+
+
+_Refusals = dict[str, object]
+"""Sentences, each with the condition that it is refused under."""
+
+
+def _refuse(refusals: _Refusals) -> None:
+    """Raise with the first sentence whose condition holds."""
+    for why, applies in refusals.items():
+        if applies:
+            raise ValueError(f"CorralConfig: {why}")
+
+
+def _of_trl(config: CorralConfig) -> _Refusals:
+    """Settings of TRL's that this trainer does without or has elsewhere, and those that fit none of corral's."""
+    how, every, a_pass = config.loss_type, config.gradient_accumulation_steps, config.steps_per_generation
+    assert a_pass is not None  # TRL has filled it in
+    unknown, same_name = how not in REDUCTIONS, f" Did you mean objective={how!r}?" if how in objective_names() else ""
+    right_since = Version(WRONG_BEFORE.get(how, trl.__version__))
+    own = [f for f in fields(GRPOConfig) if f.name.startswith(("sapo_", "vespo_"))]
+    of_others = [f.name for f in own if vars(config)[f.name] != f.default]
+    own_scale = config.scale_rewards == "group" and config.multi_objective_aggregation == "sum_then_normalize"
+    bound, plateau = config.deployed_bound, config.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU
+    taught, reuses = "dist_teacher" in config.make_objective().needs, config.reuse == "auto"
+    return {
+        f"`loss_type` chooses the reduction here: auto, {', '.join(REDUCTIONS)}; got {how!r}.{same_name}": unknown,
+        f"loss_type={how!r} is averaged over the wrong count by TRL {trl.__version__}. Install TRL {right_since} or newer, or "
+        f"use grpo, bnpo or dr_grpo.": Version(trl.__version__) < right_since,
+        "loss_type='dr_grpo' divides by `max_completion_length`, which is None. Give it a number.": how == "dr_grpo"
+        and config.max_completion_length is None,
+        "`epsilon` is the clip range of TRL's own loss. Use objective='ppo_clip' with objective_config={'clip_low': …, "
+        "'clip_high': …}.": config.epsilon != 0.2 or config.epsilon_high is not None,
+        "`delta` is TRL's dual clip. Use objective='dual_clip' with objective_config={'dual_clip': …}.": config.delta
+        is not None,
+        f"`{'`, `'.join(of_others)}` set losses of TRL's own. Use objective='sapo' with objective_config={{'tau_positive': …, "
+        f"'tau_negative': …}}, or objective='vespo' with {{'k_positive': …, 'lambda_positive': …}}.": of_others,
+        "`temperature` divides the logits of the policy that is trained, and must be > 0; got "
+        f"{config.temperature}.": not config.temperature > 0,
+        "`importance_sampling_level` belongs to the objective. Use objective='gspo', or troll with "
+        "level='sequence'.": config.importance_sampling_level != "token",
+        "`off_policy_mask_threshold` is not supported. Use correction='trm', or "
+        "objective='dppo'.": config.off_policy_mask_threshold is not None,
+        f"advantage={config.advantage!r} takes the place of `scale_rewards` and `multi_objective_aggregation`. Leave those as "
+        f"they are, or `advantage` out.": config.advantage is not None and not own_scale,
+        f"objective={config.objective!r} has the union of student and teacher, or reference, for its support. Leave `support` "
+        f"at 'old'.": config.support == "union" and taught,
+        "`deployed_bound` scales the rates of a schedule, and reduce_lr_on_plateau has none that is known beforehand. Use "
+        "another lr_scheduler_type.": bound is not None and bound < math.inf and plateau,
+        "learning_rate='auto' follows `deployed_bound`, which must be finite, and inf measures alone. Give `learning_rate` a "
+        "number, or leave `deployed_bound` out.": config.finds_rate and bound == math.inf,
+        f"reuse='auto' decides after every pass over a batch, which must end with an update: `steps_per_generation` is "
+        f"{a_pass}, no multiple of `gradient_accumulation_steps`, {every}. Make it one.": reuses and a_pass % every,
+        f"learning_rate='auto' finds the rate on the first batch of rollouts, which must end with an update: "
+        f"`steps_per_generation` · `num_iterations` is {a_pass * config.num_iterations}, no multiple of "
+        f"`gradient_accumulation_steps`, {every}. Make it one, or give a number and "
+        f"`deployed_bound`.": config.finds_rate and a_pass * config.num_iterations % every,
+        "reuse='auto' skips updates, and the loss scaling of fp16 cannot. Use bf16 or float32.": reuses and config.fp16,
+        "`use_liger_kernel` replaces layers and the head that corral reads. Leave it off.": config.use_liger_kernel,
+        "Unsloth rewrites GRPOTrainer's methods, and corral's would never run. Use a process that does not import "
+        "it.": "unsloth" in sys.modules,
+    }
+
+
+_WHY = "completions must be drawn from the policy that is trained, or its ratios and gradient are of another one's tokens"
+
+_HARMLESS = (
+    "max_new_tokens", "max_tokens", "max_length", "max_time",
+    "stop", "stop_strings", "stop_token_ids", "include_stop_str_in_output", "eos_token_id", "pad_token_id", "bos_token_id",
+    "seed", "use_cache", "cache_implementation", "cache_config", "prefill_chunk_size",
+    "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
+)  # fmt: skip
+"""Keys of `generation_kwargs`, transformers' and vLLM's, that change no token's probability."""
+
+_NEUTRAL = {
+    "do_sample": True, "num_beams": 1, "repetition_penalty": 1, "frequency_penalty": 0, "presence_penalty": 0,
+    "typical_p": 1, "guidance_scale": 1,
+}  # fmt: skip
+"""Keys of `generation_kwargs` that change no token's probability at one value."""
+
+_TRUNCATIONS = ("top_p", "top_k", "min_p")
+"""Settings that cut unlikely tokens off and scale the others up: the ratio of two policies is then off by the mass that each
+kept. They are refused with an anchor that it matters for."""
+
+
+def _of_generation(config: GRPOConfig, given: dict[str, Any]) -> _Refusals:
+    """`repetition_penalty` and `given` generation_kwargs that change what is drawn, whoever samples."""
+    neutral = _NEUTRAL | {"temperature": config.temperature}
+    known = (*_HARMLESS, *_TRUNCATIONS, "logprobs")
+    changing = [key for key in given if key not in known and neutral.get(key) != given[key]]
+    return {
+        f"`repetition_penalty` is {config.repetition_penalty}: {_WHY}. Leave it at 1.": config.repetition_penalty != 1,
+        f"generation_kwargs has temperature {given.get('temperature')}, and the trained policy {config.temperature}: {_WHY}. "
+        f"Use `temperature`, which sets both.": "temperature" in changing,
+        f"generation_kwargs has `{'`, `'.join(changing)}`, not known to leave every token its probability: {_WHY}. Leave that "
+        f"out. Allowed: {', '.join(_HARMLESS)}.": changing,
+    }
+
+
+_BY_TRL = (
+    "do_sample", "max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "disable_compile", *MODEL_IDS,
+)  # fmt: skip
+"""Fields of a generation_config that TRL gives itself, so that the model's are not read."""
+
+_UNREAD = (
+    "max_length", "early_stopping", "length_penalty", "diversity_penalty", "renormalize_logits", "low_memory",
+    "use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size",
+    "continuous_batching_config", "output_attentions", "output_hidden_states", "output_scores", "output_logits",
+    "decoder_start_token_id", "num_assistant_tokens",
+    "num_assistant_tokens_schedule", "assistant_confidence_threshold", "max_matching_ngram_size", "assistant_lookbehind",
+    "target_lookbehind", "_from_model_config", "transformers_version",
+)  # fmt: skip
+"""Fields that change no token: of beams, encoders, assistants, caches, and what is returned besides."""
+
+_OFF = {
+    "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "typical_p": 1, "guidance_scale": 1, "min_p": 0,
+    "encoder_repetition_penalty": 1, "no_repeat_ngram_size": 0, "min_length": 0, "min_new_tokens": 0, "epsilon_cutoff": 0,
+    "eta_cutoff": 0, "return_dict_in_generate": False, "remove_invalid_values": False, "token_healing": False,
+    "use_mtp": False, "bad_words_ids": [], "suppress_tokens": [], "begin_suppress_tokens": [], "stop_strings": [],
+    "penalty_alpha": 0,
+}  # fmt: skip
+"""Values at which all other fields do nothing; None is another such value for each."""
+
+
+def model_refusals(generation_config: GenerationConfig | None, given: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence for each of a model's own settings of generation that changes what transformers draws, or is not known.
+
+    Args:
+        given: settings of the user's own, which come first.
+    """
+    own = {} if generation_config is None else vars(generation_config)
+    read = vars(GenerationConfig()).keys() - {*_BY_TRL, *_UNREAD}  # transformers reads no others
+    for key in sorted(read):
+        value = own.get(key)
+        if value is not None and value != _OFF.get(key) and given.get(key) is None:
+            yield (
+                f"the model's generation_config has {key}={value!r}: {_WHY}. Set model.generation_config.{key} = None, or "
+                f"take it out of the model's generation_config.json."
+            )
+
+
+_VLLM_LOGPROBS = 20
+"""vLLM's own `max_logprobs`, which TRL leaves as it is in the trainer's process; its server has no limit."""
+
+
+def _of_sampler(config: CorralConfig, sampler: Sampler, generation: dict[str, Any]) -> _Refusals:
+    """Anchors, objectives and corrections that this sampler does not allow; docs/trl.md has the table."""
+    rollout, reports = config.resolve_anchor() == "rollout", sampler != "transformers"
+    on_support = rollout and reports and config.needs_support  # of the sampler's own likeliest tokens
+    corrects, correction = config.use_vllm and config.vllm_importance_sampling_correction, config.correction
+    needs, objective = config.make_objective().needs, config.make_objective().config
+    set_to = vars(config) | generation
+    top_p, top_k, min_p = (set_to[key] for key in _TRUNCATIONS)
+    regex = sampler == "vllm" and set_to.get("vllm_structured_outputs_regex")  # not every release of TRL has it
+    truncated = (top_p is not None and top_p < 1) or (top_k or 0) > 0 or min_p or regex
+    few = sampler == "vllm" and config.vllm_mode == "colocate" and config.support_size > _VLLM_LOGPROBS
+    twice = objective.corrects_sampler and (corrects or correction is not None)
+    return {
+        # With the trainer's own model, "auto" means the recomputed policy, whatever was cut off while sampling.
+        "anchor='rollout' needs the log-probs that the sampler drew from, but top_p, top_k, min_p or a regex renormalise them. "
+        "Switch those off, or use anchor='old'.": rollout and truncated and (reports or config.anchor == "rollout"),
+        f"objective={config.objective!r} needs the old policy on another model's tokens too. Use anchor='old'.": on_support
+        and "dist_teacher" in needs,
+        "estimator='full' reads every token, and a sampler reports its likeliest alone. Use estimator='topk', or "
+        "anchor='old'.": on_support and objective.support == "full",
+        "support='union' needs the old policy's log-probs of any token, and a sampler reports its likeliest alone. Use "
+        "support='old', or anchor='old'.": on_support and config.support == "union",
+        f"anchor='rollout' asks vLLM for `support_size` log-probs a token, and in the trainer's process it reports "
+        f"{_VLLM_LOGPROBS} at most; got {config.support_size}. Use support_size={_VLLM_LOGPROBS}, a vLLM server, or "
+        f"anchor='old'.": on_support and few,
+        "with the sampler as the anchor its mismatch is in the ratio already. Set vllm_importance_sampling_correction=False, "
+        "or anchor='old'.": rollout and corrects,
+        "with `logprobs` in generation_kwargs vLLM ranks tokens by likelihood, and TRL takes the first for the sampled one. "
+        "Leave it out.": config.use_vllm and generation.get("logprobs"),
+        f"objective={config.objective!r} needs `logp_rollout`, and transformers' generation reports none. Use vLLM, or a "
+        f"rollout function.": "logp_rollout" in needs and not reports,
+        f"objective={config.objective!r} weighs the old policy against the sampler itself, and a correction would do it twice. "
+        f"Leave `correction` out, and set vllm_importance_sampling_correction=False.": twice,
+        f"correction={correction!r} needs the sampler's log-probs, and transformers' generation reports none: there the "
+        f"sampler is the trainer's own model, and there is nothing to correct.": correction is not None and not reports,
+        f"correction={correction!r} weighs the old policy against the sampler, and with anchor='rollout' they are one. Use "
+        f"anchor='old'.": correction is not None and rollout,
+        f"correction={correction!r} and TRL's own would both correct the sampler's mismatch. Set "
+        f"vllm_importance_sampling_correction=False.": correction is not None and corrects,
+    }

@@ -1,12 +1,16 @@
-"""The deployed network: measured after every step, bounded if asked for, with a learning rate found on the first batch."""
+"""The deployed network: measured after every step, bounded if asked for, with a learning rate found on the first batch.
+
+`DeployedCallback` follows a run step by step, `DeployedProbe` measures how far the network has moved, and `RateSearch` tries
+learning rates on the first batch.
+"""
 
 import copy
 import logging
 import math
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +18,7 @@ import torch
 import trl
 from accelerate.utils import DistributedType
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -34,6 +38,340 @@ from corral.trl.scoring import HeadInputs, ScoringPass
 if TYPE_CHECKING:
     from corral.trl.trainer import CorralTrainer
 
+logger = logging.getLogger(__name__)
+
+# ---------------------------------------------------------------------------------------------------- step after step
+
+AIM = 0.5
+"""The share of the bound that the learning rate aims at: the other half is for steps that go further than most."""
+START, PASSES_START = 2.0, 6.0
+"""The KL of the first step that the search for `learning_rate="auto"` aims at, in multiples of the bound: with one pass over
+each batch, and with several. The rates that grids chose move the network by one to five bounds in their first step. That step
+is then retracted to the bound, and the rate comes down to `AIM` over the next ones."""
+SPENT = 50.0
+"""Times the bound, before anything is undone, from which on `reuse="auto"` makes no further pass: D grows as the square of what
+is kept, and less than a seventh would be."""
+LEAST_ESS = 0.5
+"""The effective sample size, as a share of the tokens, below which `reuse="auto"` makes no further pass."""
+PROBES = 4
+"""Measurements of a step at most; one where the step fits."""
+ROUNDING = 1e-3
+"""Mean KL of unchanged weights that kernels in half precision explain: a bound that follows the schedule to 0 goes below it."""
+FAR, LEAST_SHARE = 25.0, 0.05
+"""The optimizer starts over after a step beyond FAR times the bound of which less than LEAST_SHARE is kept."""
+LEAST_FACTOR = 1 / 30
+"""The smallest factor of the learning rate when it does."""
+
+
+@dataclass(eq=False)
+class _Step:
+    """A step that is not over: the weights that it began with, and its updates so far."""
+
+    old: dict[str, Tensor]
+    factors: list[float] = field(default_factory=list)
+    """The schedule's factor of the peak rate, for each update."""
+    updates: int = 0
+
+
+class DeployedCallback(TrainerCallback):
+    """Certifies every step of a CorralTrainer with `deployed_bound`, and holds it where that is finite.
+
+        δ_k = bound · (rate_k / peak rate)²          mean KL(π_new ‖ π_old) ≤ δ_k
+
+    The bound follows the schedule as the KL of a small step does. What goes further is retracted; the learning rate is scaled
+    so that steps go half as far. Its scale lives in the scheduler's base rates, which checkpoints hold already. After a step
+    of which next to nothing could be kept the optimizer starts over: at the rate that √(δ/D) says, and with its moments
+    cleared, which are of gradients that nobody will see again, or no numbers.
+
+    With `reuse="auto"` the network is measured after every pass over the batch, and another one is made while it is nearer than
+    fifty times the bound and the effective sample size is at least ½. A step beyond the bound goes on: many passes, retracted
+    at their end, are worth more than the first of them alone.
+    """
+
+    def __init__(self, trainer: "CorralTrainer") -> None:
+        bound = trainer.args.deployed_bound
+        assert bound is not None
+        _check_surroundings(trainer)
+        self.trainer, self.bound, self.holds = trainer, bound, bound < math.inf
+        self.probe, self.controller = DeployedProbe(trainer), RateController()
+        self.per_step = updates_per_step(trainer.args)
+        self.per_pass = self.per_step // trainer.args.num_iterations if trainer.args.reuse == "auto" else self.per_step
+        """Updates between measurements."""
+        self.searches = False
+        """Whether the rate is still to be found: on the first batch with a gradient."""
+        self._before: dict[str, Tensor] | None = None
+        """The weights that the last finished step began with; until the next one begins."""
+        self._begin()
+
+    def _begin(self) -> None:
+        """Be ready for the next step."""
+        self._step: _Step | None = None
+        self.spent = False
+        """Whether the step is over, though passes over its batch remain: the trainer skips them."""
+        self.probe.clear()
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """A resumed run finds its scale in the scheduler."""
+        self.abandon()  # a step that transformers gave up for want of memory, to train with smaller batches
+        self._begin()
+        if not self.holds:
+            return
+        scheduler = schedule_of(self.trainer)
+        if not isinstance(scheduler, LambdaLR):
+            raise ValueError(
+                f"CorralTrainer: `deployed_bound` scales the rates of a schedule that is a multiple of its peak, and "
+                f"{type(scheduler).__name__} is none. Use one of transformers' (`lr_scheduler_type`), or deployed_bound=inf to "
+                f"measure alone."
+            )
+        group = scheduler.optimizer.param_groups[0]
+        self.controller.scale = scheduler.base_lrs[0] / group["initial_lr"] if group["initial_lr"] > 0 else 1.0
+        self.searches = self.trainer.args.finds_rate and self.controller.scale == 1.0
+        self._check_saves(args, state)
+
+    def _check_saves(self, args: TrainingArguments, state: TrainerState) -> None:
+        """Refuse checkpoints inside a step, where bounding the network would change the run. The end of a run is bounded."""
+        of_best = args.save_strategy == SaveStrategy.BEST
+        strategy, name = (args.eval_strategy, "eval") if of_best else (args.save_strategy, "save")
+        if strategy == "steps":
+            every = int(state.eval_steps if of_best else state.save_steps)
+            what, use = f"`{name}_steps` is {every}", ""
+        elif strategy == "epoch":
+            batches = self.trainer.callback_handler.train_dataloader
+            assert batches is not None  # transformers has set it
+            every = math.ceil(len(batches) / args.gradient_accumulation_steps)
+            what, use = f"an epoch has {every} updates", f"{name}_strategy='steps' and "
+        else:
+            return
+        if every < state.max_steps and every % self.per_step:
+            raise ValueError(
+                f"CorralTrainer: with `deployed_bound` the network is bounded at the end of a step, and checkpoints are saved "
+                f"there. A step has {self.per_step} updates, and {what}, no multiple of {self.per_step}. Use {use}{name}_steps="
+                f"{math.ceil(every / self.per_step) * self.per_step}."
+            )
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Before an update: at the beginning of a step its weights are kept."""
+        if self.spent:
+            return
+        if self._step is None:
+            self._before = None  # its memory, first
+            self._step = _Step(snapshot(self.trainer.model))
+            if self.searches:
+                self._find_rate(self._step.old)
+        if self.holds:
+            scheduler = schedule_of(self.trainer)
+            peak = scheduler.base_lrs[0]
+            self._step.factors.append(scheduler.optimizer.param_groups[0]["lr"] / peak if peak > 0 else 0.0)
+
+    def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """After an update."""
+        if self._step is not None:
+            self._step.updates += 1
+
+    def _find_rate(self, old: dict[str, Tensor]) -> None:
+        """Start at the rate with which this step moves the network by several bounds; wait where the step has no gradient."""
+        trainer, scheduler = self.trainer, schedule_of(self.trainer)
+        trainer.draw_ahead()
+        aim = (START if trainer.args.num_iterations == 1 else PASSES_START) * self.bound
+        search = RateSearch(trainer, self.probe, old, self.per_step, self.per_pass, self.bound, aim)
+        found = search.find()
+        if found is None:
+            update = trainer.state.global_step + 1
+            logger.info(
+                "Update %d: no completion of this batch has a gradient, so the next one gives the learning rate.", update
+            )
+            return
+        self.searches, start = False, scheduler.optimizer.param_groups[0]["initial_lr"]
+        self.controller.scale = found.scale
+        set_scale(scheduler, found.scale)
+        trainer._metrics["train"]["tr/rate_trials"].append(float(len(search.tried)))
+        tried = ", ".join(f"{one.moved:.2g} at {one.scale * start:.2g}" for one in search.tried)
+        if math.isfinite(found.moved):
+            logger.info(
+                "The learning rate starts at %.2g: before it is retracted, the first step moves the network by %.2g nats a "
+                "token there. %d trials on its rollouts, each undone: %s.",
+                found.scale * start, found.moved, len(search.tried), tried,
+            )  # fmt: skip
+        else:
+            logger.warning(
+                "The learning rate starts at %.2g, because the KL of the first step was no number in any of %d trials: %s.",
+                start, len(search.tried), tried,
+            )  # fmt: skip
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """At the end of a step, and with `reuse="auto"` of a pass: measure, retract, scale the rate, and log what was done."""
+        last = state.global_step % self.per_step == 0
+        if state.global_step % self.per_pass == 0 and not self.spent:
+            self._end_pass(last=last)
+        if last:
+            self._begin()
+        elif state.global_step >= state.max_steps:
+            self.finish()  # before another callback reads the network
+
+    @property
+    def is_inside_step(self) -> bool:
+        """Whether updates of a step have moved the network, which is not bounded yet."""
+        return self._step is not None and self._step.updates > 0
+
+    def finish(self) -> None:
+        """The run ends here: inside a step the network is measured and bounded as at the step's end."""
+        if self.is_inside_step:
+            self._end_pass(last=True)
+            self.trainer.model.train()  # after an evaluation TRL would log an evaluation's metrics, without the certificate
+            self._begin()
+            # An update may follow where a callback stops the run before one: without rollouts to measure on, it is undone.
+            self._step = _Step(snapshot(self.trainer.model))  # as it is saved
+
+    def before_save(self) -> None:
+        """Called before a checkpoint is written: it is of a network that is bounded."""
+        trainer = self.trainer
+        if trainer.control.should_training_stop:
+            self.finish()
+        elif self.is_inside_step and self.holds:
+            raise ValueError(
+                f"CorralTrainer: a callback asks for a checkpoint after update {trainer.state.global_step}, inside a step of "
+                f"{self.per_step} updates, where `deployed_bound` does not hold yet. Save after a multiple of {self.per_step}."
+            )
+
+    def abandon(self) -> None:
+        """An exception ends the run: inside a step the network is measured and bounded, or the step is undone.
+
+        Measuring takes all processes. Several of them may have met different exceptions, or none, so each undoes the step.
+        """
+        if self._step is None:
+            return
+        if not self._step.updates:
+            if self.holds:
+                restore(self.trainer.model, self._step.old)  # an update may be half done
+        elif self.trainer.accelerator.num_processes > 1:
+            self._go_back(self._step.old, "an exception ended the run, and the other processes may be elsewhere")
+        else:
+            try:
+                self.finish()
+                self.trainer.log({})
+            except Exception as error:  # the exception that ended the run is the one to raise
+                logger.warning("The certificate of the last network is not logged (%s: %s).", type(error).__name__, error)
+        self._begin()
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """The weights may be changed after a run: the next one begins with what it finds."""
+        self._begin()
+
+    def _end_pass(self, *, last: bool) -> None:
+        """Measure the network as it is; then make another pass, or certify it, and the step is over."""
+        trainer, step, metrics = self.trainer, self._step, self.trainer._metrics["train"]
+        assert step is not None
+        factor = sum(step.factors) / len(step.factors) if step.factors else 1.0
+        # At a rate of 0 nothing moves, and there is nothing to hold.
+        bound = self.bound * factor**2 if self.holds and factor > 0 else math.inf
+        certificate: Certificate | None = None
+        try:
+            with preserve_state(trainer.model):
+                if self.probe.prepare(step.old):
+                    found = [self.probe.measure()]
+                    if not last and _worth_another(found[0], bound):
+                        return
+                    certificate = retract(
+                        trainer.model, step.old, lambda: found.pop() if found else self.probe.measure(), bound=bound,
+                        max_probes=PROBES, rounding=ROUNDING,
+                    )  # fmt: skip
+        except BaseException as error:  # also a Ctrl-C: weights may be the old ones, or a part of the way back
+            self._go_back(step.old, f"measuring the network failed ({type(error).__name__}: {error})")
+            self._step = None
+            raise
+        self.spent, self._before, self._step = not last, step.old, None
+        if certificate is None:
+            self._go_back(step.old, "no completion of the step has a token that is trained on")
+            if self.holds:
+                metrics["tr/step_share"].append(0.0)
+            return
+        moved, aim = certificate.before.mean, AIM * bound
+        if certificate.share < LEAST_SHARE and not moved <= FAR * bound:  # further, or no number
+            self._start_over(moved, aim)
+        elif bound < math.inf and not self.searches:
+            # Neither a batch that is left because its ratios are spread nor a run that ends is a reason for a larger rate.
+            whole = trainer.state.global_step % self.per_step == 0
+            self._scale(self.controller.update(moved if whole else max(moved, aim), aim))
+        for name, value in certificate.metrics().items():
+            metrics[name].append(value)
+        if self.per_pass < self.per_step:
+            metrics["tr/passes"].append(step.updates / self.per_pass)
+
+    def _go_back(self, old: dict[str, Tensor], why: str) -> None:
+        """Put the weights from before the step back if a bound is set and the network cannot be measured, and say why."""
+        then = "The step is not measured."
+        if self.holds:
+            restore(self.trainer.model, old)  # bit for bit
+            then = "The weights from before the step are back."
+        logger.warning("Update %d: %s. %s", self.trainer.state.global_step, why, then)
+
+    def _start_over(self, moved: float, aim: float) -> None:
+        """A rate that would have gone about as far as was meant, and an optimizer that has seen nothing."""
+        factor = max(math.sqrt(aim / moved), LEAST_FACTOR) if math.isfinite(moved) else LEAST_FACTOR
+        self.controller.scale *= factor
+        self._scale(factor)
+        optimizer = schedule_of(self.trainer).optimizer
+        optimizer.state.clear()  # its moments are those of a step that was not kept
+        update, rate = self.trainer.state.global_step, optimizer.param_groups[0]["lr"]
+        logger.warning(
+            "Update %d: the step moved the network by %.2g nats a token, where %.2g were meant. Next to nothing of it is kept; "
+            "the optimizer starts over with a learning rate of %.1e.", update, moved, aim, rate,
+        )  # fmt: skip
+
+    def certify_held_out(self, drawn: list[tuple[list[int], list[int]]]) -> dict[str, float]:
+        """How far the last step went on held-out prompts, from prompts and completions that the network has just drawn.
+
+        These are completions of the new network, so that along one of them the sum of KL(new‖old) is an unbiased estimate of
+        the KL between whole completions, where training samples at temperature 1 as a measurement does.
+        """
+        if self._before is None or not drawn:
+            return {}
+        with preserve_state(self.trainer.model):
+            found = self.probe.measure_on(drawn, self._before)
+        kl = TokenKL.of(replace(found, old_new=found.new_old))
+        numbers = {"kl_mean": kl.mean, "kl_se": kl.se, "seq_kl_mean": kl.seq_mean}
+        return {f"tr/deployed_heldout_{name}": value for name, value in numbers.items() if value is not None}
+
+    def _scale(self, factor: float) -> None:
+        """Another rate from now on, under the same schedule."""
+        scheduler = schedule_of(self.trainer)
+        scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
+        scheduler._last_lr = [rate * factor for rate in scheduler._last_lr]
+        for group in scheduler.optimizer.param_groups:
+            group["lr"] *= factor
+
+
+def _worth_another(found: BatchKL, bound: float) -> bool:
+    """Whether another pass over the batch would still be one on its tokens, and not be undone nearly whole."""
+    near = float(found.new_old.double().mean()) < SPENT * bound  # and a number
+    return near and found.effective_sample_size() >= LEAST_ESS
+
+
+def schedule_of(trainer: "CorralTrainer") -> Any:
+    """The trainer's scheduler, which has the base rates: accelerate puts its own around it."""
+    scheduler: Any = trainer.lr_scheduler
+    return getattr(scheduler, "scheduler", scheduler)
+
+
+def _check_surroundings(trainer: "CorralTrainer") -> None:
+    """Refuse what keeps the weights elsewhere, where a retraction would be undone or would not be whole."""
+    if not FUSED:
+        raise ValueError(
+            f"CorralTrainer: `deployed_bound` needs hidden states, which TRL {trl.__version__} does not hand over. Install TRL "
+            f"1.15 or newer."
+        )
+    kind = trainer.accelerator.distributed_type
+    if kind == DistributedType.DEEPSPEED:
+        why, instead = "keeps its own master weights, which would undo it", "DDP or FSDP2"
+    elif kind == DistributedType.FSDP and not trainer.accelerator.is_fsdp2:
+        why, instead = "version 1 flattens them", "FSDP2 (`fsdp_config={'version': 2}`)"
+    else:
+        return
+    raise ValueError(f"CorralTrainer: `deployed_bound` acts on the model's weights, and {kind.value} {why}. Use {instead}.")
+
+
+# ---------------------------------------------------------------------------------------------------- measurements
+
 TOKENS = 3072
 """About as many tokens of a step are measured, over all processes: whole completions, evenly spread over the rollouts."""
 CHEAP = 0.01
@@ -51,6 +389,7 @@ class _Scored:
 
     hidden: Float[Tensor, "N H"]
     logp: Float[Tensor, " N"]
+    head: HeadInputs
 
 
 @dataclass(eq=False)
@@ -146,72 +485,67 @@ class DeployedProbe:
             )
         mask = batch["completion_mask"].bool()
         live = mask & batch["tool_mask"].bool() if "tool_mask" in batch else mask
-        kept = None if scoring.drew_random else scoring.hidden()
+        kept, old = None if scoring.drew_random else scoring.hidden(), None
         chosen = self.choose(live, passes=2 if kept is None else 1) if scoring.chosen is None else scoring.chosen
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
         seen = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-        old = None
         if kept is not None:
             wanted = (live & chosen[:, None]).flatten()
             self._head = self._head or kept.head.freeze()
-            old = _Scored(kept.states[wanted[kept.places]], batch["old_per_token_logps"].flatten()[wanted])
+            old = _Scored(kept.states[wanted[kept.places]], batch["old_per_token_logps"].flatten()[wanted], self._head)
         self._rollouts.append(_Rollouts(ids[chosen], seen[chosen], live[chosen], old))
 
     def prepare(self, old: dict[str, Tensor]) -> bool:
-        """Once the step's updates are done: the old network where it is not known yet. False where there is no token at all."""
-        model, missing = self.trainer.model, [some for some in self._rollouts if some.old is None]
+        """Score the old network where it is not known yet, once the step's updates are done; False if there is no token."""
+        missing = [some for some in self._rollouts if some.old is None]
         if missing:
-            new = snapshot(model)
-            restore(model, old)
-            for some in missing:
-                some.old, head = self._score(some)
-                self._head = self._head or head.freeze()
-            restore(model, new)
+            with _weights_of(self.trainer.model, old):
+                for some in missing:
+                    found = self._score(some)
+                    self._head = self._head or found.head.freeze()
+                    some.old = replace(found, head=self._head)
         count = torch.tensor(float(sum(int(some.live.sum()) for some in self._rollouts)))
         return bool(self.trainer.accelerator.reduce(count.to(self.trainer.accelerator.device)) > 0)
 
-    def measure(self) -> BatchKL:
-        """The network as it is now."""
-        assert self._head is not None
-        return self._kl(self._rollouts, self._head)
-
     def measure_on(self, rows: list[tuple[list[int], list[int]]], old: dict[str, Tensor]) -> BatchKL:
-        """The network as it is now, on other tokens than the step's: prompts and completions as token ids."""
-        model = self.trainer.model
-        some = self._pad(rows)
-        new = snapshot(model)
-        restore(model, old)
-        some.old, head = self._score(some)
-        head = head.freeze()
-        restore(model, new)
-        return self._kl([some], head)
-
-    def _kl(self, rollouts: list[_Rollouts], old_head: HeadInputs) -> BatchKL:
-        """The network as it is now against the old one, whose hidden states are known; on all processes."""
-        found, sequences = [], 0
-        for some in rollouts:
-            assert some.old is not None
-            new, head = self._score(some)
-            kl = head_kl_both_ways(
-                new.hidden, head.weight, some.old.hidden, old_head.weight,
-                bias_new=head.bias, bias_old=old_head.bias, **vars(head.spec),
-            )  # fmt: skip
-            sequence = some.live.nonzero()[:, 0] + sequences
-            sequences += len(some.live)
-            found.append(torch.stack([x.double() for x in (*kl, sequence, new.logp - some.old.logp)], -1))
-        new_old, old_new, sequence, log_ratio = self._of_all_processes(torch.cat(found)).unbind(-1)
-        return BatchKL(new_old=new_old, old_new=old_new, sequence=sequence.long(), log_ratio=log_ratio)
-
-    def _pad(self, rows: list[tuple[list[int], list[int]]]) -> _Rollouts:
-        """Prompts padded on the left, completions on the right, as TRL has them."""
+        """Measure on other tokens than the step's: prompts and completions as token ids."""
+        # Prompts are padded on the left, completions on the right, as TRL has them. Padding is never looked at.
         before, after = max(len(prompt) for prompt, _ in rows), max(len(completion) for _, completion in rows)
-        # Padding is never looked at: any token will do.
         ids = [[0] * (before - len(a)) + a + b + [0] * (after - len(b)) for a, b in rows]
         seen = [[0] * (before - len(a)) + [1] * (len(a) + len(b)) + [0] * (after - len(b)) for a, b in rows]
         mask = torch.tensor(seen, device=self.trainer.accelerator.device)
-        return _Rollouts(torch.tensor(ids, device=mask.device), mask, mask[:, before:].bool(), None)
+        some = _Rollouts(torch.tensor(ids, device=mask.device), mask, mask[:, before:].bool(), None)
+        with _weights_of(self.trainer.model, old):
+            found = self._score(some)
+            some.old = replace(found, head=found.head.freeze())
+        return self._kl([some])
 
-    def _score(self, some: _Rollouts) -> tuple[_Scored, HeadInputs]:
+    def measure(self) -> BatchKL:
+        """Measure on the step's rollouts."""
+        return self._kl(self._rollouts)
+
+    def _kl(self, rollouts: list[_Rollouts]) -> BatchKL:
+        """The network as it is now against the old one, whose hidden states are there; on all processes."""
+        parts, sequences = [], 0
+        for some in rollouts:
+            new, old = self._score(some), some.old
+            assert old is not None
+            kl = head_kl_both_ways(
+                new.hidden, new.head.weight, old.hidden, old.head.weight,
+                bias_new=new.head.bias, bias_old=old.head.bias, **vars(new.head.spec),
+            )  # fmt: skip
+            sequence = some.live.nonzero()[:, 0] + sequences
+            sequences += len(some.live)
+            parts.append(torch.stack([x.double() for x in (*kl, sequence, new.logp - old.logp)], -1))
+        found, accelerator = torch.cat(parts), self.trainer.accelerator
+        if accelerator.num_processes > 1:  # the same tokens in the same order everywhere, so that all processes decide alike
+            found[:, 2] += accelerator.process_index * 2**32  # sequences of this process alone; exact in float64
+            found = accelerator.gather(accelerator.pad_across_processes(found, pad_index=-1))
+            found = found[~(found[:, 0] < 0)]  # a KL is ≥ 0, or no number
+        new_old, old_new, sequence, log_ratio = found.unbind(-1)
+        return BatchKL(new_old=new_old, old_new=old_new, sequence=sequence.long(), log_ratio=log_ratio)
+
+    def _score(self, some: _Rollouts) -> _Scored:
         """The network as it is now on the live tokens, from a scoring pass as every other one."""
         trainer, scoring = self.trainer, ScoringPass(keep_hidden=True)
         width, size = some.live.shape[1], trainer.args.per_device_train_batch_size
@@ -219,19 +553,19 @@ class DeployedProbe:
             logp = trainer._get_per_token_logps_and_entropies(trainer.model, some.ids, some.seen, width, size)[0]
         if (kept := scoring.hidden()) is None:
             raise RuntimeError("CorralTrainer: TRL's scoring pass showed no hidden states. Has it changed? Please report it.")
-        return _Scored(kept.states[some.live.flatten()[kept.places]], logp[some.live]), kept.head
-
-    def _of_all_processes(self, rows: Float[Tensor, "n C"]) -> Float[Tensor, "N C"]:
-        """The same tokens in the same order everywhere, so that all processes decide alike."""
-        accelerator = self.trainer.accelerator
-        if accelerator.num_processes == 1:
-            return rows
-        rows[:, 2] += accelerator.process_index * 2**32  # sequences of this process alone; exact in float64
-        everyone = accelerator.gather(accelerator.pad_across_processes(rows, pad_index=-1))
-        return everyone[~(everyone[:, 0] < 0)]  # a KL is ≥ 0, or no number
+        return _Scored(kept.states[some.live.flatten()[kept.places]], logp[some.live], kept.head)
 
 
-logger = logging.getLogger(__name__)
+@contextmanager
+def _weights_of(model: nn.Module, old: dict[str, Tensor]) -> Iterator[None]:
+    """Inside, the model has its old weights."""
+    new = snapshot(model)
+    restore(model, old)
+    yield
+    restore(model, new)
+
+
+# ---------------------------------------------------------------------------------------------------- the first rate
 
 TRIALS = 6
 """Trials at most."""
@@ -293,6 +627,7 @@ def next_scale(tried: list[Trial], aim: float) -> float | None:
     return min(nearest.scale * (aim / nearest.moved) ** (1 / power), MOST)
 
 
+@dataclass(eq=False)
 class RateSearch:
     """Tries learning rates on a step's rollouts until the whole step moves the deployed network by the KL that is aimed at.
 
@@ -302,44 +637,41 @@ class RateSearch:
     are drawn once. Callbacks do not run. Every process tries the same rates, because every KL is of all processes.
     """
 
-    def __init__(
-        self, trainer: "CorralTrainer", probe: "DeployedProbe", old: dict[str, Tensor], *, updates: int, per_pass: int
-    ) -> None:
-        """`old` are the weights that the step begins with; the probe measures after every `per_pass` of its `updates`."""
-        self.trainer, self.probe, self.old = trainer, probe, old
-        self.updates, self.per_pass = updates, per_pass
-        scheduler: Any = trainer.lr_scheduler
-        self.scheduler: LambdaLR = getattr(scheduler, "scheduler", scheduler)  # accelerate puts its own around it
-        self.tried: list[Trial] = []
+    trainer: "CorralTrainer"
+    probe: DeployedProbe
+    old: dict[str, Tensor]
+    """The weights that the step begins with."""
+    updates: int
+    """Updates of a step; the probe measures after every `per_pass` of them."""
+    per_pass: int
+    bound: float
+    """δ at the schedule's peak."""
+    aim: float
+    """The mean KL that a step at the peak should have. A step in a warm-up has less, as its bound."""
+    tried: list[Trial] = field(default_factory=list)
 
-    def find(self, bound: float, aim: float, goes_on: Callable[[BatchKL, float], bool]) -> Trial | None:
-        """The trial to keep; None where the rollouts have no gradient, or no token to measure, and any rate would do.
-
-        Args:
-            bound: δ at the schedule's peak.
-            aim: the mean KL that a step at the peak should have. A step in a warm-up has less, as its bound.
-            goes_on: whether another pass over the batch follows a measurement, given the step's bound.
-        """
+    def find(self) -> Trial | None:
+        """The trial to keep; None if the rollouts have no gradient, or no token to measure, and any rate would do."""
+        self.scheduler: LambdaLR = schedule_of(self.trainer)
         scale: float | None = 1.0
         while scale is not None:
             with self._undone():
                 set_scale(self.scheduler, scale)
-                trial = self._try(scale, bound, aim, goes_on)
+                trial = self._try(scale)
             if trial is None:
                 return None
             self.tried.append(trial)
-            scale = next_scale(self.tried, aim)
-        if self.tried[-1].is_near(aim):
+            scale = next_scale(self.tried, self.aim)
+        if self.tried[-1].is_near(self.aim):
             return self.tried[-1]
         numbers = [one for one in self.tried if math.isfinite(one.moved) and one.moved > 0]
-        return min(numbers, key=lambda one: abs(math.log(one.moved / aim)), default=Trial(1.0, math.nan))
+        return min(numbers, key=lambda one: abs(math.log(one.moved / self.aim)), default=Trial(1.0, math.nan))
 
-    def _try(self, scale: float, bound: float, aim: float, goes_on: Callable[[BatchKL, float], bool]) -> Trial | None:
-        """One trial, whose KL is what it would be at the schedule's peak; None where nothing would move at any rate."""
+    def _try(self, scale: float) -> Trial | None:
+        """One trial, whose KL is what it would be at the schedule's peak; None if nothing would move at any rate."""
         trainer, factors, learns = self.trainer, list[float](), False
         for update in range(1, self.updates + 1):
-            base = self.scheduler.base_lrs[0]
-            factors.append(self.scheduler.optimizer.param_groups[0]["lr"] / base)
+            factors.append(self.scheduler.optimizer.param_groups[0]["lr"] / self.scheduler.base_lrs[0])
             learns |= self._update()
             if update % self.per_pass:
                 continue
@@ -353,9 +685,9 @@ class RateSearch:
             moved = TokenKL.of(found).mean / factor**2  # near the old weights a KL grows as the square of the rate
             if update == self.updates:
                 return Trial(scale, moved)
-            if not goes_on(found, bound * factor**2):
+            if not _worth_another(found, self.bound * factor**2):
                 # A batch that is left because its ratios are spread is no reason for a larger rate.
-                return Trial(scale, max(moved, aim))
+                return Trial(scale, max(moved, self.aim))
         raise AssertionError("a step ends with a pass")
 
     def _update(self) -> bool:
@@ -387,45 +719,37 @@ class RateSearch:
     def _undone(self) -> Iterator[None]:
         """Everything that updates change is as before, once the context is left."""
         trainer, accelerator, optimizer = self.trainer, self.trainer.accelerator, self.scheduler.optimizer
-        buffers = [(buffer, buffer.clone()) for buffer in trainer.model.buffers()]
-        moments = {weight: copy.deepcopy(state) for weight, state in optimizer.state.items()}
-        groups = [{key: copy.deepcopy(x) for key, x in group.items() if key != "params"} for group in optimizer.param_groups]
-        schedule, sync = copy.deepcopy(self.scheduler.state_dict()), accelerator.sync_gradients
-        scaler = None if accelerator.scaler is None else accelerator.scaler.state_dict()
-        attributes, rollouts = dict(vars(trainer)), [dict(inputs) for inputs in trainer._buffered_inputs]
-        metrics = {mode: {name: [*values] for name, values in found.items()} for mode, found in trainer._metrics.items()}
-        others = random.getstate(), np.random.get_state()
-        trainer.ledger = Ledger()
-        if trainer.token_observer is not None:
-            trainer.token_observer = lambda *_: None  # and not None: with an observer the loss takes another path
         device = trainer.args.device
-        try:
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-                yield
-        finally:
-            restore(trainer.model, self.old)
-            with torch.no_grad():
-                for buffer, was in buffers:
-                    buffer.copy_(was)
-            optimizer.state.clear()
-            optimizer.state.update(moments)
-            for group, was_group in zip(optimizer.param_groups, groups, strict=True):
-                for key in group.keys() - was_group.keys() - {"params"}:
-                    del group[key]
-                group.update(was_group)
-            self.scheduler.load_state_dict(schedule)
-            accelerator.gradient_state._set_sync_gradients(sync)
-            if scaler is not None:
-                accelerator.scaler.load_state_dict(scaler)
-            for name in vars(trainer).keys() - attributes.keys():
-                delattr(trainer, name)
-            vars(trainer).update(attributes)
-            trainer._buffered_inputs[:] = rollouts
-            for mode, found in metrics.items():
-                trainer._metrics[mode].clear()
-                trainer._metrics[mode].update(found)
-            random.setstate(others[0])
-            np.random.set_state(others[1])
+        with ExitStack() as undo:
+            undo.callback(random.setstate, random.getstate())
+            undo.callback(np.random.set_state, np.random.get_state())
+            for found in trainer._metrics.values():
+                undo.callback(_reset, found, {name: [*values] for name, values in found.items()})
+            undo.callback(trainer._buffered_inputs.__setitem__, slice(None), [dict(x) for x in trainer._buffered_inputs])
+            undo.callback(_reset, vars(trainer), dict(vars(trainer)))
+            if accelerator.scaler is not None:
+                undo.callback(accelerator.scaler.load_state_dict, accelerator.scaler.state_dict())
+            undo.callback(accelerator.gradient_state._set_sync_gradients, accelerator.sync_gradients)
+            undo.callback(self.scheduler.load_state_dict, copy.deepcopy(self.scheduler.state_dict()))
+            for group in optimizer.param_groups:
+                others = {name: copy.deepcopy(x) for name, x in group.items() if name != "params"}
+                undo.callback(_reset, group, others | {"params": group["params"]})
+            moments = {weight: copy.deepcopy(state) for weight, state in optimizer.state.items()}
+            undo.callback(_reset, optimizer.state, moments)
+            for buffer in trainer.model.buffers():
+                undo.callback(buffer.data.copy_, buffer.clone())
+            undo.callback(restore, trainer.model, self.old)
+            undo.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
+            trainer.ledger = Ledger()
+            if trainer.token_observer is not None:
+                trainer.token_observer = lambda *_: None  # and not None: with an observer the loss takes another path
+            yield
+
+
+def _reset(target: dict[Any, Any], was: dict[Any, Any]) -> None:
+    """Make a dictionary what it was, in place."""
+    target.clear()
+    target.update(was)
 
 
 def set_scale(scheduler: LambdaLR, scale: float) -> None:
@@ -436,327 +760,3 @@ def set_scale(scheduler: LambdaLR, scale: float) -> None:
     scheduler._last_lr = now
     for group, rate in zip(groups, now, strict=True):
         group["lr"] = rate
-
-
-AIM = 0.5
-"""The share of the bound that the learning rate aims at: the other half is for steps that go further than most."""
-START, PASSES_START = 2.0, 6.0
-"""The KL of the first step that the search for `learning_rate="auto"` aims at, in multiples of the bound: with one pass over
-each batch, and with several. The rates that grids chose move the network by one to five bounds in their first step. That step
-is then retracted to the bound, and the rate comes down to `AIM` over the next ones."""
-SPENT = 50.0
-"""Times the bound, before anything is undone, from which on `reuse="auto"` makes no further pass: D grows as the square of what
-is kept, and less than a seventh would be."""
-LEAST_ESS = 0.5
-"""The effective sample size, as a share of the tokens, below which `reuse="auto"` makes no further pass."""
-PROBES = 4
-"""Measurements of a step at most; one where the step fits."""
-ROUNDING = 1e-3
-"""Mean KL of unchanged weights that kernels in half precision explain: a bound that follows the schedule to 0 goes below it."""
-FAR, LEAST_SHARE = 25.0, 0.05
-"""The optimizer starts over after a step beyond FAR times the bound of which less than LEAST_SHARE is kept."""
-LEAST_FACTOR = 1 / 30
-"""The smallest factor of the learning rate when it does."""
-
-
-class DeployedCallback(TrainerCallback):
-    """Certifies every step of a CorralTrainer with `deployed_bound`, and holds it where that is finite.
-
-        δ_k = bound · (rate_k / peak rate)²          mean KL(π_new ‖ π_old) ≤ δ_k
-
-    The bound follows the schedule as the KL of a small step does. What goes further is retracted; the learning rate is scaled
-    so that steps go half as far. Its scale lives in the scheduler's base rates, which checkpoints hold already. After a step
-    of which next to nothing could be kept the optimizer starts over: at the rate that √(δ/D) says, and with its moments
-    cleared, which are of gradients that nobody will see again, or no numbers.
-
-    With `reuse="auto"` the network is measured after every pass over the batch, and another one is made while it is nearer than
-    fifty times the bound and the effective sample size is at least ½. A step beyond the bound goes on: many passes, retracted
-    at their end, are worth more than the first of them alone.
-    """
-
-    def __init__(self, trainer: "CorralTrainer") -> None:
-        bound = trainer.args.deployed_bound
-        assert bound is not None
-        _check_surroundings(trainer)
-        self.trainer, self.bound, self.holds = trainer, bound, bound < math.inf
-        self.probe, self.controller = DeployedProbe(trainer), RateController()
-        self.per_step = updates_per_step(trainer.args)
-        self.per_pass = self.per_step // trainer.args.num_iterations if trainer.args.reuse == "auto" else self.per_step
-        """Updates between measurements."""
-        self.searches = False
-        """Whether the rate is still to be found: on the first batch with a gradient."""
-        self._before: dict[str, Tensor] | None = None
-        """What the step that has just ended began with; until the next one begins."""
-        self._begin()
-
-    def _begin(self) -> None:
-        """A step."""
-        self._old: dict[str, Tensor] | None = None
-        self._factors: list[float] = []
-        """Of the schedule, for every update of the step so far."""
-        self._updates = 0
-        """Updates of the step so far."""
-        self.spent = False
-        """Whether the step is over, though passes over its batch remain: the trainer skips them."""
-        self.probe.clear()
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """A resumed run finds its scale in the scheduler."""
-        self.abandon()  # a step that transformers gave up for want of memory, to train with smaller batches
-        self._begin()
-        if not self.holds:
-            return
-        scheduler = self._scheduler()
-        if not isinstance(scheduler, LambdaLR):
-            raise ValueError(
-                f"CorralTrainer: `deployed_bound` scales the rates of a schedule that is a multiple of its peak, and "
-                f"{type(scheduler).__name__} is none. Use one of transformers' (`lr_scheduler_type`), or deployed_bound=inf to "
-                f"measure alone."
-            )
-        group = scheduler.optimizer.param_groups[0]
-        self.controller.scale = scheduler.base_lrs[0] / group["initial_lr"] if group["initial_lr"] > 0 else 1.0
-        self.searches = self.trainer.args.finds_rate and self.controller.scale == 1.0
-        self._check_saves(args, state)
-
-    def _check_saves(self, args: TrainingArguments, state: TrainerState) -> None:
-        """Refuse checkpoints inside a step, where bounding the network would change the run. The end of a run is bounded."""
-        of_best = args.save_strategy == SaveStrategy.BEST
-        strategy, name = (args.eval_strategy, "eval") if of_best else (args.save_strategy, "save")
-        if strategy == "steps":
-            every = int(state.eval_steps if of_best else state.save_steps)
-            what, use = f"`{name}_steps` is {every}", ""
-        elif strategy == "epoch":
-            batches = self.trainer.callback_handler.train_dataloader
-            assert batches is not None  # transformers has set it
-            every = math.ceil(len(batches) / args.gradient_accumulation_steps)
-            what, use = f"an epoch has {every} updates", f"{name}_strategy='steps' and "
-        else:
-            return
-        if every < state.max_steps and every % self.per_step:
-            raise ValueError(
-                f"CorralTrainer: with `deployed_bound` the network is bounded at the end of a step, and checkpoints are saved "
-                f"there. A step has {self.per_step} updates, and {what}, no multiple of {self.per_step}. Use {use}{name}_steps="
-                f"{math.ceil(every / self.per_step) * self.per_step}."
-            )
-
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Before an update: at the beginning of a step its weights are kept."""
-        if self.spent:
-            return
-        if self._old is None:
-            self._before = None  # its memory, first
-            self._old = snapshot(self.trainer.model)
-            if self.searches:
-                self._find_rate(self._old)
-        if self.holds:
-            scheduler = self._scheduler()
-            peak = scheduler.base_lrs[0]
-            self._factors.append(scheduler.optimizer.param_groups[0]["lr"] / peak if peak > 0 else 0.0)
-
-    def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """After an update."""
-        if not self.spent:
-            self._updates += 1
-
-    def _find_rate(self, old: dict[str, Tensor]) -> None:
-        """Start at the rate with which this step moves the network by several bounds; wait where the step has no gradient."""
-        trainer, scheduler = self.trainer, self._scheduler()
-        trainer.draw_ahead()
-        search = RateSearch(trainer, self.probe, old, updates=self.per_step, per_pass=self.per_pass)
-        several = START if trainer.args.num_iterations == 1 else PASSES_START
-        found = search.find(self.bound, several * self.bound, _worth_another)
-        if found is None:
-            logger.info(
-                "Update %d: no completion of this batch has a gradient, so the learning rate is looked for on the next batch.",
-                trainer.state.global_step + 1,
-            )  # fmt: skip
-            return
-        self.searches, start = False, scheduler.optimizer.param_groups[0]["initial_lr"]
-        self.controller.scale = found.scale
-        set_scale(scheduler, found.scale)
-        trainer._metrics["train"]["tr/rate_trials"].append(float(len(search.tried)))
-        tried = ", ".join(f"{one.moved:.2g} at {one.scale * start:.2g}" for one in search.tried)
-        if math.isfinite(found.moved):
-            logger.info(
-                "The learning rate starts at %.2g: before it is retracted, the first step moves the network by %.2g nats a "
-                "token there. %d trials on its rollouts, each undone: %s.",
-                found.scale * start, found.moved, len(search.tried), tried,
-            )  # fmt: skip
-        else:
-            logger.warning(
-                "The learning rate starts at %.2g, because the KL of the first step was no number in any of %d trials: %s.",
-                start, len(search.tried), tried,
-            )  # fmt: skip
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """At the end of a step, and with `reuse="auto"` of a pass: measure, retract, scale the rate, and log what was done."""
-        last = state.global_step % self.per_step == 0
-        if state.global_step % self.per_pass == 0 and not self.spent:
-            self._end_pass(last=last)
-        if last:
-            self._begin()
-        elif state.global_step >= state.max_steps:
-            self.finish()  # before another callback reads the network
-
-    @property
-    def is_inside_step(self) -> bool:
-        """Whether updates of a step have moved the network, which is not bounded yet."""
-        return self._old is not None and self._updates > 0
-
-    def finish(self) -> None:
-        """The run ends here: inside a step the network is measured and bounded as at the step's end."""
-        if self.is_inside_step:
-            self._end_pass(last=True)
-            self.trainer.model.train()  # after an evaluation TRL would log an evaluation's metrics, without the certificate
-            self._begin()
-            # An update may follow where a callback stops the run before one: without rollouts to measure on, it is undone.
-            self._old = snapshot(self.trainer.model)  # as it is saved
-
-    def before_save(self) -> None:
-        """Called before a checkpoint is written: it is of a network that is bounded."""
-        trainer = self.trainer
-        if trainer.control.should_training_stop:
-            self.finish()
-        elif self.is_inside_step and self.holds:
-            raise ValueError(
-                f"CorralTrainer: a callback asks for a checkpoint after update {trainer.state.global_step}, inside a step of "
-                f"{self.per_step} updates, where `deployed_bound` does not hold yet. Save after a multiple of {self.per_step}."
-            )
-
-    def abandon(self) -> None:
-        """An exception ends the run: inside a step the network is measured and bounded, or the step is undone.
-
-        Measuring takes all processes. Several of them may have met different exceptions, or none, so each undoes the step.
-        """
-        if self._old is None:
-            return
-        if not self._updates:
-            if self.holds:
-                restore(self.trainer.model, self._old)  # an update may be half done
-        elif self.trainer.accelerator.num_processes > 1:
-            self._go_back("an exception ended the run, and the other processes may be elsewhere")
-        else:
-            try:
-                self.finish()
-                self.trainer.log({})
-            except Exception as error:  # the exception that ended the run is the one to raise
-                logger.warning("The certificate of the last network is not logged (%s: %s).", type(error).__name__, error)
-        self._begin()
-
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """The weights may be changed after a run: the next one begins with what it finds."""
-        self._begin()
-
-    def _end_pass(self, *, last: bool) -> None:
-        """Measure the network as it is; then make another pass, or certify it, and the step is over."""
-        trainer, old = self.trainer, self._old
-        assert old is not None
-        factor = sum(self._factors) / len(self._factors) if self._factors else 1.0
-        # At a rate of 0 nothing moves, and there is nothing to hold.
-        bound = self.bound * factor**2 if self.holds and factor > 0 else math.inf
-        certificate: Certificate | None = None
-        try:
-            with preserve_state(trainer.model):
-                if self.probe.prepare(old):
-                    found = [self.probe.measure()]
-                    if not last and _worth_another(found[0], bound):
-                        return
-                    certificate = retract(
-                        trainer.model, old, lambda: found.pop() if found else self.probe.measure(), bound=bound,
-                        max_probes=PROBES, rounding=ROUNDING,
-                    )  # fmt: skip
-        except BaseException as error:  # also a Ctrl-C: weights may be the old ones, or a part of the way back
-            self._go_back(f"measuring the network failed ({type(error).__name__}: {error})")
-            self._old = None
-            raise
-        if certificate is None:
-            self._go_back("no completion of the step has a token that is trained on")
-            if self.holds:
-                trainer._metrics["train"]["tr/step_share"].append(0.0)
-        self.spent, self._before, self._old = not last, old, None
-        if certificate is None:
-            return
-        moved, aim = certificate.before.mean, AIM * bound
-        if certificate.share < LEAST_SHARE and not moved <= FAR * bound:  # further, or no number
-            self._start_over(moved, aim)
-        elif bound < math.inf and not self.searches:
-            # Neither a batch that is left because its ratios are spread nor a run that ends is a reason for a larger rate.
-            whole = trainer.state.global_step % self.per_step == 0
-            self._scale(self.controller.update(moved if whole else max(moved, aim), aim))
-        metrics = certificate.metrics()
-        if self.per_pass < self.per_step:
-            metrics["tr/passes"] = self._updates / self.per_pass
-        for name, value in metrics.items():
-            trainer._metrics["train"][name].append(value)
-
-    def _go_back(self, why: str) -> None:
-        """Put the weights from before the step back where a bound is set and the network cannot be measured, and say why."""
-        assert self._old is not None
-        then = "The step is not measured."
-        if self.holds:
-            restore(self.trainer.model, self._old)  # bit for bit
-            then = "The weights from before the step are back."
-        logger.warning("Update %d: %s. %s", self.trainer.state.global_step, why, then)
-
-    def _start_over(self, moved: float, aim: float) -> None:
-        """A rate that would have gone about as far as was meant, and an optimizer that has seen nothing."""
-        factor = max(math.sqrt(aim / moved), LEAST_FACTOR) if math.isfinite(moved) else LEAST_FACTOR
-        self.controller.scale *= factor
-        self._scale(factor)
-        optimizer = self._scheduler().optimizer
-        optimizer.state.clear()  # its moments are those of a step that was not kept
-        update, rate = self.trainer.state.global_step, optimizer.param_groups[0]["lr"]
-        logger.warning(
-            "Update %d: the step moved the network by %.2g nats a token, where %.2g were meant. Next to nothing of it is kept; "
-            "the optimizer starts over with a learning rate of %.1e.", update, moved, aim, rate,
-        )  # fmt: skip
-
-    def certify_held_out(self, drawn: list[tuple[list[int], list[int]]]) -> dict[str, float]:
-        """How far the last step went on held-out prompts, from prompts and completions that the network has just drawn.
-
-        These are completions of the new network, so that along one of them the sum of KL(new‖old) is an unbiased estimate of
-        the KL between whole completions, where training samples at temperature 1 as a measurement does.
-        """
-        if self._before is None or not drawn:
-            return {}
-        with preserve_state(self.trainer.model):
-            found = self.probe.measure_on(drawn, self._before)
-        kl = TokenKL.of(replace(found, old_new=found.new_old))
-        numbers = {"kl_mean": kl.mean, "kl_se": kl.se, "seq_kl_mean": kl.seq_mean}
-        return {f"tr/deployed_heldout_{name}": value for name, value in numbers.items() if value is not None}
-
-    def _scheduler(self) -> Any:
-        """The one that knows the base rates: accelerate puts its own around it."""
-        scheduler: Any = self.trainer.lr_scheduler
-        return getattr(scheduler, "scheduler", scheduler)
-
-    def _scale(self, factor: float) -> None:
-        """Another rate from now on, under the same schedule."""
-        scheduler = self._scheduler()
-        scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
-        scheduler._last_lr = [rate * factor for rate in scheduler._last_lr]
-        for group in scheduler.optimizer.param_groups:
-            group["lr"] *= factor
-
-
-def _worth_another(found: BatchKL, bound: float) -> bool:
-    """Whether another pass over the batch would still be one on its tokens, and not be undone nearly whole."""
-    near = float(found.new_old.double().mean()) < SPENT * bound  # and a number
-    return near and found.effective_sample_size() >= LEAST_ESS
-
-
-def _check_surroundings(trainer: "CorralTrainer") -> None:
-    """Refuse what keeps the weights elsewhere, where a retraction would be undone or would not be whole."""
-    if not FUSED:
-        raise ValueError(
-            f"CorralTrainer: `deployed_bound` needs hidden states, which TRL {trl.__version__} does not hand over. Install TRL "
-            f"1.15 or newer."
-        )
-    kind = trainer.accelerator.distributed_type
-    if kind == DistributedType.DEEPSPEED:
-        why, instead = "keeps its own master weights, which would undo it", "DDP or FSDP2"
-    elif kind == DistributedType.FSDP and not trainer.accelerator.is_fsdp2:
-        why, instead = "version 1 flattens them", "FSDP2 (`fsdp_config={'version': 2}`)"
-    else:
-        return
-    raise ValueError(f"CorralTrainer: `deployed_bound` acts on the model's weights, and {kind.value} {why}. Use {instead}.")

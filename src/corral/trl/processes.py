@@ -1,9 +1,9 @@
 """Processes and sharded weights: which process prints, how all fail together, and what no sharding allows."""
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from accelerate import PartialState
@@ -34,18 +34,17 @@ def run_together(job: Callable[[], _Result], *, cpu: bool) -> _Result:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return job()
     PartialState(cpu=cpu)  # joins the processes, as the trainer would
-    result: _Result | RunError
+    result, failed = None, None
     try:
         result = job()
     except RunError as error:
-        result = error
-    for rank, sentence in enumerate(gather_object([str(result) if isinstance(result, RunError) else None])):
+        failed = error
+    for rank, sentence in enumerate(gather_object([None if failed is None else str(failed)])):
         if sentence is not None:
             if not is_main():
                 raise SystemExit(1)
-            raise result if isinstance(result, RunError) else RunError(f"process {rank}: {sentence}")
-    assert not isinstance(result, RunError)
-    return result
+            raise failed or RunError(f"process {rank}: {sentence}")
+    return cast(_Result, result)
 
 
 def lost_process(error: BaseException) -> bool:
@@ -68,45 +67,33 @@ def base_model(model: Any) -> PreTrainedModel:
 
 def check_processes(trainer: "CorralTrainer") -> None:
     """Refuse parallelism in which TRL's GRPO is wrong, wherever it was configured: TRL itself reads its own arguments alone."""
-    parallelism = getattr(trainer.accelerator, "parallelism_config", None)  # not every release of accelerate has one
-    sizes = {"tp_size": trainer.get_tp_size()}
-    if parallelism is not None:
-        sizes |= {"cp_size": parallelism.cp_size, "sp_size": parallelism.sp_size}
-    for sentence in parallelism_refusals(**sizes):
-        raise ValueError(f"CorralTrainer: {sentence}")
-
-
-def parallelism_refusals(tp_size: int = 1, cp_size: int = 1, sp_size: int = 1) -> Iterator[str]:
-    """One sentence for each kind of parallelism that splits a sequence's work between processes."""
+    tp_size = trainer.get_tp_size()
     if tp_size > 1:
-        yield (
-            f"tensor parallelism (tp_size={tp_size}) needs the same completions in every process of a group, and TRL's GRPO "
-            f"has each process draw its own. Split the weights by FSDP2 or ZeRO-3; vllm_tensor_parallel_size is free. A loop "
-            f"of your own can use corral.lm_head(group=…)."
+        raise ValueError(
+            f"CorralTrainer: tensor parallelism (tp_size={tp_size}) needs the same completions in every process of a group, "
+            f"and TRL's GRPO has each process draw its own. Split the weights by FSDP2 or ZeRO-3; vllm_tensor_parallel_size is "
+            f"free. A loop of your own can use corral.lm_head(group=…)."
         )
-    for name, size in (("cp_size", cp_size), ("sp_size", sp_size)):
+    parallelism = getattr(trainer.accelerator, "parallelism_config", None)  # not every release of accelerate has one
+    for kind, name in (("context", "cp_size"), ("sequence", "sp_size")):
+        size = getattr(parallelism, name, 1)
         if size > 1:
-            kind = "context" if name == "cp_size" else "sequence"
-            yield (
-                f"{kind} parallelism ({name}={size}) splits prompts before TRL's GRPO has drawn the completions that would "
-                f"have to be split. Set {name} to 1; for long completions use gradient_checkpointing, FSDP2 or ZeRO-3 with "
-                f"offloading, or verl with Ulysses (docs/verl.md)."
+            raise ValueError(
+                f"CorralTrainer: {kind} parallelism ({name}={size}) splits prompts before TRL's GRPO has drawn the completions "
+                f"that would have to be split. Set {name} to 1; for long completions use gradient_checkpointing, FSDP2 or "
+                f"ZeRO-3 with offloading, or verl with Ulysses (docs/verl.md)."
             )
 
 
 def check_teacher(trainer: "CorralTrainer") -> None:
     """Refuse a teacher where models are loaded in parts: each process scores with a whole one."""
+    plugin, why = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None, ""
     if is_zero3(trainer):
-        raise ValueError(
-            f"CorralTrainer: objective={trainer.objective.name!r} has a whole teacher in every process, and with DeepSpeed "
-            f"ZeRO-3 models are loaded in parts. Use ZeRO-2 or FSDP2."
-        )
-    plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
-    if plugin is not None and plugin.cpu_ram_efficient_loading:
-        raise ValueError(
-            f"CorralTrainer: objective={trainer.objective.name!r} has a whole teacher in every process, and with "
-            f"fsdp_cpu_ram_efficient_loading only the first one loads weights. Set it to false."
-        )
+        why = "with DeepSpeed ZeRO-3 models are loaded in parts. Use ZeRO-2 or FSDP2."
+    elif plugin is not None and plugin.cpu_ram_efficient_loading:
+        why = "with fsdp_cpu_ram_efficient_loading only the first one loads weights. Set it to false."
+    if why:
+        raise ValueError(f"CorralTrainer: objective={trainer.objective.name!r} has a whole teacher in every process, and {why}")
 
 
 def is_zero3(trainer: "CorralTrainer") -> bool:
@@ -120,14 +107,10 @@ def is_sharded(trainer: "CorralTrainer") -> bool:
     return trainer.is_fsdp_enabled or is_zero3(trainer)
 
 
-@contextmanager
-def root_weights(model: nn.Module) -> Iterator[None]:
-    """Inside, the weights that FSDP 1 keeps outside its layers are whole, for calls that are no forward pass of its root."""
-    if not isinstance(model, FullyShardedDataParallel):
-        yield
-        return
-    with FullyShardedDataParallel.summon_full_params(model, recurse=False, writeback=False):
-        yield
+def root_weights(model: nn.Module) -> AbstractContextManager[None]:
+    """Context in which the weights that FSDP 1 keeps outside its layers are whole, for calls that are no forward pass."""
+    sharded = isinstance(model, FullyShardedDataParallel)
+    return FullyShardedDataParallel.summon_full_params(model, recurse=False, writeback=False) if sharded else nullcontext()
 
 
 def vocabulary_size(model: Any) -> int:

@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import trl
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from trl.trainer.utils import pad
 
 from corral.head.logits import slices
-from corral.objective.troll import TROLLConfig
 from corral.tensors import SparseDist
 from corral.trl import TEACHER_PROMPT
 from corral.trl.api import FUSED
 from corral.trl.old_policy import write_support
-from corral.trl.processes import base_model, vocabulary_size
+from corral.trl.processes import base_model, check_teacher, vocabulary_size
 from corral.trl.scoring import ScoringPass
 
 if TYPE_CHECKING:
@@ -37,17 +36,24 @@ class Teacher:
     moved with the student would forget how to read it: no loss holds it there (docs/objectives/distill.md has the run).
     """
 
-    def __init__(self, trainer: "CorralTrainer", model: PreTrainedModel | None) -> None:
-        """`model` is frozen, moved to the trainer's device, and given TRL's head, as a reference would be."""
+    def __init__(self, trainer: "CorralTrainer", model: PreTrainedModel | str | None) -> None:
+        """`model`, or the model of that name, is frozen, moved to the trainer's device, and given TRL's head, as a reference
+        would be. None is the policy as it is now."""
         if not FUSED:
             raise ValueError(
                 f"CorralTrainer: objective={trainer.objective.name!r} needs hidden states, which TRL {trl.__version__} does "
                 f"not hand over. Install TRL 1.15 or newer."
             )
+        check_teacher(trainer)
         self.trainer, self.is_own = trainer, model is None
-        self.is_reference = isinstance(trainer.objective.config, TROLLConfig)
+        self.is_reference = trainer.objective.config.third_policy == "reference"
         student = base_model(trainer.model)
-        self.model = model = _copy(student) if model is None else model
+        if isinstance(model, str):
+            model = AutoModelForCausalLM.from_pretrained(model, dtype=student.dtype, trust_remote_code=False)
+        elif model is None:
+            model = copy.deepcopy(student)
+            vars(model).pop("forward", None)  # with the head that TRL has put into it
+        self.model: PreTrainedModel = model
         own, theirs = vocabulary_size(student), vocabulary_size(model)
         if own != theirs:
             raise ValueError(
@@ -101,24 +107,22 @@ class Teacher:
         if _KEYS[0] not in inputs:
             return None
         assert old is not None
-        logp, rest = (inputs[key] for key in _KEYS)
-        return SparseDist(old.ids, logp, rest)
+        return SparseDist(old.ids, *(inputs[key] for key in _KEYS))
+
+    def _score(
+        self, model: Any, prompt: tuple[Tensor, Tensor], output: dict[str, Any], scoring: ScoringPass, part: slice = slice(None)
+    ) -> None:
+        """One pass over some of the completions after these prompts: ids and mask, padded on the left."""
+        ids, mask = (torch.cat([x, output[f"completion_{y}"]], 1)[part] for x, y in zip(prompt, ("ids", "mask"), strict=True))
+        tokens = output["completion_ids"].shape[1]
+        with self.trainer.policy_head.expect(scoring):
+            self.trainer._get_per_token_logps_and_entropies(model, ids, mask, tokens, self._batch_size)
 
     @property
     def _batch_size(self) -> int:
         """Completions that TRL scores at a time."""
         args = self.trainer.args
         return args.per_device_train_batch_size if self.trainer.model.training else args.per_device_eval_batch_size
-
-    def _score(
-        self, model: Any, prompt: tuple[Tensor, Tensor], output: dict[str, Any], scoring: ScoringPass, part: slice = slice(None)
-    ) -> None:
-        """One pass over some of the completions after these prompts: ids and mask, padded on the left."""
-        completion = output["completion_ids"]
-        ids = torch.cat([prompt[0], completion], 1)[part]
-        attention = torch.cat([prompt[1], output["completion_mask"]], 1)[part]
-        with self.trainer.policy_head.expect(scoring):
-            self.trainer._get_per_token_logps_and_entropies(model, ids, attention, completion.shape[1], self._batch_size)
 
     def _prompts(self, rows: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
         """What the teacher reads: ids and mask, padded on the left."""
@@ -131,14 +135,6 @@ class Teacher:
                 f"Add that column, or pass another model: CorralTrainer(…, teacher=model)."
             )
         tokens = [torch.tensor(ids) for ids in trainer._tokenize_prompts([row[TEACHER_PROMPT] for row in rows])[0]]
-        filler = trainer._tokenizer.pad_token_id
-        ids = pad(tokens, padding_value=filler, padding_side="left")
-        attention = pad([torch.ones_like(x) for x in tokens], padding_value=0, padding_side="left")
-        return ids.to(trainer.accelerator.device), attention.to(trainer.accelerator.device)
-
-
-def _copy(model: PreTrainedModel) -> PreTrainedModel:
-    """The model as it is now, without the head that TRL has put into its forward."""
-    copied = copy.deepcopy(model)
-    vars(copied).pop("forward", None)
-    return copied
+        ids = pad(tokens, padding_value=trainer._tokenizer.pad_token_id, padding_side="left")
+        mask = pad([torch.ones_like(x) for x in tokens], padding_value=0, padding_side="left")
+        return ids.to(trainer.accelerator.device), mask.to(trainer.accelerator.device)

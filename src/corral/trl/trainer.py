@@ -10,14 +10,12 @@ import torch
 import trl
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
 from corral.advantage import Advantage, group_advantages
 from corral.objective import Objective
 from corral.objective.check import FirstCall
-from corral.objective.dppo import DPPOConfig
-from corral.objective.troll import TROLLConfig
 from corral.tensors import TokenBatch
 from corral.trl.api import FUSED, steps_per_batch
 from corral.trl.callbacks import RunRecord, SelfCheck
@@ -25,7 +23,7 @@ from corral.trl.config import CorralConfig, Sampler
 from corral.trl.deployed import DeployedCallback
 from corral.trl.old_policy import OldPolicy, RolloutSupport, check_server
 from corral.trl.policy_term import Ledger, PolicyTerm
-from corral.trl.processes import ALONE, base_model, check_processes, check_teacher, is_alone_by_mistake, one_autocast
+from corral.trl.processes import ALONE, base_model, check_processes, is_alone_by_mistake, one_autocast
 from corral.trl.scoring import PolicyHead, ScoringPass, SupportRequest
 from corral.trl.teacher import Teacher
 from corral.validate import RewardError
@@ -81,7 +79,11 @@ class CorralTrainer(GRPOTrainer):
                 f"CorralTrainer: `args` must be a CorralConfig; got {type(args).__name__}. It takes the same settings: from "
                 f"corral.llm import CorralConfig."
             )
-        _check_surroundings()
+        if any("unsloth" in f"{cls.__module__}.{cls.__qualname__}".lower() for cls in CorralTrainer.__mro__):
+            raise ValueError(
+                "CorralTrainer: Unsloth has replaced GRPOTrainer, and corral's methods would never run. Use a process that "
+                "does not import it."
+            )
         args.in_corral_trainer = True  # type: ignore[misc]  # of this instance, until it is made
         try:
             super().__init__(model, reward_funcs, args, *more, **kwargs)
@@ -93,16 +95,14 @@ class CorralTrainer(GRPOTrainer):
         args.check_sampler(sampler, base.generation_config)
         self.objective, self.correction, self.anchor = args.make_objective(), args.make_correction(), args.resolve_anchor()
         self.needs_support = args.needs_support
-        own = self.own_support() if self.needs_support else SupportRequest()
         models = [base] if self.ref_model is None else [base, self.ref_model]
         taught = "dist_teacher" in self.objective.needs
-        self.policy_head = PolicyHead(models, self.temperature, own, union=self.union or taught)
-        self.teacher = self._make_teacher(teacher) if taught else None
+        self.policy_head = PolicyHead(models, self.temperature, self.own_support(), union=self.union or taught)
+        self.teacher = Teacher(self, teacher) if taught else None
         if teacher is not None and not taught:
             raise ValueError(f"CorralTrainer: objective={args.objective!r} reads no teacher. Use objective='distill', or none.")
-        config = self.objective.config
-        fill = isinstance(config, TROLLConfig) and config.tail == "fill"
-        if self.union and not fill and not FUSED:
+        fill = self.objective.config.filled_tail
+        if self.union and fill is None and not FUSED:
             raise ValueError(
                 f"CorralTrainer: support='union' needs the old hidden states, which TRL {trl.__version__} does not hand over. "
                 f"Install TRL 1.15 or newer, or use support='old'."
@@ -175,22 +175,16 @@ class CorralTrainer(GRPOTrainer):
         """What is stored of the policy that drew the rollouts at hand."""
         return self._old_policies[self.mode]
 
-    def _make_teacher(self, teacher: PreTrainedModel | str | None) -> Teacher:
-        """The teacher, loaded in the policy's precision where a name was given."""
-        check_teacher(self)
-        if isinstance(teacher, str):
-            dtype = base_model(self.model).dtype
-            teacher = AutoModelForCausalLM.from_pretrained(teacher, dtype=dtype, trust_remote_code=False)
-        return Teacher(self, teacher)
-
     def own_support(self) -> SupportRequest:
-        """How much of its own policy an old pass keeps."""
-        config = self.objective.config
-        if isinstance(config, DPPOConfig) and config.estimator == "full":
+        """The support that an old pass keeps of its own policy; none if the objective reads none."""
+        if not self.needs_support:
+            return SupportRequest()
+        if self.objective.config.support == "full":
             return SupportRequest(top_k=sys.maxsize)
         return SupportRequest(top_k=self.args.support_size, mass=self.args.support_mass)
 
     def _announce(self) -> None:
+        """Warn of settings with which the region cannot act, or the loss is none of the objective's own."""
         if is_alone_by_mistake():
             logger.warning(ALONE)
         if self.args.other_reduction:
@@ -204,14 +198,15 @@ class CorralTrainer(GRPOTrainer):
             logger.warning("The sampler is the trainer's own model, so its recomputed log-probs are the rollout anchor.")
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Where transformers meets the model. Later on it writes `use_cache` into the configuration that is saved."""
+        """transformers wraps the model for its processes; its `use_cache`, which is overwritten later, is read before that,
+        and parallelism that GRPO cannot have is refused."""
         if self.args.use_cache is None:
             self.args.use_cache = getattr(self.model.config, "use_cache", False)  # not every family has one
         super().create_accelerator_and_postprocess()
         check_processes(self)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
-        """The batches of the next update, kept for `draw_ahead`."""
+        """transformers fetches the batches of the next update; they are kept for `draw_ahead`."""
         self.next_batches = super().get_batch_samples(*args, **kwargs)
         return self.next_batches
 
@@ -222,13 +217,13 @@ class CorralTrainer(GRPOTrainer):
         self._drawn_at = self._step
 
     def _prepare_inputs(self, batch: Any) -> Any:
-        """TRL's micro-batch; rollouts that were drawn ahead are not drawn again."""
+        """TRL draws rollouts, or takes a micro-batch of them; rollouts that were drawn ahead are not drawn again."""
         if self.model.training and self._step == self._drawn_at:
             return self._buffered_inputs[self._step % len(self._buffered_inputs)]
         return super()._prepare_inputs(batch)
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's rollouts, weights rounded once where the forward pass is in half precision."""
+        """TRL draws completions; trained weights are rounded once for all tokens if forward passes are in half precision."""
         with one_autocast(self):
             generated = super()._generate(*args, **kwargs)
         if self.deployed is not None:
@@ -236,7 +231,7 @@ class CorralTrainer(GRPOTrainer):
         return generated
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        """TRL's, kept for corral's advantages; a RewardError where no completion of the whole batch was scored."""
+        """TRL scores the completions; scores are kept for corral's advantages, and a batch without any is a RewardError."""
         self._rewards = super()._calculate_rewards(*args, **kwargs)
         if bool(self._rewards.isnan().all()):
             raise RewardError(
@@ -247,23 +242,23 @@ class CorralTrainer(GRPOTrainer):
         return self._rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Rollouts, with the old policy's support from TRL's own old-policy pass, and corral's advantages if asked for."""
+        """TRL makes a batch of rollouts; the old policy's support and corral's own advantages are added where needed."""
         if self.use_vllm and self.vllm_generation.logprobs and self.rollout_support is None:
             raise ValueError(
                 f"CorralTrainer: vllm_generation.logprobs is {self.vllm_generation.logprobs}. vLLM then ranks tokens by "
                 f"likelihood, and TRL takes the first for the sampled one. Leave it at 0."
             )
         keeps = self.needs_support and self.off_policy and self.rollout_support is None
-        kept = self.teacher is not None or (self.union and not self.old_policy.fill)
-        scoring = ScoringPass(support=self.own_support(), keep_hidden=kept) if self.needs_support else ScoringPass()
+        hidden = self.teacher is not None or (self.union and self.old_policy.fill is None)
+        scoring = ScoringPass(support=self.own_support(), keep_hidden=hidden)
         expected = scoring if keeps else ScoringPass()
-        deployed = None if self.deployed is None or self.mode == "eval" else self.deployed.probe
-        if deployed is not None:
-            deployed.watch(expected)
+        probe = None if self.deployed is None or self.mode == "eval" else self.deployed.probe
+        if probe is not None:
+            probe.watch(expected)
         with self.policy_head.expect(expected):
             output = super()._generate_and_score_completions(inputs)
-        if deployed is not None:
-            deployed.add(output, expected)
+        if probe is not None:
+            probe.add(output, expected)
         if self.teacher is not None:
             self.teacher.store(inputs, output, scoring)
         elif keeps:
@@ -294,29 +289,30 @@ class CorralTrainer(GRPOTrainer):
         for _ in range(min(len(log), len(advantages))):
             log.pop()
         log.extend(advantages.tolist())
-        start = self.accelerator.process_index * local
-        return advantages[start : start + local]
+        return advantages[self.accelerator.process_index * local :][:local]
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """TRL's scoring pass, of the old, the new or the reference policy, through corral's head."""
+        """TRL scores completions under the old, the new or the reference policy; its head is replaced by corral's."""
         given = (model, input_ids, attention_mask, logits_to_keep, *args)
-        with self.policy_head.run(logits_to_keep) as scoring:
-            scoring.begin(attention_mask[:, -logits_to_keep:].bool())
+        with self.policy_head.run(attention_mask[:, -logits_to_keep:].bool()) as scoring:
             result = super()._get_per_token_logps_and_entropies(*given, **kwargs)
         scoring.logp, scoring.entropy = result[:2]
         return result
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """TRL's loss without its policy term, plus corral's."""
-        term = PolicyTerm(self, inputs)
-        scoring, other = term.request(), None
+        """TRL computes a micro-batch's loss; its policy term is made zero, and corral's is added."""
+        term, other = PolicyTerm(self, inputs), None
+        scoring = term.request()
         with self.policy_head.expect(scoring):
             if self.skips_trl_loss:
                 self._score(model, inputs)
             else:
-                other = super()._compute_loss(model, self._without_policy(inputs))
+                rest = inputs | {"advantages": torch.zeros_like(inputs["advantages"])}
+                if self.beta == 0 or not self.args.use_bias_correction_kl:
+                    rest.pop("old_per_token_logps", None)  # nothing reads the ratio, and 0 · inf would be NaN
+                other = super()._compute_loss(model, rest)
         policy, tokens, metrics = term.loss(scoring)
         self.ledger.add(self.mode, tokens, metrics, scoring.backward_reports())
         if other is not None:
@@ -328,22 +324,14 @@ class CorralTrainer(GRPOTrainer):
         return policy + 0.0 * scoring.logp.sum()  # the hooks of distributed training sit on what the model returned
 
     def _score(self, model: Any, inputs: dict[str, Any]) -> None:
-        """The scoring pass with which TRL's loss begins, and nothing after it."""
-        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-        attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        """Run the scoring pass with which TRL's loss begins, and nothing after it."""
+        ids, mask = (torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], dim=1) for x in ("ids", "mask"))
         others = {name: inputs[name] for name in _SCORING_INPUTS if name in inputs}
         tokens = inputs["completion_ids"].size(1)
-        self._get_per_token_logps_and_entropies(model, ids, attention, tokens, compute_entropy=True, **others)
-
-    def _without_policy(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Inputs for which TRL's policy term is zero."""
-        zeroed = {**inputs, "advantages": torch.zeros_like(inputs["advantages"])}
-        if self.beta == 0 or not self.args.use_bias_correction_kl:
-            zeroed.pop("old_per_token_logps", None)  # nothing reads the ratio, and 0 · inf would be NaN
-        return zeroed
+        self._get_per_token_logps_and_entropies(model, ids, mask, tokens, compute_entropy=True, **others)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """TRL's; then metrics are logged, whose copies to the host have arrived by now. Nothing once a batch is used up."""
+        """TRL trains on a micro-batch; metrics are written after each update, and a batch that is used up is skipped."""
         if self.deployed is not None and self.deployed.spent:
             self._step += 1  # as TRL counts micro-batches; without a gradient, the optimizer's step changes nothing
             return torch.zeros((), device=self.args.device)
@@ -353,14 +341,14 @@ class CorralTrainer(GRPOTrainer):
         return loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """TRL's, with all metrics until now. The last line of a run has the certificate of its last network."""
+        """TRL logs a line; it has all metrics until now, and the last line of a run its last network's certificate."""
         if self.deployed is not None and "train_runtime" in logs:
             self.deployed.finish()
         self.flush_metrics()
         super().log(logs, *args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's; a run that an exception ends leaves a bounded network too."""
+        """TRL trains; a run that an exception ends leaves a bounded network too."""
         try:
             return super().train(*args, **kwargs)
         except BaseException:  # Ctrl-C among them
@@ -369,13 +357,13 @@ class CorralTrainer(GRPOTrainer):
             raise
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """TRL's; at the end of a run, the network that is logged, evaluated and saved is bounded by then."""
+        """transformers logs, evaluates and saves; at the end of a run the network is bounded before that."""
         if self.deployed is not None and self.control.should_training_stop:
             self.deployed.finish()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """TRL's, of a bounded network. A run may have been stopped since it was last logged."""
+        """TRL writes a checkpoint; the network is bounded before that, as a run may have been stopped since it logged."""
         if self.deployed is not None:
             self.deployed.before_save()
         super()._save_checkpoint(*args, **kwargs)
@@ -385,9 +373,6 @@ class CorralTrainer(GRPOTrainer):
         for mode, name, value in self.ledger.flush():
             self._metrics[mode][name].append(value)
 
-    settle_metrics = flush_metrics
-    """Its old name, for one release."""
-
     def _mend_metrics(self, policy: Tensor) -> None:
         """What TRL reported of a policy term that it thought was zero."""
         metrics = self._metrics[self.mode]
@@ -396,12 +381,3 @@ class CorralTrainer(GRPOTrainer):
         if metrics.get("policy_loss"):  # there with an entropy bonus, and before accumulation is divided out
             scale = 1.0 if self.loss_type == "dapo" else self.accumulation
             metrics["policy_loss"][-1] += (self.accelerator.gather(policy) * scale).nanmean().item()
-
-
-def _check_surroundings() -> None:
-    """Refuse what would run something else than this trainer."""
-    if any("unsloth" in f"{cls.__module__}.{cls.__qualname__}".lower() for cls in CorralTrainer.__mro__):
-        raise ValueError(
-            "CorralTrainer: Unsloth has replaced GRPOTrainer, and corral's methods would never run. Use a process that does "
-            "not import it."
-        )

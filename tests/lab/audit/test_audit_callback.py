@@ -32,9 +32,10 @@ from trl import GRPOConfig, GRPOTrainer
 
 from corral.deployed.state import preserve_state
 from corral.lab.audit.callback import _send_alert, rules_of
-from corral.lab.audit.folder import read_audit
+from corral.lab.audit.folder import read_audit, table_columns
 from corral.lab.audit.scoring import choose, logp_at
-from corral.lab.audit.summary import outside_ball, summarise, table_columns, token_kinds
+from corral.lab.audit.tally import audit_table
+from corral.lab.audit.tokens import audit_tokens
 from corral.lab.audit.words import sentences
 from corral.llm import audit
 from corral.validate import RunError
@@ -246,7 +247,7 @@ class TestWhatIsAudited:
         trained(trainer)
         info, table = read_audit(tmp_path / "audit")
         columns = table_columns(table)
-        kinds = token_kinds(columns, columns["clipped"], outside_ball(columns, info["rules"], "kl"))
+        kinds = audit_tokens(columns).kinds("kl", info["rules"]["kl_bound"])
         updates = {int(update) for update in columns["update"][np.isin(kinds, ("false", "missed"))]}
         assert updates, "a learning rate that clips"
         assert len(sent) == len(updates)
@@ -359,7 +360,7 @@ class TestWhatClippingDid:
         trained(trainer)
         info, table = read_audit(tmp_path / "audit")
         assert (info["one_update_per_batch"], info["updates_made"]["blocked"], trl_means(trainer)) == (True, 0.0, 0.0)
-        summary = summarise(table, info["rules"])
+        summary = audit_table(info, table).summary
         said = sentences(summary, info)
         assert sum("no clip ever acts in this run" in text for text in said) == 1
         assert summary.verdicts["clipped"]["share"] > 0, "one more update would have been clipped"
@@ -398,7 +399,7 @@ class TestWhatClippingDid:
         trained(trainer)
         info, table = read_audit(tmp_path / "audit")
         assert info["updates_made"] is None
-        assert "The run's own loss, cispo, does not clip." in sentences(summarise(table, info["rules"]), info)
+        assert "The run's own loss, cispo, does not clip." in sentences(audit_table(info, table).summary, info)
 
 
 class TestRules:

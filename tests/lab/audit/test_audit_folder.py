@@ -12,7 +12,7 @@ from audit.four_tokens import RULES, completion
 
 from corral.lab.audit.folder import SCHEMA, AuditFolder, MicroBatch, read_audit
 from corral.lab.audit.rules import Rules
-from corral.lab.audit.summary import summarise
+from corral.lab.audit.tally import audit_table
 from corral.lab.audit.words import sentences
 from corral.objective import make_objective
 from corral.validate import RunError
@@ -62,7 +62,7 @@ def test_infinite_bounds_come_back(tmp_path: Path) -> None:
         folder.close()
     info, table = read_audit(tmp_path / "audit")
     assert info["rules"] == rules
-    found = sentences(summarise(table, info["rules"]), info)
+    found = sentences(audit_table(info, table).summary, info)
     assert any("ratio 0.8 … inf" in text and "the KL ball of ∞" in text for text in found), found
 
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.lab.audit.folder import SCHEMA, AuditFolder, read_audit
-from corral.lab.audit.summary import PROBABILITY, PROBABILITY_NAMES, VERDICTS, Summary, classify, spread, summarise
+from corral.lab.audit.tally import PROBABILITY, PROBABILITY_NAMES, Summary, audit_table
+from corral.lab.audit.tokens import VERDICTS, token_kinds
 from corral.lab.audit.words import clip_range, number, percent, sentences
 
 INFO = {"what": "compared after one update", "rules": {**RULES.as_dict(), "own": True}}
@@ -23,18 +24,17 @@ def four(tmp_path: Path) -> Summary:
     folder.begin(INFO)
     folder.add(1, [completion()])
     folder.close()
-    info, table = read_audit(tmp_path / "audit")
-    return summarise(table, info["rules"])
+    return audit_table(*read_audit(tmp_path / "audit")).summary
 
 
 class TestGolden:
     """The four tokens of four_tokens.py: A false alarm, B missed, C right, D on its way back."""
 
     def test_totals(self, four: Summary) -> None:
-        assert (four.tokens, four.sequences, four.updates) == (4, 1, 1)
-        assert four.kl["mean"] == pytest.approx(sum(EXPECTED["kl"]) / 4, abs=1e-5)
-        assert four.tv["max"] == pytest.approx(0.24, abs=1e-6)
-        assert four.mismatch is None
+        assert (four.tokens, four.sequences, four.steps, four.measure) == (4, 1, 1, "whole")
+        assert four.distances["kl"]["mean"] == pytest.approx(sum(EXPECTED["kl"]) / 4, abs=1e-5)
+        assert four.distances["tv"]["max"] == pytest.approx(0.24, abs=1e-6)
+        assert "mismatch" not in four.distances
 
     @pytest.mark.parametrize("ball", ["kl", "tv"])
     def test_clipping_against_both_balls(self, four: Summary, ball: str) -> None:
@@ -53,9 +53,9 @@ class TestGolden:
         # p_old is .005 for A and .4 for the others, of which C alone is clipped; all but A are projected.
         rare, likely = four.by_probability
         assert (rare["name"], rare["tokens"], rare["clipped"], rare["troll"]) == ("1e-3 … .01", 1, 1.0, 0.0)
-        assert rare["tv"]["mean"] == pytest.approx(0.005, abs=1e-6)
+        assert rare["tv"] == pytest.approx(0.005, abs=1e-6)
         assert (likely["name"], likely["tokens"], likely["clipped"]) == (".1 … .5", 3, pytest.approx(1 / 3))
-        assert likely["tv"]["mean"] == pytest.approx((0.22 + 0.24 + 0.24) / 3, abs=1e-6)
+        assert likely["tv"] == pytest.approx((0.22 + 0.24 + 0.24) / 3, abs=1e-6)
         assert [(row["name"], row["tokens"]) for row in four.by_sign] == [("negative", 1), ("positive", 3)]
 
     def test_rare_tokens(self, four: Summary) -> None:
@@ -63,7 +63,7 @@ class TestGolden:
 
     def test_blocked_tokens(self, four: Summary) -> None:
         (row,) = four.blocked_tokens
-        assert (row["token"], row["text"], row["seen"], row["blocked"], row["inside"]) == (0, "a", 4, 2, 1)
+        assert (row["token"], row["seen"], row["blocked"], row["inside"]) == (0, 4, 2, 1)
         assert row["p_old"] == pytest.approx((0.005 + 0.4) / 2, abs=1e-6)
 
     def test_sentences(self, four: Summary) -> None:
@@ -128,28 +128,16 @@ def test_bucket_edges() -> None:
     ]
 
 
-@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.sampled_from([-1.0, 0.0, 1.0]), st.floats(-5, 5)), min_size=1))
-def test_every_token_is_in_exactly_one_class(drawn: list[tuple[bool, bool, float, float]]) -> None:
-    blocked, outside, advantage, log_ratio = (np.array(column) for column in zip(*drawn, strict=True))
-    columns = {"logp_new": log_ratio, "logp_old": np.zeros(len(drawn)), "advantage": advantage}
-    found = classify(columns, blocked, outside)
-    assert found.tokens == len(drawn)
-    assert found.blocked == blocked.sum()
-    assert found.blocked_outside + found.passed_outside == outside.sum()
-    assert found.blocked_inside == sum(a and not b for a, b, _, _ in drawn)
-    assert found.passed_outward == sum(not a and b and r * c > 0 for a, b, c, r in drawn)
+@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), min_size=1))
+def test_every_token_is_of_exactly_one_kind(drawn: list[tuple[bool, bool, bool]]) -> None:
+    blocked, outside, outward = (np.array(column) for column in zip(*drawn, strict=True))
+    kinds = token_kinds(blocked, outside, outward).tolist()
+    assert [kind in ("false", "right") for kind in kinds] == blocked.tolist()
+    assert [kind in ("right", "missed", "back") for kind in kinds] == outside.tolist()
+    assert [kind == "missed" for kind in kinds] == [not a and b and c for a, b, c in drawn]
 
 
-@given(st.lists(st.floats(0, 100, width=32), min_size=1, max_size=200))
-def test_the_percentile_is_a_value_that_occurs(values: list[float]) -> None:
-    found = spread(np.array(values, dtype=np.float32))
-    assert found["p999"] in values
-    assert found["mean"] <= found["max"] * (1 + 1e-9) + 1e-9
-    assert sum(value <= found["p999"] for value in values) >= 0.999 * (len(values) - 1)
-
-
-def test_infinite_values_stay_infinite() -> None:
-    assert spread(np.array([0.0, np.inf], dtype=np.float32)) == {"mean": np.inf, "p999": np.inf, "max": np.inf}
+def test_infinities_are_written_as_such() -> None:
     assert number(np.inf) == "∞"
 
 
@@ -180,7 +168,6 @@ class TestMismatch:
             ("logp_old", [0.5, 0.5, 0.5, 0.5]), ("logp_rollout", [0.5, 0.6, 0.4, 0.9]))}  # fmt: skip
         rows |= {**columns, "text": ["x"] * 4, **{name: [False] * 4 for name in VERDICTS}}
         table = pa.table({name: pa.array(rows[name], type=SCHEMA.field(name).type) for name in SCHEMA.names})
-        found = summarise(table, {"kl_bound": 0.05, "tv_bound": 0.2})
-        assert found.mismatch is not None
-        assert found.mismatch["mean"] == pytest.approx((0 + 0.1 + 0.1 + 0.4) / 4, abs=1e-6)
-        assert found.mismatch["max"] == pytest.approx(0.4, abs=1e-6)
+        found = audit_table({"rules": {"kl_bound": 0.05, "tv_bound": 0.2}}, table).summary.distances["mismatch"]
+        assert found["mean"] == pytest.approx((0 + 0.1 + 0.1 + 0.4) / 4, abs=1e-6)
+        assert found["max"] == pytest.approx(0.4, abs=1e-6)

@@ -10,29 +10,29 @@ from audit.dumps import LINE, drawn_line, write_exports, write_lines
 
 from corral.lab.audit.dump import find_dump
 from corral.lab.audit.rules import Rules
-from corral.lab.audit.stream import StreamSummary, audit_dump
-from corral.lab.audit.stream_words import stream_sentences
+from corral.lab.audit.tally import Summary, audit_dump
+from corral.lab.audit.words import sentences
 from corral.validate import RunError
 
 INFO = {"what": "compared", "rules": {**Rules().as_dict()}}
 
 
-def audit(path: Path) -> StreamSummary:
-    return audit_dump(find_dump(path), Rules(), lambda _: None)[0]
+def audit(path: Path) -> Summary:
+    return audit_dump(find_dump(path), Rules(), lambda _: None).summary
 
 
 class TestGolden:
     """LINE: p_old = e⁻¹, e⁻², e^−½ and log ρ = ½, 0, −1, with Â = 1."""
 
     @pytest.fixture
-    def three(self, tmp_path: Path) -> StreamSummary:
+    def three(self, tmp_path: Path) -> Summary:
         return audit(write_lines(tmp_path / "run.jsonl", [LINE]))
 
-    def test_effective_samples(self, three: StreamSummary) -> None:
+    def test_effective_samples(self, three: Summary) -> None:
         weights = [math.exp(0.5), 1.0, math.exp(-1)]
         assert three.ess == pytest.approx(sum(weights) ** 2 / (3 * sum(w * w for w in weights)))
 
-    def test_estimates(self, three: StreamSummary) -> None:
+    def test_estimates(self, three: Summary) -> None:
         # k1 = −½, 0, 1; k2 = ⅛, 0, ½; k3 = e^½ − 1 − ½, 0, e⁻¹ − 1 + 1.
         assert three.k1 == pytest.approx(0.5 / 3)
         assert three.distances["k1"]["mean"] == pytest.approx(0.5), "of the absolute values"
@@ -40,21 +40,21 @@ class TestGolden:
         assert three.distances["k3"]["mean"] == pytest.approx((math.exp(0.5) - 1.5 + math.exp(-1)) / 3)
         assert three.distances["tv"]["max"] == pytest.approx(math.exp(-0.5) - math.exp(-1.5))
 
-    def test_divergences_are_lower_bounds_and_said_to_be(self, three: StreamSummary) -> None:
+    def test_divergences_are_lower_bounds_and_said_to_be(self, three: Summary) -> None:
         p, q = math.exp(-0.5), math.exp(-1.0)  # of the first token, new and old
         kl = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
         assert three.distances["kl"]["max"] >= kl
         assert three.measure == "sampled"
-        said = stream_sentences(three, INFO)
+        said = sentences(three, INFO)
         assert said[0] == "3 tokens of 1 completion in 1 step, compared."
         assert "a lower bound of the true one" in said[1]
         # ρ = e^½ > 1.2 with Â > 0 is blocked; e⁻¹ is on its way against its advantage.
         assert "would block 33 % of tokens; 0 % of these are inside the KL ball" in said[2]
         assert "passes" not in said[2]
 
-    def test_no_mismatch_without_a_sampler(self, three: StreamSummary) -> None:
+    def test_no_mismatch_without_a_sampler(self, three: Summary) -> None:
         assert "mismatch" not in three.distances
-        assert any("The sampler reported no log-probs" in sentence for sentence in stream_sentences(three, INFO))
+        assert any("The sampler reported no log-probs" in sentence for sentence in sentences(three, INFO))
 
 
 def test_mismatch_and_behaviour(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_mismatch_and_behaviour(tmp_path: Path) -> None:
 def test_pieces_make_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_lines(tmp_path / "run.jsonl", [drawn_line(seed, step=1 + seed // 3) for seed in range(12)])
     whole = audit(path)
-    monkeypatch.setattr("corral.lab.audit.stream._AT_ONCE", 1)
+    monkeypatch.setattr("corral.lab.audit.tally._AT_ONCE", 1)
     pieces = audit(path)
     assert pieces.thresholds == whole.thresholds
     assert pieces.ess == pytest.approx(whole.ess)
@@ -102,11 +102,11 @@ def collapsing(step: int) -> dict[str, Any]:
 def test_the_step_at_which_a_collapse_announces_itself(tmp_path: Path) -> None:
     found = audit(write_lines(tmp_path / "run.jsonl", [collapsing(step) for step in range(1, 12)]))
     assert found.alarms[0]["step"] == 6
-    said = stream_sentences(found, INFO)
+    said = sentences(found, INFO)
     assert any(sentence.startswith("At step 6 it announces itself: tr/ess is") for sentence in said)
     calm = audit(write_lines(tmp_path / "calm.jsonl", [collapsing(step) for step in range(1, 6)]))
     assert calm.alarms == []
-    assert "No step shows a sign of collapse in KL, effective samples, entropy or reward." in stream_sentences(calm, INFO)
+    assert "No step shows a sign of collapse in KL, effective samples, entropy or reward." in sentences(calm, INFO)
 
 
 def test_what_was_left_out_is_said(tmp_path: Path) -> None:
@@ -116,11 +116,11 @@ def test_what_was_left_out_is_said(tmp_path: Path) -> None:
         "tokens with a log-prob that is null or not finite": 4,
         "trained tokens without an advantage": 4,
     }
-    assert stream_sentences(found, INFO)[-1].startswith("Left out: 4 tokens with a log-prob that is null")
+    assert sentences(found, INFO)[-1].startswith("Left out: 4 tokens with a log-prob that is null")
 
 
 def test_a_support_in_some_lines_alone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("corral.lab.audit.stream._AT_ONCE", 1)
+    monkeypatch.setattr("corral.lab.audit.tally._AT_ONCE", 1)
     top = {"top_ids": [[1]] * 4, "top_logp_old": [[-3.0]] * 4, "top_logp_new": [[-3.0]] * 4}
     with pytest.raises(RunError, match="log them for all or for none"):
         audit(write_lines(tmp_path / "run.jsonl", [{**LINE, **top}, LINE]))
@@ -134,7 +134,7 @@ def test_a_support_brings_the_rules_that_need_it(tmp_path: Path) -> None:
 
 
 def test_steps_are_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("corral.lab.audit.stream._MOST_STEPS", 3)
+    monkeypatch.setattr("corral.lab.audit.tally._MOST_STEPS", 3)
     with pytest.raises(RunError, match="more than 3 steps"):
         audit(write_lines(tmp_path / "run.jsonl", [{**LINE, "step": step} for step in range(5)]))
 

@@ -1,5 +1,6 @@
 """Which threshold? By hand on the four tokens, and every rule against the objective that it stands for."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,8 @@ from hypothesis import strategies as st
 
 from corral.lab.audit.dump import LoggedCompletion
 from corral.lab.audit.measure import measure
-from corral.lab.audit.summary import classify
-from corral.lab.audit.threshold import FAMILIES, Threshold, ThresholdTally, clip_family, fewest_errors
-from corral.lab.audit.tokens import Tokens, audit_tokens, join_completions
+from corral.lab.audit.threshold import FAMILIES, Threshold, ThresholdTally, fewest_errors, outside_range
+from corral.lab.audit.tokens import Ball, Tokens, audit_tokens, join_completions
 from corral.objective import make_objective
 from corral.tensors import TokenBatch
 
@@ -22,9 +22,8 @@ BY_NAME = {family.name: family for family in FAMILIES}
 
 def four_tokens() -> Tokens:
     found = {name: column.numpy() for name, column in measure(TOKENS, OLD, NEW, ADVANTAGES, RULES).items()}
-    return audit_tokens(
-        {**found, "token": TOKENS.numpy(), "update": np.ones(4, dtype=np.int64), "advantage": ADVANTAGES.numpy()}
-    )
+    fixed = {name: np.ones(4, dtype=np.int64) for name in ("update", "sequence", "position")}
+    return audit_tokens({**found, **fixed, "token": TOKENS.numpy(), "advantage": ADVANTAGES.numpy()})
 
 
 def rows_of(tokens: Tokens) -> dict[tuple[str, float], Threshold]:
@@ -129,13 +128,21 @@ def test_rules_are_the_objectives(family: str, completions: list[LoggedCompletio
 @settings(max_examples=20)
 def test_every_row_is_a_partition(completions: list[LoggedCompletion]) -> None:
     tokens = join_completions(completions)
-    columns = {"logp_new": tokens.logp_new, "logp_old": tokens.logp_old, "advantage": tokens.advantage}
+    outward = (tokens.logp_new - tokens.logp_old) * tokens.advantage > 0
     rows = rows_of(tokens)
     for (family, bound), row in rows.items():
         score = BY_NAME[family].score(tokens)
         assert score is not None
         for ball, outside in ((row.kl, tokens.kl > 0.05), (row.tv, tokens.tv > 0.2)):
-            assert ball == classify(columns, score > bound, outside)
+            blocked = score > bound
+            assert ball == Ball(
+                blocked_inside=int((blocked & ~outside).sum()),
+                blocked_outside=int((blocked & outside).sum()),
+                passed_inside=int((~blocked & ~outside).sum()),
+                passed_outside=int((~blocked & outside).sum()),
+                passed_outward=int((~blocked & outside & outward).sum()),
+            )
+            assert ball.tokens == len(tokens)
     for family in {family for family, _ in rows}:
         shares = [row.share for row in rows.values() if row.family == family]
         assert shares == sorted(shares, reverse=True), "a wider bound blocks no more"
@@ -145,8 +152,7 @@ def test_every_row_is_a_partition(completions: list[LoggedCompletion]) -> None:
 @settings(max_examples=10)
 def test_the_audited_range_is_clipping(completions: list[LoggedCompletion]) -> None:
     tokens = join_completions(completions)
-    tally = ThresholdTally(0.05, 0.2, clip_family(0.2, 0.2))
-    tally.add(tokens)
-    rows = tally.rows()
-    assert rows[0].kl == next(row for row in rows if (row.family, row.bound) == ("clip", 0.2)).kl
-    assert rows[0].family not in fewest_errors(rows)
+    tally = ThresholdTally(0.05, 0.2)
+    tally.add(replace(tokens, verdicts={"clipped": outside_range(tokens, 0.2, 0.2)}))
+    clip = next(row for row in tally.rows() if (row.family, row.bound) == ("clip", 0.2))
+    assert tally.verdict("clipped") == {"kl": clip.kl, "tv": clip.tv}

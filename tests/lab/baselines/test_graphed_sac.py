@@ -10,9 +10,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-import robot_study
 import torch
-from robot_plans import PLANS
 from stable_baselines3 import SAC
 from stable_baselines3.common.buffers import ReplayBuffer
 from stable_baselines3.common.logger import Logger
@@ -27,6 +25,8 @@ from corral.lab.jobs.robot.settings import Settings, resolve
 from corral.lab.jobs.robot.smoke import TRAINING
 from corral.lab.jobs.robot.train import train
 from corral.robot.episode import Plant, held_out_seeds
+from results.robots import study as robot_study
+from results.robots.plans import PLANS
 from tolerance import TWENTY_UPDATES, assert_close
 
 ENVS, STATES, JOINTS = 3, 4, 2

@@ -10,8 +10,7 @@ import torch
 from audit.four_tokens import RULES, completion
 from transformers import AutoModelForCausalLM
 
-from corral.lab.audit.folder import AuditFolder, read_audit
-from corral.lab.audit.summary import table_columns
+from corral.lab.audit.folder import AuditFolder, read_audit, table_columns
 from corral.lab.cli import main
 from corral.lab.jobs.llm.train import train
 from small_runs import save_model, small

@@ -11,8 +11,7 @@ import torch
 from audit.dumps import write_lines
 from transformers import AutoModelForCausalLM
 
-from corral.lab.audit.folder import read_audit
-from corral.lab.audit.summary import table_columns
+from corral.lab.audit.folder import read_audit, table_columns
 from corral.lab.cli import main
 from corral.lab.models.tiny import build_tokenizer
 from small_runs import save_model

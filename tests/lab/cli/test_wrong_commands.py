@@ -263,7 +263,9 @@ def test_one_sentence_and_no_traceback(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(RunTrainer, "train", reached)
     missing = ("wandb", "vllm", "deepspeed")
-    monkeypatch.setattr("corral.lab.jobs.llm.settings.find_spec", lambda name: None if name in missing else name)
+    monkeypatch.setattr(
+        "corral.lab.jobs.llm.settings.find_spec", lambda name: None if name in missing else importlib.util.find_spec(name)
+    )
     found = line
     for name, path in places.items():
         found = found.replace(f"{{{name}}}", str(path))

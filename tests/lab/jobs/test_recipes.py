@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from corral.lab.cli import main
 from corral.lab.jobs.llm.settings import RECIPES, read_recipe, resolve
-from corral.lab.models.smoke import TASK_CONFIG, build_byte_tokenizer, build_smoke, letters
+from corral.lab.jobs.llm.smoke import TASK_CONFIG, letters
+from corral.lab.models.smoke import build_byte_tokenizer, build_smoke
 from corral.lab.tasks import make_task
 from corral.objective import make_objective
 from corral.trl.api import REDUCTIONS

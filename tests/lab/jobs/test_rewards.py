@@ -17,8 +17,9 @@ from corral.lab.cli import main
 from corral.lab.jobs.llm.problems import Problems
 from corral.lab.jobs.llm.rewards import make_rewards
 from corral.lab.jobs.llm.settings import Settings
+from corral.lab.jobs.llm.smoke import letters
 from corral.lab.jobs.llm.train import resume, train
-from corral.lab.models.smoke import build_smoke, letters
+from corral.lab.models.smoke import build_smoke
 from corral.lab.tasks import make_task, text_of, verify_all
 from corral.validate import RewardError, RunError
 from small_runs import Digits, small
@@ -118,7 +119,7 @@ def test_a_run_with_a_function_of_a_notebook_is_resumed_from_python(tmp_path: Pa
 
 def test_a_function_that_can_be_imported_is_kept_by_its_path() -> None:
     settings = small("smoke", reward=[letters, "verifier=0.5"])
-    assert settings.flat()["reward"] == ("corral.lab.models.smoke:letters", "verifier=0.5")
+    assert settings.flat()["reward"] == ("corral.lab.jobs.llm.smoke:letters", "verifier=0.5")
     functions, weights = make_rewards(settings.flat()["reward"], Digits())
     assert [function.__name__ for function in functions] == ["letters", "digits.verify"]
     assert weights == [1.0, 0.5]
@@ -142,8 +143,8 @@ def failing(completions: Any, **_: Any) -> list[float]:
         ({"reward": ["no_such.py:f"]}, r"'no_such.py:f' cannot be imported: .*No such file"),
         ({"reward": ["corral.lab.models.smoke:TEMPLATE"]}, "'corral.lab.models.smoke:TEMPLATE' is str, which cannot be called"),
         (
-            {"reward": [letters, "corral.lab.models.smoke:letters"]},
-            "two rewards are corral.lab.models.smoke:letters. Give it once",
+            {"reward": [letters, "corral.lab.jobs.llm.smoke:letters"]},
+            "two rewards are corral.lab.jobs.llm.smoke:letters. Give it once",
         ),
         ({"reward": [letters], "reward_weights": [1.0, 2.0]}, r"`reward_weights` are \[1.0, 2.0\], and the rewards corral"),
         ({"reward": ["verifier=2"], "reward_weights": [1.0]}, "none behind the names"),

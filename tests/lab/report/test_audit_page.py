@@ -9,12 +9,12 @@ import pytest
 import torch
 from audit.four_tokens import RULES, completion
 
-from corral.lab.audit.figures import LogAxis
+from corral.lab.audit.figures import Axis
 from corral.lab.audit.folder import AuditFolder, read_audit
 from corral.lab.audit.measure import measure
-from corral.lab.audit.page import audit_page, render_token, write_audit_page
+from corral.lab.audit.page import audit_page, render_token, write_page
 from corral.lab.audit.rules import Rules
-from corral.lab.audit.summary import summarise
+from corral.lab.audit.tally import audit_table
 from corral.objective import make_objective
 from corral.validate import RunError
 
@@ -29,8 +29,7 @@ def page_of(
     for update, rows in completions.items():
         folder.add(update, rows)
     folder.close()
-    found, table = read_audit(path)
-    return audit_page(found, table, summarise(table, found["rules"]), live)
+    return audit_page(audit_table(*read_audit(path)), live)
 
 
 def drawn(count: int, vocabulary: int = 12, seed: int = 0, size: float = 0.6, rules: Rules = RULES) -> dict[str, Any]:
@@ -50,7 +49,7 @@ def test_it_says_what_was_found(tmp_path: Path) -> None:
     assert "<h1>Audit of a model</h1>" in page
     assert "50 % of these are inside the KL ball of 0.05" in page
     assert '<td class="number">1 (50 %)</td>' in page
-    assert page.count("<section") == 9
+    assert page.count("<section") == 10
     assert "There is one audited update" in page
 
 
@@ -147,7 +146,7 @@ def test_odd_days(tmp_path: Path, day: str) -> None:
     if day == "no advantage":
         rows["advantage"] = torch.zeros_like(rows["advantage"])
     page = page_of(tmp_path / "audit", {1: [rows], 2: [rows]})
-    assert page.count("<section") == 9
+    assert page.count("<section") == 10
     assert ("∞" in re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)) == (day == "infinitely far")
 
 
@@ -159,8 +158,7 @@ def test_a_large_audit_fits(tmp_path: Path) -> None:
     for update in range(20):
         folder.add(update + 1, [rows, rows])
     folder.close()
-    info, table = read_audit(tmp_path / "audit")
-    assert write_audit_page(info, table, summarise(table, info["rules"]), tmp_path / "page.html") < 6_000_000
+    assert write_page(audit_table(*read_audit(tmp_path / "audit")), tmp_path / "page.html") < 6_000_000
 
 
 def test_a_page_needs_a_folder(tmp_path: Path) -> None:
@@ -168,9 +166,9 @@ def test_a_page_needs_a_folder(tmp_path: Path) -> None:
     folder.begin({"rules": RULES.as_dict()})
     folder.add(1, [completion()])
     folder.close()
-    info, table = read_audit(tmp_path / "audit")
+    audit = audit_table(*read_audit(tmp_path / "audit"))
     with pytest.raises(RunError, match="make it first, or choose another place"):
-        write_audit_page(info, table, summarise(table, info["rules"]), tmp_path / "no" / "page.html")
+        write_page(audit, tmp_path / "no" / "page.html")
 
 
 def test_tokens_can_be_read() -> None:
@@ -182,7 +180,7 @@ def test_tokens_can_be_read() -> None:
 
 
 def test_a_logarithmic_axis() -> None:
-    axis = LogAxis(1e-3, 1.0, top=0, bottom=300)
+    axis = Axis.decades([0.002, 1.0, 0.0, np.inf], 300, 0)
     assert [axis(value) for value in (1e-3, 1e-2, 1.0)] == pytest.approx([300, 200, 0])
     assert axis(0.0) == 300
     assert axis(np.inf) == 0

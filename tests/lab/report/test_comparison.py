@@ -12,13 +12,11 @@ from matplotlib.figure import Figure
 from report.synthetic import CHOSEN, RATES, write_comparison, write_robot_run, write_run, write_small_set
 
 from corral.lab.report import outcomes
-from corral.lab.report import outcomes as across
-from corral.lab.report.comparison import read_comparison, read_comparisons, split_runs
-from corral.lab.report.content import RunReport, make_report, report_looks
-from corral.lab.report.groups import group_runs, pairs
+from corral.lab.report.content import RunReport, make_report
+from corral.lab.report.export import draw_sweep
+from corral.lab.report.groups import group_runs, pairs, split_runs
 from corral.lab.report.page import page, page_data
-from corral.lab.report.plots import draw_sweep
-from corral.lab.report.read import read_run, read_runs
+from corral.lab.report.read import read_comparison, read_comparisons, read_run, read_runs
 from corral.lab.report.sweep import axis, find_sweeps, sweep_row
 
 
@@ -217,7 +215,7 @@ def test_auto_is_a_value_of_a_learning_rate(tmp_path: Path) -> None:
     assert drawn["values"] == [1e-4, 1e-3, "auto"]
     assert (drawn["names"], drawn["lines"][0]["usable"]) == (["1e-4", "1e-3", "auto"], [0, 2])
     axes = Figure().subplots()
-    draw_sweep(axes, report.sweeps[0], report.measure, report_looks(report))
+    draw_sweep(axes, report.sweeps[0], report.measure, report.looks)
     assert [label.get_text() for label in axes.get_xticklabels()] == ["1e-4", "1e-3", "auto"]
     # A quarter of the axis to the right of its numbers, where no line leads.
     assert axes.get_xticks()[-1] == pytest.approx(1e-3 * 10**0.25)
@@ -339,7 +337,7 @@ def test_returns_are_put_on_one_scale(tmp_path: Path) -> None:
             for seed in range(2):
                 write_robot_run(tmp_path / f"{task[7:]}{algorithm}{seed}", algorithm, seed, task=task, solved=False)
     report = report_of(tmp_path)
-    scores = across.normalise_scores(report.groups, report.measure)
+    scores = outcomes.normalise_scores(report.groups, report.measure)
     # The best group of a task has mean 1 by construction; the other began where it began and reached half as far.
     for found in scores["tce"].values():
         assert sum(found.values()) / 2 == pytest.approx(1.0)

@@ -3,10 +3,10 @@
 import re
 from typing import Any
 
-from corral.lab.report.forest import forest, hero, sort_pairs
-from corral.lab.report.html import NARROW, WIDE, ticks
+from corral.lab.report.forest import forest, sort_pairs
+from corral.lab.report.html import NARROW, WIDE, macros, ticks
 from corral.lab.report.looks import assign_looks
-from corral.lab.report.page import sentence_list
+from corral.lab.report.page import sentence_pairs
 
 
 def pair(ours: str, theirs: str, difference: float, claimed: bool, problem: str = "p") -> dict[str, Any]:
@@ -48,9 +48,9 @@ def test_many_ties_are_folded_and_problems_kept_apart() -> None:
     names = [f"n{index}" for index in range(6)]
     many = [pair(a, b, 1.0, False) for index, a in enumerate(names) for b in names[:index]] + [pair("n1", "n0", 9.0, True)]
     looks = assign_looks(names)
-    found = str(hero(many, looks, "final success", lambda rows: sentence_list([(row["sentence"], "tie") for row in rows])))
+    found = macros("report.html").verdict(sentence_pairs(sort_pairs(many)), forest(many, looks, "final success"))
     first, _, rest = found.partition("<details")
-    assert first.count('claim">') == 2, "wide and narrow"
+    assert first.count('pair claim">') == 2, "wide and narrow"
     assert "The figure of 15 of 15 pairs" in rest
     assert "No difference can be claimed between 15 of 16 pairs" in rest
     two = str(forest([*ROWS, pair("a", "b", 1.0, False, "other")], assign_looks(["a", "b", "c"]), "x"))

@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from corral.lab.run import files
-from corral.lab.run.ending import extend, record_change
 from corral.lab.run.files import append_line, disk_sentence, lock, read_regular, write_json, write_whole
 from corral.lab.run.folder import RunFolder, choose_checkpoint, damage
+from corral.lab.run.life import changed_setting, extend
 from corral.lab.run.text import visible
 from corral.validate import RunError
 
@@ -186,9 +186,9 @@ def test_a_run_is_given_no_end_that_it_has_passed(folder: RunFolder) -> None:
     folder.write_config({"settings": {"steps": 5}})
     found = choose_checkpoint(folder, "latest")[0] if put(folder, 4) else None
     with pytest.raises(RunError, match="has done 4 steps, more than --steps 3"):
-        extend(folder, folder.read_config(), {"steps": 3}, found)
-    extend(folder, folder.read_config(), {"steps": 8}, found)
-    record_change(folder, folder.read_config(), {"steps": 8}, 4, "extended")  # no change is none
+        extend(folder, folder.read_config(), "steps", 3, found)
+    assert extend(folder, folder.read_config(), "steps", 8, found) == folder.read_config()
+    assert changed_setting(folder.read_config(), "steps", 8, 4, "extended") == {}, "no change is none"
     content = json.loads(folder.config.read_text())
     assert content["settings"]["steps"] == 8
     assert content["extended"] == [{"from": 5, "to": 8, "after": 4}]

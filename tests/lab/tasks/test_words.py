@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.lab.models.smoke import TASK_CONFIG
+from corral.lab.jobs.llm.smoke import TASK_CONFIG
 from corral.lab.tasks import make_task, verify_all
 from corral.lab.tasks.books import WordProblems, words
 

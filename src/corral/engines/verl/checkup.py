@@ -13,7 +13,8 @@ from corral.engines.adapter import policies_differ, sampled_token_names
 from corral.engines.checkup import Checkup
 from corral.engines.verl.settings import CONFIG, MODEL_TYPE, PREFIX, TRAINERS, VERL_RANGE, VerlSettings, loss_modes
 from corral.objective import make_objective
-from corral.objective.reduction import Reduction, reduce_loss
+from corral.objective.config import Reduction
+from corral.objective.reduction import reduce_loss
 from corral.tensors import TokenBatch
 
 _LOSS = "actor_rollout_ref.actor.policy_loss"

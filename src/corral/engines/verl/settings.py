@@ -9,7 +9,6 @@ from corral.deployed.statistics import STATISTICS
 from corral.engines.adapter import POLICY, EngineObjective
 from corral.engines.verl.transport import DEPLOYED_BOUND, DEPLOYED_STATISTIC, DEPLOYED_SYNC, MASS, TOP_K
 from corral.objective import make_objective, objective_names
-from corral.objective.dppo import DPPOConfig
 from corral.validate import require
 
 VERL_RANGE = ("0.9", "0.10")
@@ -78,7 +77,7 @@ class VerlSettings:
         wanted = self.resolve()
         if not wanted.needs_support:
             return {}
-        if isinstance(wanted.objective.config, DPPOConfig) and wanted.objective.config.estimator == "full":
+        if wanted.objective.config.support == "full":
             return {TOP_K: sys.maxsize, MASS: 1.0}
         return {TOP_K: self.support_size, MASS: self.support_mass}
 

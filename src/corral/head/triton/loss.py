@@ -1,9 +1,8 @@
 """Per-token losses in kernels: read a batch's rows, project, and write loss and gradient factors."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, no_type_check
+from typing import Any, ClassVar, no_type_check
 
 import torch
 import triton
@@ -13,6 +12,8 @@ from torch import Tensor
 import corral.numerics as numerics
 from corral.head.rows import HeadRows
 from corral.head.triton.gemm_stats import lanes
+from corral.objective import Objective
+from corral.objective.config import ProjectionRule, TokenRule
 from corral.projection import categorical_kl as reference
 from corral.support import ANCHOR_TOLERANCE, LogpTolerance
 from corral.tensors import Tensors
@@ -332,22 +333,10 @@ def _metrics_kernel(fields, rest, rest_new, max_new, max_old, weights, policy_we
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenLoss:
-    """A rule and its constants; a function of new and old rows."""
+class TokenLoss(TokenRule):
+    """A token rule as a function of new and old rows."""
 
     projects: ClassVar[bool] = False
-
-    rule: Literal["clip", "mask", "weight", "gate", "penalty", "flip"]
-    low: float
-    high: float
-    cap: float | None = None
-    """Largest weight, or the dual clip's constant."""
-    measure: Literal["ratio", "binary_tv", "binary_kl", "support_tv", "support_kl", "chi_square"] = "ratio"
-    """The distance that a clip, a mask or a penalty bounds."""
-    symmetric: bool = False
-    """A mask on the distance alone, whichever way the token moved."""
-    decoupled: bool = False
-    """Weigh the loss by old policy over sampler."""
 
     @property
     def needs_rollout(self) -> bool:
@@ -359,10 +348,9 @@ class TokenLoss:
 
     @classmethod
     def of(cls, objective: Any) -> "TokenLoss | None":
-        """The kernel rule for this objective, or None if it has none here. Names of objectives are unique."""
-        name = getattr(objective, "name", None)  # any function of a batch is an objective
-        make = _RULES.get(name) if isinstance(name, str) else None
-        return None if make is None else make(objective.config)
+        """The loss that an objective declares, or None if it declares no such rule."""
+        rule = objective.kernel if isinstance(objective, Objective) else None  # any function of a batch is an objective
+        return cls(**vars(rule)) if isinstance(rule, TokenRule) else None
 
     def __call__(self, rows: HeadRows, old: OldRows, limits: LogpTolerance = UNCHECKED) -> LossRows:
         """Losses of N packed tokens; tokens beyond the limits are flawed too."""
@@ -383,35 +371,6 @@ _MEASURES: dict[tuple[str, str], Any] = {
     ("kl", "topk"): "support_kl",
 }  # fmt: skip
 """Divergence and estimator of a mask. "full" is not among them: it has more to check."""
-
-
-def _masked(config: Any) -> TokenLoss | None:
-    measure = _MEASURES.get((config.divergence, config.estimator))
-    if measure is None or config.mask == "predictive":
-        return None
-    low, high = config.bounds
-    symmetric = config.mask == "symmetric"
-    return TokenLoss(rule="mask", low=low, high=high, cap=config.ratio_cap, measure=measure, symmetric=symmetric)
-
-
-def _clipped(config: Any, **more: Any) -> TokenLoss:
-    return TokenLoss(rule="clip", low=1 - config.clip_low, high=1 + config.clip_high, **more)
-
-
-_RULES = {
-    "ppo_clip": lambda config: _clipped(config, cap=config.dual_clip),
-    "clip_higher": lambda config: _clipped(config, cap=config.dual_clip),
-    "dual_clip": lambda config: _clipped(config, cap=config.dual_clip),
-    "decoupled_ppo": lambda config: _clipped(config, decoupled=True),
-    "dppo": _masked,
-    "reinforce": lambda config: TokenLoss(rule="mask", low=math.inf, high=math.inf, cap=config.ratio_cap),
-    "ripo": lambda config: TokenLoss(rule="clip", low=config.bound_low**0.5, high=config.bound_high**0.5, measure="chi_square"),
-    "aspo": lambda config: TokenLoss(rule="flip", low=1 - config.clip_low, high=1 + config.clip_high, cap=config.cap),
-    "cispo": lambda config: TokenLoss(rule="weight", low=config.cap_low, high=config.cap_high),
-    "sapo": lambda config: TokenLoss(rule="gate", low=config.tau_negative, high=config.tau_positive),
-    "drpo": lambda config: TokenLoss(rule="penalty", low=config.bound, high=config.bound, measure="binary_tv"),
-    "spo": lambda config: TokenLoss(rule="penalty", low=config.epsilon, high=config.epsilon),
-}
 
 
 @triton.jit
@@ -556,32 +515,18 @@ def _put(at, count, mask, loss, log_rho, acted, kl_mean, kl_max, kl_after, dual,
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrollLoss:
-    """The kernel's settings for `troll`; a function of new and old rows."""
+class TrollLoss(ProjectionRule):
+    """A projection rule as a function of new and old rows."""
 
     projects: ClassVar[bool] = True
     needs_support: ClassVar[bool] = True
     needs_rollout: ClassVar[bool] = False
 
-    bound: float
-    regression: float
-    gradient: str
-    ratio_cap: float | None
-    outward: bool
-    """Leave tokens alone whose own step leads back into the region."""
-
     @classmethod
     def of(cls, objective: Any) -> "TrollLoss | None":
-        """The kernel's settings for this objective, or None if this kernel does not compute it. Names are unique."""
-        if getattr(objective, "name", None) != "troll":  # any function of a batch is an objective
-            return None
-        config = objective.config
-        if config.tail != "bucket" or config.level != "token" or config.centre != "old":
-            return None
-        return cls(
-            bound=config.bound, regression=config.regression, gradient=config.gradient, ratio_cap=config.ratio_cap,
-            outward=config.project == "outward",
-        )  # fmt: skip
+        """The loss that an objective declares, or None if it declares no such rule."""
+        rule = objective.kernel if isinstance(objective, Objective) else None  # any function of a batch is an objective
+        return cls(**vars(rule)) if isinstance(rule, ProjectionRule) else None
 
     def __call__(self, rows: HeadRows, old: OldRows, limits: LogpTolerance = UNCHECKED) -> LossRows:
         """L = − (π̃(a) / π_old(a)) Â + α KL(π‖sg[π̃]) of N packed tokens; tokens beyond the limits are flawed too."""

@@ -23,7 +23,7 @@ from corral.lab.audit.folder import AuditFolder, MicroBatch
 from corral.lab.audit.measure import measure
 from corral.lab.audit.rules import CLIPPING, Rules
 from corral.lab.audit.scoring import AuditedCompletion, choose_completions, logp_at
-from corral.lab.audit.summary import outside_ball, token_kinds
+from corral.lab.audit.tokens import token_kinds
 from corral.objective import Objective, make_objective
 from corral.tensors import TokenBatch
 from corral.trl.api import steps_per_batch
@@ -313,7 +313,8 @@ class AuditCallback(TrainerCallback):
             name: np.concatenate([one[name].numpy() for one in completions])
             for name in ("clipped", "kl", "logp_new", "logp_old", "advantage")
         }
-        kinds = token_kinds(columns, columns["clipped"], outside_ball(columns, self.rules.as_dict(), "kl"))
+        outward = (columns["logp_new"] - columns["logp_old"]) * columns["advantage"] > 0
+        kinds = token_kinds(columns["clipped"], columns["kl"] > self.rules.kl_bound, outward)
         share = 100 * float(np.isin(kinds, ("false", "missed")).mean())
         if share > self.alert_above:
             _send_alert(

@@ -4,9 +4,9 @@ import json
 import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +25,9 @@ _LOWEST_LOGP = -1e4
 
 _ROUNDING = 1e-3
 """How far above 0 rounding may put a log-probability."""
+
+
+_Column = TypeVar("_Column")
 
 
 class DumpRecord:
@@ -89,7 +92,11 @@ class DumpRecord:
             raise self.error(f"`{name}` holds {_short(wrong[0])}; a mask holds true and false, or 1 and 0.")
         return np.array([bool(value) for value in values], dtype=np.bool_)
 
-    def rows(self, name: str, length: int) -> list["DumpRecord"]:
+    def optional(self, read: Callable[[str, int], _Column], name: str, length: int) -> _Column | None:
+        """A column by one of the methods above; None where the field is missing or null."""
+        return read(name, length) if self.has(name) else None
+
+    def rows(self, name: str, length: int | None = None) -> list["DumpRecord"]:
         """A list of objects, each as a record of its own."""
         return [DumpRecord(item, f"{self.where}, `{name}`") for item in self._list(name, length)]
 
@@ -163,18 +170,8 @@ _LARGEST_SUM = 1.05
 
 
 @dataclass(frozen=True, eq=False)
-class SupportDivergence:
-    """Divergences on a logged support and its tail, per token: lower bounds of the true ones, near them where K is large."""
-
-    kl: Floats
-    """KL(new‖old)."""
-    kl_old_new: Floats
-    tv: Floats
-
-
-@dataclass(frozen=True, eq=False)
 class LoggedCompletion:
-    """Unmasked tokens of one completion whose log-probs are finite, in order."""
+    """Tokens of one completion, in order: all that were logged, or those that `auditable` keeps."""
 
     step: int
     tokens: NDArray[np.int64]
@@ -182,60 +179,38 @@ class LoggedCompletion:
     logp_old: Floats
     logp_new: Floats
     logp_rollout: Floats | None = None
-    """NaN where the sampler said nothing."""
-    support: SupportDivergence | None = None
+    """NaN where the sampler reported nothing."""
+    support: Floats | None = None
+    """KL(new‖old), KL(old‖new) and TV on the logged support and its tail, [3 T]: lower bounds of the true ones."""
     entropy: Floats | None = None
     reward: float | None = None
     age: int | None = None
     """Steps between sampling and training."""
     positions: NDArray[np.int64] | None = None
-    """Of these tokens among all that were logged; None: they are all."""
+    """Places of these tokens among all that were logged; None: they are all."""
     left_out: dict[str, int] = field(default_factory=dict)
     """Unmasked tokens that are not among these, by reason."""
 
-
-def take_completion(
-    *,
-    step: int,
-    tokens: NDArray[np.int64],
-    mask: NDArray[np.bool_],
-    advantages: Floats,
-    logp_old: Floats,
-    logp_new: Floats,
-    logp_rollout: Floats | None = None,
-    support: SupportDivergence | None = None,
-    entropy: Floats | None = None,
-    reward: float | None = None,
-    age: int | None = None,
-) -> LoggedCompletion:
-    """The tokens that can be audited among all of a completion, each argument [T]; what is masked may hold anything."""
-    finite = ~(np.isnan(logp_old) | np.isnan(logp_new))
-    credited = ~np.isnan(advantages)
-    kept = mask & finite & credited
-    counts = {
-        "tokens with a log-prob that is null or not finite": int((mask & ~finite).sum()),
-        "trained tokens without an advantage": int((mask & finite & ~credited).sum()),
-    }
-    return LoggedCompletion(
-        step=step,
-        tokens=tokens[kept],
-        advantages=advantages[kept],
-        logp_old=logp_old[kept],
-        logp_new=logp_new[kept],
-        logp_rollout=None if logp_rollout is None else logp_rollout[kept],
-        support=None if support is None else SupportDivergence(support.kl[kept], support.kl_old_new[kept], support.tv[kept]),
-        entropy=None if entropy is None else entropy[kept],
-        reward=reward,
-        age=age,
-        positions=np.flatnonzero(kept),
-        left_out={reason: count for reason, count in counts.items() if count},
-    )
+    def auditable(self, mask: NDArray[np.bool_]) -> "LoggedCompletion":
+        """The unmasked tokens with finite log-probs and an advantage; what is masked may hold anything."""
+        finite = ~(np.isnan(self.logp_old) | np.isnan(self.logp_new))
+        credited = ~np.isnan(self.advantages)
+        kept = mask & finite & credited
+        counts = {
+            "tokens with a log-prob that is null or not finite": int((mask & ~finite).sum()),
+            "trained tokens without an advantage": int((mask & finite & ~credited).sum()),
+        }
+        columns: dict[str, Any] = {
+            name: column[..., kept] for name, column in vars(self).items() if isinstance(column, np.ndarray)
+        }
+        left_out = {reason: count for reason, count in counts.items() if count}
+        return replace(self, **columns, positions=np.flatnonzero(kept), left_out=left_out)
 
 
 def read_support(
     record: DumpRecord, tokens: NDArray[np.int64], mask: NDArray[np.bool_], logp_old: Floats, logp_new: Floats
-) -> SupportDivergence:
-    """Divergences on the `top_ids` of a record, with the sampled token and everything else as one more category each.
+) -> Floats:
+    """KL(new‖old), KL(old‖new) and TV on the `top_ids` of a record, the sampled token and everything else, [3 T].
 
     Both policies' log-probs are of the full softmax. A token that one of them has no number for counts as part of the tail;
     what is masked may hold anything.
@@ -252,9 +227,7 @@ def read_support(
         _with_tail(record, name, np.where(unknown, -np.inf, given[name]), np.where(used, sampled, 0.0))
         for name, sampled in (("top_logp_old", logp_old), ("top_logp_new", logp_new))
     )
-    return SupportDivergence(
-        categorical_kl(new, old).numpy(), categorical_kl(old, new).numpy(), categorical_tv(new, old).numpy()
-    )
+    return torch.stack([categorical_kl(new, old), categorical_kl(old, new), categorical_tv(new, old)]).numpy()
 
 
 def _with_tail(record: DumpRecord, name: str, logp: Floats, sampled: Floats) -> torch.Tensor:
@@ -347,36 +320,32 @@ class Format:
     name: str
     fields: frozenset[str]
     """A first line that has all of these is in this format."""
-    read: Callable[[DumpRecord], list[LoggedCompletion]]
+    read: Callable[[DumpRecord], LoggedCompletion]
     compared: str
     """What is old and what is new, for the first sentence of an audit."""
     remark: str | None = None
     """What a reader of the audit has to know about these numbers."""
 
 
-def _read_own(record: DumpRecord) -> list[LoggedCompletion]:
+def _read_own(record: DumpRecord) -> LoggedCompletion:
     """A line of corral's own schema; docs/audit.md#the-format has every field."""
     tokens = record.ids("tokens")
     length = len(tokens)
     mask = record.flags("mask", length) if record.has("mask") else np.ones(length, dtype=np.bool_)
     logp_old, logp_new = (record.log_probs(name, length) for name in ("logp_old", "logp_new"))
-    step = record.whole("step", 0) or 0
-    sampled_at = record.whole("sampled_at")
-    return [
-        take_completion(
-            step=step,
-            tokens=tokens,
-            mask=mask,
-            advantages=_advantages(record, length),
-            logp_old=logp_old,
-            logp_new=logp_new,
-            logp_rollout=record.log_probs("logp_rollout", length) if record.has("logp_rollout") else None,
-            support=read_support(record, tokens, mask, logp_old, logp_new) if record.has("top_ids") and length else None,
-            entropy=record.numbers("entropy", length) if record.has("entropy") else None,
-            reward=record.number("reward"),
-            age=None if sampled_at is None else step - sampled_at,
-        )
-    ]
+    step, sampled_at = record.whole("step", 0) or 0, record.whole("sampled_at")
+    return LoggedCompletion(
+        step=step,
+        tokens=tokens,
+        advantages=_advantages(record, length),
+        logp_old=logp_old,
+        logp_new=logp_new,
+        logp_rollout=record.optional(record.log_probs, "logp_rollout", length),
+        support=read_support(record, tokens, mask, logp_old, logp_new) if record.has("top_ids") and length else None,
+        entropy=record.optional(record.numbers, "entropy", length),
+        reward=record.number("reward"),
+        age=None if sampled_at is None else step - sampled_at,
+    ).auditable(mask)
 
 
 def _advantages(record: DumpRecord, length: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
@@ -389,7 +358,7 @@ def _advantages(record: DumpRecord, length: int) -> np.ndarray[tuple[int], np.dt
     return np.full(length, value)
 
 
-def _read_prime_rl(record: DumpRecord) -> list[LoggedCompletion]:
+def _read_prime_rl(record: DumpRecord) -> LoggedCompletion:
     """A line of `token_exports/step_*/rank_*.jsonl`: old is the sampler, new the trainer before its update."""
     tokens = record.ids("token_ids")
     length = len(tokens)
@@ -400,21 +369,18 @@ def _read_prime_rl(record: DumpRecord) -> list[LoggedCompletion]:
     rewards = record.numbers("rewards", length)[mask] if record.has("rewards") else np.empty(0)
     rewards = rewards[~np.isnan(rewards)]
     step = record.whole("export_step", record.whole("step", 0))
-    return [
-        take_completion(
-            step=step or 0,
-            tokens=tokens,
-            mask=mask,
-            advantages=record.numbers("advantages", length),
-            logp_old=record.log_probs("inference_logprobs", length),
-            logp_new=record.log_probs("trainer_logprobs", length),
-            entropy=record.numbers("entropy", length) if record.has("entropy") else None,
-            reward=float(rewards[0]) if len(rewards) else None,
-        )
-    ]
+    return LoggedCompletion(
+        step=step or 0,
+        tokens=tokens,
+        advantages=record.numbers("advantages", length),
+        logp_old=record.log_probs("inference_logprobs", length),
+        logp_new=record.log_probs("trainer_logprobs", length),
+        entropy=record.optional(record.numbers, "entropy", length),
+        reward=float(rewards[0]) if len(rewards) else None,
+    ).auditable(mask)
 
 
-def _read_open_instruct(record: DumpRecord) -> list[LoggedCompletion]:
+def _read_open_instruct(record: DumpRecord) -> LoggedCompletion:
     """A line of `*_trainer_logprobs_step*.jsonl`: packed completions, flat; old is the sampler (vLLM), new the trainer.
 
     Where it has no advantages, each token's is taken to push it further out, the most that a rule can block.
@@ -422,19 +388,15 @@ def _read_open_instruct(record: DumpRecord) -> list[LoggedCompletion]:
     logp_new = record.log_probs("trainer_logprobs")
     length = len(logp_new)
     logp_old = record.log_probs("vllm_logprobs", length)
-    step = record.whole("step", 0) or 0
     trained_at, sampled_at = record.whole("trainer_model_step"), record.whole("model_step")
-    return [
-        take_completion(
-            step=step,
-            tokens=record.ids("token_ids", length) if record.has("token_ids") else np.zeros(length, dtype=np.int64),
-            mask=record.flags("response_mask", length),
-            advantages=record.numbers("advantages", length) if record.has("advantages") else np.sign(logp_new - logp_old),
-            logp_old=logp_old,
-            logp_new=logp_new,
-            age=None if trained_at is None or sampled_at is None else trained_at - sampled_at,
-        )
-    ]
+    return LoggedCompletion(
+        step=record.whole("step", 0) or 0,
+        tokens=record.ids("token_ids", length) if record.has("token_ids") else np.zeros(length, dtype=np.int64),
+        advantages=record.numbers("advantages", length) if record.has("advantages") else np.sign(logp_new - logp_old),
+        logp_old=logp_old,
+        logp_new=logp_new,
+        age=None if trained_at is None or sampled_at is None else trained_at - sampled_at,
+    ).auditable(record.flags("response_mask", length))
 
 
 SAMPLER_IS_OLD = (
@@ -513,15 +475,14 @@ def _read_sample(sample: DumpRecord, step: int) -> LoggedCompletion:
     ids = record.ids("tokens")
     if length is None or not 0 <= length <= len(ids):
         raise record.error(f"`response_lengths` should be between 0 and {len(ids)}, the number of tokens.")
-    return take_completion(
+    return LoggedCompletion(
         step=step,
         tokens=ids[len(ids) - length :],
-        mask=record.flags("loss_masks", length) if record.has("loss_masks") else np.ones(length, dtype=np.bool_),
         advantages=record.numbers("advantages", length),
         logp_old=record.log_probs("rollout_log_probs", length),
         logp_new=record.log_probs("log_probs", length),
         reward=record.number("rewards"),
-    )
+    ).auditable(record.flags("loss_masks", length) if record.has("loss_masks") else np.ones(length, dtype=np.bool_))
 
 
 _KNOWN = """corral's own JSON lines (tokens, advantages, logp_old, logp_new), prime-rl's token_exports, open-instruct's \
@@ -598,7 +559,7 @@ def read_completions(
         place = places.setdefault(path, FilePlace())
         if form is not None:
             for record in read_lines(path, progress, note, place, growing=growing):
-                yield from form.read(record)
+                yield form.read(record)
         elif not place.bytes:
             before, place.size = place.size, path.stat().st_size
             if growing and before != place.size:
@@ -701,11 +662,9 @@ def _read_trl(record: DumpRecord) -> TextCompletion:
 
 def _messages(record: DumpRecord, name: str) -> str | tuple[tuple[str, str], ...]:
     """A text, or the messages of a conversation."""
-    value = record.content.get(name)
-    if not isinstance(value, list):
+    if not isinstance(record.content.get(name), list):
         return record.text(name)
-    messages = [DumpRecord(message, f"{record.where}, `{name}`") for message in value]
-    return tuple((message.text("role"), message.text("content")) for message in messages)
+    return tuple((message.text("role"), message.text("content")) for message in record.rows(name))
 
 
 def _parquet_rows(path: Path) -> Iterator[DumpRecord]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 from torch import Tensor
 
 from corral.lab.audit.rules import read_rules
@@ -112,8 +113,8 @@ class AuditFolder(LockedFolder):
 def read_audit(path: Path) -> tuple[dict[str, Any], pa.Table]:
     """What audit.json says, and all rows in the order of updates, completions and positions.
 
-    Two keys are added: `left_out`, how many rows are not whole, and `updates_made`, what clipping did in the updates (None
-    where that was not recorded).
+    Two keys are added: `left_out`, the number of rows that are not whole, by reason, and `updates_made`, what clipping did in
+    the updates (None where that was not recorded).
     """
     folder = AuditFolder(path)
     if not path.is_dir() or not folder.info.is_file():
@@ -142,8 +143,16 @@ def read_audit(path: Path) -> tuple[dict[str, Any], pa.Table]:
             f"{folder.table} has no token with a number in every column, as audits write them: there is nothing to show."
         )
     _refuse_impossible(whole, folder.table)
-    info["left_out"], info["updates_made"] = len(table) - len(whole), _read_updates(folder.updates)
+    damaged = len(table) - len(whole)
+    info["left_out"] = {"tokens without a number in every column": damaged} if damaged else {}
+    info["updates_made"] = _read_updates(folder.updates)
+    info.setdefault("one_update_per_batch", None)
     return info, whole.sort_by([(name, "ascending") for name in ("update", "sequence", "position")])
+
+
+def table_columns(table: pa.Table) -> dict[str, NDArray[Any]]:
+    """NumPy columns of an audit's rows; what is null is NaN."""
+    return {name: table[name].to_numpy(zero_copy_only=False) for name in table.column_names}
 
 
 def _read_updates(path: Path) -> dict[str, Any] | None:

@@ -179,7 +179,7 @@ def _sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: Eva
         for start in range(0, len(repeated), job.batch_size):
             asked = repeated[start : start + job.batch_size]
             if job.turns is not None:
-                found += job.turns.play(model, problems, asked, job.sampling, greedy=False)
+                found += job.turns.play(model, problems, asked, job.sampling)
             else:
                 found += _complete(model, problems, asked, job.sampling)
     rewards = [one.reward for one in found]
@@ -193,10 +193,7 @@ def _sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: Eva
 def _complete(model: PreTrainedModel, problems: Problems, asked: list[str], sampling: Sampling) -> Iterator[Dialogue]:
     """Completions in one turn."""
     tokenizer, prompts = problems.tokenizer, problems.tokens(asked)
-    how = {"temperature": sampling.temperature, "top_p": sampling.top_p}
-    for problem, prompt, tokens in zip(
-        asked, prompts, generate(model, tokenizer, prompts, sampling.max_tokens, greedy=False, **how), strict=True
-    ):
+    for problem, prompt, tokens in zip(asked, prompts, generate(model, tokenizer, prompts, sampling), strict=True):
         one = Dialogue(problem, prompt, answer=str(tokenizer.decode(tokens, skip_special_tokens=True)))
         one.add(tokens)
         yield one

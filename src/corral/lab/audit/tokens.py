@@ -1,7 +1,7 @@
 """Audited tokens as columns, from a dump's completions or an audit's rows: what rules and statistics are computed on."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -12,83 +12,157 @@ from corral.divergence import binary_kl, binary_tv
 from corral.lab.audit.dump import Floats, LoggedCompletion
 from corral.numerics import CERTAIN
 
-_Measure = Literal["sampled", "support", "whole"]
-"""What divergences are known on: the sampled token against all others, a support and its tail, or the whole vocabulary."""
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+VERDICTS = ("clipped", "dppo_binary", "dppo_topk", "troll")
+"""Columns of an audit's rows that say which rule acts on a token."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Tokens:
-    """Columns [N]. What the dump does not say is NaN, or None where it says it of no token."""
+    """Columns [N]. A number that was not reported is NaN; a column that nothing reported may be None."""
 
-    step: NDArray[np.int64]
-    token: NDArray[np.int64]
+    measure: Literal["sampled", "support", "whole"]
+    """What divergences are taken on: the sampled token against all others, a support and its tail, or the whole vocabulary."""
+    step: Ints
+    sequence: Ints
+    """Number of the completion, within its step or the dump."""
+    position: Ints
+    token: Ints
     advantage: Floats
     logp_old: Floats
     logp_new: Floats
-    anchor: Floats
-    """log π of the sampler where it reported, else `logp_old`: what DPPO is centred on."""
     logp_rollout: Floats
+    entropy: Floats
     kl: Floats
     """KL(new‖old) on what `measure` says; a lower bound of the true one unless it is "whole"."""
     tv: Floats
-    measure: _Measure
+    support_tv: Floats | None = None
     support_kl_old_new: Floats | None = None
     """KL(old‖new) on a support: what DPPO with divergence="kl" reads there."""
-    support_tv: Floats | None = None
     sequence_log_ratio: Floats | None = None
     """Mean of log new/old over the token's completion, where all of it was logged."""
-    entropy: Floats | None = None
     age: Floats | None = None
+    troll_tv: Floats | None = None
+    """How far TROLL's projection moves the policy."""
+    verdicts: Mapping[str, Bools] = field(default_factory=dict)
+    """By rule, whether it acts on a token; `clipped` is the clipping that the audit is about."""
 
     def __len__(self) -> int:
         return len(self.step)
 
+    def __getitem__(self, here: slice) -> "Tokens":
+        """Some of the tokens, as copies: a view would keep all tokens of its batch in memory."""
+        columns: dict[str, Any] = {
+            name: column[here].copy() for name, column in vars(self).items() if isinstance(column, np.ndarray)
+        }
+        return replace(self, **columns, verdicts={name: column[here].copy() for name, column in self.verdicts.items()})
 
-def join_completions(completions: Sequence[LoggedCompletion]) -> Tokens:
-    """Completions one after the other. Divergences are those on the support where every one of them has it."""
+    @property
+    def anchor(self) -> Floats:
+        """Log π of the sampler where it reported, else `logp_old`: the policy that DPPO is centred on."""
+        return np.where(np.isnan(self.logp_rollout), self.logp_old, self.logp_rollout)
+
+    @property
+    def log_ratio(self) -> Floats:
+        """Log new/old of the sampled token."""
+        return self.logp_new - self.logp_old
+
+    def kinds(self, ball: str, bound: float) -> NDArray[Any]:
+        """The kind of each token under `clipped` and the `kl` or `tv` ball, as in `token_kinds`."""
+        return token_kinds(self.verdicts["clipped"], vars(self)[ball] > bound, self.log_ratio * self.advantage > 0)
+
+
+def token_kinds(blocked: Bools, outside: Bools, outward: Bools) -> NDArray[Any]:
+    """The kind of each token: blocked inside or outside the ball, passed inside it, or passed outside and pushed out or back.
+
+    `false` and `missed` are a rule's errors, `right`, `passed` and `back` are not.
+    """
+    return np.select(
+        [blocked & ~outside, blocked & outside, outside & outward, outside], ["false", "right", "missed", "back"], "passed"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ball:
+    """Tokens inside and outside a ball of divergence, against one rule. The first four are all tokens."""
+
+    blocked_inside: int
+    """Stopped though near: clipping's false alarms."""
+    blocked_outside: int
+    passed_inside: int
+    passed_outside: int
+    passed_outward: int
+    """Of those, tokens whose update pushes them further out: what clipping misses. The others are on their way back."""
+
+    @property
+    def blocked(self) -> int:
+        """Inside or outside."""
+        return self.blocked_inside + self.blocked_outside
+
+    @property
+    def tokens(self) -> int:
+        """All of them."""
+        return self.blocked + self.passed_inside + self.passed_outside
+
+
+def join_completions(completions: Sequence[LoggedCompletion], first: int = 0) -> Tokens:
+    """Completions one after the other, numbered from `first`. Divergences are those on the support where all have one."""
     lengths = [len(one.tokens) for one in completions]
-    logp_old, logp_new = (np.concatenate([getattr(one, name) for one in completions]) for name in ("logp_old", "logp_new"))
-    rollout = _column(completions, [one.logp_rollout for one in completions])
-    supports = [one.support for one in completions]
-    known = all(support is not None for support in supports)
-    ratios = [np.full(n, (one.logp_new - one.logp_old).mean()) for n, one in zip(lengths, completions, strict=True) if n]
-    ages = [np.nan if one.age is None else float(one.age) for one in completions]
+
+    def join(name: str) -> Any:
+        return np.concatenate([vars(one)[name] for one in completions])
+
+    def join_or_nan(name: str) -> Floats:
+        columns = (vars(one)[name] for one in completions)
+        return np.concatenate([np.full(n, np.nan) if x is None else x for n, x in zip(lengths, columns, strict=True)])
+
+    old, new = join("logp_old"), join("logp_new")
+    support = all(one.support is not None for one in completions)
+    kl, kl_old_new, tv = (
+        np.concatenate([one.support for one in completions if one.support is not None], axis=1)
+        if support
+        else (sampled_kl(new, old), None, sampled_tv(new, old))
+    )
     return Tokens(
+        measure="support" if support else "sampled",
         step=np.repeat([one.step for one in completions], lengths),
-        token=np.concatenate([one.tokens for one in completions]),
-        advantage=np.concatenate([one.advantages for one in completions]),
-        logp_old=logp_old,
-        logp_new=logp_new,
-        anchor=np.where(np.isnan(rollout), logp_old, rollout),
-        logp_rollout=rollout,
-        kl=np.concatenate([s.kl for s in supports if s]) if known else sampled_kl(logp_new, logp_old),
-        tv=np.concatenate([s.tv for s in supports if s]) if known else sampled_tv(logp_new, logp_old),
-        measure="support" if known else "sampled",
-        support_kl_old_new=np.concatenate([s.kl_old_new for s in supports if s]) if known else None,
-        support_tv=np.concatenate([s.tv for s in supports if s]) if known else None,
-        sequence_log_ratio=np.concatenate(ratios) if ratios else np.empty(0),
-        entropy=_column(completions, [one.entropy for one in completions]),
-        age=np.repeat(ages, lengths),
+        sequence=np.repeat(np.arange(first, first + len(completions)), lengths),
+        position=np.concatenate(
+            [np.arange(n) if (p := one.positions) is None else p - p[:1] for n, one in zip(lengths, completions, strict=True)]
+        ),
+        token=join("tokens"),
+        advantage=join("advantages"),
+        logp_old=old,
+        logp_new=new,
+        logp_rollout=join_or_nan("logp_rollout"),
+        entropy=join_or_nan("entropy"),
+        kl=kl,
+        tv=tv,
+        support_tv=tv if support else None,
+        support_kl_old_new=kl_old_new,
+        sequence_log_ratio=np.repeat(
+            [(one.logp_new - one.logp_old).sum() / max(len(one.tokens), 1) for one in completions], lengths
+        ),
+        age=np.repeat([np.nan if one.age is None else float(one.age) for one in completions], lengths),
     )
 
 
 def audit_tokens(columns: Mapping[str, NDArray[Any]]) -> Tokens:
     """Rows of an audit's own table, which knows true divergences."""
     floats = {name: column.astype(np.float64) for name, column in columns.items() if column.dtype.kind == "f"}
-    rollout = floats["logp_rollout"]
     return Tokens(
+        measure="whole",
         step=columns["update"].astype(np.int64),
+        sequence=columns["sequence"].astype(np.int64),
+        position=columns["position"].astype(np.int64),
         token=columns["token"].astype(np.int64),
-        advantage=floats["advantage"],
         logp_old=np.minimum(floats["logp_old"], 0.0),
         logp_new=np.minimum(floats["logp_new"], 0.0),
-        anchor=np.where(np.isnan(rollout), floats["logp_old"], rollout),
-        logp_rollout=rollout,
-        kl=floats["kl"],
-        tv=floats["tv"],
-        measure="whole",
         support_tv=floats["tv_topk"],
-        entropy=floats["entropy"],
+        **{name: floats[name] for name in ("advantage", "logp_rollout", "entropy", "kl", "tv", "troll_tv")},
+        verdicts={name: columns[name].astype(np.bool_) for name in VERDICTS},
     )
 
 
@@ -101,10 +175,3 @@ def sampled_kl(logp_p: Floats, logp_q: Floats) -> Floats:
 def sampled_tv(logp_p: Floats, logp_q: Floats) -> Floats:
     """|p − q| of the sampled token."""
     return binary_tv(torch.from_numpy(logp_p), torch.from_numpy(logp_q)).numpy()
-
-
-def _column(completions: Sequence[LoggedCompletion], given: Sequence[Floats | None]) -> Floats:
-    """One after the other, NaN for completions that have none."""
-    return np.concatenate(
-        [np.full(len(one.tokens), np.nan) if x is None else x for one, x in zip(completions, given, strict=True)]
-    )

@@ -5,9 +5,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,217 +22,13 @@ from corral.validate import RunError
 if TYPE_CHECKING:
     from corral.lab.audit.dump import Dump
     from corral.lab.audit.rules import Rules
-    from corral.lab.audit.stream import Columns, StreamSummary
-    from corral.lab.audit.summary import Ball
+    from corral.lab.audit.tally import Audit, DumpAudit
 
 _ABOVE = 3
 """Exit status: more tokens would be wrongly blocked than --fail-above allows."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Audited:
-    """The numbers of one audit, and what shows them."""
-
-    page: Path
-    """Where its page belongs, unless --page says otherwise."""
-    write_page: Callable[[Path, float | None], int]
-    """Writes it there; of a live audit, with the seconds after which it is written again. Returns the size in bytes."""
-    numbers: Callable[[], Mapping[str, Any]]
-    """Everything, for --json."""
-    show: Callable[[str], None]
-    """Prints sentences and tables, and this last line."""
-    clipping: "Ball"
-    """The audited rule against the KL ball."""
-    newest: str
-    """Where training is: `step 12`."""
-
-
-def publish(audited: Audited, arguments: argparse.Namespace, live: float | None = None) -> str:
-    """Write the page, and the file of --json; a sentence about where the page is."""
-    page = arguments.page or audited.page
-    size = audited.write_page(page, live)
-    if arguments.json not in (None, "-"):
-        write_json(Path(arguments.json), dict(audited.numbers()))
-    return f"The page is in {page} ({size / 1e6:.1f} MB)."
-
-
-def finish(audited: Audited, arguments: argparse.Namespace) -> int:
-    """Page, JSON and terminal; the exit status."""
-    last = publish(audited, arguments)
-    if arguments.json == "-":
-        sys.stdout.write(json.dumps(plain(audited.numbers()), indent=2, allow_nan=False) + "\n")
-    else:
-        audited.show(last)
-    return _judge_errors(audited.clipping, arguments.fail_above)
-
-
-def check_files(arguments: argparse.Namespace) -> None:
-    """Refuse what cannot be read or written, or cannot be meant, before anything is computed."""
-    if arguments.path is not None:
-        try:
-            arguments.path.stat()
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise RunError(f"{str(arguments.path)[:200]} cannot be read: {reason}.") from error
-    limit = arguments.fail_above
-    if limit is not None and not (math.isfinite(limit) and 0 <= limit <= 100):
-        raise RunError(f"--fail-above is a percentage from 0 to 100; got {limit:g}.")
-    if arguments.json not in (None, "-") and not Path(arguments.json).parent.is_dir():
-        raise RunError(f"there is no folder {Path(arguments.json).parent} to write {Path(arguments.json).name} into.")
-
-
-def _judge_errors(ball: "Ball", limit: float | None) -> int:
-    """0, or 3 and a sentence if a larger share of all tokens would be blocked inside the KL ball than `limit` per cent."""
-    share = 100 * ball.blocked_inside / ball.tokens
-    if limit is None or share <= limit:
-        return 0
-    sys.stderr.write(
-        f"corral: clipping would block {share:.3g} % of all tokens though inside the KL ball, more than the {limit:g} % of "
-        f"--fail-above.\n"
-    )
-    return _ABOVE
-
-
-TEXT_FLAGS = ("temperature", "device", "problems")
-"""Flags of models that matter where logged texts are rescored."""
-
-
-def rescore(dump: "Dump", rules: "Rules", arguments: argparse.Namespace) -> Path:
-    """Texts of a dump under the two models of --model; the folder of the audit."""
-    names = arguments.model
-    if len(names) != 2:
-        raise RunError(
-            f"{dump.path} holds texts and scores without log-probs ({dump.format}): name the model that sampled and the one "
-            f"that came out of training, --model OLD --model NEW, to have them rescored."
-        )
-    check_kind("llm", "rescoring texts")
-    quiet_libraries()
-    from corral.lab.audit.models import audit_texts
-    from corral.lab.jobs.llm.eval_settings import EvalSettings
-
-    settings = EvalSettings(model=names[0], **eval_settings(arguments, TEXT_FLAGS))
-    out = arguments.out or Path("audits") / _label(dump.path)
-    with _progress_bar(dump.bytes, quiet=arguments.quiet) as progress:
-        return audit_texts(dump, (names[0], names[1]), settings, rules, out, progress)
-
-
-def audit_logged(dump: "Dump", rules: "Rules", arguments: argparse.Namespace) -> Audited:
-    """One pass over a dump."""
-    from corral.lab.audit.stream import audit_dump
-
-    with _progress_bar(dump.bytes, quiet=arguments.quiet) as progress:
-        summary, sample = audit_dump(dump, rules, progress)
-    return describe_dump(dump, rules, summary, sample, arguments)
-
-
-def describe_dump(
-    dump: "Dump", rules: "Rules", summary: "StreamSummary", sample: "Columns", arguments: argparse.Namespace
-) -> Audited:
-    """The numbers of a dump, and what shows them."""
-    from corral.lab.audit.page import write_stream_page
-    from corral.lab.audit.stream import with_texts
-    from corral.lab.audit.threshold import AUDITED
-    from corral.lab.cli.audit_view import show_stream
-
-    texts = None if arguments.tokenizer is None else _token_texts(sample["token"].tolist(), arguments.tokenizer)
-    shown = with_texts(sample, texts)
-    info = {
-        "name": dump.path.resolve().name or "dump",
-        "what": dump.compared,
-        "remarks": dump.remarks,
-        "rules": {key: rules.as_dict()[key] for key in ("clip", "own", "kl_bound", "tv_bound")},
-        "settings": {"format": dump.format, "files": len(dump.files), "bytes": dump.bytes},
-    }
-    return Audited(
-        page=_default_page(dump.path),
-        write_page=lambda page, live: write_stream_page(summary, shown, info, page, live),
-        numbers=lambda: {**summary.as_dict(), **info},
-        show=lambda last: show_stream(summary, info, last, quiet=arguments.quiet),
-        clipping=next(row for row in summary.thresholds if row.family == AUDITED).kl,
-        newest=f"step {summary.by_step[-1]['step']:,}",
-    )
-
-
-def _token_texts(ids: Iterable[int], name: str) -> dict[int, str]:
-    """What tokens say, by the tokenizer of a model."""
-    check_kind("llm", "a tokenizer")
-    quiet_libraries()
-    from corral.lab.audit.models import load_tokenizer
-
-    tokenizer: Any = load_tokenizer(name)
-    known = len(tokenizer)
-    return {token: tokenizer.decode([token]) if 0 <= token < known else f"⟨{token}⟩" for token in set(ids)}
-
-
-def _default_page(path: Path) -> Path:
-    """audits/NAME.html, below where the command is called: a dump's own folder is not written to."""
-    folder = Path("audits")
-    folder.mkdir(exist_ok=True)
-    return folder / f"{_label(path)}.html"
-
-
-def _label(path: Path) -> str:
-    """A dump's name as a file may have it."""
-    return "".join(x if x.isalnum() or x in "._-" else "-" for x in path.resolve().name).strip("-.")[-80:] or "dump"
-
-
-@contextmanager
-def _progress_bar(total: int, *, quiet: bool) -> Iterator[Callable[[int], object]]:
-    """A bar on the error stream if that is a terminal; what it gives is told how many bytes were read."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from corral.lab.run.view import PatientConsole
-
-    console = PatientConsole(stderr=True)
-    if quiet or not console.is_terminal:
-        yield lambda _: None
-        return
-    columns = (TextColumn("reading"), BarColumn(bar_width=None), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("reading", total=total)
-        yield lambda size: bar.advance(task, size)
-
-
-def measured_audit(folder: Path, arguments: argparse.Namespace) -> Audited:
-    """An audit in a folder, with what shows it."""
-    from corral.lab.audit.folder import read_audit
-    from corral.lab.audit.page import write_audit_page
-    from corral.lab.audit.stream import Tally
-    from corral.lab.audit.summary import summarise, table_columns
-    from corral.lab.audit.tokens import audit_tokens
-    from corral.lab.cli.audit_view import show
-
-    info, table = read_audit(folder)
-    summary = summarise(table, info["rules"])
-
-    def numbers() -> dict[str, Any]:
-        tally = Tally(info["rules"]["kl_bound"], info["rules"]["tv_bound"])
-        tally.add(audit_tokens(table_columns(table)))
-        tally.sequences = summary.sequences
-        verdicts = {name: _plain_row(row) for name, row in summary.verdicts.items()}
-        return {
-            **tally.summary().as_dict(),
-            "verdicts": verdicts,
-            "what": info.get("what"),
-            "rules": info["rules"],
-            "updates_made": info["updates_made"],
-            "one_update_per_batch": info.get("one_update_per_batch"),
-        }
-
-    return Audited(
-        page=folder / "audit.html",
-        write_page=lambda page, live: write_audit_page(info, table, summary, page, live),
-        numbers=numbers,
-        show=lambda last: show(summary, info, last, quiet=arguments.quiet),
-        clipping=summary.verdicts["clipped"]["kl"],
-        newest=f"update {table['update'][-1].as_py():,}",
-    )
-
-
-def _plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row whose values may be dataclasses, for JSON."""
-    return {key: asdict(value) if is_dataclass(value) and not isinstance(value, type) else value for key, value in row.items()}
-
+_NEEDED = ("numpy", "pyarrow", "rich", "jinja2")
+"""Packages without which an audit cannot be shown; what compares models needs more."""
 
 _INTERVAL = 10.0
 """Seconds between two looks at the files."""
@@ -241,152 +36,8 @@ _INTERVAL = 10.0
 wait: Callable[[float], object] = time.sleep
 """What passes the time; tests have their own."""
 
-
-def check_live(arguments: argparse.Namespace) -> None:
-    """Refuse what cannot be followed."""
-    interval, path = arguments.interval, arguments.path
-    if interval is not None and not arguments.live:
-        raise RunError("--interval is the time between two looks of --live, which is not given.")
-    if not arguments.live:
-        return
-    if interval is not None and not (math.isfinite(interval) and interval >= 0.1):
-        raise RunError(f"--interval is a number of seconds, 0.1 or more; got {interval:g}.")
-    if arguments.json == "-":
-        raise RunError("--live writes its numbers again and again: name a file for --json, not the standard output.")
-    if path is None or (path / "config.json").is_file():
-        raise RunError(
-            "--live follows a dump of logged tokens, or the folder of corral.llm.audit(trainer, out=…); the checkpoints of a "
-            "run, and two models, are compared without it."
-        )
-
-
-def follow(arguments: argparse.Namespace, rules: "Rules", check_audit: Callable[[], Path]) -> int:
-    """Look again and again until Ctrl-C, then show what was found; the exit status.
-
-    Args:
-        check_audit: refuses flags that say nothing to an audit that was measured.
-    """
-    from corral.lab.audit.folder import NothingYet
-
-    interval: float = arguments.interval or _INTERVAL
-    newest = None
-    try:
-        with _status_line(quiet=arguments.quiet) as say:
-            followed = _Followed(arguments, rules, check_audit, lambda text: say(text, brief=True))
-            while True:
-                try:
-                    found = followed.look()
-                    if found is not None:
-                        newest = found
-                        publish(newest, arguments, live=interval)
-                        say(_status(newest))
-                except NothingYet as error:
-                    say(f"Waiting: {error}")
-                wait(interval)
-    except KeyboardInterrupt:
-        if newest is None:
-            return refuse("interrupted before there was anything to audit.", INTERRUPTED)
-        return finish(newest, arguments)
-    except RunError:
-        if newest is not None:
-            publish(newest, arguments)  # no page goes on calling itself live
-        raise
-
-
-class _Followed:
-    """A dump, or an audit's folder: which of them is decided at every look, as either may still have to appear."""
-
-    def __init__(
-        self,
-        arguments: argparse.Namespace,
-        rules: "Rules",
-        check_audit: Callable[[], Path],
-        tell: Callable[[str], object],
-    ) -> None:
-        from corral.lab.audit.stream import DumpAudit
-
-        self.arguments, self.rules, self.check_audit, self.tell = arguments, rules, check_audit, tell
-        self.stream = DumpAudit(rules)
-        self.parts: frozenset[Path] = frozenset()
-
-    def look(self) -> Audited | None:
-        """The audit of what is there now; None if that is no more than last time."""
-        from corral.lab.audit.dump import find_dump
-
-        path: Path = self.arguments.path
-        if (path / "audit.json").is_file():
-            parts = frozenset((self.check_audit() / "audit.parquet").glob("update-*.parquet"))
-            if parts and parts == self.parts:
-                return None
-            found = measured_audit(path, self.arguments)
-            self.parts = parts
-            return found
-        dump = find_dump(path)
-        if dump.texts:
-            raise RunError(
-                f"{path} holds logged texts ({dump.format}), which two models have to rescore: audit it without --live."
-            )
-        if not self.stream.read(dump, self._count_bytes(), growing=True):
-            return None
-        return describe_dump(dump, self.rules, *self.stream.result(), self.arguments)
-
-    def _count_bytes(self) -> Callable[[int], None]:
-        """Tells how much was read, of a dump that takes a while."""
-        done = 0
-
-        def add_bytes(size: int) -> None:
-            nonlocal done
-            before, done = done >> 24, done + size
-            if done >> 24 > before:
-                self.tell(f"Reading, {done / 1e9:.2f} GB so far.")
-
-        return add_bytes
-
-
-def _status(audited: Audited) -> str:
-    """Where training is, and what the audit says so far; in 80 columns, for a terminal."""
-    from corral.lab.audit.words import percent
-
-    ball = audited.clipping
-    inside = f", {percent(ball.blocked_inside / ball.blocked)} of these inside the KL ball" if ball.blocked else ""
-    clipped = percent(ball.blocked / ball.tokens)
-    return f"{time.strftime('%H:%M:%S')}  {audited.newest}, {count(ball.tokens, 'token')}: would clip {clipped}{inside}"
-
-
-class _Say(Protocol):
-    def __call__(self, text: str, *, brief: bool = False) -> None: ...
-
-
-@contextmanager
-def _status_line(*, quiet: bool) -> Iterator[_Say]:
-    """One line that changes, in a terminal; elsewhere a line whenever it does, unless it is brief."""
-    from rich.live import Live
-    from rich.text import Text
-
-    from corral.lab.run.view import PatientConsole
-
-    console = PatientConsole(quiet=quiet)
-    if not console.is_terminal or quiet:
-        last = ""
-
-        def print_line(text: str, *, brief: bool = False) -> None:
-            nonlocal last
-            if not brief and text != last:
-                last = text
-                console.print(Text(text), soft_wrap=True)
-
-        yield print_line
-        return
-    with Live(Text("Reading …"), console=console, transient=True, refresh_per_second=4) as live:
-
-        def update_line(text: str, *, brief: bool = False) -> None:
-            live.update(Text(text, overflow="ellipsis", no_wrap=True), refresh=True)
-
-        yield update_line
-
-
-_NEEDED = ("numpy", "pyarrow", "rich")
-"""Packages without which an audit cannot be shown; what compares models needs more."""
+_TEXT_FLAGS = ("temperature", "device", "problems")
+"""Flags of models that matter where logged texts are rescored."""
 
 _MODEL_FLAGS = {
     "task": "what to ask; by default a run's own task",
@@ -452,28 +103,77 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if rest:
         return refuse(f"audit has no {rest[0]!r}. `corral audit --help` lists what it has.")
     check_installed("audits need", _NEEDED, "report")
-    check_files(arguments)
-    from corral.lab.audit.dump import find_dump
-
-    path: Path | None = arguments.path
-    check_live(arguments)
+    _check_files(arguments)
+    _check_live(arguments)
     if arguments.live:
-        _refuse_flags(arguments, ("old", "new", "model", *_MODEL_FLAGS, "out"), "--live loads no model")
-        return follow(arguments, _rules(arguments), lambda: _existing_audit(arguments))
+        return _follow(arguments)
     try:
-        if path is not None and (path / "audit.json").is_file():
-            return finish(measured_audit(_existing_audit(arguments), arguments), arguments)
-        if path is None or (path / "config.json").is_file():
-            return finish(measured_audit(_audit_models(arguments), arguments), arguments)
-        dump = find_dump(path)
-        if dump.texts:
-            names = [name for name in _MODEL_FLAGS if name not in TEXT_FLAGS]
-            _refuse_flags(arguments, ("old", "new", "tokenizer", *names), f"{path} holds logged texts")
-            return finish(measured_audit(rescore(dump, _rules(arguments), arguments), arguments), arguments)
-        _refuse_flags(arguments, ("old", "new", "model", *_MODEL_FLAGS, "out"), f"{path} is a dump of logged tokens")
-        return finish(audit_logged(dump, _rules(arguments), arguments), arguments)
+        return _finish(*_measure(arguments), arguments)
     except KeyboardInterrupt:
         return refuse("interrupted.", INTERRUPTED)
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
+    """Refuse what cannot be read or written, or cannot be meant, before anything is computed."""
+    if arguments.path is not None:
+        try:
+            arguments.path.stat()
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise RunError(f"{str(arguments.path)[:200]} cannot be read: {reason}.") from error
+    limit = arguments.fail_above
+    if limit is not None and not (math.isfinite(limit) and 0 <= limit <= 100):
+        raise RunError(f"--fail-above is a percentage from 0 to 100; got {limit:g}.")
+    if arguments.json not in (None, "-") and not Path(arguments.json).parent.is_dir():
+        raise RunError(f"there is no folder {Path(arguments.json).parent} to write {Path(arguments.json).name} into.")
+
+
+def _check_live(arguments: argparse.Namespace) -> None:
+    """Refuse what cannot be followed."""
+    interval, path = arguments.interval, arguments.path
+    if interval is not None and not arguments.live:
+        raise RunError("--interval is the time between two looks of --live, which is not given.")
+    if not arguments.live:
+        return
+    if interval is not None and not (math.isfinite(interval) and interval >= 0.1):
+        raise RunError(f"--interval is a number of seconds, 0.1 or more; got {interval:g}.")
+    if arguments.json == "-":
+        raise RunError("--live writes its numbers again and again: name a file for --json, not the standard output.")
+    if path is None or (path / "config.json").is_file():
+        raise RunError(
+            "--live follows a dump of logged tokens, or the folder of corral.llm.audit(trainer, out=…); the checkpoints of a "
+            "run, and two models, are compared without it."
+        )
+    _refuse_flags(arguments, ("old", "new", "model", *_MODEL_FLAGS, "out"), "--live loads no model")
+
+
+def _refuse_flags(arguments: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    given = [name for name, value in given_flags(arguments, names).items() if value != []]
+    given += [name for name in ("set", "tools", "unsafe_code_execution") if vars(arguments)[name]]
+    if given:
+        raise RunError(f"{why}, so --{given[0].replace('_', '-')} cannot be given with it.")
+
+
+def _measure(arguments: argparse.Namespace) -> "tuple[Audit, Path]":
+    """The audit of what the arguments name, and where its page belongs."""
+    from corral.lab.audit.dump import find_dump
+    from corral.lab.audit.tally import DumpAudit
+
+    path: Path | None = arguments.path
+    if path is not None and (path / "audit.json").is_file():
+        return _read_folder(_existing_audit(arguments))
+    if path is None or (path / "config.json").is_file():
+        return _read_folder(_audit_models(arguments))
+    dump = find_dump(path)
+    if dump.texts:
+        names = [name for name in _MODEL_FLAGS if name not in _TEXT_FLAGS]
+        _refuse_flags(arguments, ("old", "new", "tokenizer", *names), f"{path} holds logged texts")
+        return _read_folder(_rescore(dump, _rules(arguments), arguments))
+    _refuse_flags(arguments, ("old", "new", "model", *_MODEL_FLAGS, "out"), f"{path} is a dump of logged tokens")
+    stream = DumpAudit(_rules(arguments))
+    with _progress_bar(dump.bytes, quiet=arguments.quiet) as progress:
+        stream.read(dump, progress)
+    return _describe_dump(dump, stream, arguments)
 
 
 def _existing_audit(arguments: argparse.Namespace) -> Path:
@@ -486,11 +186,56 @@ def _existing_audit(arguments: argparse.Namespace) -> Path:
     return arguments.path
 
 
-def _refuse_flags(arguments: argparse.Namespace, names: Sequence[str], why: str) -> None:
-    given = [name for name, value in given_flags(arguments, names).items() if value != []]
-    given += [name for name in ("set", "tools", "unsafe_code_execution") if vars(arguments)[name]]
-    if given:
-        raise RunError(f"{why}, so --{given[0].replace('_', '-')} cannot be given with it.")
+def _read_folder(folder: Path) -> "tuple[Audit, Path]":
+    """The audit in a folder, and its page."""
+    from corral.lab.audit.folder import read_audit
+    from corral.lab.audit.tally import audit_table
+
+    return audit_table(*read_audit(folder)), folder / "audit.html"
+
+
+def _describe_dump(dump: "Dump", stream: "DumpAudit", arguments: argparse.Namespace) -> "tuple[Audit, Path]":
+    """The audit of what was read of a dump, and its page, below where the command is called: nothing is written to a dump."""
+    name = arguments.tokenizer
+    audit = stream.result(dump) if name is None else stream.result(dump, lambda ids: _token_texts(ids, name))
+    folder = Path("audits")
+    folder.mkdir(exist_ok=True)
+    return audit, folder / f"{_label(dump.path)}.html"
+
+
+def _token_texts(ids: Sequence[int], name: str) -> dict[int, str]:
+    """What tokens say, by the tokenizer of a model."""
+    check_kind("llm", "a tokenizer")
+    quiet_libraries()
+    from corral.lab.audit.models import load_tokenizer
+
+    tokenizer: Any = load_tokenizer(name)
+    known = len(tokenizer)
+    return {token: tokenizer.decode([token]) if 0 <= token < known else f"⟨{token}⟩" for token in ids}
+
+
+def _label(path: Path) -> str:
+    """A dump's name as a file may have it."""
+    return "".join(x if x.isalnum() or x in "._-" else "-" for x in path.resolve().name).strip("-.")[-80:] or "dump"
+
+
+def _rescore(dump: "Dump", rules: "Rules", arguments: argparse.Namespace) -> Path:
+    """Texts of a dump under the two models of --model; the folder of the audit."""
+    names = arguments.model
+    if len(names) != 2:
+        raise RunError(
+            f"{dump.path} holds texts and scores without log-probs ({dump.format}): name the model that sampled and the one "
+            f"that came out of training, --model OLD --model NEW, to have them rescored."
+        )
+    check_kind("llm", "rescoring texts")
+    quiet_libraries()
+    from corral.lab.audit.models import audit_texts
+    from corral.lab.jobs.llm.eval_settings import EvalSettings
+
+    settings = EvalSettings(model=names[0], **eval_settings(arguments, _TEXT_FLAGS))
+    out = arguments.out or Path("audits") / _label(dump.path)
+    with _progress_bar(dump.bytes, quiet=arguments.quiet) as progress:
+        return audit_texts(dump, (names[0], names[1]), settings, rules, out, progress)
 
 
 def _audit_models(arguments: argparse.Namespace) -> Path:
@@ -507,24 +252,18 @@ def _audit_models(arguments: argparse.Namespace) -> Path:
     check_kind("llm", "auditing models")
     quiet_libraries()
     from corral.lab.audit.models import audit_pair, audit_run
+    from corral.lab.jobs.llm.eval_settings import EvalSettings
     from corral.lab.run.view import make_view
 
-    settings, rules, say = _settings(arguments), _rules(arguments), make_view(quiet=arguments.quiet).say
+    given = {"problems": 16, "samples": 8, "backend": "transformers", **eval_settings(arguments, ("tools", *_MODEL_FLAGS))}
+    settings, rules, say = EvalSettings(**{"model": "", **given}), _rules(arguments), make_view(quiet=arguments.quiet).say
     if path is not None:
         return audit_run(path, settings, rules, arguments.out or path / "audit", say)
     label = "-".join("".join(x if x.isalnum() or x in "._" else "-" for x in name).strip("-.")[-40:] for name in (old, new))
     return audit_pair(old, new, settings, rules, arguments.out or Path("audits") / label, say)
 
 
-def _settings(arguments: argparse.Namespace) -> Any:
-    """The flags, each of its setting's type."""
-    from corral.lab.jobs.llm.eval_settings import EvalSettings
-
-    chosen = eval_settings(arguments, ("tools", *_MODEL_FLAGS))
-    return EvalSettings(**{"model": "", "problems": 16, "samples": 8, "backend": "transformers", **chosen})
-
-
-def _rules(arguments: argparse.Namespace) -> Any:
+def _rules(arguments: argparse.Namespace) -> "Rules":
     """The rules to audit by."""
     from corral.lab.audit.rules import Rules
     from corral.objective import make_objective
@@ -540,3 +279,160 @@ def _rules(arguments: argparse.Namespace) -> Any:
         return Rules(**given)
     except ValueError as error:
         raise RunError(str(error)) from error
+
+
+@contextmanager
+def _progress_bar(total: int, *, quiet: bool) -> Iterator[Callable[[int], object]]:
+    """A bar on the error stream if that is a terminal; gives a function that takes the number of bytes that were read."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from corral.lab.run.view import PatientConsole
+
+    console = PatientConsole(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda _: None
+        return
+    columns = (TextColumn("reading"), BarColumn(bar_width=None), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("reading", total=total)
+        yield lambda size: bar.advance(task, size)
+
+
+def _publish(audit: "Audit", page: Path, arguments: argparse.Namespace, live: float | None = None) -> str:
+    """Write the page, and the file of --json; a sentence about where the page is."""
+    from corral.lab.audit.page import write_page
+
+    page = arguments.page or page
+    size = write_page(audit, page, live)
+    if arguments.json not in (None, "-"):
+        write_json(Path(arguments.json), audit.as_dict())
+    return f"The page is in {page} ({size / 1e6:.1f} MB)."
+
+
+def _finish(audit: "Audit", page: Path, arguments: argparse.Namespace) -> int:
+    """Page, JSON and terminal; 0, or 3 and a sentence if more is blocked inside the KL ball than --fail-above allows."""
+    from corral.lab.cli.audit_view import show
+
+    last = _publish(audit, page, arguments)
+    if arguments.json == "-":
+        sys.stdout.write(json.dumps(plain(audit.as_dict()), indent=2, allow_nan=False) + "\n")
+    else:
+        show(audit, last, quiet=arguments.quiet)
+    ball, limit = audit.summary.verdicts["clipped"]["kl"], arguments.fail_above
+    share = 100 * ball.blocked_inside / ball.tokens
+    if limit is None or share <= limit:
+        return 0
+    sys.stderr.write(
+        f"corral: clipping would block {share:.3g} % of all tokens though inside the KL ball, more than the {limit:g} % of "
+        f"--fail-above.\n"
+    )
+    return _ABOVE
+
+
+def _follow(arguments: argparse.Namespace) -> int:
+    """Look again and again until Ctrl-C, then show what was found; the exit status."""
+    from corral.lab.audit.folder import NothingYet
+
+    interval: float = arguments.interval or _INTERVAL
+    newest: tuple[Audit, Path] | None = None
+    try:
+        with _status_line(quiet=arguments.quiet) as say:
+            look = _look_again(arguments, lambda text: say(text, brief=True))
+            while True:
+                try:
+                    if (found := look()) is not None:
+                        newest = found
+                        _publish(*newest, arguments, live=interval)
+                        say(_status(newest[0]))
+                except NothingYet as error:
+                    say(f"Waiting: {error}")
+                wait(interval)
+    except KeyboardInterrupt:
+        if newest is None:
+            return refuse("interrupted before there was anything to audit.", INTERRUPTED)
+        return _finish(*newest, arguments)
+    except RunError:
+        if newest is not None:
+            _publish(*newest, arguments)  # no page goes on calling itself live
+        raise
+
+
+def _look_again(arguments: argparse.Namespace, tell: Callable[[str], object]) -> "Callable[[], tuple[Audit, Path] | None]":
+    """A function that gives the audit of what is there now, and its page; None if that is no more than last time.
+
+    A dump, or an audit's folder: which of them is decided at every look, as either may still have to appear.
+    """
+    from corral.lab.audit.dump import find_dump
+    from corral.lab.audit.tally import DumpAudit
+
+    path: Path = arguments.path
+    stream, parts = DumpAudit(_rules(arguments)), frozenset[Path]()
+
+    def look() -> "tuple[Audit, Path] | None":
+        nonlocal parts
+        if (path / "audit.json").is_file():
+            there = frozenset((_existing_audit(arguments) / "audit.parquet").glob("update-*.parquet"))
+            if there and there == parts:
+                return None
+            found = _read_folder(path)
+            parts = there
+            return found
+        dump = find_dump(path)
+        if dump.texts:
+            raise RunError(
+                f"{path} holds logged texts ({dump.format}), which two models have to rescore: audit it without --live."
+            )
+        done = 0
+
+        def add_bytes(size: int) -> None:
+            nonlocal done
+            before, done = done >> 24, done + size
+            if done >> 24 > before:  # of a dump that takes a while
+                tell(f"Reading, {done / 1e9:.2f} GB so far.")
+
+        return _describe_dump(dump, stream, arguments) if stream.read(dump, add_bytes, growing=True) else None
+
+    return look
+
+
+def _status(audit: "Audit") -> str:
+    """Where training is, and what the audit says so far; in 80 columns, for a terminal."""
+    from corral.lab.audit.words import percent
+
+    summary, ball = audit.summary, audit.summary.verdicts["clipped"]["kl"]
+    newest = f"{'update' if summary.measure == 'whole' else 'step'} {summary.by_step[-1]['step']:,}"
+    inside = f", {percent(ball.blocked_inside / ball.blocked)} of these inside the KL ball" if ball.blocked else ""
+    clipped = percent(ball.blocked / ball.tokens)
+    return f"{time.strftime('%H:%M:%S')}  {newest}, {count(ball.tokens, 'token')}: would clip {clipped}{inside}"
+
+
+class _Say(Protocol):
+    def __call__(self, text: str, *, brief: bool = False) -> None: ...
+
+
+@contextmanager
+def _status_line(*, quiet: bool) -> Iterator[_Say]:
+    """One line that changes, in a terminal; elsewhere a line whenever it does, unless it is brief."""
+    from rich.live import Live
+    from rich.text import Text
+
+    from corral.lab.run.view import PatientConsole
+
+    console = PatientConsole(quiet=quiet)
+    if not console.is_terminal or quiet:
+        last = ""
+
+        def print_line(text: str, *, brief: bool = False) -> None:
+            nonlocal last
+            if not brief and text != last:
+                last = text
+                console.print(Text(text), soft_wrap=True)
+
+        yield print_line
+        return
+    with Live(Text("Reading …"), console=console, transient=True, refresh_per_second=4) as live:
+
+        def update_line(text: str, *, brief: bool = False) -> None:
+            live.update(Text(text, overflow="ellipsis", no_wrap=True), refresh=True)
+
+        yield update_line

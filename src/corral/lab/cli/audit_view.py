@@ -1,17 +1,14 @@
 """An audit in a terminal: sentences, then tables of which rule acts on which tokens."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from corral.lab.audit.page import render_token
-from corral.lab.audit.stream import StreamSummary
-from corral.lab.audit.stream_words import stream_sentences
-from corral.lab.audit.summary import Row, Summary
-from corral.lab.audit.threshold import AUDITED, Threshold, fewest_errors
+from corral.lab.audit.tally import AUDITED, Audit, Row, Summary
+from corral.lab.audit.threshold import fewest_errors
 from corral.lab.audit.words import RULES, number, percent, sentences
 from corral.lab.run.text import visible
 from corral.lab.run.view import PatientConsole
@@ -23,36 +20,28 @@ _LISTED = 8
 """Blocked tokens that a terminal lists; the page has more."""
 
 
-def show(summary: Summary, info: Mapping[str, Any], last: str, *, quiet: bool) -> None:
+def show(audit: Audit, last: str, *, quiet: bool) -> None:
     """The sentences, the tables unless quiet, and where the page is."""
-    console = PatientConsole()
-    for sentence in sentences(summary, info):
+    console, summary = PatientConsole(), audit.summary
+    for sentence in sentences(summary, audit.info):
         console.print(Text(visible(sentence)), soft_wrap=not console.is_terminal)
-    if not quiet:
+    if not quiet and summary.measure == "whole":
         console.print(_verdict_table(summary))
         kinds = {"old p": summary.by_probability, "entropy": summary.by_entropy, "advantage": summary.by_sign}
         for title, rows in kinds.items():
             console.print(_bucket_table(title, rows))
         if summary.blocked_tokens:
-            console.print(_token_table(summary.blocked_tokens[:_LISTED]))
+            console.print(_token_table(audit))
+    elif not quiet:
+        console.print(_threshold_table(summary))
     console.print(Text(visible(last)), soft_wrap=True)
 
 
-def show_stream(summary: StreamSummary, info: Mapping[str, Any], last: str, *, quiet: bool) -> None:
-    """Sentences of logged tokens, the thresholds unless quiet, and where the page is."""
-    console = PatientConsole()
-    for sentence in stream_sentences(summary, info):
-        console.print(Text(visible(sentence)), soft_wrap=not console.is_terminal)
-    if not quiet:
-        console.print(_threshold_table(summary.thresholds))
-    console.print(Text(visible(last)), soft_wrap=True)
-
-
-def _threshold_table(rows: Sequence[Threshold]) -> Table:
+def _threshold_table(summary: Summary) -> Table:
     """Each rule at its published bound and at the one with the fewest errors; the page has them all."""
-    best = fewest_errors(list(rows))
+    best = fewest_errors(summary.thresholds)
     table = _table("Which threshold?", "bound", "would block", "inside KL ball", "missed")
-    for row in rows:
+    for row in summary.thresholds:
         if row.default or best.get(row.family) is row:
             marks = f"{'●' if row.default else ''}{'*' if best.get(row.family) is row else ''}"
             bound = "" if row.family == AUDITED else f"{row.symbol} {row.bound:g} {marks:<2}"
@@ -66,10 +55,9 @@ def _verdict_table(summary: Summary) -> Table:
     """Each rule against the ball of true KL."""
     table = _table("", "would act on", "inside KL ball", "missed outside")
     for name, title in RULES.items():
-        row = summary.verdicts[name]
-        ball = row["kl"]
+        ball = summary.verdicts[name]["kl"]
         inside = percent(ball.blocked_inside / ball.blocked) if ball.blocked else "—"
-        table.add_row(title, percent(row["share"]), inside, percent(ball.passed_outward / ball.tokens))
+        table.add_row(title, percent(summary.verdicts[name]["share"]), inside, percent(ball.passed_outward / ball.tokens))
     return table
 
 
@@ -77,18 +65,19 @@ def _bucket_table(title: str, rows: Sequence[Row]) -> Table:
     """Tokens by what they had in common before the updates."""
     table = _table(title, "tokens", "mean TV", "99.9 %", *_SHORT.values())
     for row in rows:
-        far = map(number, (row["tv"]["mean"], row["tv"]["p999"]))
+        far = map(number, (row["tv"], row["tv_p999"]))
         table.add_row(row["name"], f"{row['tokens']:,}", *far, *(percent(row[name]) for name in _SHORT))
     return table
 
 
-def _token_table(rows: Sequence[Row]) -> Table:
-    """What would be blocked most often."""
+def _token_table(audit: Audit) -> Table:
+    """The tokens that would be blocked most often."""
     table = _table("token", "seen", "would clip", "inside KL ball", "mean old p", "mean TV")
-    for row in rows:
+    for row in audit.summary.blocked_tokens[:_LISTED]:
         inside = percent(row["inside"] / row["blocked"])
         far = map(number, (row["p_old"], row["tv"]))
-        table.add_row(Text(render_token(row["text"], 24)), f"{row['seen']:,}", f"{row['blocked']:,}", inside, *far)
+        text = Text(render_token(audit.text(row["token"]), 24))
+        table.add_row(text, f"{row['seen']:,}", f"{row['blocked']:,}", inside, *far)
     return table
 
 

@@ -14,6 +14,7 @@ from corral.lab.cli.kind import Kind, all_recipes, check_kind, kind_of
 from corral.lab.cli.report import NEEDED
 from corral.lab.cli.train import FLAGS, UNSAFE, add_setting_flags, given_settings, quiet_libraries
 from corral.lab.run.settings import nested, read_file, read_named
+from corral.objective import objective_names
 from corral.validate import RunError, nearest, pip_install
 
 _EPILOG = """
@@ -108,7 +109,7 @@ def _compare(arguments: argparse.Namespace, rest: list[str]) -> int:
         view.banner(describe(comparison, prepared))
         if arguments.dry_run:
             for record in comparison.records:
-                view.end(f"  {record.run.label}")
+                view.end(f"  {record.label}")
             return 0
         comparison.resume(retry_failed=arguments.retry_failed) if resuming else comparison.begin(config)
         status = run_comparison(comparison, prepared, view, stall=execution.stall)
@@ -122,7 +123,7 @@ def _say_imports(comparison: Any, config: Path | None) -> None:
     """Print the user code that a resumed comparison is about to import, which its folder names."""
     from corral.lab.models.subject import named_code
 
-    settings = importlib.import_module(f"corral.{comparison.plan.kind}.settings")
+    settings = importlib.import_module(f"corral.lab.jobs.{comparison.plan.kind}.settings")
     layers = [
         *([read_file(config)] if config is not None else []),
         nested(comparison.training.settings.items(), settings.TABLES),
@@ -202,12 +203,9 @@ def _contestants(kind: Kind, arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _known(kind: Kind) -> list[str]:
-    """Contestants, known without torch; with those that another package has registered, where it was imported before."""
+    """Names of all contestants; with objectives that another package has registered, if it was imported before."""
     if kind == "llm":
-        from corral.lab.jobs.llm.settings import objective_fields
-
-        imported = sys.modules.get("corral.objective")
-        return list(objective_fields() if imported is None else imported.OBJECTIVES)
+        return objective_names()
     from corral.lab.jobs.robot.settings import ALGORITHMS
 
     return list(ALGORITHMS)
@@ -215,7 +213,7 @@ def _known(kind: Kind) -> list[str]:
 
 def _check_names(kind: Kind, arguments: argparse.Namespace, given: Mapping[str, Any]) -> None:
     """Refuse settings that no run has, before torch and statistics are imported. A contestant's own are checked with it."""
-    settings = importlib.import_module(f"corral.{kind}.settings")
+    settings = importlib.import_module(f"corral.lab.jobs.{kind}.settings")
     layer = nested(given.items(), settings.TABLES)
     recipe = arguments.recipe or (None if arguments.config else "demo")
     before = [read_named(recipe, all_recipes())] if recipe else []

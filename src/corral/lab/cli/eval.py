@@ -70,8 +70,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def _evaluate_robot(arguments: argparse.Namespace) -> None:
     """A robot's run: episodes, a table, and a film if one is wanted."""
-    from corral.lab.jobs.robot.evaluate import evaluate
-    from corral.lab.jobs.robot.results import show
+    from corral.lab.jobs.robot.evaluate import evaluate, show
     from corral.lab.jobs.robot.smoke import EPISODES
 
     unknown = [name for name in given_flags(arguments, FLAGS) if name != "checkpoint"]
@@ -135,7 +134,7 @@ def _settings(arguments: argparse.Namespace) -> Any:
         raise RunError(f"--{name} is for runs of robots, and {arguments.model} is none.")
     chosen = eval_settings(arguments, ("model", "tools", *FLAGS))
     if arguments.smoke:
-        from corral.lab.models.smoke import EVALUATION, TASK_CONFIG  # with transformers
+        from corral.lab.jobs.llm.smoke import EVALUATION, TASK_CONFIG
 
         if "model" in chosen:
             raise RunError(f"--smoke evaluates a random model, so {chosen['model']} cannot be given with it.")

@@ -16,12 +16,12 @@ from corral.lab.cli import refuse
 from corral.lab.cli.kind import all_recipes
 from corral.lab.jobs.robot.settings import ALGORITHMS
 from corral.lab.tasks import TASKS
-from corral.objective import OBJECTIVES
+from corral.objective import OBJECTIVES, objective_function, objective_names
 from corral.objective.config import ObjectiveConfig
 from corral.objective.correction import CORRECTIONS
 from corral.validate import pip_install, suggest
 
-_LEARNERS = {"tce": ("tce", "TCE", "TCEConfig"), "bbrl": ("bbrl", "BBRL", "BBRLConfig")}
+_LEARNERS = {"tce": ("robot.tce", "TCE", "TCEConfig"), "bbrl": ("robot.bbrl", "BBRL", "BBRLConfig")}
 """Module, class and settings of robots' algorithms; all others are step-based baselines."""
 
 
@@ -54,9 +54,10 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def _explanations(name: str) -> Iterator[str]:
     """One of each kind: `countdown` is a recipe and a task."""
-    registered: dict[str, tuple[Any, type]] = {**OBJECTIVES, **CORRECTIONS}
+    registered = {**OBJECTIVES, **CORRECTIONS}
     if name in registered:
-        yield _explanation(name, *registered[name])
+        function = objective_function(name) if name in OBJECTIVES else CORRECTIONS[name][0]
+        yield _explanation(name, function, registered[name][1])
     if name in all_recipes():
         yield _recipe(name, all_recipes()[name])
     if name in TASKS:
@@ -86,9 +87,9 @@ def _task(name: str) -> str:
 
 def _algorithm(name: str) -> str:
     """A robot's algorithm, and its settings."""
-    module, learner, config = _LEARNERS.get(name, ("baseline", "Baseline", "BaselineConfig"))
+    module, learner, config = _LEARNERS.get(name, ("lab.baselines.stable", "Baseline", "BaselineConfig"))
     try:
-        there = vars(importlib.import_module(f"corral.robot.{module}"))
+        there = vars(importlib.import_module(f"corral.{module}"))
     except ImportError as error:
         return f"{name}: a robot's algorithm; its settings need more: {pip_install('robot')} ({error.name} is missing).\n"
     return (
@@ -141,7 +142,7 @@ def _trainer_setting(name: str) -> Iterator[str]:
 def _listing() -> str:
     """Every name with the first sentence of what it is."""
     registries: dict[str, dict[str, str | None]] = {
-        "objectives": {name: inspect.getdoc(function) for name, (function, _) in OBJECTIVES.items()},
+        "objectives": {name: inspect.getdoc(objective_function(name)) for name in objective_names()},
         "corrections": {name: inspect.getdoc(function) for name, (function, _) in CORRECTIONS.items()},
         "tasks": {name: inspect.getdoc(cls) for name, cls in TASKS.items()},
         "recipes": {name: path.read_text().lstrip("# ") for name, path in all_recipes().items()},

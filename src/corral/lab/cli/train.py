@@ -115,11 +115,11 @@ def _exit_status(summary: Mapping[str, Any]) -> int:
 
 
 def _layers(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> list[Mapping[str, Any]]:
-    """Recipe, file, --smoke and flags. Both kinds have the same modules: settings, smoke, train, dry_run.
+    """Recipe, file, --smoke and flags. Both kinds have the same modules: settings, smoke, prepare, train.
 
     What is wrong with names and values is said before torch and TRL are imported, where they are not needed to see it.
     """
-    settings = importlib.import_module(f"corral.{kind}.settings")
+    settings = importlib.import_module(f"corral.lab.jobs.{kind}.settings")
     recipe = arguments.recipe or (None if arguments.config else "demo")
     layers = [read_named(recipe, all_recipes())] if recipe else []
     layers += [read_file(arguments.config)] if arguments.config else []
@@ -129,9 +129,7 @@ def _layers(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> list[
     if kind == "robot":
         settings.check_flags([*layers, given])
     if arguments.smoke:
-        if kind == "llm":
-            quiet_libraries()  # before transformers is imported
-        layers += importlib.import_module(f"corral.{kind}.smoke").smoke_layers([*layers, given])
+        layers += importlib.import_module(f"corral.lab.jobs.{kind}.smoke").smoke_layers([*layers, given])
     return [*layers, given]
 
 
@@ -142,7 +140,7 @@ def _start(kind: Kind, layers: Sequence[Mapping[str, Any]], arguments: argparse.
 
         check_packages({key: value for layer in layers for key, value in layer.items()})
         quiet_libraries()
-    settings, job = (importlib.import_module(f"corral.{kind}.{name}") for name in ("settings", "train"))
+    settings, job = (importlib.import_module(f"corral.lab.jobs.{kind}.{name}") for name in ("settings", "train"))
     resolved = settings.resolve(layers)
     return job.train(resolved, out=arguments.out, quiet=arguments.quiet, smoke=arguments.smoke).summary
 
@@ -151,8 +149,8 @@ def _rehearse(kind: Kind, layers: Sequence[Mapping[str, Any]]) -> int:
     """Everything that a run checks before it begins; prints its settings, downloads and memory."""
     if kind == "llm":
         quiet_libraries()
-    settings, rehearsal = (importlib.import_module(f"corral.{kind}.{name}") for name in ("settings", "dry_run"))
-    say(*rehearsal.rehearse(settings.resolve(layers)))
+    settings, preparation = (importlib.import_module(f"corral.lab.jobs.{kind}.{name}") for name in ("settings", "prepare"))
+    say(*preparation.rehearse(settings.resolve(layers)))
     return 0
 
 
@@ -173,7 +171,7 @@ def _resume(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> dict[
     elif arguments.changed_data:
         raise RunError(f"--changed-data is for language models, and {arguments.resume} is a robot's run, which has no data.")
     more = {"changed_data": arguments.changed_data} if kind == "llm" else {}
-    job = importlib.import_module(f"corral.{kind}.train")
+    job = importlib.import_module(f"corral.lab.jobs.{kind}.train")
     return job.resume(arguments.resume, quiet=arguments.quiet, **changes, **more).summary
 
 

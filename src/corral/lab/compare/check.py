@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from corral.lab.compare.plan import ComparisonPlan, Kind, PlannedRun, Setting, Training, half_decades, make_run, run_settings
-from corral.lab.report.ranges import setting_text
+from corral.lab.compare.plan import ComparisonPlan, Kind, Setting, Training, half_decades, make_run, run_settings
+from corral.lab.report.read import PlannedRun, setting_text
 from corral.lab.run.settings import nested, read_file, read_named, recipes
 from corral.validate import RunError, check_keys
 
@@ -54,7 +54,7 @@ def check_plan(plan: ComparisonPlan, training: Training, config: Path | None = N
 
 def resolve_run(kind: Kind, training: Training, run: PlannedRun, config: Path | None = None) -> Any:
     """The settings of one run: recipe, file, --smoke, flags."""
-    settings, smoke = (importlib.import_module(f"corral.{kind}.{name}") for name in ("settings", "smoke"))
+    settings, smoke = (importlib.import_module(f"corral.lab.jobs.{kind}.{name}") for name in ("settings", "smoke"))
     layers = [read_named(training.recipe, recipes(settings.RECIPES))] if training.recipe else []
     layers += [read_file(config)] if config is not None else []
     given = nested(run_settings(kind, training, run).items(), settings.TABLES)
@@ -83,8 +83,7 @@ def _budget(kind: Kind, settings: Any) -> Budget:
 
 def _learner_config(settings: Any) -> Any:
     """A robot's algorithm with its settings."""
-    from corral.lab.jobs.robot.prepare import learner_config
-    from corral.lab.jobs.robot.unused import check_used
+    from corral.lab.jobs.robot.prepare import check_used, learner_config
 
     check_used(settings)
     return learner_config(settings)

@@ -10,7 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from corral.lab.compare.plan import Kind, State
+from corral.lab.compare.plan import Kind
+from corral.lab.report.read import table_in
 from corral.lab.run.files import disk_sentence, lock, read_json
 from corral.lab.run.text import count, visible
 from corral.lab.run.view import Clock
@@ -74,17 +75,24 @@ class Progress:
         return min(1.0, self.step / self.steps)
 
     @property
+    def written(self) -> tuple[int, int]:
+        """How much the run has written: bytes of metrics, and of its log."""
+        try:
+            return self.position, log_path(self.folder).stat().st_size
+        except OSError:  # not yet there, or just moved into the run's folder
+            return self.position, 0
+
+    @property
     def left(self) -> str:
         """The time it still needs, or nothing."""
         return (self.clock.left(self.step) if self.clock is not None else None) or ""
 
 
-def read_state(folder: Path) -> State:
+def read_state(folder: Path) -> str:
     """The state of a run that no process writes, from its files."""
-    ends: dict[str, State] = {"finished": "finished", "collapsed": "collapsed", "failed": "failed"}
     stopped = str(read_summary(folder).get("stopped"))
-    if stopped in ends:
-        return ends[stopped]
+    if stopped in ("finished", "collapsed", "failed"):
+        return stopped
     return "interrupted" if (folder / "config.json").is_file() else "waiting"
 
 
@@ -137,14 +145,6 @@ def place_log(folder: Path, *, ended: bool = False) -> None:
 def log_path(folder: Path) -> Path:
     """Where a log is now."""
     return folder / LOG if (folder / LOG).is_file() else pending_log(folder)
-
-
-def log_size(folder: Path) -> int:
-    """Bytes of the log."""
-    try:
-        return log_path(folder).stat().st_size
-    except OSError:
-        return 0
 
 
 def log_tail(folder: Path, count: int = 1) -> list[str]:
@@ -207,15 +207,10 @@ def seconds_per_step(kind: Kind, settings: Any, recipe: str | None, folders: Ite
     return None
 
 
-def _cost_settings(kind: Kind, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _cost_settings(kind: Kind, settings: Mapping[str, Any]) -> list[Any]:
     """What a step's cost depends on."""
-    found = {}
-    for key in _COST_SETTINGS[kind]:
-        value: Any = settings
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        found[key] = value
-    return found
+    paths = [key.split(".") for key in _COST_SETTINGS[kind]]
+    return [table_in(settings, *outer).get(last) for *outer, last in paths]
 
 
 def duration(seconds: float) -> str:

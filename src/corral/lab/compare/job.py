@@ -1,6 +1,6 @@
 """A comparison from plan to page: check, run side by side, report."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from corral.lab.compare.record import ENDED, Comparison
 from corral.lab.compare.results import choose, report_lines, write_report
 from corral.lab.compare.schedule import Schedule
 from corral.lab.compare.view import CompareView, align_columns, run_cells
-from corral.lab.report.ranges import value_text
+from corral.lab.report.read import value_text
 from corral.lab.report.statistics import ENOUGH
 from corral.lab.run.text import count
 from corral.validate import RunError
@@ -94,28 +94,24 @@ def _make_engine(kind: Kind, settings: Any, execution: ExecutionConfig, threads:
 
 def describe(comparison: Comparison, prepared: Preparation) -> list[tuple[str, str]]:
     """What is about to be run, as names and sentences."""
-    budget, engine = prepared.budget, prepared.engine
+    budget, engine, plan = prepared.budget, prepared.engine, comparison.plan
     done = sum(record.state in ENDED for record in comparison.records)
-    plan, name = comparison.plan, comparison.training.recipe or comparison.training.config
+    name = comparison.training.recipe or comparison.training.config
+    seeds = ", ".join(map(str, plan.report_seeds))
+    if plan.choose_seeds:
+        seeds += f"; settings are chosen on {', '.join(map(str, plan.choose_seeds))}"
+    time = "unknown: no such run is here to judge by"
+    if prepared.pace is not None:
+        seconds, source = prepared.pace
+        rounds = -(-(plan.count - done) // engine.slots)
+        time = f"about {duration(rounds * (_START + budget.steps * seconds))} ({seconds:.2g} s a step, {source})"
     lines = [("compare", f"{name}: {', '.join(plan.contestants)}")]
-    for key, values in plan.sweep.items():
-        lines.append(("sweep", f"{key} {', '.join(map(value_text, values))}"))
-    if prepared.reductions:
-        lines.append(("reduction", _reduction_text(prepared.reductions)))
-    lines += [
-        ("seeds", _seeds_text(plan)),
-        ("budget", f"{budget_text(budget)}, for every run"),
-        ("runs", _runs_text(plan)),
-        ("engine", engine.about),
-        (
-            "time",
-            "unknown: no such run is here to judge by" if prepared.pace is None else _time_text(plan.count - done, prepared),
-        ),
-        ("folder", str(comparison.path)),
-    ]
+    lines += [("sweep", f"{key} {', '.join(map(value_text, values))}") for key, values in plan.sweep.items()]
+    lines += [("reduction", _reduction_text(prepared.reductions))] if prepared.reductions else []
+    lines += [("seeds", seeds), ("budget", f"{budget_text(budget)}, for every run"), ("runs", _runs_text(plan))]
+    lines += [("engine", engine.about), ("time", time), ("folder", str(comparison.path))]
     lines += [("note", sentence) for sentence in prepared.warnings]
-    if done:
-        lines.append(("done", f"{count(done, 'run')} already"))
+    lines += [("done", f"{count(done, 'run')} already")] if done else []
     if len(plan.report_seeds) < ENOUGH:
         lines.append(("note", f"with fewer than {ENOUGH} seeds, differences are shown and none can be claimed"))
     return lines
@@ -129,12 +125,6 @@ def _reduction_text(reductions: Mapping[str, str]) -> str:
     return f"{each}. Where they differ, no difference between objectives can be claimed: --common gives all the same"
 
 
-def _seeds_text(plan: ComparisonPlan) -> str:
-    """`2, 3, 4; settings are chosen on 0, 1`."""
-    chosen_on = f"; settings are chosen on {', '.join(map(str, plan.choose_seeds))}" if plan.choose_seeds else ""
-    return f"{', '.join(map(str, plan.report_seeds))}{chosen_on}"
-
-
 def _runs_text(plan: ComparisonPlan) -> str:
     """`12: 4 contestants × 3 seeds`."""
     who = count(len(plan.contestants), "contestant")
@@ -143,14 +133,6 @@ def _runs_text(plan: ComparisonPlan) -> str:
         return f"{plan.count}: {last}"
     swept = f"{who} × {count(len(plan.settings), 'setting')} × {count(len(plan.choose_seeds), 'seed')}"
     return f"{plan.count}: {swept}, then {last} with the setting chosen for each"
-
-
-def _time_text(runs: int, prepared: Preparation) -> str:
-    """`about 14 min (3.4 s a step, as …)`."""
-    assert prepared.pace is not None
-    seconds, source = prepared.pace
-    rounds = -(-runs // prepared.engine.slots)
-    return f"about {duration(rounds * (_START + prepared.budget.steps * seconds))} ({seconds:.2g} s a step, {source})"
 
 
 def run_comparison(comparison: Comparison, prepared: Preparation, view: CompareView, *, stall: float = 3600.0) -> _Status:
@@ -167,8 +149,11 @@ def run_comparison(comparison: Comparison, prepared: Preparation, view: CompareV
     _show_runs(comparison, schedule.progress, view)
     for line in [] if schedule.interrupted else findings(comparison, view.warn):
         view.end(line)
-    for line in _next_steps(comparison, status):
-        view.end(line)
+    if status == "interrupted":
+        view.end(f"Resume with: corral compare --resume {comparison.path}")
+        view.end(f"See what there is with: corral report {comparison.path}")
+    elif status == "failed":
+        view.end(f"Try failed runs again with: corral compare --resume {comparison.path} --retry-failed")
     return status
 
 
@@ -187,7 +172,7 @@ def _show_runs(comparison: Comparison, progress: dict[str, Progress], view: Comp
     for record in comparison.records:
         if record.state == "failed":
             folder = comparison.folder(record)
-            view.end(f"\n{record.run.label} failed: {record.error}\nThe end of {folder / 'log.txt'}:")
+            view.end(f"\n{record.label} failed: {record.error}\nThe end of {folder / 'log.txt'}:")
             for line in log_tail(folder, 5):
                 view.end(f"  {line}")
 
@@ -200,12 +185,3 @@ def findings(comparison: Comparison, warn: Callable[[str], object]) -> list[str]
         warn(f"there is no report: {error}")
         return []
     return ["", *report_lines(report), "", f"The report is in {page}"]
-
-
-def _next_steps(comparison: Comparison, status: _Status) -> Iterable[str]:
-    """How to resume or retry, if there is something to."""
-    if status == "interrupted":
-        yield f"Resume with: corral compare --resume {comparison.path}"
-        yield f"See what there is with: corral report {comparison.path}"
-    elif status == "failed":
-        yield f"Try failed runs again with: corral compare --resume {comparison.path} --retry-failed"

@@ -8,13 +8,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-from corral.lab.report.ranges import setting_pairs, value_text
+from corral.lab.report.read import PlannedRun, setting_pairs, value_text
 from corral.lab.run.settings import guess
+from corral.objective import OBJECTIVES
 from corral.validate import RunError
 
 Kind = Literal["llm", "robot"]
-Stage = Literal["sweep", "report"]
-State = Literal["waiting", "running", "finished", "collapsed", "interrupted", "failed"]
 Setting = Mapping[str, Any]
 ChosenSettings = Mapping[str, Setting]
 
@@ -32,23 +31,6 @@ _NOT_SWEPT = {
 
 _AROUND = 2
 """Half-decades to either side of the recipe's learning rate."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedRun:
-    """One run of a comparison."""
-
-    folder: str
-    """Its name inside the comparison's folder."""
-    contestant: str
-    setting: Setting
-    seed: int
-    stage: Stage
-
-    @property
-    def label(self) -> str:
-        """`troll learning_rate=1e-4 seed 0`."""
-        return " ".join([self.contestant, *setting_pairs(self.setting), f"seed {self.seed}"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +67,7 @@ class ComparisonPlan:
     @property
     def count(self) -> int:
         """Runs in all, with those whose setting is chosen on the way."""
-        swept = len(self.contestants) * len(self.settings) * len(self.choose_seeds)
-        return swept + len(self.contestants) * len(self.report_seeds)
+        return len(self.contestants) * (len(self.settings) * len(self.choose_seeds) + len(self.report_seeds))
 
     def sweep_runs(self) -> list[PlannedRun]:
         """All settings of all contestants on the seeds for choosing; nothing without a sweep."""
@@ -122,7 +103,7 @@ def make_plan(
     )
 
 
-def make_run(contestant: str, setting: Setting, seed: int, stage: Stage) -> PlannedRun:
+def make_run(contestant: str, setting: Setting, seed: int, stage: str) -> PlannedRun:
     """A run, with a folder named by contestant, setting and seed."""
     name = "_".join([contestant, *setting_pairs(setting), f"seed{seed}"])
     return PlannedRun(folder=_slug(name), contestant=contestant, setting=dict(setting), seed=seed, stage=stage)
@@ -229,8 +210,6 @@ def split_contestant(contestant: str) -> tuple[str, dict[str, str]]:
     name, *pairs = contestant.split(" ")
     if not pairs:
         return name, {}
-    from corral.objective import OBJECTIVES  # and torch with it, which most comparisons do not need to be refused
-
     own = [item.name for item in fields(OBJECTIVES[name][1])]
     given = dict(pair.split("=", 1) for pair in pairs)
     return name, {f"objective_config.{key}" if key in own else key: value for key, value in given.items()}

@@ -7,30 +7,28 @@ from typing import Any
 from corral.lab.compare.plan import ChosenSettings
 from corral.lab.compare.record import COUNTED, Comparison
 from corral.lab.compare.view import align_columns
-from corral.lab.report.comparison import read_comparison
 from corral.lab.report.content import RunReport, make_report
 from corral.lab.report.outcomes import RETURN, Measure, main_metric
 from corral.lab.report.page import write_page
-from corral.lab.report.ranges import SweepRow, choose_setting, value_text
-from corral.lab.report.read import read_run, read_runs
-from corral.lab.report.sweep import RULE, Sweep, sweep_row
+from corral.lab.report.read import read_comparison, read_run, read_runs, value_text
+from corral.lab.report.sweep import RULE, Sweep, SweepRow, choose_setting, sweep_row
 
 _PAGE = "report.html"
 
 
 def choose(comparison: Comparison) -> ChosenSettings:
     """The best setting of each contestant; none for one whose runs all failed."""
-    alive = {record.run.contestant for record in comparison.sweep_records if record.state in COUNTED}
+    alive = {record.contestant for record in comparison.sweep_records if record.state in COUNTED}
     return choose_setting([row for row in sweep_rows(comparison) if row.contestant in alive])
 
 
 def sweep_rows(comparison: Comparison) -> list[SweepRow]:
     """One row per run of the sweep. One that failed counts as the worst there is."""
     done = [record for record in comparison.sweep_records if record.state in COUNTED]
-    runs = {record.run.folder: read_run(comparison.folder(record)) for record in done}
+    runs = {record.folder: read_run(comparison.folder(record)) for record in done}
     measure = main_metric([*runs.values()])
     return [
-        sweep_row(record.run.contestant, record.run.setting, record.run.seed, runs.get(record.run.folder), measure)
+        sweep_row(record.contestant, record.setting, record.seed, runs.get(record.folder), measure)
         for record in comparison.sweep_records
     ]
 

@@ -3,15 +3,14 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from corral.lab.report import figures, outcomes, tables
-from corral.lab.report import outcomes as across
-from corral.lab.report.comparison import SavedComparison, split_runs
-from corral.lab.report.groups import Group, group_runs
+from corral.lab.report.groups import Group, group_runs, split_runs
 from corral.lab.report.html import shorten
 from corral.lab.report.looks import Look, assign_looks
-from corral.lab.report.read import Run
+from corral.lab.report.read import Run, SavedComparison
 from corral.lab.report.sweep import Sweep, find_sweeps, sweep_table
 from corral.validate import RunError
 
@@ -41,15 +40,25 @@ class RunReport:
         return [run for group in self.groups for run in group.runs]
 
     @property
+    def problems(self) -> list[str]:
+        """Task and model of the groups, each once."""
+        return list(dict.fromkeys(group.problem for group in self.groups))
+
+    @property
+    def seeds(self) -> list[str]:
+        """Seeds of the runs, each once."""
+        return list(dict.fromkeys(run.seed for run in self.runs))
+
+    @cached_property
+    def looks(self) -> dict[str, Look]:
+        """Colour and marker of every contestant, by the name that its groups and its sweep have."""
+        swept = [row.contestant for sweep in self.sweeps for row in sweep.rows]
+        return assign_looks([*(group.objective for group in self.groups), *swept])
+
+    @property
     def is_single(self) -> bool:
         """Whether it is about one run and nothing else."""
         return len(self.runs) == 1 and not self.sweep_groups
-
-
-def report_looks(report: RunReport) -> dict[str, Look]:
-    """Colour and marker of every contestant, by the name that its groups and its sweep have."""
-    swept = [row.contestant for sweep in report.sweeps for row in sweep.rows]
-    return assign_looks([*(group.objective for group in report.groups), *swept])
 
 
 def make_report(
@@ -72,7 +81,10 @@ def make_report(
     shown, aside, chosen = split_runs(runs, comparisons)
     groups, swept = group_runs(shown, chosen), group_runs(aside)
     measure = outcomes.main_metric(runs)
-    _check_threshold(threshold, measure)
+    if threshold is not None and not math.isfinite(threshold):
+        raise RunError(f"a threshold is a number; got {threshold}.")
+    if threshold is not None and measure.key == "success" and not 0 <= threshold <= 1:
+        raise RunError(f"a threshold of success lies between 0 and 1; got {threshold:g}. For 60 %, give 0.6.")
     by_problem = [[group for group in groups if group.problem == name] for name in dict.fromkeys(g.problem for g in groups)]
     thresholds = [outcomes.default_threshold(own, measure.key) if threshold is None else threshold for own in by_problem]
     metrics = figures.select_metrics(shown)
@@ -95,7 +107,7 @@ def make_report(
                 for row in outcomes.results(own, measure.key, reach)
             ],
             "comparisons": outcomes.comparisons(groups, measure),
-            "overall": across.overall(groups, measure),
+            "overall": outcomes.overall(groups, measure),
             "sweep": sweep_table(found),
             "runs": tables.run_table([*groups, *swept], measure.key),
             "events": [*tables.events([*groups, *swept]), *tables.plan_events(comparisons, runs), *tables.file_events(notes)],
@@ -105,16 +117,6 @@ def make_report(
             "commands": tables.commands(groups),
         },
     )
-
-
-def _check_threshold(threshold: float | None, measure: outcomes.Measure) -> None:
-    """A sentence for a threshold that no run could reach, or that is no number."""
-    if threshold is None:
-        return
-    if not math.isfinite(threshold):
-        raise RunError(f"a threshold is a number; got {threshold}.")
-    if measure.key == "success" and not 0 <= threshold <= 1:
-        raise RunError(f"a threshold of success lies between 0 and 1; got {threshold:g}. For 60 %, give 0.6.")
 
 
 def _headline(groups: Sequence[Group]) -> str:

@@ -1,9 +1,9 @@
 """The forest plot of a comparison: every difference of two contestants with the interval that its sentence is about."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from corral.lab.report.html import NARROW, Safe, at, drawn_figure, join, line, shorten, tag, text, ticks
+from corral.lab.report.html import NARROW, Safe, at, drawn_figure, line, shorten, tag, text, ticks
 from corral.lab.report.looks import SHAPES, Look, short_labels
 from corral.lab.report.statistics import plain, signed
 
@@ -118,18 +118,3 @@ def _numbers(row: _Row) -> str:
     """`+13.6 [10.8…16.4]`."""
     interval = "" if row["low"] is None else f" [{plain(row['low'])}…{plain(row['high'])}]"
     return f"{signed(row['difference'])}{interval}"
-
-
-def hero(rows: Sequence[_Row], looks: Mapping[str, Look], what: str, show: Callable[[Sequence[_Row]], Safe]) -> Safe:
-    """The largest claims in words, the forest plot, then all other sentences, folded; few are not worth folding."""
-    ordered = sort_pairs(rows)
-    claims, ties = ([row for row in ordered if row["claimed"] is held] for held in (True, False))
-    if len(ordered) <= 4:
-        return join(show(ordered), forest(rows, looks, what))
-    first, rest = claims[:3], claims[3:]
-    folded = {
-        f"{len(rest)} claims more": rest,
-        f"No difference can be claimed between {len(ties)} of {len(ordered)} pairs": ties,
-    }
-    details = [tag("details", tag("summary", text), show(part)) for text, part in folded.items() if part]
-    return join(show(first) if first else None, forest(rows, looks, what), *details)

@@ -1,4 +1,4 @@
-"""HTML and SVG: escaped fragments, static files, and the frame of a self-contained page."""
+"""HTML and SVG: escaped fragments, the macros of the templates beside this file, and the frame of a self-contained page."""
 
 import base64
 import hashlib
@@ -11,22 +11,26 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
 import corral
 from corral.lab.report.looks import SHAPES, palette_css
 from corral.lab.run.files import write_whole
 from corral.lab.run.text import visible
 from corral.validate import RunError
 
+Safe = Markup
+"""HTML made here; every other text is escaped before it stands on a page."""
+
 LARGEST = 6_000_000
 """Bytes of a page."""
 
 MOST_ROWS = 1000
-"""Of a table; `--export` writes all of them."""
+"""Rows of a table on a page; `--export` writes all of them."""
 
 _LONGEST_CELL = 1000
 """Characters of a cell of a table: one huge setting is no reason to show no page."""
-
-_THEMES = {"": "Auto", "light": "Light", "dark": "Dark"}
 
 _NUMBER = re.compile(r"[−+]?[\d.,…\[\]()/ −%–—∞]+( of \d+\)?)?")
 """A cell that is read by its digits; a column of such cells stands right."""
@@ -34,27 +38,53 @@ _NUMBER = re.compile(r"[−+]?[\d.,…\[\]()/ −%–—∞]+( of \d+\)?)?")
 _VOID = {"meta", "input", "br", "link"}
 
 
-class Safe(str):
-    """HTML made here."""
+def shorten(text: str, most: int) -> str:
+    """The beginning of a long text, and how much more there is."""
+    return text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} more characters)"
+
+
+def _markup(value: Any) -> Safe:
+    """A value as it stands on a page: markup as it is, None as nothing, all else as visible, escaped text."""
+    return value if isinstance(value, Safe) else Safe("" if value is None else escape(visible(str(value))))
+
+
+_TEMPLATES = Environment(
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    undefined=StrictUndefined,
+    finalize=_markup,
+)
+_TEMPLATES.filters["shorten"] = shorten
+
+
+def macros(name: str, package: str = "corral.lab.report", **known: Any) -> Any:
+    """The macros of a package's template, as functions that return markup; `known` holds more names that it may use."""
+    return _TEMPLATES.overlay(loader=PackageLoader(package)).get_template(name, globals=known).module
+
+
+_PARTS = macros("parts.html")
 
 
 def tag(name: str, /, *children: Any, **attributes: Any) -> Safe:
     """An element. Children that are not `Safe` are texts; `class_`, `for_` and `data_x` stand for class, for and data-x."""
-    head = name
-    for key, value in attributes.items():
+    head = f"<{name}{_attributes(attributes)}>"
+    return Safe(head if name in _VOID else f"{head}{join(*children)}</{name}>")
+
+
+def _attributes(given: Mapping[str, Any]) -> Safe:
+    """Attributes of an element; None and False are left out."""
+    words = ""
+    for key, value in given.items():
         if value is not None and value is not False:
             key = key.rstrip("_").replace("_", "-")
-            head += f" {key}" if value is True else f' {key}="{escape(visible(str(value)))}"'
-    if name in _VOID:
-        return Safe(f"<{head}>")
-    return Safe(f"<{head}>{join(*children)}</{name}>")
+            words += f" {key}" if value is True else f' {key}="{_markup(value)}"'
+    return Safe(words)
 
 
 def join(*children: Any) -> Safe:
     """Texts and elements, one after the other; None is nothing."""
-    return Safe(
-        "".join(child if isinstance(child, Safe) else escape(visible(str(child))) for child in children if child is not None)
-    )
+    return Safe("".join(map(_markup, children)))
 
 
 def note(*children: Any, good: bool = False) -> Safe:
@@ -62,40 +92,17 @@ def note(*children: Any, good: bool = False) -> Safe:
     return tag("p", *children, class_="note good" if good else "note")
 
 
-def shorten(text: str, most: int) -> str:
-    """The beginning of a long text, and how much more there is."""
-    return text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} more characters)"
-
-
 def table(rows: list[dict[str, Any]], columns: dict[str, str], show: Callable[[str, Any], Any], **attributes: Any) -> Safe:
     """Rows under the headings of `columns`; `show` makes a cell of a key and a row. Endless texts are cut."""
-    cells = [[_cell(show(key, row)) for key in columns] for row in rows[:MOST_ROWS]]
-    # The first column names its rows, and stands left whatever it holds.
-    numeric = [index > 0 and all(_NUMBER.fullmatch(str(line[index])) for line in cells) for index in range(len(columns))]
-    wordy = [any(len(str(line[index])) > 12 for line in cells) for index in range(len(columns))]
-    kinds = ["number" if digits else "words" if words else None for digits, words in zip(numeric, wordy, strict=True)]
-    head = tag(
-        "tr",
-        *(
-            tag("th", shorten(heading, 200), scope="col", class_=kind)
-            for heading, kind in zip(columns.values(), kinds, strict=True)
-        ),
-    )
-    body = [
-        tag(
-            "tr",
-            tag("th", line[0], scope="row", class_=kinds[0]),
-            *(tag("td", cell, class_=kind) for cell, kind in zip(line[1:], kinds[1:], strict=True)),
-        )
-        for line in cells
-    ]
-    more = tag("p", f"… and {len(rows) - MOST_ROWS:,} rows more.", class_="count") if len(rows) > MOST_ROWS else None
-    whole = tag("table", tag("thead", head), tag("tbody", *body))
-    return join(tag("div", whole, class_="scroll", tabindex="0", role="region", **attributes), more)
-
-
-def _cell(content: Any) -> Any:
-    return content if isinstance(content, Safe) else shorten(str(content), _LONGEST_CELL)
+    shown = ([show(key, row) for key in columns] for row in rows[:MOST_ROWS])
+    cells = [[cell if isinstance(cell, Safe) else shorten(str(cell), _LONGEST_CELL) for cell in line] for line in shown]
+    head = []
+    for index, heading in enumerate(columns.values()):
+        column = [str(line[index]) for line in cells]
+        # The first column names its rows, and stands left whatever it holds.
+        digits, words = index > 0 and all(map(_NUMBER.fullmatch, column)), any(len(cell) > 12 for cell in column)
+        head.append((shorten(heading, 200), "number" if digits else "words" if words else None))
+    return _PARTS.table(head, cells, _attributes(attributes), len(rows) - MOST_ROWS)
 
 
 def data_block(name: str, content: Any) -> Safe:
@@ -127,23 +134,8 @@ def page_body(
     title: str, lead: str, parts: Mapping[str, tuple[str, Safe]], main: Safe, footer: str, noscript: Safe | None = None
 ) -> Safe:
     """Header with the choice of a theme and a link to every part, what is in `main`, and a footer."""
-    labels = []
-    for index, (key, text) in enumerate(_THEMES.items()):
-        labels.append(tag("label", tag("input", type="radio", name="theme", value=key, checked=index == 0), text))
-    themes = tag("fieldset", tag("legend", "Theme"), *labels, class_="choice scripted", id="choose-theme")
-    links = [tag("li", tag("a", heading, href=f"#{name}")) for name, (heading, _) in parts.items()]
-    return join(
-        tag("a", "Skip to the findings", href="#findings", class_="skip"),
-        tag(
-            "header",
-            tag("div", tag("h1", title), themes, class_="top"),
-            tag("p", lead, class_="lead"),
-            tag("nav", tag("ul", *links), aria_label="Sections"),
-        ),
-        noscript,
-        main,
-        tag("footer", tag("p", f"Made by corral {corral.__version__} from {footer}.")),
-    )
+    links = [(name, heading) for name, (heading, _) in parts.items()]
+    return _PARTS.body(title, lead, links, main, f"Made by corral {corral.__version__} from {footer}.", noscript)
 
 
 def document(
@@ -163,18 +155,9 @@ def document(
         f"default-src 'none'; script-src {csp_hash(script)}; style-src {csp_hash(style)}; img-src data:; "
         f"base-uri 'none'; form-action 'none'"
     )
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=policy),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("meta", name="generator", content=f"corral {corral.__version__}"),
-        tag("title", title),
-        Safe(f"<style>{style}</style>"),
-    )
-    shell = tag("body", inside, data_block("data", {**data, "shapes": SHAPES}), Safe(f"<script>{script}</script>"))
-    return f'<!doctype html>\n<html lang="en">{head}{shell}</html>\n'
+    block = data_block("data", {**data, "shapes": SHAPES})
+    # Markup, or what is hidden in scripts and styles would be written out: their digests are of the files as they are.
+    return str(_PARTS.document(title, inside, block, Safe(style), Safe(script), policy, f"corral {corral.__version__}"))
 
 
 def write_document(text: str, out: Path, too_large: str = "") -> int:
@@ -208,15 +191,11 @@ Draw = Callable[[int], tuple[Sequence[Safe], int]]
 
 def drawn_figure(title: str, caption: str, draw: Draw, legend: Safe | None = None, **attributes: str) -> Safe:
     """A figure with both drawings; a page's script adds what reads and saves it."""
-    pictures = []
+    drawings = []
     for width, kind in ((WIDE, "wide"), (NARROW, "narrow")):
         parts, height = draw(width)
-        label = f"{title}. {caption} Arrow keys read it."
-        pictures.append(tag("svg", *parts, viewBox=f"0 0 {width} {height}", role="img", aria_label=label, class_=kind))
-    return tag(
-        "figure", tag("h3", title), tag("figcaption", caption), legend, tag("div", *pictures, class_="body"),
-        class_="drawn", **attributes,
-    )  # fmt: skip
+        drawings.append((width, height, kind, join(*parts)))
+    return _PARTS.figure(title, caption, legend, drawings, _attributes(attributes))
 
 
 def text(content: str, x: float, y: float, anchor: str = "start", **more: str) -> Safe:
@@ -225,17 +204,17 @@ def text(content: str, x: float, y: float, anchor: str = "start", **more: str) -
 
 
 def line(x1: float, y1: float, x2: float, y2: float, kind: str) -> Safe:
-    """From here to there; `kind` is its class."""
+    """A line from one point to another; `kind` is its class."""
     return tag("line", x1=at(x1), y1=at(y1), x2=at(x2), y2=at(y2), class_=kind)
 
 
 def at(value: float) -> str:
-    """A coordinate."""
+    """A coordinate, with one decimal."""
     return f"{value:.1f}"
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:
-    """Round numbers between two, about so many."""
+    """About `count` round ticks in [low, high]."""
     raw = (high - low) / max(count, 1)
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * (1 - 1e-9))

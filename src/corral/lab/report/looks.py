@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sequence
 from zlib import crc32
 
+from corral.objective import OBJECTIVES
+
 LIGHT = ("#1b65c7", "#e5520a", "#2f996a", "#a63486", "#7e4b0b", "#0a94e0", "#71000c", "#303654")
 DARK = ("#568bfb", "#ff9b02", "#32d290", "#d0a6ec", "#f2e967", "#b3eafa", "#cf3433", "#8896a1")
 """Colours on light and on dark paper: at least 3 : 1 against it, and apart under deuteranopia, protanopia and tritanopia."""
@@ -22,11 +24,8 @@ SHAPES = (
 )
 """…and the same as the `d` of SVG paths around the origin."""
 
-_KNOWN = (
-    "troll", "dppo", "ppo_clip", "clip_higher", "reinforce", "gspo", "cispo", "dual_clip",
-    "sapo", "gmpo", "spo", "m2po", "drpo", "tce", "bbrl", "sb3-ppo", "sb3-ppo-gsde",
-)  # fmt: skip
-"""Names whose look is always the same, whoever else is on the page."""
+_KNOWN = {name: place for place, name in enumerate(OBJECTIVES)} | {"tce": 13, "bbrl": 14, "sb3-ppo": 15, "sb3-ppo-gsde": 16}
+"""Names whose look is always the same, whoever else is on the page. Robots and language models never share one."""
 
 _LOOKS = len(LIGHT) * len(MARKERS)
 
@@ -39,7 +38,7 @@ def assign_looks(names: Iterable[str]) -> dict[str, Look]:
     found: dict[str, Look] = {}
     for name in dict.fromkeys(names):
         base = name.partition(" ")[0]
-        wish = _KNOWN.index(base) if base in _KNOWN else crc32(base.encode(errors="replace")) % _LOOKS
+        wish = _KNOWN.get(base, crc32(base.encode(errors="replace")) % _LOOKS)
         # Another variant of an objective has another colour, if one is left, before it has another marker.
         used = {colour for colour, _ in found.values()}
         others = [(wish + place) % _LOOKS for place in range(_LOOKS)]

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from corral.lab.jobs.llm.problems import cut_at_end, end_tokens, own_settings_aside, plain_sampling
+from corral.lab.jobs.llm.problems import Sampling, cut_at_end, end_tokens, own_settings_aside, plain_sampling
 from corral.lab.jobs.llm.sampler import set_pad_token
 from corral.lab.models.load import choose_device, load_model
 from corral.lab.models.subject import find_subject
@@ -120,7 +120,7 @@ def distances(
     """KL from float32 of what a padded batch samples from, with a cache, and of what it scores the same tokens with."""
     writer: Any = model  # causal models can generate; transformers' base class does not say so
     ends = end_tokens(model, tokenizer)
-    how = plain_sampling(tokenizer, ends, TOKENS, greedy=True)
+    how = plain_sampling(tokenizer, ends, Sampling(max_tokens=TOKENS, greedy=True))
     how.update(return_dict_in_generate=True, output_logits=True)
     batch = tokenizer.pad({"input_ids": list(asked)}, padding_side="left", return_tensors="pt").to(model.device)
     width = batch["input_ids"].shape[1]

@@ -28,6 +28,8 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     max_tokens: int
+    greedy: bool = False
+    """Take the likeliest token instead of drawing one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,61 +108,42 @@ class Problems:
         longest = sorted(set(problems), key=len)[-_LONGEST:]
         return None if room is None else room - max(map(len, self.tokens(longest)))
 
-    def check_length(self, problems: Sequence[str], config: PreTrainedConfig, max_completion_length: int) -> None:
-        """Refuse prompts that leave no room for a completion: a model would go on beyond what it was made for."""
-        longest = sorted(set(problems), key=len)[-_LONGEST:]
-        self._check_room("a prompt", longest, map(self.prompt, longest), config, max_completion_length)
+    def check_length(self, problems: Sequence[str], config: PreTrainedConfig, longest: int) -> None:
+        """Refuse prompts that leave no room for a completion of the `longest` length: a model would go on beyond its limit."""
+        problems = sorted(set(problems), key=len)[-_LONGEST:]
+        self._check_room("a prompt", [(problem, self.prompt(problem)) for problem in problems], config, longest)
 
-    def check_teacher_length(self, dataset: Dataset, config: PreTrainedConfig, max_completion_length: int) -> None:
+    def check_teacher_length(self, dataset: Dataset, config: PreTrainedConfig, longest: int) -> None:
         """The same for what a teacher reads."""
-        rows = dataset[TEACHER_PROMPT][:] if TEACHER_PROMPT in dataset.column_names else []
-        longest = sorted(range(len(rows)), key=lambda i: len(str(rows[i])))[-_LONGEST:]
-        shown, problems = [rows[i] for i in longest], [dataset["problem"][i] for i in longest]
-        self._check_room("a teacher's prompt", problems, shown, config, max_completion_length)
+        if TEACHER_PROMPT in dataset.column_names:
+            shown = zip(dataset["problem"][:], dataset[TEACHER_PROMPT][:], strict=True)
+            rows = sorted(shown, key=lambda row: len(str(row[1])))[-_LONGEST:]
+            self._check_room("a teacher's prompt", rows, config, longest)
 
-    def _check_room(
-        self, what: str, problems: list[str], prompts: Iterable[Prompt], config: PreTrainedConfig, max_completion_length: int
-    ) -> None:
+    def _check_room(self, what: str, rows: list[tuple[str, Prompt]], config: PreTrainedConfig, longest: int) -> None:
         room = getattr(config, "max_position_embeddings", None)  # not every family has a limit
-        if room is None or not problems:
+        if room is None or not rows:
             return
+        problems, prompts = zip(*rows, strict=True)
         tokens, problem = max(zip(map(len, self.tokenise(prompts)), problems, strict=True))
-        if tokens + max_completion_length > room:
+        if tokens + longest > room:
             raise RunError(
-                f"{what} has {tokens} tokens, and with max_completion_length={max_completion_length} that is more than the "
-                f"{room} positions of the model: {problem[:80]!r}. Use shorter problems, a smaller max_completion_length, or "
-                f"another model."
+                f"{what} has {tokens} tokens, and with max_completion_length={longest} that is more than the {room} positions "
+                f"of the model: {problem[:80]!r}. Use shorter problems, a smaller max_completion_length, or another model."
             )
 
 
-def answer(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[list[int]], max_new_tokens: int, *, greedy: bool
-) -> list[str]:
-    """One completion per prompt, greedy or sampled at temperature 1 from the whole policy."""
-    tokens = generate(model, tokenizer, ids, max_new_tokens, greedy=greedy)
-    texts: list[str] = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-    return texts
-
-
-def plain_sampling(
-    tokenizer: PreTrainedTokenizerBase,
-    ends: set[int],
-    max_new_tokens: int,
-    *,
-    greedy: bool,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-) -> GenerationConfig:
+def plain_sampling(tokenizer: PreTrainedTokenizerBase, ends: set[int], sampling: Sampling) -> GenerationConfig:
     """Settings for transformers' generation that sample from the policy itself, or take its likeliest token.
 
     They are all of them where `own_settings_aside` keeps the model's own away.
     """
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": top_p}
+    drawn = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": sampling.top_p}
     return GenerationConfig(
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=sampling.max_tokens,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=sorted(ends) or None,
-        **({"do_sample": False} if greedy else sampling),
+        **({"do_sample": False} if sampling.greedy else drawn),
     )
 
 
@@ -181,19 +164,12 @@ def own_settings_aside(model: PreTrainedModel) -> Iterator[None]:
 
 @torch.no_grad()
 def generate(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    ids: list[list[int]],
-    max_new_tokens: int,
-    *,
-    greedy: bool,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[list[int]], sampling: Sampling
 ) -> list[list[int]]:
     """One completion per prompt as tokens, up to the end of the sequence and with it, where the model ended."""
     batch = tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt").to(model.device)
     ends = end_tokens(model, tokenizer)
-    config = plain_sampling(tokenizer, ends, max_new_tokens, greedy=greedy, temperature=temperature, top_p=top_p)
+    config = plain_sampling(tokenizer, ends, sampling)
     writer: Any = model  # causal models can generate; transformers' base class does not say so
     with own_settings_aside(model):
         tokens = writer.generate(**batch, generation_config=config)[:, batch["input_ids"].shape[1] :].tolist()

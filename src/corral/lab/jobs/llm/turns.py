@@ -4,8 +4,8 @@ import asyncio
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import trl
@@ -71,22 +71,6 @@ class Dialogue:
         self.logps += [0.0] * len(tokens) if logps is None else logps
 
 
-@runtime_checkable
-class MultiTurn(Protocol):
-    """Completions in which somebody answers the model: for held-out success, evaluations and audits."""
-
-    def template(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Arguments for the chat template, such as `tools`; ValueError where the model has no way to use them."""
-
-    def trainer_arguments(self) -> dict[str, Any]:
-        """GRPOTrainer's arguments, with which TRL plays the same in training."""
-
-    def play(
-        self, model: PreTrainedModel, problems: Problems, asked: Sequence[str], sampling: Sampling, *, greedy: bool
-    ) -> list[Dialogue]:
-        """One completion per problem, sampled or greedy."""
-
-
 @dataclass(frozen=True)
 class TextTool:
     """A `Tool`, which writes into the text of any model whenever that has written one of its stops."""
@@ -101,12 +85,9 @@ class TextTool:
         """TRL's `rollout_func`."""
         return {"rollout_func": rollout}
 
-    def play(
-        self, model: PreTrainedModel, problems: Problems, asked: Sequence[str], sampling: Sampling, *, greedy: bool
-    ) -> list[Dialogue]:
+    def play(self, model: PreTrainedModel, problems: Problems, asked: Sequence[str], sampling: Sampling) -> list[Dialogue]:
         """One completion per problem; all of its text is graded."""
-        given = (model, problems.tokenizer, asked, problems.tokens(asked), self.tool, sampling.max_tokens)
-        found = converse(*given, greedy=greedy, temperature=sampling.temperature, top_p=sampling.top_p)
+        found = converse(model, problems.tokenizer, asked, problems.tokens(asked), self.tool, sampling)
         for one in found:
             one.answer = one.transcript = str(problems.tokenizer.decode(one.tokens, skip_special_tokens=True))
         return found
@@ -119,19 +100,16 @@ def converse(
     problems: Sequence[str],
     prompts: Sequence[list[int]],
     tool: Tool,
-    max_tokens: int,
-    *,
-    greedy: bool = False,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
+    sampling: Sampling,
 ) -> list[Dialogue]:
-    """One completion per prompt, of at most `max_tokens` tokens of both, sampled or greedy."""
+    """One completion per prompt, of at most `max_tokens` tokens of both."""
     found = [Dialogue(problem, prompt) for problem, prompt in zip(problems, prompts, strict=True)]
-    ends = end_tokens(model, tokenizer)
+    ends, max_tokens = end_tokens(model, tokenizer), sampling.max_tokens
     while live := [one for one in found if not one.over]:
         room = max_tokens - min(len(one.tokens) for one in live)
-        config = plain_sampling(tokenizer, ends, room, greedy=greedy, top_p=top_p)  # the temperature is `_Scores`' own
-        written = _turn(model, tokenizer, [one.prompt + one.tokens for one in live], tool, config, temperature)
+        now = replace(sampling, max_tokens=room, temperature=1.0)  # the temperature is `_Scores`' own
+        config = plain_sampling(tokenizer, ends, now)
+        written = _turn(model, tokenizer, [one.prompt + one.tokens for one in live], tool, config, sampling.temperature)
         for one, (tokens, logps) in zip(live, written, strict=True):
             left = max_tokens - len(one.tokens)
             one.add(tokens[:left], logps[:left])
@@ -232,15 +210,14 @@ class _Scores(LogitsProcessor):
 
 def rollout(prompts: list[Any], trainer: "RunTrainer") -> dict[str, Any]:
     """TRL's rollout_func: completions of the run's tool, in the trainer's own policy."""
-    session = trainer.session
-    assert isinstance(session.turns, TextTool)
-    problems = [session.problem_of[str(prompt)] for prompt in prompts]
+    parts = trainer.parts
+    assert isinstance(parts.turns, TextTool)
+    problems = [parts.problem_of[str(prompt)] for prompt in prompts]
     with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as unwrapped:
         model = base_model(unwrapped)
-        found = converse(
-            model, trainer.processing_class, problems, session.problems.tokens(problems), session.turns.tool,
-            trainer.max_completion_length, temperature=trainer.temperature,
-        )  # fmt: skip
+        sampling = Sampling(temperature=trainer.temperature, max_tokens=trainer.max_completion_length)
+        prompts = parts.problems.tokens(problems)
+        found = converse(model, trainer.processing_class, problems, prompts, parts.turns.tool, sampling)
     trainer._metrics[trainer.mode]["tools/replies"].append(sum(one.replies for one in found) / len(found))
     return {
         "prompt_ids": [one.prompt for one in found],
@@ -261,7 +238,7 @@ _HOW_ENVIRONMENT = "`environment_factory` is module:Class or file.py:Class"
 
 def make_multi_turn(
     tool: str, tools: Sequence[str | _Function], environment_factory: str | _Function, max_turns: int | None = None
-) -> MultiTurn | None:
+) -> "MultiTurn | None":
     """Who answers within completions, as settings name it; None where nobody does."""
     if tool:
         return TextTool(make_tool(tool))
@@ -350,24 +327,16 @@ class FunctionCalls:
         return {"tools": self.functions or None, "environment_factory": self.factory}
 
     @torch.no_grad()
-    def play(
-        self, model: PreTrainedModel, problems: Problems, asked: Sequence[str], sampling: Sampling, *, greedy: bool
-    ) -> list[Dialogue]:
+    def play(self, model: PreTrainedModel, problems: Problems, asked: Sequence[str], sampling: Sampling) -> list[Dialogue]:
         """One completion per problem: the model's last message is graded, or the environment pays."""
         chats = [_Chat(self, problems, model, sampling.max_tokens, environment) for environment in self._draw(len(asked))]
         columns = columns_of(problems.task, asked)
         for row, (chat, problem) in enumerate(zip(chats, asked, strict=True)):
             chat.begin(problem, {name: column[row] for name, column in columns.items()})
         while live := [chat for chat in chats if not chat.dialogue.over]:
-            written = generate(
-                model,
-                problems.tokenizer,
-                [chat.read for chat in live],
-                sampling.max_tokens - min(len(chat.dialogue.tokens) for chat in live),
-                greedy=greedy,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-            )
+            room = sampling.max_tokens - min(len(chat.dialogue.tokens) for chat in live)
+            read = [chat.read for chat in live]
+            written = generate(model, problems.tokenizer, read, replace(sampling, max_tokens=room))
             for chat, tokens in zip(live, written, strict=True):
                 chat.take(tokens)
         return [chat.end() for chat in chats]
@@ -379,6 +348,11 @@ class FunctionCalls:
         while len(self._pool) < count:
             self._pool.append(self.factory())
         return self._pool[:count]
+
+
+MultiTurn = TextTool | FunctionCalls
+"""Completions in which somebody answers the model. `template` has arguments for the chat template, `trainer_arguments` those
+of GRPOTrainer, with which TRL plays the same in training, and `play` gives one completion per problem."""
 
 
 class _Chat:

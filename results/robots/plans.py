@@ -1,0 +1,231 @@
+"""Which robots' runs belong to which study: settings, seeds and steps. `study.py` runs them."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+TUNED_ON = (100, 101)
+"""Seeds that settings are chosen on; none of them is in a table of results."""
+SEEDS = range(5)
+Score = Callable[[str], tuple[float, float]]
+"""How well a setting did so far: success and return, means over its seeds, worst of all where it has not been run."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: a recipe, what differs from it, and a seed."""
+
+    setting: str
+    """Name of the row, for tables and folders."""
+    recipe: str
+    changes: tuple[tuple[str, str], ...]
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """The run's folder."""
+        return f"{self.setting}-{self.seed}"
+
+    def arguments(self) -> list[str]:
+        """Of `corral train`."""
+        flags = [part for key, value in self.changes for part in ("--set", f"{key}={value}")]
+        return ["--recipe", self.recipe, "--seed", str(self.seed), *flags]
+
+
+def jobs(setting: str, recipe: str, seeds: Sequence[int], **changes: Any) -> Iterator[Job]:
+    """One for each seed; `learner__std=0.1` is the setting `learner.std`."""
+    given = tuple((key.replace("__", "."), str(value)) for key, value in changes.items())
+    yield from (Job(setting, recipe, given, seed) for seed in seeds)
+
+
+_WIDE = {"learner__cov_bound": 0.003}
+ARM_TRIED: Mapping[str, Mapping[str, Any]] = {
+    "critic": {**_WIDE, "learner__plans_per_context": 1, "learner__mirrored": "false", "learner__critic_rate": 3e-3},
+    "batch-512": {**_WIDE, "learner__episodes": 512},
+    "cov-0.01": {"learner__cov_bound": 0.01},
+    "cov-0.003": _WIDE,
+    "cov-0.001": {"learner__cov_bound": 0.001},
+    "independent-plans": {**_WIDE, "learner__mirrored": "false"},
+    "small-steps": {**_WIDE, "learner__mean_bound": 0.1, "learner__deployed_bound": 0.15, "learner__policy_rate": 5e-4},
+    "basis-5": {**_WIDE, "prodmp__basis": 5},
+}
+"""Eight settings for each row, changes of the recipe via_point_long, the slowest first."""
+ARM_EPISODES = {"tune": 150 * 1024, "final": 300 * 1024}
+"""Of 100 steps each, however large a batch is; the final runs are longer than those that choose their settings."""
+
+
+def arm_tune(_: Score) -> Iterator[Job]:
+    """Eight settings of both rows on both of the arm's rewards, on one seed."""
+    for name, row, reward in product(ARM_TRIED, ("tce", "bbrl"), ("dense", "sparse")):
+        yield from _arm(f"arm-tune-{row}-{reward}-{name}", TUNED_ON[:1], row, reward, ARM_EPISODES["tune"], ARM_TRIED[name])
+
+
+def arm_final(score: Score) -> Iterator[Job]:
+    """Fresh seeds of what did best in `arm-tune`, five of TCE and three of BBRL."""
+    for row, reward in product(("tce", "bbrl"), ("dense", "sparse")):
+        found = {name: score(f"arm-tune-{row}-{reward}-{name}") for name in ARM_TRIED}
+        if max(found.values())[0] == -math.inf:
+            raise SystemExit(
+                f"arm-final: no run of arm-tune for {row} on {reward} is here. Run --plan arm-tune, or name it with --done."
+            )
+        best, seeds = max(found, key=lambda name: found[name]), SEEDS if row == "tce" else SEEDS[:3]
+        yield from _arm(f"arm-{row}-{reward}-{best}", seeds, row, reward, ARM_EPISODES["final"], ARM_TRIED[best])
+
+
+def _arm(setting: str, seeds: Sequence[int], row: str, reward: str, episodes: int, changes: Mapping[str, Any]) -> Iterator[Job]:
+    """Runs of equally many episodes; ten measurements each, so that time goes into learning."""
+    batches = episodes // changes.get("learner__episodes", 1024)
+    about = {"algorithm": row, "environment_config__reward": reward, "iterations": batches, "eval_every": batches // 10}
+    yield from jobs(setting, "via_point_long", seeds, **about, keep_checkpoints=1, **changes)
+
+
+WHOLE: Mapping[str, Any] = {"learner__segments_until": "inf"}
+"""Segments all over an episode of the hopper, though its plans rest from 1 s on."""
+LONG: Mapping[str, Any] = {"eval_every": 25, "checkpoint_every": 25, "keep_checkpoints": 1, "workers": 1}
+"""A checkpoint a minute or so, since a piece may end at any time."""
+
+STEP_BASED: Mapping[str, Mapping[str, Any]] = {
+    "ppo-pink": {"algorithm": "sb3-ppo-pink"},
+    "ppo-half-pink": {"algorithm": "sb3-ppo-pink", "learner__noise_colour": 0.5},
+    "trpl": {"algorithm": "sb3-trpl"},
+}
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "one-plan": {},
+    "replan-50": {"learner__replan_every": 50},
+    "replan-25": {"learner__replan_every": 25},
+    "replan-50-state": {"learner__replan_every": 50, "learner__replan_from": "state"},
+    "contextual": {"learner__contextual_covariance": "true"},
+}
+
+
+def hopper_long(_: Score) -> Iterator[Job]:
+    """Hopper jump at 10 million steps with five seeds of plans, of TCE also with segments of the whole episode; PPO, and PPO
+    through the controller of plans, at 5 million."""
+    ten = LONG | {"iterations": 625}
+    yield from _hopper_plans("10M", SEEDS, ten)
+    yield from jobs("hopper-10M-tce-to-go", "hopper_jump", SEEDS, **ten, **WHOLE)
+    five = LONG | {"iterations": 325, "algorithm": "sb3-ppo"}
+    yield from jobs("hopper-5M-ppo", "hopper_jump", SEEDS, **five)
+    yield from jobs("hopper-5M-ppo-controller", "hopper_jump", SEEDS, **five, learner__controller_span=1.0)
+
+
+def hopper_48m(_: Score) -> Iterator[Job]:
+    """The same plans once at the published 48 million steps."""
+    yield from _hopper_plans("48M", SEEDS[:1], LONG | {"iterations": 3000, "eval_every": 75})
+
+
+def _hopper_plans(size: str, seeds: Sequence[int], length: Mapping[str, Any]) -> Iterator[Job]:
+    yield from jobs(f"hopper-{size}-tce-moving", "hopper_jump", seeds, **length)
+    yield from jobs(f"hopper-{size}-tce-published", "hopper_jump_published", seeds, **length)
+    yield from jobs(f"hopper-{size}-bbrl", "hopper_jump", seeds, **length, algorithm="bbrl")
+
+
+def hopper_credit(_: Score) -> Iterator[Job]:
+    """Why TCE stands still on hopper jump: 2 million steps with and without credit for what a segment changes later, with a
+    critic and with the other plans of a context as the baseline."""
+    plans = {"learner__plans_per_context": 4, "learner__mirrored": "true"}
+    now = WHOLE | {"learner__credit_lam": 0.0}
+    rows: Mapping[str, Mapping[str, Any]] = {
+        "tce": now, "tce-plans-to-go": plans | WHOLE, "bbrl": {"algorithm": "bbrl"}, "tce-to-go": WHOLE, "tce-moving": {},
+        "tce-plans": plans | now, "bbrl-plans": plans | {"algorithm": "bbrl"},
+        "tce-take-off": now | {"learner__move_to_event": "true"},
+    }  # fmt: skip
+    for seed, (row, changes) in product(SEEDS[:3], rows.items()):
+        yield from jobs(f"hopper-2M-{row}", "hopper_jump", [seed], **LONG, iterations=125, **changes)
+
+
+def hopper_sac(_: Score) -> Iterator[Job]:
+    """SAC on hopper jump for a million steps with its own update ratio and networks, one update for every step, on a GPU."""
+    own = {"algorithm": "sb3-sac", "learner__train_freq": 1, "learner__gradient_steps": 1, "learner__hidden": [256, 256]}
+    length = LONG | {"iterations": 63, "eval_every": 9, "learner__device": "cuda"}
+    yield from jobs("hopper-1M-sac", "hopper_jump", SEEDS[:3], **length, **own)
+
+
+def hopper_steps(_: Score) -> Iterator[Job]:
+    """Hopper jump at 5 million steps with the other step-based rows: coloured noise and TRPL, with torques and through the
+    controller of plans."""
+    for name, changes in STEP_BASED.items():
+        yield from jobs(f"hopper-5M-{name}", "hopper_jump", SEEDS[:3], **LONG, iterations=325, **changes)
+        through = changes | {"learner__controller_span": 1.0}
+        yield from jobs(f"hopper-5M-{name}-controller", "hopper_jump", SEEDS[:3], **LONG, iterations=325, **through)
+
+
+def variants(_: Score) -> Iterator[Job]:
+    """What several plans per episode and a covariance of the context change: the arm and the hopper, recipes as they are."""
+    for name, changes in VARIANTS.items():
+        for recipe in ("via_point", "via_point_sparse_short"):
+            yield from jobs(f"{recipe}-{name}", recipe, SEEDS, **LONG, **changes)
+    for name in ("one-plan", "replan-50", "replan-50-state"):
+        hidden = LONG | {"environment_config__hidden_goal": "true"} | VARIANTS[name]
+        yield from jobs(f"via_point-hidden-{name}", "via_point", SEEDS, **hidden)
+    for every in (125, 50):
+        yield from jobs(
+            f"hopper-5M-replan-{every}", "hopper_jump", SEEDS[:3], **LONG, iterations=325, learner__replan_every=every
+        )
+
+
+def box_long(_: Score) -> Iterator[Job]:
+    """Box pushing, dense, at 10 million steps with five seeds; both sparse rewards with three."""
+    ten = LONG | {"iterations": 658, "eval_every": 47}
+    for row in ("tce", "bbrl"):
+        yield from jobs(f"box-10M-{row}", "box_pushing", SEEDS, **ten, algorithm=row)
+    for reward in ("temporal_sparse", "temporal_spatial_sparse"):
+        for row in ("tce", "bbrl"):
+            changes = ten | {"algorithm": row, "environment_config__reward": reward}
+            yield from jobs(f"box-10M-{reward}-{row}", "box_pushing", SEEDS[:3], **changes)
+
+
+def box_40m(_: Score) -> Iterator[Job]:
+    """Box pushing, dense, once at 40 million steps."""
+    for row in ("tce", "bbrl"):
+        length = LONG | {"iterations": 2640, "eval_every": 132, "algorithm": row}
+        yield from jobs(f"box-40M-{row}", "box_pushing", SEEDS[:1], **length)
+
+
+METAWORLD = ("reach-v3", "door-open-v3", "button-press-v3", "assembly-v3", "pick-place-wall-v3")
+"""Three that are learned early elsewhere, and two that Meta-World's own authors count among the hard and the very hard."""
+
+
+_BY_CRITIC: Mapping[str, Any] = {
+    "learner__plans_per_context": 1, "learner__mirrored": "false", "learner__normalise_contexts": "false",
+    "learner__policy_epochs": 50, "learner__critic_epochs": 50, "learner__critic_hidden": [128, 128],
+}  # fmt: skip
+METAWORLD_TRIED: Mapping[str, Mapping[str, Any]] = {
+    "recipe": {},
+    "as-they-come": {"learner__normalise_contexts": "false"},
+    "critic-small-steps": _BY_CRITIC | {"learner__policy_rate": 3e-4},
+    "critic": _BY_CRITIC | {"learner__mean_bound": 0.3, "learner__cov_bound": 0.02},
+}
+"""Settings for TCE and BBRL, as changes of the recipe metaworld; the last is what the recipe had before."""
+
+
+def metaworld_tune(_: Score) -> Iterator[Job]:
+    """Half a million steps of reach with each setting of TCE and BBRL, on a seed of its own; needs corral[metaworld]."""
+    for (name, changes), row in product(METAWORLD_TRIED.items(), ("tce", "bbrl")):
+        length = LONG | {"iterations": 64, "eval_every": 16, "eval_size": 32, "algorithm": row}
+        yield from jobs(f"metaworld-tune-{row}-{name}", "metaworld", TUNED_ON[:1], **length, **changes)
+
+
+def metaworld(_: Score) -> Iterator[Job]:
+    """Five of Meta-World's tasks at 2 million steps, three seeds of TCE, BBRL and PPO; needs corral[metaworld]."""
+    for task, row in product(METAWORLD, ("tce", "bbrl", "sb3-ppo")):
+        length = LONG | {"iterations": 250, "eval_size": 32, "algorithm": row, "environment_config__task": task}
+        yield from jobs(f"metaworld-2M-{task}-{row}", "metaworld", SEEDS[:3], **length)
+
+
+PLANS = {
+    "arm-tune": arm_tune,
+    "arm-final": arm_final,
+    "hopper-long": hopper_long,
+    "hopper-48M": hopper_48m,
+    "hopper-steps": hopper_steps,
+    "hopper-sac": hopper_sac,
+    "hopper-credit": hopper_credit,
+    "box-long": box_long,
+    "box-40M": box_40m,
+    "metaworld-tune": metaworld_tune,
+    "metaworld": metaworld,
+    "variants": variants,
+}

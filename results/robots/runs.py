@@ -1,0 +1,163 @@
+"""How well, how fast and how smoothly do TCE, BBRL and step-based baselines learn the robots' tasks? Folders of runs → rows.
+
+python -m results.robots.runs RUNS [RUNS …] --keep      folders of `corral train`, or folders of those, into runs.parquet
+python -m results.robots.runs RUNS --into arm           the arm's long runs, by the names that study.py gives them
+python -m results.robots.runs RUNS --into credit        the study of credit on the hopper
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from results.packed import FOLDER, Row, add, read, write
+from results.robots.plans import ARM_TRIED
+
+FILES = {name: FOLDER / f"robots/{name}.parquet" for name in ("runs", "arm", "credit")}
+ARM = re.compile(r"(?P<name>(arm|arm-tune)-(?P<row>tce|bbrl)-(?P<reward>dense|sparse)-(?P<setting>\S+)-(?P<seed>\d+))")
+CREDIT = re.compile(r"hopper-2M-(?P<row>.+)-(?P<seed>\d+)")
+TASKS = {
+    "corral/ViaPointReacher-v0": "via-point arm",
+    "corral/HopperJump-v0": "hopper jump",
+    "corral/BoxPushing-v0": "box pushing",
+    "corral/MetaWorld-v0": "Meta-World",
+}
+ROWS = {
+    "tce": "TCE", "bbrl": "BBRL", "sb3-ppo": "PPO", "sb3-ppo-gsde": "PPO, gSDE", "sb3-ppo-pink": "PPO, coloured noise",
+    "sb3-sac": "SAC", "sb3-sac-gsde": "SAC, gSDE", "sb3-sac-pink": "SAC, coloured noise", "sb3-trpl": "TRPL",
+}  # fmt: skip
+LENGTHS = {0.9e6: "up to 10 million steps", 20e6: "more than 20 million steps"}
+"""Runs of so many planned steps stand by themselves: those of a task that are about as long are compared."""
+MEASURED = (
+    "return", "success", "motion/jerk", "motion/spectrum", "motion/torque_rate", "explore/jerk", "explore/spectrum",
+    "explore/torque_rate", "explore/autocorrelation",
+)  # fmt: skip
+
+
+def task_of(config: Mapping[str, Any]) -> str:
+    """What was learned: the environment, its reward or task, where it was simulated if not in MuJoCo, and for how long where
+    that is long."""
+    settings = config["settings"]
+    chosen = [
+        key if value is True else str(value) for key, value in settings["environment_config"].items() if value is not False
+    ]
+    steps = settings["iterations"] * config["objective"]["episodes"] * config["task"]["steps"]
+    length = [words for least, words in LENGTHS.items() if steps >= least][-1:]
+    simulators = {settings.get("simulator"), *(change["from"] for change in config.get("simulated", ()))}  # older runs: None
+    where = ["learned in MuJoCo Warp"] if "warp" in simulators else []
+    return ", ".join([TASKS[settings["environment"]], *chosen, *where, *length]).replace("_", " ")
+
+
+def row_of(config: Mapping[str, Any]) -> str:
+    """How: the algorithm, and by which rules where there are several."""
+    algorithm, chosen = config["settings"]["algorithm"], config["objective"]
+    row = ROWS[algorithm]
+    if algorithm == "tce" and not chosen["closing_segment"]:
+        row += ", published rules"
+    elif algorithm == "tce" and chosen["move_to_event"]:
+        row += ", paid at take-off"
+    if (plans := chosen.get("plans_per_context", 1)) > 1:
+        row += f", {plans} plans a context"
+    if chosen.get("credit_lam"):
+        row += ", credit for what comes later"
+    if (until := chosen.get("segments_until")) not in (None, "inf"):
+        row += f", segments of the first {until:g} s"
+    if chosen.get("replan_every"):
+        row += f", a plan every {chosen['replan_every']} steps" + (
+            " from the state" if chosen["replan_from"] == "state" else ""
+        )
+    if chosen.get("contextual_covariance"):
+        row += ", covariance of the context"
+    if algorithm.endswith("-pink") and chosen["noise_colour"] != 1:
+        row += f" 1/f^{chosen['noise_colour']:g}"
+    return row + (", same controller" if chosen.get("controller_span") else "")
+
+
+def measured_lines(folder: Path) -> list[Row]:
+    """Lines of metrics with an evaluation."""
+    file = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.is_file() else []
+    return [line for line in lines if line.get("return") is not None]
+
+
+def read_run(path: Path) -> Row | None:
+    """What the page needs of a run; None if nothing was measured in it."""
+    config, measured = json.loads((path / "config.json").read_text()), measured_lines(path)
+    if not measured or "motion/jerk" not in measured[0]:
+        return None
+    last = json.loads([line for line in (path / "metrics.jsonl").read_text().splitlines() if line.endswith("}")][-1])
+    settings = config["settings"]
+    return {
+        "task": task_of(config), "row": row_of(config), "seed": settings["seed"], "asked": settings["iterations"],
+        "iterations": last["step"], "batch": last["env_steps"] // max(1, last["step"]),
+        "seconds": round(last["seconds"]), "learner": settings["learner"],
+        "prodmp": settings["prodmp"] if config["model"]["prodmp"] else None,
+        "versions": {name: config["versions"].get(name) for name in ("torch", "mujoco", "gymnasium", "stable_baselines3")},
+        **({"simulated": config["simulated"]} if "simulated" in config else {}),
+        "env_steps": [line["env_steps"] for line in measured],
+        **{name: [rounded(line.get(name)) for line in measured] for name in MEASURED},
+    }  # fmt: skip
+
+
+def rounded(value: float | None) -> float | None:
+    """Five digits are more than any seed repeats."""
+    return None if value is None else float(f"{value:.5g}")
+
+
+def run_folders(root: Path) -> Iterator[Path]:
+    """Folders of runs in a folder, itself included."""
+    yield from sorted(path.parent for path in root.rglob("config.json") if (path.parent / "metrics.jsonl").is_file())
+
+
+def longest(runs: list[Row]) -> list[Row]:
+    """One run per task, row and seed: the one that went furthest."""
+    by_length = sorted(runs, key=lambda run: run["iterations"])
+    kept = {(run["task"], run["row"], run["seed"]): run for run in by_length}
+    return [kept[key] for key in sorted(kept)]
+
+
+def read_arm(root: Path) -> Iterator[Row]:
+    """The last measurement of the arm's runs, and the way there; a batch is as many episodes as its setting says."""
+    for folder in run_folders(root):
+        if (found := ARM.fullmatch(folder.name)) and (lines := measured_lines(folder)):
+            last, episodes = lines[-1], int(ARM_TRIED[found["setting"]].get("learner__episodes", 1024))
+            yield {
+                **found.groupdict(), "seed": int(found["seed"]),
+                "step": last["step"], "env_steps": 100 * last["step"] * episodes,
+                "success": round(last["success"], 4), "paid": round(last["return"], 2),
+                "curve": [[line["env_steps"], round(line["success"], 4)] for line in lines],
+            }  # fmt: skip
+
+
+def read_credit(root: Path) -> Iterator[Row]:
+    """Environment steps, return and success of each measurement of the finished runs about credit."""
+    for folder in run_folders(root):
+        if (found := CREDIT.fullmatch(folder.name)) and (folder / "summary.json").exists():
+            lines = measured_lines(folder)
+            curve = [[line["env_steps"], round(line["return"], 3), round(line["success"], 4)] for line in lines]
+            yield {**found.groupdict(), "curve": curve}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path)
+    parser.add_argument("--into", choices=FILES, default="runs")
+    parser.add_argument("--out", type=Path, help="a file other than the study's own")
+    parser.add_argument("--keep", action="store_true", help="add to what runs.parquet holds, instead of replacing it")
+    chosen = parser.parse_args()
+    file = chosen.out or FILES[chosen.into]
+    if chosen.into == "runs":
+        found = [run for root in chosen.runs for path in run_folders(root) if (run := read_run(path)) is not None]
+        write(file, longest([*(read(file) if chosen.keep else []), *found]))
+    elif chosen.into == "arm":
+        add(file, [run for root in chosen.runs for run in read_arm(root)], "name")
+    else:
+        add(file, [run for root in chosen.runs for run in read_credit(root)], "row", "seed")
+    print(f"{len(read(file))} runs in {file}, {file.stat().st_size / 1e3:.0f} kB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,480 @@
+"""The engine of every audit: tallies over tokens in constant memory, and the completions with the most errors."""
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from corral.lab.audit.dump import Dump, FilePlace, Floats, LoggedCompletion, read_completions
+from corral.lab.audit.folder import NothingYet, table_columns
+from corral.lab.audit.rules import Rules
+from corral.lab.audit.threshold import FAMILIES, Threshold, ThresholdTally, outside_range
+from corral.lab.audit.tokens import VERDICTS, Ints, Tokens, audit_tokens, join_completions, sampled_tv
+from corral.lab.run.guard import CollapseLimits, CollapseWatch
+from corral.validate import RunError
+
+Row = dict[str, Any]
+
+AUDITED = "audited"
+"""Name of the rule that an audit of logged tokens is about."""
+
+PROBABILITY = (1e-4, 1e-3, 1e-2, 0.1, 0.5, 0.9, float(np.nextafter(0.99, 0)))
+"""Edges of the buckets of old probability: ≤ at every edge but the last, so that the buckets end with "≥ .99"."""
+PROBABILITY_NAMES = ("≤ 1e-4", "1e-4 … 1e-3", "1e-3 … .01", ".01 … .1", ".1 … .5", ".5 … .9", ".9 … .99", "≥ .99")
+_RARE = 3
+"""Buckets of rare tokens, with an old probability of 0.01 or less."""
+_ENTROPY = (0.01, 0.1, 0.5, 1.0, 2.0)
+_ENTROPY_NAMES = ("≤ .01", ".01 … .1", ".1 … .5", ".5 … 1", "1 … 2", "> 2")
+_SIGN_NAMES = ("negative", "zero", "positive")
+
+SHOWN_RULES = {"clip": 0.2, "dppo_tv": 0.2, "dppo_kl": 0.05}
+"""Rules, with their bounds, whose shares are reported by old probability."""
+
+_OLDEST = 32
+"""Steps of staleness that have a row of their own; the last one is for all that are older."""
+_MOST_STEPS = 100_000
+_BLOCKED_TOKENS = 20
+"""Tokens that are listed of those that clipping blocks most often."""
+_AT_ONCE = 1 << 16
+"""Tokens whose statistics are computed together."""
+
+
+class Sums:
+    """Count, sum and largest value of each column, by an integer key; NaN is no value."""
+
+    def __init__(self) -> None:
+        self.keys: Ints = np.empty(0, dtype=np.int64)
+        self.columns: dict[str, Floats] = {}
+        """By name: counts, sums and largest values, [3, number of keys]."""
+
+    def add(self, keys: Ints, columns: Mapping[str, Floats]) -> None:
+        """Add values with their keys."""
+        before = len(self.keys)
+        self.keys, place = np.unique(np.concatenate([self.keys, keys]), return_inverse=True)
+        known, here = place[:before], place[before:]
+        for name, values in columns.items():
+            finite = ~np.isnan(values)
+            grown = np.zeros((3, len(self.keys)))
+            grown[2] = -np.inf
+            if name in self.columns:
+                grown[:, known] = self.columns[name]
+            grown[0] += np.bincount(here, weights=finite, minlength=len(self.keys))
+            grown[1] += np.bincount(here, weights=np.where(finite, values, 0.0), minlength=len(self.keys))
+            np.maximum.at(grown[2], here[finite], values[finite])
+            self.columns[name] = grown
+
+    def row(self, place: int) -> dict[str, tuple[float, float, float]]:
+        """Count, sum and largest value by column, of the key in this place."""
+        return {name: (column[0, place], column[1, place], column[2, place]) for name, column in self.columns.items()}
+
+
+ACCURACY = 0.001
+"""Relative error of a percentile at most."""
+_LOWEST, _HIGHEST = 1e-9, 1e9
+_BINS = math.ceil(math.log(_HIGHEST / _LOWEST) / math.log1p(ACCURACY)) + 1
+
+
+class Spreads:
+    """Mean, percentiles and largest of values ≥ 0, by an integer key, from bins that are 0.1 % wide.
+
+    Mean and maximum are exact. A percentile is the largest value in its bin: a value that occurs, and exact if it is alone.
+
+    Ref:
+        Masson et al. 2019, "DDSketch", with fixed bins. Invariant: exact ≤ quantile ≤ 1.001 · exact from 1e-9 to 1e9.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[int, int] = {}
+        self._bins = Sums()
+
+    def add(self, keys: Ints, values: Floats) -> None:
+        """Count some more; infinities are above every number, NaN is no value."""
+        known = ~np.isnan(values)
+        found, place = np.unique(keys[known], return_inverse=True)
+        first = np.array([self._places.setdefault(key, len(self._places)) for key in found.tolist()], dtype=np.int64)
+        steps = np.log(np.clip(values[known], _LOWEST, _HIGHEST) / _LOWEST) / math.log1p(ACCURACY)
+        self._bins.add(_BINS * first[place] + np.ceil(steps).astype(np.int64).clip(0, _BINS - 1), {"value": values[known]})
+
+    def row(self, key: int = 0) -> dict[str, float] | None:
+        """`mean`, `p50`, `p99`, `p999` and `max` of a key; None if it has no value."""
+        if key not in self._places:
+            return None
+        first = _BINS * self._places[key]
+        start, stop = np.searchsorted(self._bins.keys, [first, first + _BINS])
+        counts, sums, largest = self._bins.columns["value"][:, start:stop]
+        reached = counts.cumsum()
+
+        def quantile(share: float) -> float:
+            """The smallest value that is not below this share of the others, up to 0.1 %."""
+            return float(largest[np.searchsorted(reached, math.ceil(share * (reached[-1] - 1)), side="right")])
+
+        mean = float(sums.sum() / reached[-1])
+        return {
+            "mean": mean,
+            **{f"p{name}": quantile(float(f"0.{name}")) for name in ("50", "99", "999")},
+            "max": quantile(1.0),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """All numbers of an audit."""
+
+    measure: str
+    """What divergences are taken on, as in `Tokens`."""
+    tokens: int
+    sequences: int
+    steps: int
+    """Steps of training, or moments at which the policy was compared with the old one."""
+    kl_bound: float
+    tv_bound: float
+    ess: float
+    """Effective sample size (Σw)² / (n Σw²) of the tokens' ratios new/behaviour, as a share: 1 when on-policy."""
+    distances: Mapping[str, Mapping[str, float]]
+    """`mean`, `p50`, `p99`, `p999`, `max` of kl, tv, |k1|, k2, k3, and of the mismatch where the sampler reported."""
+    k1: float
+    """Mean of log old − log new, which may be negative."""
+    verdicts: Mapping[str, Row]
+    """By rule that acts on tokens: `share` of tokens, and `kl` and `tv`, the Ball of each radius."""
+    thresholds: list[Threshold]
+    troll_tv: float
+    """How far TROLL moves a token that it projects, in TV; 0 if none."""
+    rare: Row
+    """Of tokens with p_old ≤ .01: `tokens`, how many are `blocked` by clipping, and the mean `tv` of those."""
+    by_step: list[Row]
+    by_age: list[Row]
+    by_probability: list[Row]
+    by_entropy: list[Row]
+    by_sign: list[Row]
+    blocked_tokens: list[Row]
+    """Tokens that clipping blocks most often, and how many of those blocks are inside the KL ball."""
+    alarms: list[Row]
+    """Steps at which a collapse announces itself, or is one, in the words of the guard."""
+    left_out: Mapping[str, int] = field(default_factory=dict)
+
+    def as_dict(self) -> Row:
+        """For JSON."""
+        return {**asdict(self), "thresholds": [row.as_dict() for row in self.thresholds]}
+
+
+class Tally:
+    """Counts of tokens; memory grows with the steps alone, by some hundred bytes for each step of a dump."""
+
+    def __init__(self, kl_bound: float, tv_bound: float) -> None:
+        self.thresholds = ThresholdTally(kl_bound, tv_bound)
+        self.measure: str | None = None
+        self.sequences = 0
+        self.left_out: Counter[str] = Counter()
+        self._groups = {name: Sums() for name in ("all", "step", "age", "probability", "entropy", "sign")}
+        self._spreads: dict[tuple[str, str], Spreads] = {}
+        self._rewards, self._by_token, self._texts = Sums(), Sums(), dict[int, str]()
+
+    def add_reward(self, step: int, reward: float) -> None:
+        """Count the reward of one completion."""
+        self._rewards.add(np.array([step]), {"reward": np.array([reward])})
+
+    def add(self, tokens: Tokens) -> None:
+        """Count some more tokens."""
+        if not len(tokens):
+            return
+        if self.measure not in (None, tokens.measure):
+            raise RunError("some completions have `top_ids` and some have not: log them for all or for none.")
+        self.measure = tokens.measure
+        self.thresholds.add(tokens)
+        columns = _columns(tokens, self.thresholds.kl_bound)
+        nothing, p_old = np.zeros(len(tokens)), np.exp(tokens.logp_old)
+        keys = {
+            "all": nothing,
+            "step": tokens.step,
+            "age": nothing * np.nan if tokens.age is None else np.clip(tokens.age, 0, _OLDEST),
+            "probability": np.digitize(p_old, PROBABILITY, right=True),
+            "entropy": np.where(np.isnan(tokens.entropy), np.nan, np.digitize(tokens.entropy, _ENTROPY, right=True)),
+            "sign": np.sign(tokens.advantage) + 1,
+        }
+        for group, key in keys.items():
+            here = ~np.isnan(key)
+            places = key[here].astype(np.int64)
+            self._groups[group].add(places, {name: column[here] for name, column in columns.items()})
+            if group == "step" and tokens.measure != "whole":
+                continue  # of a dump there may be a hundred thousand
+            for name in ("kl", "tv", "furthest", "k2", "k3", "mismatch") if group == "all" else ("kl", "tv"):
+                self._spreads.setdefault((group, name), Spreads()).add(places, columns[name][here])
+        if len(self._groups["step"].keys) > _MOST_STEPS:
+            raise RunError(f"there are more than {_MOST_STEPS:,} steps. Is `step` the number of the completion? Leave it out.")
+        blocked, inside = tokens.verdicts["clipped"], tokens.kl <= self.thresholds.kl_bound
+        by_token = {"seen": nothing, "inside": inside.astype(float), "p_old": p_old, "tv": tokens.tv}
+        self._by_token.add(
+            tokens.token, {name: x if name == "seen" else np.where(blocked, x, np.nan) for name, x in by_token.items()}
+        )
+
+    def summary(self) -> Summary:
+        """Everything counted so far; `NothingYet` if that is nothing."""
+        if self.measure is None:
+            raise NothingYet("there is no token to audit: no completion has one that was trained on and has finite log-probs.")
+        (total,), by_step = self._rows("all"), self._rows("step", "step")
+        rewards = dict(zip(self._rewards.keys.tolist(), range(len(self._rewards.keys)), strict=True))
+        for row in by_step:
+            count, reward, _ = self._rewards.row(rewards[row["step"]])["reward"] if row["step"] in rewards else (0, 0, 0)
+            row["reward"] = reward / count if count else None
+        by_probability = self._rows("probability", "name", PROBABILITY_NAMES)
+        rare = [row for row in by_probability if row["name"] in PROBABILITY_NAMES[:_RARE]]
+        blocked = sum(row["blocked"] for row in rare)
+        names = {"furthest": "k1"}  # of absolute values
+        distances = {names.get(name, name): spread.row() for (group, name), spread in self._spreads.items() if group == "all"}
+        verdicts = {name: self.thresholds.verdict(name) for name in VERDICTS if self.measure == "whole" or name == "clipped"}
+        return Summary(
+            measure=self.measure,
+            tokens=total["tokens"],
+            sequences=self.sequences,
+            steps=len(by_step),
+            kl_bound=self.thresholds.kl_bound,
+            tv_bound=self.thresholds.tv_bound,
+            ess=total["ess"],
+            distances={name: row for name, row in distances.items() if row is not None},
+            k1=total["k1"],
+            verdicts={name: {"share": balls["kl"].blocked / balls["kl"].tokens, **balls} for name, balls in verdicts.items()},
+            thresholds=self.thresholds.rows(),
+            troll_tv=total["troll_tv"] or 0.0,
+            rare={
+                "tokens": sum(row["tokens"] for row in rare),
+                "blocked": blocked,
+                "tv": sum(row["blocked"] * (row["blocked_tv"] or 0.0) for row in rare) / max(blocked, 1),
+            },
+            by_step=by_step,
+            by_age=[{**row, "older": row["age"] == _OLDEST} for row in self._rows("age", "age")],
+            by_probability=by_probability,
+            by_entropy=self._rows("entropy", "name", _ENTROPY_NAMES),
+            by_sign=self._rows("sign", "name", _SIGN_NAMES),
+            blocked_tokens=self._blocked_tokens(),
+            alarms=_find_alarms(by_step),
+            left_out=dict(self.left_out),
+        )
+
+    def _rows(self, group: str, label: str = "name", names: Sequence[str] = ()) -> list[Row]:
+        """One row per key of a group: number of tokens, means (None where nothing was reported), tails of KL and TV."""
+        sums, rows = self._groups[group], []
+        for place, key in enumerate(sums.keys.tolist()):
+            found = sums.row(place)
+            row: Row = {label: names[key] if names else key, "tokens": int(found["k1"][0])}
+            row |= {name: total / count if count else None for name, (count, total, _) in found.items()}
+            row["reward"] = None
+            row["ess"] = found["weight"][1] ** 2 / (found["weight_squared"][1] * row["tokens"])
+            row["furthest"], row["blocked"] = found["furthest"][2], int(found["blocked_tv"][0])
+            for name in ("kl", "tv"):
+                if (group, name) in self._spreads:
+                    spread = self._spreads[group, name].row(key) or {}
+                    row |= {f"{name}_{tail}": spread[tail] for tail in ("p999", "max")}
+            rows.append(row)
+        return rows
+
+    def _blocked_tokens(self) -> list[Row]:
+        """The tokens that clipping blocks most often, of equals the lowest ids."""
+        rows = []
+        counts = self._by_token.columns["tv"][0]
+        for place in np.lexsort((self._by_token.keys, -counts))[:_BLOCKED_TOKENS].tolist():
+            found = self._by_token.row(place)
+            if blocked := int(found["tv"][0]):
+                means = {name: found[name][1] / blocked for name in ("p_old", "tv")}
+                seen, inside = int(found["seen"][0]), int(found["inside"][1])
+                rows.append(
+                    {"token": int(self._by_token.keys[place]), "seen": seen, "blocked": blocked, "inside": inside, **means}
+                )
+        return rows
+
+
+def _columns(tokens: Tokens, kl_bound: float) -> dict[str, Floats]:
+    """Per token: weight new/behaviour, the estimates k1, k2, k3 of KL(old‖new), distances, and 1 where a rule acts."""
+    log_ratio = tokens.log_ratio
+    gap = np.full(len(tokens), np.nan)
+    reported = ~np.isnan(tokens.logp_rollout)
+    gap[reported] = sampled_tv(tokens.logp_rollout[reported], tokens.logp_old[reported])
+    weight = {"weight": np.exp(np.minimum(tokens.logp_new - tokens.anchor, 20.0))}
+    scores = {family.name: family.score(tokens) for family in FAMILIES if family.name in SHOWN_RULES}
+    clipped, nothing = tokens.verdicts["clipped"], np.full(len(tokens), np.nan)
+    return {
+        **weight,
+        "weight_squared": weight["weight"] ** 2,
+        "k1": -log_ratio,
+        "furthest": np.abs(log_ratio),
+        "k2": 0.5 * log_ratio**2,
+        "k3": np.expm1(np.minimum(log_ratio, 20.0)) - np.minimum(log_ratio, 20.0),
+        "kl": tokens.kl,
+        "tv": tokens.tv,
+        "mismatch": gap,
+        "entropy": tokens.entropy,
+        "blocked_tv": np.where(clipped, tokens.tv, np.nan),
+        "troll_tv": nothing if tokens.troll_tv is None else np.where(tokens.verdicts["troll"], tokens.troll_tv, np.nan),
+        "outside": (tokens.kl > kl_bound).astype(float),
+        **{name: (score > SHOWN_RULES[name]).astype(float) for name, score in scores.items() if score is not None},
+        **{name: acts.astype(float) for name, acts in tokens.verdicts.items()},
+    }
+
+
+def _find_alarms(by_step: list[Row]) -> list[Row]:
+    """What the guard of corral's own runs would have said, and at which step. Rewards count as success within [0, 1] alone."""
+    watch, found = CollapseWatch(CollapseLimits()), []
+    shares = all(row["reward"] is None or 0 <= row["reward"] <= 1 for row in by_step)
+    for row in by_step:
+        line = {"tr/kl_before": row["k3"], "tr/ess": row["ess"], "entropy": row["entropy"]}
+        for finding in watch.observe(line | ({"success": row["reward"]} if shares else {})):
+            found.append({"step": row["step"], "sentence": finding.sentence, "collapse": finding.collapse})
+    return found
+
+
+_MOST = 24
+_LONGEST = 600
+"""Tokens of one completion that are kept."""
+
+
+class Sample:
+    """The completions with the most errors so far: tokens blocked inside the KL ball, and tokens missed outside it."""
+
+    def __init__(self, kl_bound: float) -> None:
+        self.kl_bound = kl_bound
+        self._kept: list[tuple[int, int, int, Tokens]] = []
+        self._seen = 0
+
+    def add(self, tokens: Tokens) -> None:
+        """Whole completions, one after the other."""
+        wrong = np.isin(tokens.kinds("kl", self.kl_bound), ("false", "missed"))
+        begins = (np.diff(tokens.step, prepend=-1) != 0) | (np.diff(tokens.sequence, prepend=-1) != 0)
+        begins[:1] = True
+        starts = np.flatnonzero(begins).tolist()
+        for start, stop in zip(starts, [*starts[1:], len(tokens)], strict=True):
+            errors, order = int(wrong[start:stop].sum()), -self._seen  # of equals the first
+            if len(self._kept) < _MOST or (errors, order) > self._kept[0][:2]:
+                item = (errors, order, stop - start, tokens[start : min(stop, start + _LONGEST)])
+                (heapq.heappush if len(self._kept) < _MOST else heapq.heapreplace)(self._kept, item)
+            self._seen += 1
+
+    def completions(self) -> list[tuple[int, Tokens]]:
+        """The completions in the order in which they came: how many tokens each has, and the first of them."""
+        return [(length, tokens) for _, _, length, tokens in sorted(self._kept, key=lambda item: -item[1])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit:
+    """One audit: its numbers, and what they are about."""
+
+    summary: Summary
+    info: Mapping[str, Any]
+    """`rules`, `what` was compared, `settings`, …: the content of audit.json, or the same of a dump."""
+    completions: Sequence[tuple[int, Tokens]]
+    """Those with the most errors, as `Sample` keeps them."""
+    texts: Mapping[int, str] = field(default_factory=dict)
+    """What tokens say, by id."""
+    tokens: Tokens | None = None
+    """All tokens, of an audit whose rows are in memory."""
+
+    def text(self, token: int) -> str:
+        """What a token says; its id where that is unknown."""
+        return self.texts.get(token, f"{token} ")
+
+    def as_dict(self) -> Row:
+        """Every number, for JSON."""
+        return {**self.summary.as_dict(), **self.info}
+
+
+def audit_table(info: Mapping[str, Any], table: pa.Table) -> Audit:
+    """The audit of a folder's rows, as `read_audit` gives them."""
+    columns, rules = table_columns(table), info["rules"]
+    tally, sample, tokens = Tally(rules["kl_bound"], rules["tv_bound"]), Sample(rules["kl_bound"]), audit_tokens(columns)
+    tally.sequences = np.unique(np.stack([tokens.step, tokens.sequence]), axis=1).shape[1]
+    tally.left_out.update(info.get("left_out") or {})
+    tally.add(tokens)
+    sample.add(tokens)
+    texts = dict(zip(tokens.token.tolist(), columns["text"].tolist(), strict=True))
+    about = {key: value for key, value in info.items() if key != "left_out"}
+    return Audit(summary=tally.summary(), info=about, completions=sample.completions(), texts=texts, tokens=tokens)
+
+
+def audit_dump(dump: Dump, rules: Rules, progress: Callable[[int], object]) -> Audit:
+    """The audit of everything that was logged.
+
+    Args:
+        rules: the clip range that is audited, and the radii of the balls that tokens are held against.
+        progress: called with the number of bytes that were read.
+    """
+    audit = DumpAudit(rules)
+    audit.read(dump, progress)
+    return audit.result(dump)
+
+
+class DumpAudit:
+    """The audit of a dump that may grow: what was counted so far, and how far its files were read."""
+
+    def __init__(self, rules: Rules) -> None:
+        assert rules.clip.config.bounds is not None, "whatever clips has a range"
+        self.rules, self._range = rules, rules.clip.config.bounds
+        self._clear()
+
+    def _clear(self) -> None:
+        """Forget everything."""
+        self._tally, self._sample = Tally(self.rules.kl_bound, self.rules.tv_bound), Sample(self.rules.kl_bound)
+        self._places: dict[Path, FilePlace] = {}
+        self._format: str | None = None
+
+    def read(self, dump: Dump, progress: Callable[[int], object], *, growing: bool = False) -> bool:
+        """Count what was not read yet; whether there was any. A dump whose files were replaced is read anew.
+
+        Args:
+            growing: whether more is to come, so that what is only half written is left for the next time.
+        """
+        if self._format not in (None, dump.format) or any(
+            path in self._places and path.stat().st_size < self._places[path].bytes for path in dump.files
+        ):
+            self._clear()
+        self._format = dump.format
+        before, waiting, size = self._tally.sequences, list[LoggedCompletion](), 0
+        for completion in read_completions(dump, progress, self._note, self._places, growing=growing):
+            self._tally.left_out.update(completion.left_out)
+            if not len(completion.tokens):
+                self._note("completions without a token to audit")
+                continue
+            self._tally.sequences += 1
+            if completion.reward is not None:
+                self._tally.add_reward(completion.step, completion.reward)
+            waiting.append(completion)
+            size += len(completion.tokens)
+            if size >= _AT_ONCE:
+                self._count(waiting)
+                waiting, size = [], 0
+        if waiting:
+            self._count(waiting)
+        return self._tally.sequences != before
+
+    def result(self, dump: Dump, texts: Callable[[list[int]], Mapping[int, str]] = lambda ids: {}) -> Audit:
+        """The audit so far; `NothingYet` if there is no token. `texts` gives what tokens say, by id."""
+        summary, completions = self._tally.summary(), self._sample.completions()
+        low, high = self._range
+        clip = Threshold(
+            family=AUDITED, title=f"Clip, {1 - low:.4g} … {1 + high:.4g}, as audited", symbol="", bound=0.0, default=True,
+            **self._tally.thresholds.verdict("clipped"),
+        )  # fmt: skip
+        summary = replace(summary, thresholds=[clip, *summary.thresholds])
+        rules = self.rules.as_dict()
+        info = {
+            "name": dump.path.resolve().name or "dump",
+            "what": dump.compared,
+            "remarks": dump.remarks,
+            "rules": {key: rules[key] for key in ("clip", "own", "kl_bound", "tv_bound")},
+            "settings": {"format": dump.format, "files": len(dump.files), "bytes": dump.bytes},
+        }
+        shown = {token for _, one in completions for token in one.token.tolist()}
+        shown |= {row["token"] for row in summary.blocked_tokens}
+        return Audit(summary=summary, info=info, completions=completions, texts=texts(sorted(shown)))
+
+    def _note(self, what: str) -> None:
+        self._tally.left_out[what] += 1
+
+    def _count(self, completions: list[LoggedCompletion]) -> None:
+        tokens = join_completions(completions, self._tally.sequences - len(completions))
+        tokens = replace(tokens, verdicts={"clipped": outside_range(tokens, *self._range)})
+        self._tally.add(tokens)
+        self._sample.add(tokens)

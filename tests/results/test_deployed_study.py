@@ -1,0 +1,412 @@
+"""The study of deployed networks: its numbers worked by hand, its plans, and a page that says what its raw data say."""
+
+import json
+import math
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from corral.deployed import restore, snapshot
+from corral.lab.report.statistics import area_under_curve
+from results import packed, pages, runs, study
+from results.deployed import arms, confirm, held_run, page, plans, rates, shipped_run, spec, start_success
+from results.deployed.measure import Measure
+from results.deployed.spec import Shipped, Spec
+
+
+def made(seed: int = 1, *, success: dict[int, float], rewards: list[float], **settings: Any) -> packed.Row:
+    """A run as the study writes it."""
+    lines: list[dict[str, Any]] = [{"step": 0, "success": success[0]}] if 0 in success else []
+    for step, reward in enumerate(rewards, 1):
+        line: dict[str, Any] = {"step": step, "reward": reward, "tr/deployed_kl_mean": 0.01 * step, "tr/deployed_kl_p999": 1.0}
+        lines.append(line | ({"success": success[step], "greedy": 0.9} if step in success else {}))
+    defaults = {"objective": "troll", "arm": "off", "rate": 2e-4, "passes": 1, "bound": math.inf, "schedule": "linear"}
+    defaults |= runs.DEFAULTS
+    run = {"key": f"{seed}{settings}", "seed": seed, "steps": 4, "dead": False, "finished": True, "lines": lines}
+    return run | defaults | settings
+
+
+def test_golden_area_of_a_run_and_of_a_dead_one() -> None:
+    # .2 → .4 → .6 in two steps each: (.3 · 2 + .5 · 2) / 4 = .4. Rewards: (.1 + .2 + .3 + .4)/4.
+    run = made(success={0: 0.2, 2: 0.4, 4: 0.6}, rewards=[0.1, 0.2, 0.3, 0.4])
+    assert runs.area(run) == pytest.approx(0.4)
+    assert runs.rewards(run) == pytest.approx(0.25)
+    assert (runs.final(run), runs.final(run, "greedy")) == (0.6, 0.9)
+    assert runs.final(run | {"end": {"success": 0.58, "greedy": 0.88}}) == 0.58  # measured again, on more problems
+    # Dead after step 2, with .4 a step before: .2 → .4 in one step, → 0 in the next, then 0: (.3 + .2 + 0 + 0) / 4 = .125.
+    dead = made(success={0: 0.2, 1: 0.4}, rewards=[0.1, 0.0], dead=True)
+    assert runs.held_out(dead) == [(0, 0.2), (1, 0.4), (2, 0.0), (4, 0.0)]
+    assert runs.area(dead) == pytest.approx(0.125)
+    assert runs.rewards(dead) == pytest.approx(0.025)
+    assert runs.final(dead) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("rewards", "dead"),
+    [
+        ([None, 0.1, 0.0, 0.0, 0.0, 0.0], True),
+        ([0.1, 0.0, 0.0, 0.0, 0.0, 0.1], True),  # the step in which it was told to end
+        ([0.0, 0.0, 0.0, 0.1, 0.0], False),
+        ([0.0, 0.0, 0.0], False),
+        ([], False),
+    ],
+)
+def test_golden_four_steps_without_any_reward_end_a_run(rewards: list[float | None], dead: bool) -> None:
+    assert shipped_run.is_dead([{"reward": reward} for reward in rewards]) is dead
+
+
+def test_golden_rows_of_the_page() -> None:
+    points = ((302, 0.32), (301, 0.31))
+    rows = [made(seed, success={0: 0.2, 5: x, 10: 0.5}, rewards=[0.2] * 10, steps=10) for seed, x in points]
+    table = page.reuse(rows).splitlines()
+    # KL means of steps 1 to 10 are .01 to .1: .055 in the mean.
+    assert table[2] == "| troll | 1 | 2e-4 | no | 2 | .310 .320 | .500 .500 | .900 | .055 | 1 |"
+    held = made(success={0: 0.2, 10: 0.6}, rewards=[0.2] * 10, steps=10, arm="on 0.03", bound=0.03, rate=1e-2)
+    (row,) = rates.sweep_rows([held])
+    assert (row.contestant, row.setting) == (
+        "troll", {"learning_rate": 1e-2, "deployed_bound": 0.03, "schedule": "linear"}
+    )  # fmt: skip
+    assert (row.final, row.auc) == (0.6, pytest.approx(0.4))
+    assert not row.fell_below_start
+    below = made(success={0: 0.2, 3: 0.1, 10: 0.6}, rewards=[0.2] * 10, steps=10)
+    assert rates.sweep_rows([below])[0].fell_below_start
+
+
+def over_rates(rate: float | str, final: float, **settings: Any) -> list[packed.Row]:
+    """Two runs of ten steps at a rate, a hundredth apart."""
+    ends = ((301, final - 0.005), (302, final + 0.005))
+    return [made(seed, success={0: 0.2, 10: x}, rewards=[0.2] * 10, steps=10, rate=rate, **settings) for seed, x in ends]
+
+
+def test_golden_usable_rates_are_by_the_best_of_an_objective_held_or_not() -> None:
+    held = {"arm": "on 0.03", "bound": 0.03}
+    rows = over_rates(1e-4, 0.30) + over_rates(3e-4, 0.50) + over_rates(1e-3, 0.1)
+    rows += over_rates(3e-4, 0.47, **held) + over_rates(1e-3, 0.50, **held) + over_rates(3e-3, 0.50, **held)
+    # Best .50, so that .475 must be reached for certain: s = √(2 · .005²) = .00707 of 4 stable pairs or more, t = 2.1 or so,
+    # and .50 − 2.1 · .00707 / √2 = .49 does; .47 does not, nor does 1e-3 unheld, which falls below its start.
+    said = rates.usable(rows, "linear").splitlines()
+    assert said[0] == "- troll: 3e-4 (1 of 3 rates)."
+    assert said[1] == "- troll, held: 1e-3 … 3e-3 (2 of 3 rates), 0.5 to 1.0 decades, open above."  # .47 may be .48
+    assert rates.usable(rows, "constant") == ""
+    table = rates.rates(rows, "linear").splitlines()
+    assert table[2].startswith("| troll | final | – | .300 | **.500** | .100 | – |")
+    bounds = over_rates("auto", 0.50, arm="on 0.1", bound=0.1) + over_rates("auto", 0.2, arm="on 0.3", bound=0.3)
+    assert rates.usable_bounds(rows + bounds, "linear") == "- troll: 0.1 (1 of 2 values).\n"
+    assert rates.usable_bounds(rows + bounds, "constant") == ""
+
+
+def test_golden_not_inferior_to_the_better_of_two_tuned_rates() -> None:
+    def fresh(rate: float | str, areas: list[float], **settings: Any) -> list[packed.Row]:
+        flat = [(seed, {0: x, 15: x}) for seed, x in zip(plans.FRESH, areas, strict=False)]
+        return [made(seed, success=at, rewards=[0.2] * 15, steps=15, rate=rate, **settings) for seed, at in flat]
+
+    held = {"arm": "on 0.03", "bound": 0.03}
+    rows = fresh(2e-4, [0.40, 0.40, 0.40]) + fresh(4e-4, [0.42, 0.42, 0.42]) + fresh("auto", [0.42, 0.43, 0.44], **held)
+    rows += fresh(3e-3, [0.36, 0.42, 0.46], **held)
+    # To 4e-4: gaps 0 .01 .02, one-sided .01 − 2.920 · .01 / √3 = −.0069; of −.02 t = .03 / .00577 = 5.2, p = .018 < .05 / 2.
+    # At 3e-3: gaps −.06 0 .04, mean −.0067, sd .0503: at least −.0067 − 2.920 · .0291 = −.0915.
+    first, second = rates.not_inferior(rows).splitlines()
+    assert first.startswith(
+        '- troll, `"auto"` held at .03, linear, less 4e-4 unheld (3 seeds): area +.010, at least −.007; final'
+    )
+    assert first.endswith(": not inferior.")
+    assert "area −.007, at least −.092" in second
+    assert second.endswith(": may be inferior.")
+    one = rates.not_worse({"1": 0.40, "2": 0.41, "3": 0.42}, {"1": 0.40, "2": 0.40, "3": 0.40})
+    assert (one.mean, one.low) == (pytest.approx(0.01), pytest.approx(-0.00686, abs=1e-5))
+    assert one.p == pytest.approx(0.01758, abs=1e-4)
+    # Welch: .42 − .40, errors .01/√3 and .02/√3, together .01291; 2.94 degrees of freedom, t = 2.371: at least −.0106.
+    apart = rates.not_worse({"a": 0.41, "b": 0.42, "c": 0.43}, {"d": 0.38, "e": 0.40, "f": 0.42})
+    assert (apart.mean, apart.low) == (pytest.approx(0.02), pytest.approx(-0.0106, abs=1e-4))
+    assert apart.runs == "3 and 3 runs"
+    # Nothing is paired across devices.
+    elsewhere = [run | {"device": "cuda"} for run in fresh("auto", [0.5, 0.5, 0.6], **held)]
+    assert "(3 and 3 runs)" in rates.not_inferior([*fresh(2e-4, [0.4, 0.41, 0.42]), *elsewhere])
+
+
+def test_golden_gate0_against_the_arm_that_ships() -> None:
+    def arm(name: str, areas: list[float]) -> list[packed.Row]:
+        flat = [(201 + seed, {2: x, arms.STEPS: x}) for seed, x in enumerate(areas)]
+        same = {"steps": arms.STEPS, "objective": "ppo_clip", "rate": 1e-3, "held": {}, "arm": name}
+        return [made(seed, success=points, rewards=[0.2] * arms.STEPS, **same) for seed, points in flat]
+
+    table = arms.gate0(arm("auto_mean", [0.50, 0.52, 0.54]) + arm("rate_k3", [0.40, 0.44, 0.42]), "linear").splitlines()
+    # Gaps −.10 −.08 −.12: −.10 ± 4.303 · .02 / √3 = ± .0497.
+    assert table[2].startswith("| **controlled by the mean, retracted by the mean at 2 δ** | 1e-3 | 3 | .520 ± .050 | – |")
+    assert table[3].startswith("| rate controlled by k3 alone | 1e-3 | 3 | .420 ± .050 | −.100 ± .050 |")
+
+
+def test_the_start_is_told_with_its_best_temperature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "starts.jsonl"
+    file.write_text('{"start": "demo", "success": {"0": 0.85, "1": 0.2, "0.1": 0.86}}\n')
+    found = runs.starts(file)
+    assert runs.best_temperature(found["demo"]) == 0.1
+    monkeypatch.setattr(runs, "starts", lambda: found)
+    assert runs.with_start("x\n") == (
+        "x\n\nStart: success .200 at temperature 1, .850 greedy, .860 at its best temperature (.1).\n"
+    )
+
+
+def test_a_percentile_that_was_not_published_is_a_dash() -> None:
+    lines = [{"step": step, "tr/deployed_kl_mean": 0.02} for step in (1, 2)]
+    assert (runs.kl([{"lines": lines}], "mean"), runs.kl([{"lines": lines}], "p999")) == (".02", "–")
+
+
+def test_golden_other_tasks_and_collapses() -> None:
+    def place(how: dict[str, Any], ends: list[float]) -> list[packed.Row]:
+        arm = Shipped(seed=0, **{"steps": 10, **how}).arm
+        flat = [(401 + seed, {0: 0.2, 10: x}) for seed, x in enumerate(ends)]
+        same = {"steps": 10, "start": "arithmetic", **how, "arm": arm}
+        return [made(seed, success=points, rewards=[0.2] * 10, **same) for seed, points in flat]
+
+    rows = place(plans.CHOSEN[0], [0.6, 0.7, 0.8]) + place(plans.CHOSEN[1], [0.5, 0.5, 0.7])
+    line = confirm.elsewhere(rows).splitlines()[2]
+    # Gaps .1 .2 .1: .1333 ± 4.303 · .0577 / √3 = ± .1434.
+    assert "| .600 .700 .800 | .500 .500 .700 | +.133 (−.010 to +.277) |" in line
+    assert confirm.places_above(rows) == (1, 1)
+    fallen = place({**plans.CHOSEN[0], "bound": 0.3}, [0.1])
+    assert confirm.collapses(rows + fallen) == (
+        "Of 3 runs held at .03 or less, 0 had a measurement below the start and 0 died; of 1 runs held at more, 1 had a "
+        "measurement below the start and 0 died.\n"
+    )
+
+
+def test_golden_steps_to_a_success() -> None:
+    # .2 → .5 → .7 in four steps each: .6 is halfway between the fourth and the eighth.
+    run = made(success={0: 0.2, 4: 0.5, 8: 0.7}, rewards=[0.1] * 8, steps=8)
+    assert confirm.steps_to(run, 0.6) == pytest.approx(6.0)
+    assert confirm.steps_to(run, 0.5) == pytest.approx(4.0)
+    assert confirm.steps_to(run, 0.71) == math.inf
+
+
+def test_golden_fresh_seeds() -> None:
+    def fresh(place: int, *areas: float) -> list[packed.Row]:
+        how = {"steps": 10, **plans.CHOSEN[place]}
+        arm = Shipped(seed=0, **how).arm
+        flat = [(seed, {0: x, how["steps"]: x}) for seed, x in zip(plans.FRESH, areas, strict=False)]
+        return [made(seed, success=points, rewards=[0.2] * how["steps"], **how | {"arm": arm}) for seed, points in flat]
+
+    some = fresh(0, 0.50, 0.53, 0.56) + fresh(1, 0.40, 0.42, 0.44) + fresh(2, 0.40)
+    first, second, third = confirm.confirmed(some)
+    # Deviation .03 of three: 4.303 · .03 / √3 = .0745.
+    assert first[1:4] == ["3", ".530 ± .075", ".530 ± .075"]
+    assert (second[1], third[1], third[2]) == ("3", "1", ".400")
+    # Differences .10 .11 .12: .11 ± 4.303 · .01 / √3 = .11 ± .0248, p = .003; one comparison of one.
+    said = confirm.compared(some).splitlines()
+    assert len(said) == 1
+    assert said[0].endswith("+.110 (+.085 to +.135; 3 seeds): holds.")
+
+
+def test_plans_name_every_run_once() -> None:
+    for name, plan in plans.PLANS.items():
+        keys = [spec.key for spec in plan()]
+        assert len(keys) == len(set(keys)), name
+    some = plans.reuse()
+    assert {run.passes for run in some} == {1, 2, 4, 8}
+    tuning, fresh = {301, 302, 303}, {*range(401, 411)}
+    for name, seeds in {
+        "bound": tuning,
+        "tune": tuning - {303},
+        "rates": tuning - {303},
+        "confirm-reuse": fresh,
+        "confirm-many": fresh,
+    }.items():
+        assert {run.seed for run in plans.PLANS[name]()} == seeds, name
+    assert {run.seed for run in plans.confirm_rates(plans.FRESH)} == fresh
+    assert isinstance(plans.gate0()[0], Spec)
+    words = plans.gate0_words()
+    assert {run.layer()["model"] for run in words} == {"runs/pretrained/smollm2"}
+    assert len({run.key for run in words}) == len(words) == 3 * (len(plans.WORD_ARMS) + 4 + 2 * len(plans.TOLD_APART))
+    assert replace(words[0], device="cuda").layer()["bf16"]
+    held = Shipped(objective="troll", rate="auto", seed=3, bound=None)
+    assert held.layer()["deployed_bound"] == 0.02  # whatever is the default by now
+    assert Shipped(objective="troll", rate=1e-3, seed=3, bound=0.02).layer()["deployed_bound"] == 0.02
+
+
+def test_golden_bounds_with_a_constant_schedule() -> None:
+    same: dict[str, Any] = {"rewards": [0.1] * 10, "steps": 10, "schedule": "constant", "passes": 4}
+    some = [
+        made(seed, success={0: 0.2, 10: end}, rate=rate, **same) for rate, end, seed in ((1e-4, 0.5, 301), (2e-4, 0.4, 301))
+    ]
+    held: dict[str, Any] = {"rate": "auto", "arm": "on 0.01", "bound": 0.01, **same}
+    some += [made(seed, success={0: 0.2, 10: 0.3 + seed / 1000}, **held) for seed in (301, 302)]
+    assert page.bounds(some, "constant").splitlines()[2] == "| troll | 4 | 1e-4: .500 | .601 .602 |"
+
+
+def test_golden_rows_of_a_pretrained_model() -> None:
+    # Areas of two measurements are their means: auto .35 and .45, tuned .30 and .40. t(.975, 1) = 12.706 times .05: .635.
+    same: dict[str, Any] = {"recipe": "evidence-b", "rewards": [0.1] * 4, "held": {}}
+    ours = [made(seed, success={2: 0.3 + seed / 10, 4: 0.2 + seed / 10}, arm="auto_mean", rate=1e-3, **same) for seed in (1, 2)]
+    ours = [run | {"lines": [line | {"after": {"mean": 0.01, "p999": 1.0}} for line in run["lines"]]} for run in ours]
+    tuned = []
+    for run in ours:
+        lines = [line | ({"success": line["success"] - 0.05} if "success" in line else {}) for line in run["lines"]]
+        tuned.append(run | {"arm": "tuned", "rate": 1e-5, "lines": lines})
+    table = arms.gate0_words([*ours, *tuned], "linear").splitlines()
+    assert table[2] == "| nothing held | 1e-5 | 2 | .350 ± .635 | −.050 ± .000 | .300 | .900 | .01 | 1 |"
+    assert table[3].startswith("| **controlled by the mean, retracted by the mean at 2 δ** | 1e-3 | 2 | .400 ± .635 | – |")
+
+
+def test_golden_held_runs_of_a_pretrained_model_beside_its_best_unheld_rate() -> None:
+    # Areas of two measurements are their means. Unheld .30, .32 at 1e-5 and .40, .42 at 3e-5, the best; held .45, .45: the
+    # pairs differ by .05 and .03, so .04 ± 12.706 · .01 = .127.
+    same: dict[str, Any] = {"recipe": "evidence-b", "base": "smollm2", "rewards": [0.1] * 2, "objective": "troll", "passes": 1}
+
+    def run(seed: int, value: float, **others: Any) -> packed.Row:
+        found = made(seed, success={0: value - 0.2, 2: value + 0.2}, **same, **others)
+        return found | {"lines": [line | {"tr/deployed_kl_mean": 0.01, "tr/deployed_kl_p999": 1.0} for line in found["lines"]]}
+
+    off: dict[str, Any] = {"arm": "off", "bound": math.inf, "schedule": "linear"}
+    some = [run(seed, value, rate=1e-5, **off) for seed, value in ((401, 0.3), (402, 0.32))]
+    some += [run(seed, value, rate=3e-5, **off) for seed, value in ((401, 0.4), (402, 0.42))]
+    some += [run(seed, 0.45, rate="auto", arm="on 0.03", bound=0.03, schedule="constant") for seed in (401, 402)]
+    table = arms.pretrained_table(some).splitlines()
+    assert table[2] == "| troll | 1 | no | 3e-5 | 2 | .410 ± .127 | – | .610 | .900 | .01 | 1 | 0 of 2 |"
+    assert table[3] == "| troll | 1 | .03, constant | auto | 2 | .450 ± .000 | +.040 ± .127 | .650 | .900 | .01 | 1 | 0 of 2 |"
+    assert arms.pretrained_table([]) == "Not run yet.\n"
+
+
+def two_completions() -> dict[str, torch.Tensor]:
+    """Two problems, one of them padded, with completions of four and two tokens."""
+    torch.manual_seed(1)
+    prompts, completions = torch.randint(3, 90, (2, 5)), torch.randint(3, 90, (2, 4))
+    masks = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]]), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    return {
+        "prompt_ids": prompts, "completion_ids": completions, "prompt_mask": masks[0], "completion_mask": masks[1],
+        "advantages": torch.tensor([1.0, -1.0]),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "bf16"])
+def test_a_measurement_is_of_the_network_in_its_training_precision(half: bool) -> None:
+    from corral.lab.models.load import load_model
+
+    def autocast() -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16, enabled=half)
+
+    model = load_model("tiny")[0]
+    batch = two_completions()
+    ids, seen = (torch.cat([batch[f"prompt_{what}"], batch[f"completion_{what}"]], 1) for what in ("ids", "mask"))
+
+    def policy() -> torch.Tensor:
+        with torch.no_grad(), autocast():
+            logits = model(input_ids=ids, attention_mask=seen).logits
+        return logits[:, 4:-1][batch["completion_mask"].bool()].double().log_softmax(-1)
+
+    trainer = SimpleNamespace(model=model, accelerator=SimpleNamespace(autocast=autocast))
+    measure, old = Measure(trainer, batch, slice(0, 2)), policy()
+    assert not measure.kl()["exact"].any()
+    weights = snapshot(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.02 * torch.randn_like(p)
+    new = policy()
+    oracle = (new.exp() * (new - old)).sum(-1)  # logits of a half-precision GEMM are rounded there, and not in ours
+    torch.testing.assert_close(measure.kl()["exact"].double(), oracle, rtol=0.1 if half else 1e-3, atol=1e-3 if half else 1e-5)
+    restore(model, weights)
+    assert not measure.kl()["exact"].any()
+
+
+@pytest.mark.slow
+def test_gate_0_of_a_pretrained_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps with a random model over bytes in its place, in bfloat16 on the CPU; its tail has a level of its own."""
+    layer = spec.WordSpec.layer
+    smoke = {"model": "smoke", "task": "countdown", "task_config": {}, "instruction": "{problem}", "bf16": True}
+    smoke |= {"num_generations": 2, "per_device_train_batch_size": 2, "reward": "corral.lab.models.smoke:letters"}
+    monkeypatch.setattr(spec.WordSpec, "layer", lambda self: layer(self) | smoke)
+    run = next(run for run in plans.gate0_words() if run.arm == "p999")
+    found = held_run.run(replace(run, rate=3e-2, steps=2, eval_size=2), math.inf)
+    assert found["finished"]
+    assert found["recipe"] == "evidence-b"
+    first, second = found["lines"]
+    assert first["after"]["mean"] <= first["aim"]
+    assert first["share"] < 1  # else nothing was found
+    assert second["level"] == pytest.approx(first["after"]["p999"] / first["after"]["mean"])
+    assert second["after"]["p999"] <= second["aim"] * second["level"]
+
+
+def test_plans_run_where_no_report_can_be_made() -> None:
+    """A machine that trains needs neither rliable nor matplotlib; the page alone does."""
+    absent = "'rliable', 'matplotlib', 'corral.lab.report.statistics'"
+    script = f"import sys\nsys.modules |= dict.fromkeys(({absent}))\nimport results.study"
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=120, cwd=pages.ROOT)
+
+
+def test_the_area_is_that_of_reports() -> None:
+    run = made(success={0: 0.2, 1: 0.7, 4: 0.1}, rewards=[0.1] * 4)
+    assert runs.area(run) == pytest.approx(area_under_curve(runs.held_out(run), 4))
+
+
+def test_unfinished_runs_are_run_again(tmp_path: Path) -> None:
+    rows = [made(1, success={}, rewards=[0.1]), made(2, success={}, rewards=[0.1], finished=False)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [run["key"] for run in runs.finished(tmp_path, tmp_path / "none.parquet")] == [rows[0]["key"]]
+
+
+def test_one_slow_run_does_not_keep_others_of_its_group_from_starting() -> None:
+    same = {"passes": 1, "eval_size": 512, "eval_every": 5, "steps": 10}
+    some = [same | {"cpu": seconds} for seconds in (45.0, 60.0, 3000.0)]
+    assert study.durations(some) == {spec.cost_group(asdict(Shipped(objective="troll", rate=1e-4, seed=1))): pytest.approx(7.2)}
+    assert study.durations([{"arm": "tuned", "cpu": 30.0, "steps": 5}]) == {"tuned": pytest.approx(7.2)}
+    on_gpu = [same | {"cpu": 20.0, "device": "cuda"}, {"arm": "tuned", "cpu": 5.0, "steps": 5, "device": "cuda"}]
+    assert study.durations(on_gpu) == {"cuda x1 512/5 0": pytest.approx(2.4), "tuned cuda": pytest.approx(1.2)}
+
+
+def test_runs_are_the_same_on_both_devices_and_wait_for_their_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Shipped(objective="troll", rate=1e-4, seed=1)
+    there = replace(run, device="cuda")
+    assert (there.key, there.layer()) == (run.key, run.layer() | {"device": "cuda", "bf16": False})
+    assert study.can_start(run)
+    monkeypatch.chdir(tmp_path)
+    waits = replace(run, start="start2")
+    assert not study.can_start(waits)
+    (tmp_path / "runs/starts/llama-2").mkdir(parents=True)
+    assert study.can_start(waits)
+
+
+def test_a_run_that_fails_is_written_down_and_one_without_time_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(spec: Shipped, deadline: float) -> None:
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(study, "run", fail)
+    run = Shipped(objective="troll", rate=1e-4, seed=1)
+    found = study.attempt(run, "cpu", math.inf, {})
+    assert found is not None
+    assert (found["key"], found["finished"]) == (run.key, False)
+    assert "no kernel image" in found["error"]
+    expected = {spec.cost_group(asdict(run)): 10.0}
+    assert study.attempt(run, "cpu", time.time() + study.STARTUP + 10 * run.steps - 1, expected) is None
+
+
+@pytest.mark.slow
+def test_a_plan_runs_in_processes_and_ends_where_every_run_fails(tmp_path: Path) -> None:
+    small = Shipped(objective="rare_clip", rate=1e-3, seed=1, steps=1, eval_every=1, eval_size=2)  # the study's own objective
+    wrong = [replace(small, objective=f"none{place}") for place in range(6)]
+    study.study([small], "cpu", 1, 5, tmp_path / "one.jsonl", {})
+    assert [run["finished"] for run in packed.read(tmp_path / "one.jsonl")] == [True]
+    study.study(wrong, "cpu", 1, 5, tmp_path / "wrong.jsonl", {})
+    assert len(packed.read(tmp_path / "wrong.jsonl")) == study.FAILURES
+
+
+def test_starts_are_measured_once_and_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "starts.jsonl"
+    assert start_success.starts_to_measure(file) == ["demo", "n_max29", "n_max9"]
+    (tmp_path / "runs/starts/gemma-1").mkdir(parents=True)
+    file.write_text('{"start": "demo"}\n{"start": "n_max9"}\n')
+    assert start_success.starts_to_measure(file) == ["n_max29", "gemma"]
+
+
+def test_the_end_is_measured_on_held_out_problems_by_temperature() -> None:
+    from corral.lab.jobs.llm.evaluate import EvalSettings
+
+    found = shipped_run.measure(EvalSettings(model="tiny", task="countdown", problems=24, seed=1, device="cpu"), (1.0, 0.01))
+    assert found[0.01] == pytest.approx(found[0.0], abs=1 / 24)  # hardly any draw differs from the likeliest token
+    assert found[1.0] < found[0.0]

@@ -1,0 +1,43 @@
+"""Families of warm starts: of the embedded model's size and tokenizer, loadable by name, different by seed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from warm_start import FAMILIES, build, main
+
+from corral.lab.models.load import load_model
+from results.evidence.plans import FAMILIES as PLANNED
+from results.evidence.plans import PLANS
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_about_as_large_as_the_embedded_model(family: str) -> None:
+    model, tokenizer = build(family, 1)
+    assert 0.7e6 < sum(p.numel() for p in model.parameters()) < 2.1e6
+    again, other = build(family, 1)[0], build(family, 2)[0]
+    ids = tokenizer(["3 7 12>22:"], return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        logits = [one(ids).logits for one in (model, again, other)]
+    assert torch.equal(logits[0], logits[1])
+    assert not torch.allclose(logits[0], logits[2])
+    if family == "gemma":
+        assert model.config.final_logit_softcapping == 30.0
+
+
+@pytest.mark.filterwarnings("ignore")  # of two steps nothing is learned, and some of it is said
+def test_a_start_is_a_folder_that_loads(tmp_path: Path) -> None:
+    small = ["--steps", "2", "--batch", "64", "--demonstrations", "512", "--evaluate", "4"]
+    main(["--family", "moe", "--seed", "1", "--out", str(tmp_path / "moe-1"), *small])
+    model, tokenizer = load_model(str(tmp_path / "moe-1"))
+    assert (type(model).__name__, len(tokenizer)) == ("Qwen3MoeForCausalLM", 100)
+    card = json.loads((tmp_path / "moe-1" / "warm_start.json").read_text())
+    assert (card["settings"]["family"], card["settings"]["seed"]) == ("moe", 1)
+    assert set(card["held_out_success"]) == {"prompts", "temperature_1", "greedy"}
+
+
+def test_the_plan_of_starts_uses_what_the_command_makes() -> None:
+    assert set(PLANNED) | {"llama"} == set(FAMILIES)
+    folders = {Path(spec.model) for spec in PLANS["a-starts"]()}
+    assert {folder.name for folder in folders} == {"llama-1", "llama-2", "llama-3", *(f"{name}-1" for name in PLANNED)}
