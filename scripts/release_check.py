@@ -5,8 +5,8 @@
     python scripts/release_check.py --notes v0.1.0     only prints that version's part of CHANGELOG.md
 
 Needs build, twine and check-jsonschema. For each interpreter found (python3.11 … python3.14) the wheel goes into an empty
-environment with what the quickstart needs; there the first example of the docs, README's script, two steps of `corral train` and
-a report run.
+environment with what the quickstart needs; there the first example of the docs, README's script, two steps of `corral train`
+and a report run.
 A few minutes and 2 GB each.
 """
 
