@@ -144,6 +144,10 @@ def guess(text: Any) -> Any:
 
 def coerce(key: str, value: Any, hint: Any) -> Any:
     """`value` converted to the type of `key`; a RunError if it cannot be."""
+    if get_args(hint) and {get_origin(kind) or kind for kind in get_args(hint)} == {Literal, type(None)}:  # words or nothing
+        hint = next(kind for kind in get_args(hint) if get_origin(kind) is Literal)
+        if value is None or value == "none":
+            return None
     if get_origin(hint) is Literal:
         words = {False: ("off", "no"), True: ("on", "yes")}[value] if isinstance(value, bool) else ()  # YAML reads them so
         value = next((word for word in words if word in get_args(hint)), value)
