@@ -4,8 +4,7 @@
     python benchmarks/robot_rate.py --threads 1 16 --episodes 512 --way batch --repetitions 2 --save     16 cores? a minute
     python benchmarks/robot_rate.py --threads 1 --episodes 76 1024 --way batch warp --save     a GPU, and corral[warp]?
     python benchmarks/robot_rate.py --learner           and TCE's batches of the recipes, one thread
-    python benchmarks/robot_rate.py --task --learner    those alone
-    python benchmarks/robot_rate.py --page              saved rows → docs/environments.md
+    python benchmarks/robot_rate.py --task --learner    those alone; `make results` writes saved rows into docs/environments.md
 
 Best of several repetitions, rewards and observations included; seconds of the clock and of the processor. A batch of many
 threads wants many copies: at every step the threads wait for the slowest of them.
@@ -16,17 +15,15 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import torch
-from rows import FOLDER, Row, markdown, read_rows, rounded, stamp, table, with_block, write_rows
+from rows import FOLDER, Row, read_rows, rounded, stamp, table, write_rows
 
 from corral.cores import cores
 from corral.lab.environments import ENVIRONMENTS, make_envs
 from corral.lab.jobs.robot.prepare import prepare
 from corral.lab.jobs.robot.settings import read_recipe, resolve
-from corral.lab.run.files import write_whole
 from corral.robot.episode import Plant
 from corral.robot.vector import Simulator
 
@@ -36,7 +33,7 @@ RECIPES = (
 TASKS = {"hopper": "corral/HopperJump-v0", "box": "corral/BoxPushing-v0"}
 WAYS = {"batch": "as one batch", "steps": "step by step", "warp": "as one batch, MuJoCo Warp"}
 """MuJoCo's own batch, one environment after the other (a block of them on each thread), and a batch on a GPU."""
-FILE, PAGE = FOLDER / "robot_rate.jsonl", Path(__file__).parents[1] / "docs/environments.md"
+FILE = FOLDER / "robot_rate.jsonl"
 
 
 def best(run: Callable[[], object], repetitions: int) -> tuple[float, float]:
@@ -110,29 +107,6 @@ def _kind(row: Row) -> tuple[object, ...]:
     return row.get("task"), row.get("cores"), row.get("episodes"), row.get("recipe")
 
 
-def block(rows: Sequence[Row]) -> str:
-    """The table of the page."""
-    if not any("task" in row for row in rows):
-        return "Not measured yet."
-    head = ["task", "cores", "copies", "threads", "", "steps/s", "× one thread's batch", "× one thread, step by step"]
-    lines = [
-        [row["task"], *(str(row[key]) for key in ("cores", "episodes", "workers")), WAYS[row["way"]],
-         f"{row['steps_per_second']:,.0f}".replace(",", " "), _times(row, "batch"), _times(row, "steps")]
-        for row in rows if "task" in row
-    ]  # fmt: skip
-    return markdown(head, lines)
-
-
-def _times(row: Row, way: str) -> str:
-    return f"{row[key]:.2f}" if (key := f"times_one_{way}") in row else "–"
-
-
-def write_page() -> None:
-    """The table of saved rows into the page."""
-    text = with_block(PAGE.read_text(), "rate", block(read_rows(FILE)))
-    write_whole(PAGE, lambda beside: beside.write_text(text))
-
-
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -144,10 +118,7 @@ def main() -> None:
     parser.add_argument("--learner", action="store_true", help="TCE's batches of --recipe too")
     parser.add_argument("--recipe", choices=RECIPES, nargs="*", default=list(RECIPES))
     parser.add_argument("--save", action="store_true", help=f"keep the rows in {FILE.name}")
-    parser.add_argument("--page", action="store_true", help="write the saved rows into the page, and measure nothing")
     options = parser.parse_args()
-    if options.page:
-        return write_page()
     torch.set_num_threads(1)
     threads = options.threads or [count for count in (1, 2, 4, 8, 16, 32) if count <= cores()]
     for task, episodes in product(options.task, options.episodes):

@@ -73,17 +73,3 @@ def table(rows: Sequence[Row]) -> str:
     lines = [names, *([str(rounded(row.get(name, ""))) for name in names] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
-
-
-def with_block(page: str, name: str, block: str) -> str:
-    """A page with what stands between `<!-- measured: NAME -->` and `<!-- /measured: NAME -->` written anew."""
-    begin, end = f"<!-- measured: {name} -->", f"<!-- /measured: {name} -->"
-    if not page.count(begin) == page.count(end) == 1:
-        raise ValueError(f"with_block: the page has no block {name!r}, or several. Write {begin} and {end} once each.")
-    before, _, rest = page.partition(begin)
-    return f"{before}{begin}\n\n{block.rstrip()}\n\n{end}{rest.partition(end)[2]}"
-
-
-def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table of a page."""
-    return "".join(f"| {' | '.join(line)} |\n" for line in [head, ["---"] * len(head), *lines])

@@ -1,9 +1,10 @@
-"""Every page and figure of the studies from their raw rows: measures and trains nothing.
+"""Every page and figure of studies and benchmarks from their raw rows: measures and trains nothing.
 
 python -m results.make
 """
 
 from corral.lab.run.files import write_whole
+from results import timings
 from results.deployed import page as deployed
 from results.evidence import page as evidence
 from results.pages import Texts
@@ -13,9 +14,9 @@ STUDIES = (deployed, evidence, robots)
 
 
 def pages() -> Texts:
-    """Every page that a study writes into, as the raw rows have it."""
+    """Every page that a study or a benchmark writes into, as the raw rows have it."""
     texts: Texts = {}
-    for study in STUDIES:
+    for study in (*STUDIES, timings):
         texts |= study.pages(lambda path, texts=texts: texts.get(path) or path.read_text())
     return texts
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
 from scipy import stats
 
@@ -40,9 +41,9 @@ def where(runs: Iterable[Row], **wanted: object) -> list[Row]:
     return [run for run in runs if all(fits(run.get(name), wish) for name, wish in wanted.items())]
 
 
-def group(runs: Iterable[Row], *keys: str) -> dict[tuple[object, ...], list[Row]]:
+def group(runs: Iterable[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]:
     """Runs that agree in `keys`, each group by seed."""
-    found: dict[tuple[object, ...], list[Row]] = defaultdict(list)
+    found: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for run in sorted(runs, key=lambda run: run["seed"]):
         found[tuple(run.get(key) for key in keys)].append(run)
     return found

@@ -2,11 +2,11 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
-from corral.validate import number_in, require
+from corral.validate import number_in, require, require_words
 
 NAN, INF = math.nan, math.inf
 
@@ -87,6 +87,18 @@ class TCEConfig:
 def test_the_owner_is_called_by_its_name_or_its_class(owner: object, name: str) -> None:
     with pytest.raises(ValueError, match=rf"^{name}: `x` must be ≥ 0; got -1\.$"):
         require(owner, "x", at_least=0)
+
+
+@dataclass
+class Words:
+    how: Literal["a", "b"]
+    many: Literal[1, 2] = 1
+
+
+def test_a_word_is_one_of_its_fields_own_type() -> None:
+    require_words(Words("a"), "how", "many")
+    with pytest.raises(ValueError, match=r"^Words: `how` is one of a, b; got 'c'\.$"):
+        require_words(Words("c"), "many", "how")  # type: ignore[arg-type]
 
 
 def test_the_name_and_the_exception_can_be_chosen() -> None:

@@ -4,14 +4,13 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import product
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
 
-from corral.lab.report.ranges import SweepRow
 from corral.lab.report.statistics import holm
-from corral.lab.report.sweep import UsableRange, usable_range
+from corral.lab.report.sweep import SweepRow, UsableRange, usable_range
 from results.deployed.plans import BOUNDS, FRESH, RATES, TUNING
 from results.packed import Row
 from results.pages import markdown, rate_text, signed
@@ -96,7 +95,7 @@ def usable_bounds(runs: Sequence[Row], schedule: str) -> str:
     return listed((one for one in ranges if one.setting.get("learning_rate") == "auto"), held="")
 
 
-def fresh_rates(runs: Iterable[Row]) -> dict[tuple[object, ...], list[Row]]:
+def fresh_rates(runs: Iterable[Row]) -> dict[tuple[Any, ...], list[Row]]:
     """One pass, fifteen steps, on fresh seeds: by objective, rate, arm and schedule."""
     return group(where(runs, passes=1, steps=15, seed=FRESH, reuse=None), "objective", "rate", "arm", "schedule")
 

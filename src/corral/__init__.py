@@ -110,7 +110,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     for module in _MODULES:
         found = vars(import_module(f"{__name__}.{module}")).items()
-        # corral.projection.gaussian_kl is a module, corral.gaussian_kl a function.
+        # corral.projection.categorical_kl is a module, corral.categorical_kl a function.
         globals().update({public: value for public, value in found if public in __all__ and not isinstance(value, ModuleType)})
     return globals()[name]
 

@@ -1,4 +1,4 @@
-"""Rewards → credit: relative to a group of completions of one prompt, or step by step with a critic."""
+"""Advantages from rewards: relative to a group of completions of one prompt, or step by step with a critic."""
 
 from typing import Literal, get_args
 
@@ -12,13 +12,13 @@ from corral.validate import number_in
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce++"]
 
 _STD_FLOOR = 1e-4
-"""Added to a standard deviation before dividing by it."""
+"""Constant added to a standard deviation before dividing by it."""
 
 
 def group_advantages(
     rewards: Float[Tensor, " B"], group: Int[Tensor, " B"], how: Advantage, *, mask: Bool[Tensor, "B T"] | None = None
 ) -> Float[Tensor, " B"]:
-    """Credit of each completion relative to its group.
+    """Advantage of each completion relative to its group.
 
         grpo           (R − mean_g) / (std_g + 1e-4), unbiased std; 0 in a group of one
         dr_grpo        R − mean_g
@@ -85,7 +85,7 @@ def group_advantages(
 
 
 def _check_mask(mask: Tensor, completions: int, how: Advantage) -> None:
-    """Refuse a mask that whitening over tokens cannot read, or that nothing would read."""
+    """Refuse a mask that whitening over tokens cannot read, or that `how` does not use."""
     require_tensors("group_advantages", mask=mask)
     if how != "reinforce++":
         raise ValueError(f"group_advantages: `mask` is what reinforce++ whitens over, and {how} reads none. Leave it out.")

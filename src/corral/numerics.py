@@ -1,4 +1,4 @@
-"""Numerics: precision, and logarithms that stay exact at both ends."""
+"""Numerical helpers: precision, and logarithms that stay exact at both ends."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -14,23 +14,23 @@ _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
 
 NEAR = 0.5
-"""|x| below which eˣ − 1 − x is summed as a series; above it the plain form loses three bits at most."""
+"""Largest |x| for which eˣ − 1 − x is summed as a series; above it the plain form loses three bits at most."""
 
 
 LOG_RATIO_MAX = 20.0
-"""Ratios are cut off at e²⁰, before exp: a blocked token may overflow, and 0 · inf is NaN."""
+"""Largest log-ratio that exp is taken of: a blocked token's ratio may overflow, and 0 · inf is NaN."""
 
 CERTAIN = -1e-8
-"""The largest sampled log-prob a KL reads. 0 in float32 is p ≥ 1 − 6e-8, rounded, and infinitely far from any other policy."""
+"""Largest sampled log-prob that a KL reads. A rounded 0 in float32 would be infinitely far from any other policy."""
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Half precision is for storage: everything here is computed in float32 or better."""
+    """Convert half precision to float32: it is for storage, and nothing is computed in it."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """All in the best precision that one of them has, float32 at least."""
+    """Convert all tensors to the best precision among them, float32 at least."""
     dtype = reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
     return tuple(x.to(dtype) for x in tensors)
 
@@ -46,7 +46,7 @@ def require_tensors(where: str, **given: object) -> None:
 
 
 def without_autocast(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
-    """Autocast would round the factors of every float32 product to half precision: here they stay what they are."""
+    """Decorator that switches autocast off: it would round the factors of float32 products to half precision."""
 
     @wraps(function)
     def exact(*args: _P.args, **kwargs: _P.kwargs) -> _Result:
@@ -61,7 +61,7 @@ def without_autocast(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
 
 
 def log1mexp(x: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
-    """log(1 − eˣ) for x ≤ 0, exact at both ends; the log-probability of "any other".
+    """Compute log(1 − eˣ) for x ≤ 0, exact at both ends: the log-probability of "any other token".
 
     Near 0 it is log(−expm1(x)), far below 0 it is log1p(−eˣ). Gives −inf with gradient 0 at x = 0 (and above, where only
     rounding can put a log-probability).
@@ -78,7 +78,7 @@ def log1mexp(x: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
 
 
 def logsumexp(x: Float[Tensor, "*b K"]) -> Float[Tensor, "*b"]:
-    """log Σ eˣ over the last axis; −inf with gradient 0 (not NaN) where every entry is −inf."""
+    """Compute log Σ eˣ over the last axis; −inf with gradient 0 (not NaN) where every entry is −inf."""
     peak = x.detach().amax(-1, keepdim=True)
     peak = torch.where(peak.isfinite(), peak, 0.0)
     total = (x - peak).exp().sum(-1)
@@ -87,14 +87,14 @@ def logsumexp(x: Float[Tensor, "*b K"]) -> Float[Tensor, "*b"]:
 
 
 def expm1_minus(x: Tensor) -> Tensor:
-    """eˣ − 1 − x ≥ 0, to full relative precision however small x is."""
+    """Compute eˣ − 1 − x ≥ 0 to full relative precision, however small x is."""
     near = x.abs() < NEAR
     far = torch.where(near, 1.0, x)
     return torch.where(near, expm1_minus_series(torch.where(near, x, 0.0)), torch.expm1(far) - far)
 
 
 def expm1_minus_series(x: Tensor) -> Tensor:
-    """eˣ − 1 − x for |x| < ½, as x² Σ xⁿ/(n+2)! until the terms no longer count: the plain form cancels to x²/2."""
+    """Compute eˣ − 1 − x for |x| < ½ as the series x² Σ xⁿ/(n+2)!: the plain form loses its digits to cancellation."""
     terms = 15 if x.dtype == torch.float64 else 8
     # One tensor for all coefficients: making fourteen takes longer than the sum.
     first, *others = x.new_tensor([1 / math.factorial(n) for n in range(terms + 1, 1, -1)]).unbind()
@@ -105,9 +105,9 @@ def expm1_minus_series(x: Tensor) -> Tensor:
 
 
 def gradient_state(parameters: Iterable[Tensor]) -> tuple[bool, bool]:
-    """Whether every gradient is finite, and whether all are exactly 0; (True, False) where none is at hand.
+    """(all gradients are finite, all are exactly 0); (True, False) if there are no gradients.
 
-    Of a sharded gradient it reads this process's part. Two numbers come off the device, together.
+    For a sharded gradient it reads this process's part. Both flags leave the device in one transfer.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:

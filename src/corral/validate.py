@@ -1,4 +1,4 @@
-"""Checks of settings: `require` for fields of a dataclass, `nearest` for misspelt names, and the errors that users read."""
+"""Refusals that users read: two errors, misspelt names answered with the nearest one, and `require` for fields of settings."""
 
 import dataclasses
 import math
@@ -8,14 +8,67 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, get_args
 
-_Limits = tuple[float | None, float | None]
-"""A limit that is allowed itself, and one that is not."""
+# ------------------------------------------------------------------------------------------------------------- errors
 
-_WORD_START = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+
+class RunError(Exception):
+    """A run cannot start or continue. The message says what is wrong, why, and what to do."""
+
+
+class RewardError(RunError):
+    """A reward function failed; the cause is chained."""
+
+
+def pip_install(extra: str) -> str:
+    """The commands that install an extra of corral, from the package index and in a checkout of the source."""
+    return f"pip install 'corral[{extra}]', or in a checkout pip install -e '.[{extra}]'"
+
+
+# -------------------------------------------------------------------------------------------------------------- names
+
+_ALSO_CALLED = {
+    "ppo": ["ppo_clip"], "grpo": ["ppo_clip"], "dapo": ["clip_higher"], "dpo": ["dppo"], "epsilon": ["bound", "clip_low"],
+    "delta": ["bound"], "epsilon_low": ["clip_low"], "epsilon_high": ["clip_high"], "lr": ["learning_rate"],
+    "rate": ["learning_rate"], "batch_size": ["per_device_train_batch_size"], "max_tokens": ["max_completion_length"],
+}  # fmt: skip
+"""Names of papers and other libraries, and what they are called here, the likeliest first. Their letters would mislead."""
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the nearest match, and all known names."""
+    known = sorted(known)
+    typed = str(name).lower().replace("-", "_")
+    meant = [other for other in _ALSO_CALLED.get(typed, ()) if other in known][:1]
+    # Recipes have hyphens of their own, so the name is also tried as it was typed.
+    close = meant or get_close_matches(typed, known, n=1) or get_close_matches(str(name), known, n=1)
+    guess = f" Did you mean {close[0]!r}?" if close else ""
+    return f"{guess} There are: {', '.join(known) or 'none'}."
+
+
+def suggest(name: object, known: Iterable[str]) -> str:
+    """The nearest match alone, for messages where the known names are hundreds."""
+    return nearest(name, known).split(" There are:")[0]
+
+
+def build_config(owner: str, config_cls: type, settings: Mapping[str, Any]) -> Any:
+    """`config_cls(**settings)`, or a ValueError that names a setting which it does not have."""
+    check_keys(owner, config_cls, settings)
+    return config_cls(**settings)
+
+
+def check_keys(owner: str, config_cls: type, settings: Iterable[str]) -> None:
+    """Raise a ValueError for the first setting that a dataclass does not have."""
+    known = [field.name for field in dataclasses.fields(config_cls) if field.init]
+    for key in settings:
+        if key not in known:
+            raise ValueError(f"{owner}: there is no setting `{key}`.{nearest(key, known)}")
+
+
+# ------------------------------------------------------------------------------------------------------------- fields
 
 
 def number_in(value: object, low: float, high: float = math.inf) -> bool:
-    """Whether `value` is a number in [low, high]; NaN, booleans and everything else are not."""
+    """True if `value` is a number in [low, high]; NaN, booleans and everything else give False."""
     return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 
 
@@ -36,7 +89,7 @@ def require(
     name: str | None = None,
     error: type[Exception] = ValueError,
 ) -> None:
-    """Raise unless each of the named fields is what it must be: a number in a range, or one of some values.
+    """Raise unless each of these fields is what it must be: a number in a range, or one of some values.
 
         require(self, "bound", "bound_low", at_least=0, what="a divergence", note="inf switches it off")
         ValueError: dppo: `bound` is a divergence and must be ≥ 0 (inf switches it off); got -1.
@@ -55,7 +108,7 @@ def require(
         optional: None is allowed too.
         what: what the field is, with its article.
         note: anything more to say, in brackets.
-        name: who complains; by default `owner.name`, else its class: `DPPOConfig` is dppo, other classes as they are called.
+        name: the owner's name in the message; by default that of `owner_name`.
         error: the exception to raise.
     """
     choices = None if one_of is None else list(one_of)
@@ -95,18 +148,12 @@ def require_words(owner: object, *fields: str) -> None:
         require(owner, name, one_of=get_args(types[name]))
 
 
-def owner_name(owner: object) -> str:
-    """`owner.name` where there is one, else the class: `PPOClipConfig` is ppo_clip, `ProDMP` is itself."""
-    given = getattr(owner, "name", None)  # tasks have a name; most settings do not
-    if isinstance(given, str):
-        return given
-    called = type(owner).__name__
-    bare = called.removesuffix("Config")
-    return called if bare == called else _WORD_START.sub("_", bare).lower()
+_Limits = tuple[float | None, float | None]
+"""A limit that is allowed itself, and a limit that is not."""
 
 
 def _condition(integer: bool, finite: bool, low: _Limits, high: _Limits) -> str:
-    """ "is a whole number ≥ 1", "must be finite and > 0", "must lie in (0, 1]"."""
+    """The condition as the message has it: "is a whole number ≥ 1", "must be finite and > 0", "must lie in (0, 1]"."""
     (at_least, above), (at_most, below) = low, high
     least, most = at_least if above is None else above, at_most if below is None else below
     kind = "whole number" if integer else "finite number" if finite else "number"
@@ -119,52 +166,14 @@ def _condition(integer: bool, finite: bool, low: _Limits, high: _Limits) -> str:
     return f"is a {kind} {limit}" if integer else f"must be {'finite and ' * finite}{limit}"
 
 
-class RunError(Exception):
-    """A run cannot start or continue. The message is for users: what, why, and what to do."""
+_WORD_START = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 
-class RewardError(RunError):
-    """A reward function failed; the cause is chained."""
-
-
-ALSO_CALLED = {
-    "ppo": ["ppo_clip"], "grpo": ["ppo_clip"], "dapo": ["clip_higher"], "dpo": ["dppo"], "epsilon": ["bound", "clip_low"],
-    "delta": ["bound"], "epsilon_low": ["clip_low"], "epsilon_high": ["clip_high"], "lr": ["learning_rate"],
-    "rate": ["learning_rate"], "batch_size": ["per_device_train_batch_size"], "max_tokens": ["max_completion_length"],
-}  # fmt: skip
-"""What papers and other libraries call something that has another name here, the likeliest first; letters would not tell."""
-
-
-def suggest(name: object, known: Iterable[str]) -> str:
-    """The nearest match alone, where there are hundreds of names."""
-    return nearest(name, known).split(" There are:")[0]
-
-
-def pip_install(extra: str) -> str:
-    """The command that installs an extra of corral: from the package index, and in a checkout of the source."""
-    return f"pip install 'corral[{extra}]', or in a checkout pip install -e '.[{extra}]'"
-
-
-def nearest(name: object, known: Iterable[str]) -> str:
-    """The end of a message on an unknown name: the nearest match, and all known names."""
-    known = sorted(known)
-    typed = str(name).lower().replace("-", "_")
-    meant = [other for other in ALSO_CALLED.get(typed, ()) if other in known][:1]
-    # Recipes have hyphens of their own, so the name is also tried as it was typed.
-    close = meant or get_close_matches(typed, known, n=1) or get_close_matches(str(name), known, n=1)
-    guess = f" Did you mean {close[0]!r}?" if close else ""
-    return f"{guess} There are: {', '.join(known) or 'none'}."
-
-
-def build_config(owner: str, config_cls: type, settings: Mapping[str, Any]) -> Any:
-    """`config_cls(**settings)`, with a clear refusal of settings it does not have."""
-    check_keys(owner, config_cls, settings)
-    return config_cls(**settings)
-
-
-def check_keys(owner: str, config_cls: type, settings: Iterable[str]) -> None:
-    """Refuse settings that a dataclass does not have."""
-    known = [field.name for field in dataclasses.fields(config_cls) if field.init]
-    for key in settings:
-        if key not in known:
-            raise ValueError(f"{owner}: there is no setting `{key}`.{nearest(key, known)}")
+def owner_name(owner: object) -> str:
+    """Name of an object in messages: its `name`, else its class. `PPOClipConfig` is ppo_clip, `ProDMP` is itself."""
+    given = getattr(owner, "name", None)  # tasks have a name; most settings do not
+    if isinstance(given, str):
+        return given
+    called = type(owner).__name__
+    bare = called.removesuffix("Config")
+    return called if bare == called else _WORD_START.sub("_", bare).lower()

@@ -35,10 +35,13 @@ def files_of(arguments: list[str]) -> set[Path]:
 
 def test_every_file_is_in_one_shard(script: ModuleType, tmp_path: Path) -> None:
     found = Counter(file for shard in script.SHARDS for file in files_of(script.command(shard, 1, tmp_path)))
-    wanted = {file for folder in ("kernels", "llm", "deployed") for file in (ROOT / "tests" / folder).glob("test_*.py")}
+    wanted = {file for folder in ("head", "corral_trl", "deployed") for file in (ROOT / "tests" / folder).glob("test_*.py")}
     assert len(wanted) > 40
     robots = {
-        file for file in (ROOT / "tests" / "robot").glob("test_*.py") if re.search(r"mark\.gpu|import DEVICE", file.read_text())
+        file
+        for folder in ("robot", "lab/baselines", "lab/environments", "lab/jobs")
+        for file in (ROOT / "tests" / folder).glob("test_*.py")
+        if re.search(r"mark\.gpu|import DEVICE", file.read_text())
     }
     assert len(robots) > 3
     assert found == dict.fromkeys(wanted | robots | {ROOT / "tests" / "test_cuda.py"}, 1)

@@ -1,52 +1,26 @@
-"""The pages say what benchmarks/results/head.jsonl holds, and a table says what a row does."""
+"""A table of benchmarks/results says what its rows do."""
 
-from pathlib import Path
-
-import head_page
 import pytest
 from head_contenders import CLIP, GEMM, TROLL
 from head_union import UNIONS
-from rows import FOLDER, Row, read_rows
+from rows import Row
 
-HEAD = FOLDER / "head.jsonl"
-
-
-@pytest.mark.parametrize("path", head_page.PAGES, ids=lambda path: path.name)
-def test_a_page_holds_the_latest_numbers(path: Path) -> None:
-    text = path.read_text()
-    assert head_page.page(text, read_rows(HEAD)) == text, "run `python benchmarks/head_page.py`"
-
-
-def test_everything_measured_is_on_a_page_once() -> None:
-    found = [name for path in head_page.PAGES for name in head_page.BLOCK.findall(path.read_text())]
-    assert sorted(found) == sorted(head_page.BLOCKS)
-
-
-def test_the_page_is_short() -> None:
-    assert len(head_page.PAGES[0].read_text().splitlines()) <= 130
+from results import timings
 
 
 def usual(width: int, policy: str, task: str, name: str, x: float, section: str = "usual", **more: object) -> Row:
     """A row of the usual shape, ten milliseconds a GEMM."""
-    about = {"section": section, **head_page.USUAL, "H": width, "policy": policy, "task": task, "name": name}
+    about = {"section": section, **timings.USUAL, "H": width, "policy": policy, "task": task, "name": name}
     where = {"gpu": "card", "torch": "2", "date": "2026-01-01", "code": "abc"}
     return {**about, "ms": 10 * x, "x": x, "mib": 1.0, **where, **more}
 
 
-def test_what_is_not_measured_stays() -> None:
-    old = "before\n\n<!-- measured: goals -->\nstale\n<!-- /measured -->\n\nafter\n"
-    new = head_page.page(old, [usual(896, "peaked", GEMM, "one GEMM", 1.0)])
-    assert new.startswith("before\n\n<!-- measured: goals -->\n\n|")
-    assert new.endswith("<!-- /measured -->\n\nafter\n")
-    assert "stale" not in new
-
-
 def test_a_block_says_on_what_and_when_it_was_measured() -> None:
     rows = [usual(896, "peaked", GEMM, "one GEMM", 1.0), usual(896, "flat", GEMM, "one GEMM", 1.0, date="2026-01-02", code="d")]
-    assert head_page.source(rows, "usual") == (
+    assert timings.source(rows, "usual") == (
         "card, torch 2; 2026-01-01 (code abc), 2026-01-02 (code d): `python benchmarks/head.py --section usual`.\n"
     )
-    assert head_page.source(rows, "shapes") == "Not measured yet.\n"
+    assert timings.source(rows, "shapes") == "Not measured yet.\n"
 
 
 def line(text: str, start: str) -> str:
@@ -62,7 +36,7 @@ def test_a_goal_is_bold_where_it_is_met() -> None:
         usual(896, "peaked", TROLL, "corral", 2.0),
     ]
     said = "| TROLL update, peaked, × one GEMM | ≤ 1.08 | **1.07** | 1.20 | ≤ 1.12 | 2.00 |  |"
-    assert line(head_page.goals(rows), "TROLL update, peaked, × one GEMM") == said
+    assert line(timings.goals(rows), "TROLL update, peaked, × one GEMM") == said
 
 
 def test_the_fastest_other_head_is_another_ones() -> None:
@@ -75,22 +49,22 @@ def test_the_fastest_other_head_is_another_ones() -> None:
         usual(896, "flat", CLIP, "Liger, fused cross-entropy", 3.0, "heads"),
         {**usual(896, "flat", CLIP, "TRL, chunked log-probs, clip", 1.0, "heads"), "N": 1},
     ]
-    assert line(head_page.goals(rows), "clip update, flat").endswith("| ≤ 1.05 | **0.50** |  |")
-    assert line(head_page.heads(rows), "Liger") == "| Liger, fused cross-entropy |  |  |  | 3.00, 1 MiB |"
+    assert line(timings.goals(rows), "clip update, flat").endswith("| ≤ 1.05 | **0.50** |  |")
+    assert line(timings.heads(rows), "Liger") == "| Liger, fused cross-entropy |  |  |  | 3.00, 1 MiB |"
 
 
 def test_memory_beyond_the_gradients() -> None:
     # dH and dW in bfloat16: 2 · 896 · (8192 + 151936) bytes = 273.656 MiB.
-    assert head_page.beyond_gradients(usual(896, "peaked", TROLL, "corral", 1.0, mib=300.0)) == pytest.approx(26.34375)
+    assert timings.beyond_gradients(usual(896, "peaked", TROLL, "corral", 1.0, mib=300.0)) == pytest.approx(26.34375)
 
 
 def test_rows_that_were_not_measured_leave_gaps() -> None:
     rows = [usual(4096, "peaked", GEMM, "one GEMM", 1.0), usual(4096, "peaked", TROLL, "corral", 1.1, gradient_error=0.01)]
-    assert head_page.in_short(rows).splitlines()[2:] == [
+    assert timings.in_short(rows).splitlines()[2:] == [
         "| one GEMM, a lower bound | 10 ms |  |  |",
         "| TROLL update, peaked policy | 11 ms | -1250 MiB | 1 % |",
     ]
-    assert line(head_page.gains(rows), "TROLL update, peaked").count("|  |") == 3
+    assert line(timings.gains(rows), "TROLL update, peaked").count("|  |") == 3
 
 
 def test_a_line_of_the_updates() -> None:
@@ -99,8 +73,8 @@ def test_a_line_of_the_updates() -> None:
         about = {"section": "update", "model": "one", "policy": policy, "sequences": 2, "tokens": 4, "name": name, "ms": ms}
         return {**about, "mib": 3.4, "gpu": "card", "torch": "2", "date": "2026-01-01", "code": "abc"}
 
-    timed = [row(name, ms) for name, ms in zip(head_page.CONTENDERS, (100.0, 80.0, 50.0), strict=True)]
-    table = head_page.updates([*timed, row("TRL, GRPO", 90.0, "peaked")])
+    timed = [row(name, ms) for name, ms in zip(timings.CONTENDERS, (100.0, 80.0, 50.0), strict=True)]
+    table = timings.updates([*timed, row("TRL, GRPO", 90.0, "peaked")])
     assert table.splitlines()[2:3] == ["| one, flat | 2 × 4 | 100 ms | 80 ms | 50 ms | 2.00 | 3, 3, 3 |"]
     assert "peaked" not in table
 
@@ -112,15 +86,15 @@ def test_a_line_of_the_unions() -> None:
         return usual(896, "flat", TROLL, name, x, "union", gradient_error=0.001 * x, **seen)
 
     rows = [row(x, name) for x, name in enumerate((name for task, name in UNIONS if task == TROLL), 1)]
-    (found,) = head_page.unions(rows).splitlines()[2:3]
+    (found,) = timings.unions(rows).splitlines()[2:3]
     times = " | ".join(f"{x:.2f}, 1 MiB" for x in range(1, 6))
     assert found == f"| H = 896, flat | {times} | 0.1 %, 0.2 %, 0.5 % | 50 %, 100 % | 4, 2 of 9 |"
-    assert "flat" not in head_page.unions(rows[1:])
+    assert "flat" not in timings.unions(rows[1:])
 
 
 def test_rows_of_two_cards_are_not_mixed() -> None:
     rows = [usual(896, "peaked", GEMM, "one GEMM", 1.0, gpu="old"), usual(4096, "peaked", GEMM, "one GEMM", 1.0)]
-    text = head_page.page("<!-- measured: gains -->\n<!-- /measured -->", rows)
+    text = timings.gains(timings.of_one_gpu(rows))
     assert "card, torch 2" in text
     assert "old" not in text.replace("old pass", "")
 
@@ -132,7 +106,7 @@ def test_the_sentence_of_the_front_page() -> None:
         usual(4096, "peaked", TROLL, "full logits", 6.0, mib=14251.0),
         usual(4096, "peaked", GEMM, "one GEMM", 1.0),
     ]
-    said = head_page.in_a_sentence(rows)
+    said = timings.in_a_sentence(rows)
     assert "takes 12 ms on one card: one GEMM takes 10, full logits 60." in said
     assert "60 MiB instead of 12.7 GiB" in said
-    assert head_page.in_a_sentence(rows[:2]) == "Not measured yet."
+    assert timings.in_a_sentence(rows[:2]) == "Not measured yet."

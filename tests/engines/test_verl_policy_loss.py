@@ -92,7 +92,7 @@ def test_a_deployed_bound_that_verls_own_trainer_would_not_hold_is_refused() -> 
 def test_verls_own_settings_are_refused() -> None:
     loss_fn = make_policy_loss("corral_spo", aggregate)
     with pytest.raises(
-        ValueError, match=r"corral_spo finds no settings.*_target_=corral\.engine\.verl\.config\.CorralPolicyLossConfig"
+        ValueError, match=r"corral_spo finds no settings.*_target_=corral\.engines\.verl\.config\.CorralPolicyLossConfig"
     ):
         loss_fn(**tokens(), config=SimpleNamespace(policy_loss=SimpleNamespace(loss_mode="corral_spo")))
     with pytest.raises(ValueError, match="settings are of corral_gspo, and verl calls corral_spo"):

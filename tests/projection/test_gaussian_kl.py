@@ -369,7 +369,7 @@ def test_a_handful_of_evaluations_is_enough(bound, dtype, monkeypatch):
         roots.append(find_root(*args, **options))
         return roots[-1]
 
-    monkeypatch.setattr("corral.projection.gaussian_kl.find_root", kept)
+    monkeypatch.setattr("corral.projection.gaussian.find_root", kept)
     for spread in (0.5, 2.0, 8.0):
         _, new, _, old = policies(32, 9, spread)
         out = project_cov(new.to(dtype), old.to(dtype), bound)

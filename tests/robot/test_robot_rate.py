@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 import robot_rate
-from rows import read_rows, with_block
+from rows import read_rows
+
+from results.timings import robot_rates
 
 
 def test_ratios_are_to_one_thread_in_both_ways() -> None:
@@ -30,5 +32,7 @@ def test_saved_rows_replace_those_of_the_same_task_and_cores(tmp_path: Path, mon
 
 
 def test_the_page_shows_the_saved_rows() -> None:
-    page, measured = robot_rate.PAGE.read_text(), robot_rate.block(read_rows(robot_rate.FILE))
-    assert with_block(page, "rate", measured) == page, "run `python benchmarks/robot_rate.py --page`"
+    rows = [{"task": "box", "cores": 2, "episodes": 64, "workers": 1, "way": "batch", "steps_per_second": 12345.6}]
+    assert robot_rates([*rows, {"recipe": "via_point"}]).splitlines()[2:] == [
+        "| box | 2 | 64 | 1 | as one batch | 12 346 | – | – |"
+    ]

@@ -1,4 +1,4 @@
-"""A learning rate controlled by how far the network really moved."""
+"""A learning rate found automatically from the measured distance of each step."""
 
 import math
 from typing import Any
@@ -26,12 +26,12 @@ class RateController:
             raise ValueError(f"RateController: 0 < `low` ≤ 1 ≤ `high`, both finite; got {low!r} and {high!r}.")
         self.power, self.low, self.high = power, low, high
         self.scale = 1.0
-        """What the rate that was asked for is multiplied with by now."""
+        """Factor by which the initial learning rate is multiplied now."""
 
     def update(self, distance: float, bound: float) -> float:
-        """The factor for the rate after a batch that moved the network by `distance`, where `bound` was meant.
+        """Factor for the learning rate after a batch that moved the network by `distance` instead of `bound`.
 
-        A network that did not move gets the largest factor, one that left the numbers (NaN, inf) the smallest.
+        A network that did not move gets the largest factor, a distance of NaN or inf the smallest.
         """
         if not (number_in(bound, 0) and 0 < bound < math.inf):
             raise ValueError(f"RateController: `bound` is a divergence > 0 and finite; got {bound!r}.")
@@ -45,11 +45,11 @@ class RateController:
         return factor
 
     def state_dict(self) -> dict[str, float]:
-        """All that a resumed run needs."""
+        """State that a resumed run needs."""
         return {"scale": self.scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore a state from `state_dict`."""
         scale: Any = state.get("scale")
         if not (number_in(scale, 0) and 0 < scale < math.inf):
             raise ValueError(f"RateController: a saved `scale` is a number > 0; got {state!r}. Is the checkpoint whole?")

@@ -1,4 +1,4 @@
-"""Retraction: after a batch's updates, back towards the old weights until the network that will be deployed is near enough."""
+"""Retraction: shrink a step towards the old weights until the deployed network's KL is within its bound."""
 
 import logging
 import math
@@ -16,42 +16,42 @@ from corral.validate import number_in
 logger = logging.getLogger(__name__)
 
 AIM = 0.97
-"""The share of the bound that a guess aims at: one that lands just above it would be a probe for nothing."""
+"""Share of the bound that a guess aims at: a probe just above the bound would be wasted."""
 CAREFUL = 0.7
-"""The same for the last guess, after which nothing would be left but the old weights."""
+"""Share of the bound that the last guess aims at: if it fails, only the old weights are left."""
 ENOUGH = 0.8
-"""A kept step that uses this share of the bound is not worth another probe."""
+"""Share of the bound above which a step is kept without another probe."""
 LOST = 0.1
-"""The share to try next where the distance is no number."""
+"""Factor on the share of the step after a distance that is NaN or inf."""
 LEAST = 1e-6
-"""A smaller share is not worth a probe: nothing is kept."""
+"""Least share of a step that is probed; below it nothing is kept."""
 FEW = 5000
-"""Least number of tokens for which the 99.9th percentile is reported: of fewer it is one of the five largest values."""
+"""Least number of tokens for which the 99.9th percentile is reported: with fewer it is one of the five largest values."""
 _INTERPOLATED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Types of weights and buffers that lie between the old and the new ones."""
 _told: set[str] = set()
-"""Warnings that were given: each is given once."""
+"""Warnings that were already given: each is given once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """What a retraction measured, kept and promises: on these tokens, the network is as near as `after` says."""
+    """Result of a retraction: the share of the step that was kept, and the KL measured before and after."""
 
     statistic: str
     bound: float
     share: float
-    """How much of the step was kept: θ_old + share · (θ_new − θ_old)."""
+    """Share of the step that was kept: θ_old + share · (θ_new − θ_old)."""
     probes: int
-    """Measurements that this took, with the one at the old weights where nothing else fitted."""
+    """Number of measurements, with the one at the old weights if nothing else fitted."""
     value_before: float
-    """The statistic after the updates, before anything was undone; NaN where a weight was no number."""
+    """Statistic after the updates, before anything was undone; NaN if a weight was NaN or inf."""
     value_after: float
-    """The statistic of what was kept, measured: at most the bound, or `rounding` where the old weights were kept."""
+    """Measured statistic of the kept weights: at most the bound, or `rounding` if these are the old weights."""
     before: TokenKL
     after: TokenKL
 
     def metrics(self) -> dict[str, float]:
-        """As a trainer logs it; without the 99.9th percentile where fewer than 5,000 tokens were measured."""
+        """Metrics for a trainer's log, without the 99.9th percentile if fewer than 5,000 tokens were measured."""
         after = self.after
         found = {
             "tr/deployed_kl_mean": after.mean,
@@ -97,7 +97,7 @@ def retract(
     max_probes: int = 4,
     rounding: float = 1e-6,
 ) -> Certificate:
-    """Keep the largest share of a step that a few probes find, for which a statistic of the per-token KL fits a bound.
+    """Keep the largest share of a step, found by a few probes, whose per-token KL fits a bound.
 
         θ ← θ_old + s (θ_new − θ_old),   S(KL(π_θ ‖ π_old)) ≤ δ
 
@@ -170,7 +170,7 @@ def retract(
 
 @dataclass(frozen=True)
 class _Probe:
-    """One measurement."""
+    """One measurement: the share of the step, the statistic, and all numbers."""
 
     share: float
     value: float
@@ -178,7 +178,7 @@ class _Probe:
 
     @classmethod
     def of(cls, share: float, measured: Tensor | BatchKL, statistic: str) -> "_Probe":
-        """A KL that is no number anywhere leaves no statistic one: a quantile would pass it by."""
+        """Summarise a measurement. One NaN makes every statistic NaN: a quantile would not notice it."""
         found = TokenKL.of(measured)
         kl = measured.new_old if isinstance(measured, BatchKL) else measured
         lost = math.isnan(found.mean)
@@ -186,7 +186,7 @@ class _Probe:
 
 
 def _next_share(tried: list[_Probe], bound: float, *, last: bool) -> float | None:
-    """Where to measure next, as if the statistic were a power of the share; None where nothing is worth another probe."""
+    """Next share to measure, as if the statistic were a power of the share; None if no probe is worth its cost."""
     fits = max((one for one in tried if one.value <= bound), key=lambda one: one.share, default=None)
     if fits is not None and (fits.share == 1.0 or fits.value >= ENOUGH * bound):
         return None
@@ -226,13 +226,13 @@ def restore(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def _is_finite(weight: Tensor) -> bool:
-    """Of a sharded weight, on all processes alike."""
+    """True if a weight is finite; for a sharded weight, on all processes."""
     finite = weight.isfinite().all()
     return bool(finite.full_tensor() if hasattr(finite, "full_tensor") else finite)  # a DTensor, whose import takes a second
 
 
 def _forget_copies(module: nn.Module) -> None:
-    """Before weights are read or after they were written: drop half-precision copies of autocast, and FSDP2's gathered ones."""
+    """Drop autocast's half-precision copies and FSDP2's gathered weights, before weights are read and after writing them."""
     torch.clear_autocast_cache()
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported, so not used
     for part in module.modules():
@@ -256,7 +256,7 @@ def _place(module: nn.Module, old: Mapping[str, Tensor], new: Mapping[str, Tenso
 
 
 def _between(old: Tensor, new: Tensor, share: float) -> Tensor:
-    """θ_old + share · (θ_new − θ_old), half precision computed wide; what is no floating-point number is the new one."""
+    """Interpolate θ_old + share · (θ_new − θ_old), half precision in float32; tensors of other types are taken from the new."""
     if share == 1 or new.dtype not in _INTERPOLATED:
         return new
     return torch.where(old == new, new, torch.lerp(old, new, share))  # the difference of equal infinities is no number

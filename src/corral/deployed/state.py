@@ -1,4 +1,4 @@
-"""Evaluate a network without a trace: modes, gradients and the random state are what they were."""
+"""Evaluation of a network that leaves its modes, gradients and random state unchanged."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

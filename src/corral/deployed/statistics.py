@@ -1,4 +1,4 @@
-"""Numbers that summarise the per-token KLs of a batch: mean and standard error, tail, worst token, sums over sequences."""
+"""Statistics of the per-token KLs of a batch: mean and standard error, tail, worst token, sums over sequences."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 Statistic = Callable[[Float[Tensor, " N"]], Tensor]
-"""Per-token KLs [N] → a scalar that grows with each of them."""
+"""Function of per-token KLs [N] to a scalar that grows with each of them."""
 
 
 def quantile(kl: Float[Tensor, " N"], level: float) -> Tensor:
@@ -28,15 +28,15 @@ STATISTICS: dict[str, Statistic] = {
     "cvar": lambda kl: worst_mean(kl, 0.01),
     "max": lambda kl: kl.max(),
 }
-"""What a bound can be put on, by name; `cvar` is the mean of the worst 1 %."""
+"""Statistics that can be bounded, by name; `cvar` is the mean of the worst 1 %."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BatchKL:
-    """One measurement of a network on N tokens of some sequences that the old network wrote, in nats."""
+    """Per-token KLs of a network, in nats, on N tokens of sequences that the old network sampled."""
 
     new_old: Float[Tensor, " N"]
-    """KL(new‖old) at each token: what a bound is put on."""
+    """KL(new‖old) at each token, which is bounded."""
     old_new: Float[Tensor, " N"]
     """KL(old‖new): tokens were drawn from the old network, so a sequence's sum estimates the KL of whole sequences."""
     sequence: Int[Tensor, " N"]
@@ -45,7 +45,7 @@ class BatchKL:
     """log π_new − log π_old of the token that was drawn, where it is known."""
 
     def effective_sample_size(self) -> float:
-        """(Σρ)² / (N Σρ²) in (0, 1]: the share of the tokens that importance ratios leave to count; 1 where none is known."""
+        """Effective share of the tokens under importance weights, (Σρ)² / (N Σρ²) in (0, 1]; 1 if no ratio is known."""
         if self.log_ratio is None:
             return 1.0
         ratio = (self.log_ratio.double() - self.log_ratio.max()).exp()  # a common factor changes nothing
@@ -65,11 +65,11 @@ class TokenKL:
     seq_mean: float | None = None
     """Σ_t KL(old‖new) of a sequence, the mean over sequences: an estimate of the KL of whole sequences."""
     seq_max: float | None = None
-    """Of the sequence that moved furthest."""
+    """Σ_t KL(old‖new) of the sequence that moved furthest."""
 
     @classmethod
     def of(cls, found: "Float[Tensor, ' N'] | BatchKL") -> "TokenKL":
-        """All numbers of per-token KLs; NaN anywhere makes all of them NaN. Those of sequences need a `BatchKL`."""
+        """Summarise per-token KLs; one NaN makes all numbers NaN. Numbers of sequences need a `BatchKL`."""
         batch = found if isinstance(found, BatchKL) else None
         kl = (found.new_old if isinstance(found, BatchKL) else found).detach().double()
         if not kl.numel():
@@ -92,11 +92,11 @@ def _sums(values: Float[Tensor, " N"], sequence: Int[Tensor, " N"]) -> Float[Ten
 
 
 def _standard_error(kl: Float[Tensor, " N"], sequence: Int[Tensor, " N"]) -> Tensor | None:
-    """Of the mean over tokens, as a ratio of two sums over S independent sequences: a long one weighs more.
+    """Standard error of the mean over tokens, as a ratio of two sums over S independent sequences.
 
         m = Σ_s K_s / Σ_s n_s          se² = S/(S−1) · Σ_s (K_s − m n_s)² / N²
 
-    Where every sequence has one token, it is s/√N with the unbiased s. None of a single sequence.
+    With one token in every sequence it is s/√N with the unbiased s. None for a single sequence.
     """
     excess = _sums(kl - kl.mean(), sequence)
     count = len(excess)

@@ -42,7 +42,7 @@ def binary_tv(logp_p: Float[Tensor, "*#b"], logp_q: Float[Tensor, "*#b"]) -> Flo
 
 
 def _rest_gap(logp_p: Tensor, logp_q: Tensor, gap: Tensor) -> Tensor:
-    """log (1 − q)/(1 − p), from the sampled token where it is small: two rounded logarithms would cancel in `gap`.
+    """Log-ratio log (1 − q)/(1 − p), from the sampled token if it is small: in `gap` two rounded logarithms would cancel.
 
     1 − q = (1 − p) − p (e^(log q − log p) − 1), so the ratio is 1 − p expm1(log q − log p) / (1 − p).
     """

@@ -36,7 +36,7 @@ def kl_elements(logp_p: Tensor, logp_q: Tensor, gap: Tensor) -> Tensor:
 
 
 def kl_terms(p: Tensor, q: Tensor, gap: Tensor) -> Tensor:
-    """p (eˣ − 1 − x) for x = `gap` = log q − log p, which the caller may know better than its two logarithms."""
+    """Terms p (eˣ − 1 − x) for x = `gap` = log q − log p, which may be more exact than the difference of two logarithms."""
     near = gap.abs() < NEAR
     # eˣ overflows where p underflows; far apart nothing cancels, so the term is multiplied out to q − p − p x.
     return torch.where(near, p * expm1_minus_series(torch.where(near, gap, 0.0)), q - p - p * gap)
@@ -57,7 +57,7 @@ def categorical_tv(logp_p: Float[Tensor, "*#b K"], logp_q: Float[Tensor, "*#b K"
 
 
 def abs_difference(logp_p: Tensor, logp_q: Tensor) -> Tensor:
-    """|p − q|, element by element, as max(p, q)·(1 − e^−|log p − log q|): no digits lost where p ≈ q."""
+    """Elementwise |p − q| as max(p, q)·(1 − e^−|log p − log q|): no digits are lost where p ≈ q."""
     logp_p, logp_q = at_least_float32(logp_p), at_least_float32(logp_q)
     neither = (logp_p == -torch.inf) & (logp_q == -torch.inf)
     gap = torch.where(neither, 0.0, logp_p) - torch.where(neither, 0.0, logp_q)
@@ -65,7 +65,7 @@ def abs_difference(logp_p: Tensor, logp_q: Tensor) -> Tensor:
 
 
 def _check_categories(where: str, logp_p: Tensor, logp_q: Tensor) -> None:
-    """Broadcasting is for leading axes: one category against many would be no divergence at all."""
+    """Refuse policies on different numbers of categories: the last axis is never broadcast."""
     require_tensors(where, logp_p=logp_p, logp_q=logp_q)
     if logp_p.shape[-1:] != logp_q.shape[-1:]:
         raise ValueError(

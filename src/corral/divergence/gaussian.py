@@ -17,9 +17,9 @@ class GaussianDistance(NamedTuple):
     """A divergence of two Gaussians: the means' part and the covariances' part."""
 
     mean: Tensor
-    """[*b], over the rows of the means and of whatever measures them."""
+    """The means' part [*b]."""
     cov: Tensor
-    """[*c], over the rows of the factors alone: one number where the covariance is shared."""
+    """The covariances' part [*c]: one number where the covariance is shared."""
 
     @property
     def total(self) -> Tensor:
@@ -138,7 +138,7 @@ def gaussian_entropy(chol: Float[Tensor, "... D"], *, diagonal: bool = False) ->
 
 
 def _whiten(x: Tensor, chol: Tensor, diagonal: bool) -> Tensor:
-    """L⁻¹ x for vectors x [*, D]; one factor [D, D] serves all rows in a single solve."""
+    """Whiten vectors x [*, D] to L⁻¹ x; one factor [D, D] serves all rows in a single solve."""
     if diagonal:
         return x / chol
     if chol.ndim == 2:
@@ -148,12 +148,15 @@ def _whiten(x: Tensor, chol: Tensor, diagonal: bool) -> Tensor:
 
 
 def mahalanobis(gap: Tensor, chol: Tensor, diagonal: bool) -> Tensor:
-    """|L⁻¹ gap|² [*], the squared length of `gap` in units of the Gaussian."""
+    """Squared length |L⁻¹ gap|² [*] in units of the Gaussian."""
     return _whiten(gap, chol, diagonal).square().sum(-1)
 
 
 def kl_of_covariances(chol_p: Tensor, chol_q: Tensor, diagonal: bool) -> Tensor:
-    """½ (tr A − D − log det A) [*]; NaN where one factor has a negative diagonal entry, inf where p's has a zero."""
+    """The KL's covariance part ½ (tr A − D − log det A) [*].
+
+    It is NaN where a factor has a negative diagonal entry, and inf where p's has a zero.
+    """
     # F = B − I, from the difference of the factors: what is small stays small instead of being what is left of I − I.
     if diagonal:
         gap = (chol_p - chol_q) / chol_q
@@ -169,7 +172,7 @@ def kl_of_covariances(chol_p: Tensor, chol_q: Tensor, diagonal: bool) -> Tensor:
 
 
 def covariance_gap(chol_p: Tensor, chol_q: Tensor, diagonal: bool) -> Tensor:
-    """Σ_p − Σ_q [*, D, D], or [*, D] of diagonals, from the difference F of the factors: F L_qᵀ + L_q Fᵀ + F Fᵀ."""
+    """Difference Σ_p − Σ_q [*, D, D], or [*, D] of diagonals, from the difference F of the factors: F L_qᵀ + L_q Fᵀ + F Fᵀ."""
     f = chol_p - chol_q
     if diagonal:
         return f * (chol_p + chol_q)
@@ -183,13 +186,13 @@ class _WassersteinLine(NamedTuple):
     start: Tensor
     """A square root of Σ_q, in the frame of the line."""
     step: Tensor
-    """What leads from it to a square root of Σ_p."""
+    """Difference of a square root of Σ_p from `start`."""
     distance: Tensor
     """Squared length [*] in the chosen form; t of the way is t² of it."""
 
 
 def wasserstein_line(chol_p: Tensor, chol_q: Tensor, form: WassersteinForm, scaled: bool, diagonal: bool) -> _WassersteinLine:
-    """The line whose length is the distance. "bures" with `scaled` is in the frame of q: its start is I, not a root of Σ_q.
+    """Line between two covariances whose length is their distance. With "bures" and `scaled` its start is I, in the frame of q.
 
     The optimal map from q to p is T = L_q⁻ᵀ (L_qᵀ Σ_p L_q)^½ L_q⁻¹, so T L_q is a root of Σ_p, and |(T − I) L_q|² is the
     squared distance: the Bures geodesic is the straight line from L_q to T L_q.
@@ -215,7 +218,7 @@ def wasserstein_line(chol_p: Tensor, chol_q: Tensor, form: WassersteinForm, scal
 
 
 def symmetric_root(factor: Tensor) -> Tensor:
-    """(F Fᵀ)^½ [*, D, D], the symmetric positive root, from any square F; NaN on rows that are not finite."""
+    """Symmetric positive root (F Fᵀ)^½ [*, D, D] of any square F; NaN on rows that are not finite."""
     finite = factor.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
     safe = torch.where(finite, factor, torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device))
     root, _, _ = _SymmetricRoot.apply(safe)  # LAPACK refuses a whole batch for one NaN
@@ -223,7 +226,7 @@ def symmetric_root(factor: Tensor) -> Tensor:
 
 
 class _SymmetricRoot(torch.autograd.Function):
-    """R = U S Uᵀ from F = U S Vᵀ: no digit of F's condition number is lost to squaring it.
+    """Root R = U S Uᵀ from F = U S Vᵀ, without squaring F and its condition number.
 
     Gradient. R R = F Fᵀ, so R dR + dR R = dF Fᵀ + F dFᵀ, which in the basis U is (σ_i + σ_j) dR_ij on the left. With
     Z_ij = Ḡ_ij / (σ_i + σ_j) in that basis, Ḡ symmetrised, ⟨Ḡ, dR⟩ = ⟨Z, dF Fᵀ + F dFᵀ⟩ = ⟨2 Z F, dF⟩. Sums of singular

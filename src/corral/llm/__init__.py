@@ -3,12 +3,14 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from corral.trl import TRL_RANGE
+
 if TYPE_CHECKING:
     from corral.lab.audit.callback import audit
     from corral.trl.config import CorralConfig
     from corral.trl.trainer import CorralTrainer
 
-__all__ = ["CorralConfig", "CorralTrainer", "audit"]
+__all__ = ["TRL_RANGE", "CorralConfig", "CorralTrainer", "audit"]
 
 _MODULES = {"CorralConfig": "trl.config", "CorralTrainer": "trl.trainer", "audit": "lab.audit.callback"}
 

@@ -36,7 +36,7 @@ class Objective:
     function: ObjectiveFunction
     config: ObjectiveConfig
     check: bool = True
-    """Refuse logits, probabilities and other numbers that are no log-probabilities."""
+    """True refuses logits, probabilities and other numbers that are not log-probabilities."""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -93,7 +93,7 @@ def objective_function(name: str) -> ObjectiveFunction:
 
 
 def plain_objective() -> Objective:
-    """The policy gradient without a region: what every other objective's gradient is at π = π_old."""
+    """The policy gradient without a region: most objectives have its gradient at π = π_old."""
     return make_objective("reinforce")
 
 
@@ -108,7 +108,7 @@ def unknown_objective(name: object) -> str:
 
 
 def register_objective(name: str, function: ObjectiveFunction, config_cls: type[ObjectiveConfig]) -> None:
-    """Add an objective of your own, for every door and report to find.
+    """Add an objective of your own: trainers, engines and reports then find it by its name.
 
     Args:
         name: what `make_objective` will call it; a name that is taken is refused.

@@ -1,4 +1,4 @@
-"""ASPO: turn the ratio over where the advantage is positive, so that tokens which have fallen behind count for more."""
+"""ASPO: invert the ratio where the advantage is positive, so that tokens which have become unlikely count for more."""
 
 import torch
 

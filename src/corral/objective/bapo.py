@@ -11,11 +11,11 @@ from corral.objective.ratio import clamp_log_ratio, clip_surrogate, credit, log_
 from corral.tensors import ObjectiveOutput, TokenBatch
 
 _STEP = 0.05
-"""By how much the upper bound is raised at a time, as in the authors' code."""
+"""Step by which the upper bound is raised, as in the authors' code."""
 
 
 def bapo(batch: TokenBatch, config: BAPOConfig) -> ObjectiveOutput:
-    """Clipped surrogate whose range is found anew for every call.
+    """Clipped surrogate whose clip range is computed anew for every call.
 
         L_t = − min(ρ_t Â_t, clip(ρ_t, l, h) Â_t), and where Â_t < 0 at most c |Â_t|          ρ_t = π(a_t) / π_old(a_t)
         P(h) = Σ_{Â > 0} min(ρ_t, h) Â_t,   N(l) = Σ_{Â < 0} max(ρ_t, l) |Â_t|,   balanced:  (1 − ρ₀) P ≥ ρ₀ N
@@ -34,15 +34,12 @@ def bapo(batch: TokenBatch, config: BAPOConfig) -> ObjectiveOutput:
     advantages, log_rho = credit(batch), log_ratio(batch)
     ratio = clamp_log_ratio(log_rho).exp()
     low, high = _find_bounds(ratio.detach(), advantages, config)
-    surrogate, acted = clip_surrogate(ratio, advantages, low, high)
-    if config.dual_clip is not None:
-        surrogate = torch.where(advantages < 0, torch.maximum(surrogate, config.dual_clip * advantages), surrogate)
-        acted = acted | ((ratio > config.dual_clip) & (advantages < 0))
+    surrogate, acted = clip_surrogate(ratio, advantages, low, high, config.dual_clip)
     return ObjectiveOutput(torch.where(batch.mask, -surrogate, 0.0), region_metrics(batch, log_rho, acted), acted)
 
 
 def _find_bounds(ratio: Tensor, advantages: Tensor, config: BAPOConfig) -> tuple[Tensor, Tensor]:
-    """l and h. Raising l raises N and nothing else: it never balances a batch, so l is one of its two ends."""
+    """The bounds l and h. Raising l raises N alone and never balances a batch, so l is one of its two ends."""
     steps = math.ceil((config.high_end - config.high) / _STEP - 1e-9)  # the last one may be short
     highs = ratio.new_tensor([min(config.high + _STEP * i, config.high_end) for i in range(steps + 1)])
     positive = (torch.minimum(ratio.flatten(), highs[:, None]) * advantages.clamp(min=0).flatten()).sum(-1)

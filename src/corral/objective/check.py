@@ -29,7 +29,7 @@ _SUPPLY = {
 
 
 _LARGE_FIRST = 0.5
-"""Mean |log ρ| on a run's first batch above which old and new log-probs are hardly those of one policy."""
+"""Mean |log ρ| on a run's first batch above which old and new log-probs are unlikely to come from one policy."""
 
 
 class FirstCall:
@@ -58,7 +58,7 @@ class FirstCall:
 
 
 class _Check(NamedTuple):
-    """One check: where [B T] it fails, the message, and the value to show."""
+    """One check: the tokens [B T] that fail it, the message, and the value to show."""
 
     bad: Tensor
     message: str
@@ -66,7 +66,7 @@ class _Check(NamedTuple):
 
 
 def check_batch(name: str, batch: TokenBatch, needs: Iterable[str], *, check: bool = True) -> None:
-    """Refuse a batch that `name` cannot compute with. Values are read in one transfer, and not while compiling.
+    """Refuse a batch that `name` cannot compute. Values are read in one transfer, and not while compiling.
 
     Without `check` log-probabilities may be any numbers, but not NaN or inf.
     """
@@ -157,7 +157,7 @@ def _bad_values(batch: TokenBatch, limits: LogpTolerance) -> Iterable[_Check]:
 
 
 def _bad_supports(batch: TokenBatch, limits: LogpTolerance) -> Iterable[_Check]:
-    """Checks of both policies on one support; a single one is not read."""
+    """Checks of both policies on one support; a batch with a single policy has none."""
     mask, new, old = batch.mask, batch.dist_new, batch.dist_old
     if new is None or old is None:
         return

@@ -1,4 +1,4 @@
-"""Clip-Cov: PPO's clip, and a few of the tokens that narrow the policy most go without a gradient."""
+"""Clip-Cov: PPO's clip, with no gradient for a few of the tokens that lower the entropy most."""
 
 import torch
 
@@ -10,7 +10,7 @@ from corral.tensors import ObjectiveOutput, TokenBatch
 
 
 def clip_cov(batch: TokenBatch, config: ClipCovConfig) -> ObjectiveOutput:
-    """Clipped surrogate without a random few of the tokens with a large covariance.
+    """Clipped surrogate that leaves out a random few of the tokens with a large covariance.
 
         L_t = − m_t min(ρ_t Â_t, clip(ρ_t, 1 − ε_low, 1 + ε_high) Â_t)          ρ_t = π(a_t) / π_old(a_t)
         m_t = 0 on a share of all tokens, drawn from those that the clip leaves alone and  c_low < c_t < c_high

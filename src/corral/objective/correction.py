@@ -71,7 +71,7 @@ def seq_tis(batch: TokenBatch, config: TISConfig) -> Float[Tensor, "B T"]:
 
 
 def icepop(batch: TokenBatch, config: IcePopConfig) -> Float[Tensor, "B T"]:
-    """ρ_t while it lies within [α, β], and 0 for tokens further off on either side.
+    """Ratio of each token, ρ_t, if it lies in [α, β], and 0 if it does not.
 
     Ref:
         Ling team 2025, Ring-1T, arXiv:2510.18855.

@@ -1,4 +1,4 @@
-"""CPPO: DPPO's mask with a bound that is tighter for early tokens, and for those after a prefix that has drifted."""
+"""CPPO: DPPO's mask with a bound that is tighter for early tokens, and for tokens after a prefix that has drifted."""
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ def cppo(batch: TokenBatch, config: CPPOConfig) -> ObjectiveOutput:
 
 
 def _excess(moved: Tensor, mask: Tensor, config: CPPOConfig) -> Tensor:
-    """w_t D_t less its bound [B T] from D [B T], which is 0 at padding; what it says there is of no meaning."""
+    """Excess of w_t D_t over its bound [B T], from D [B T]; meaningless at padding."""
     place, last = mask.cumsum(-1) - 1, (mask.sum(-1, keepdim=True) - 1).clamp(min=1)
     weight = torch.where(mask, 1 - (1 - config.weight_last) * place / last, 0.0)
     spent, earned = (x.cumsum(-1) - x for x in (weight * moved, weight))  # of the tokens before

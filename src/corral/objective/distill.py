@@ -5,9 +5,9 @@ from torch import Tensor
 
 from corral.divergence import categorical_kl
 from corral.objective.config import DistillConfig
-from corral.objective.metrics import masked_mean, region_metrics
+from corral.objective.metrics import masked_mean, projection_metrics, region_metrics
 from corral.objective.ratio import log_ratio, zero_padding
-from corral.projection import CategoricalProjection, project_categorical_kl
+from corral.projection import project_categorical_kl
 from corral.tensors import ObjectiveOutput, TokenBatch
 
 
@@ -39,7 +39,8 @@ def distill(batch: TokenBatch, config: DistillConfig) -> ObjectiveOutput:
     distance = categorical_kl(new, target) if config.direction == "reverse" else categorical_kl(target, new)
     _check_finite(distance, batch.mask)
     loss = torch.where(batch.mask, distance, 0.0)
-    metrics = region_metrics(batch, log_ratio(batch).detach(), projection.active) | _metrics(projection, batch.mask)
+    metrics = region_metrics(batch, log_ratio(batch).detach(), projection.active) | projection_metrics(projection, batch.mask)
+    metrics["tr/teacher_kl"] = masked_mean(projection.kl_before, batch.mask)
     return ObjectiveOutput(loss, metrics, projection.active & batch.mask, projection.kl_after, loss)
 
 
@@ -49,14 +50,3 @@ def _check_finite(distance: Tensor, mask: Tensor) -> None:
             f"distill: one policy rules out tokens that the other allows, at {int((mask & distance.isinf()).sum())} unmasked "
             f"positions, so no regression can reach the target. Use the same logit masks for student and teacher."
         )
-
-
-@torch.no_grad()
-def _metrics(projection: CategoricalProjection, mask: Tensor) -> dict[str, Tensor]:
-    acted = projection.active & mask & projection.dual.isfinite()
-    return {
-        "tr/teacher_kl": masked_mean(projection.kl_before, mask),
-        "tr/kl_after": masked_mean(projection.kl_after, mask),
-        "tr/dual": masked_mean(projection.dual, acted),
-        "tr/unconverged": (mask & ~projection.converged).sum(),
-    }

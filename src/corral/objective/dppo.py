@@ -43,7 +43,7 @@ def dppo(batch: TokenBatch, config: DPPOConfig) -> ObjectiveOutput:
 
 
 def divergence(batch: TokenBatch, log_rho: Float[Tensor, "B T"], config: DPPOConfig) -> Float[Tensor, "B T"]:
-    """D_t between the old policy and the new one, 0 at padding. Merging tokens only lowers it: binary ≤ topk ≤ full."""
+    """Divergence D_t of the old policy and the new one, 0 at padding. Merging tokens only lowers it: binary ≤ topk ≤ full."""
     mask = batch.mask
     if config.divergence == "ratio":
         return torch.expm1(clamp_log_ratio(log_rho)).abs()
@@ -60,7 +60,10 @@ def divergence(batch: TokenBatch, log_rho: Float[Tensor, "B T"], config: DPPOCon
 
 
 def _rise(batch: TokenBatch, config: DPPOConfig) -> Float[Tensor, "B T"]:
-    """dD/ds along a step that makes the sampled token likelier, z ← z + s (e_a − π), on the support; its tail is one token.
+    """Derivative dD/ds along z ← z + s (e_a − π), a step that makes the sampled token likelier.
+
+    It is taken on the support, whose tail counts as one token.
+
 
     Then d log π_j = e_a,j − π_j − π_a + Σ_k π_k², and KL(old‖new) changes by −Σ_j μ_j d log π_j, the total variation by
     ½ Σ_j sgn(π_j − μ_j) π_j d log π_j.

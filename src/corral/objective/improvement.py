@@ -17,14 +17,14 @@ from corral.validate import number_in
 
 @dataclass(frozen=True, eq=False)
 class ImprovementBound:
-    """J(π) − J(π_old) ≥ surrogate − min(penalty_max, penalty_mean)."""
+    """Terms of the bound J(π) − J(π_old) ≥ surrogate − min(penalty_max, penalty_mean)."""
 
     surrogate: Float[Tensor, ""]
-    """L′ = E[R Σ_t (ρ_t − 1)], the first-order gain."""
+    """First-order gain L′ = E[R Σ_t (ρ_t − 1)]."""
     penalty_max: Float[Tensor, ""]
-    """2 ξ T (T − 1) max_s TV(s)²: quadratic in the step, but in the worst state and with T²."""
+    """Penalty 2 ξ T (T − 1) max_s TV(s)², quadratic in the step, but in the worst state and with T²."""
     penalty_mean: Float[Tensor, ""]
-    """4 ξ E[Σ_t TV_t]: linear in the step."""
+    """Penalty 4 ξ E[Σ_t TV_t], linear in the step."""
 
     @property
     def bound(self) -> Float[Tensor, ""]:
@@ -87,7 +87,7 @@ def improvement_bound(
 
 
 def _at_least(name: str, value: float | None, own: Tensor, rounding: float = 0.0) -> Tensor | float:
-    """`value`, or the batch's own where it is None. A smaller one would bound nothing."""
+    """Checked `value`, or the batch's own if it is None. A smaller value would bound nothing."""
     if value is None:
         return own
     if not (number_in(value, own.item() * (1 - rounding)) and value < torch.inf):

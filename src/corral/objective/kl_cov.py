@@ -1,4 +1,4 @@
-"""KL-Cov: hold the few tokens that narrow the policy most where they were, and leave all others free."""
+"""KL-Cov: penalise the few tokens that lower the entropy most for moving, and leave all others free."""
 
 import torch
 from jaxtyping import Float
@@ -38,12 +38,15 @@ def kl_cov(batch: TokenBatch, config: KLCovConfig) -> ObjectiveOutput:
 
 
 def token_covariance(batch: TokenBatch) -> Float[Tensor, "B T"]:
-    """(Â_t − mean Â)(log π_t − mean log π), means over the call's unmasked tokens; −inf at padding. Constant for autograd."""
+    """Covariance of each token, (Â_t − mean Â)(log π_t − mean log π), a constant for autograd; −inf at padding.
+
+    The means are over the call's unmasked tokens.
+    """
     each = (credit(batch).detach(), zero_padding(batch.logp_new.detach(), batch.mask))
     advantages, logp = (x - masked_mean(x, batch.mask) for x in each)
     return torch.where(batch.mask, advantages * logp, -torch.inf)
 
 
 def share_count(batch: TokenBatch, share: float) -> Tensor:
-    """How many of the unmasked tokens a share is, rounded down, and at least 1; 0-dimensional, on the device."""
+    """Number of unmasked tokens in a share of them, rounded down and at least 1; a scalar on the device."""
     return (batch.mask.sum().double() * share).long().clamp(min=1)

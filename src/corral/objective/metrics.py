@@ -7,12 +7,13 @@ from torch import Tensor
 from corral.divergence import binary_tv, categorical_kl
 from corral.numerics import expm1_minus
 from corral.objective.ratio import clamp_log_ratio, sampled_kl, zero_padding
+from corral.projection import CategoricalProjection
 from corral.support import hidden_kl, tail_gap
 from corral.tensors import TokenBatch
 
 
 def _fraction(part: Bool[Tensor, "B T"], whole: Bool[Tensor, "B T"]) -> Float[Tensor, ""]:
-    """Share of the unmasked tokens that are in `part`."""
+    """Share of the tokens of `whole` that are in `part`."""
     return (part & whole).sum() / whole.sum().clamp(min=1)
 
 
@@ -69,3 +70,14 @@ def region_metrics(
         gap = binary_tv(zero_padding(batch.logp_rollout, mask), zero_padding(batch.logp_old, mask))
         metrics["tr/mismatch"] = masked_mean(gap, mask)
     return metrics
+
+
+@torch.no_grad()
+def projection_metrics(projection: CategoricalProjection, mask: Bool[Tensor, "B T"]) -> dict[str, Float[Tensor, ""]]:
+    """The `tr/` metrics of objectives that project: KL after the projection, multiplier, tokens without a solution."""
+    acted = projection.active & mask & projection.dual.isfinite()
+    return {
+        "tr/kl_after": masked_mean(projection.kl_after, mask),
+        "tr/dual": masked_mean(projection.dual, acted),
+        "tr/unconverged": (mask & ~projection.converged).sum(),
+    }

@@ -1,4 +1,4 @@
-"""PPO: a pessimistic clip of the sampled token's ratio. With two presets: clip-higher and dual clip."""
+"""PPO: a pessimistic clip of the sampled token's ratio, with the presets clip-higher and dual clip."""
 
 import torch
 
@@ -9,7 +9,7 @@ from corral.tensors import ObjectiveOutput, TokenBatch
 
 
 def ppo_clip(batch: TokenBatch, config: PPOClipConfig) -> ObjectiveOutput:
-    """Clipped surrogate.
+    """Clipped surrogate of the token's ratio.
 
         L_t = − min(ρ_t Â_t, clip(ρ_t, 1 − ε_low, 1 + ε_high) Â_t)          ρ_t = π(a_t) / π_old(a_t)
         and with dual clip, where Â_t < 0:  L_t = − max(that minimum, c Â_t)
@@ -27,8 +27,5 @@ def ppo_clip(batch: TokenBatch, config: PPOClipConfig) -> ObjectiveOutput:
     """
     advantages, log_rho = credit(batch), log_ratio(batch)
     ratio = clamp_log_ratio(log_rho).exp()
-    surrogate, acted = clip_surrogate(ratio, advantages, 1 - config.clip_low, 1 + config.clip_high)
-    if config.dual_clip is not None:
-        surrogate = torch.where(advantages < 0, torch.maximum(surrogate, config.dual_clip * advantages), surrogate)
-        acted = acted | ((ratio > config.dual_clip) & (advantages < 0))
+    surrogate, acted = clip_surrogate(ratio, advantages, 1 - config.clip_low, 1 + config.clip_high, config.dual_clip)
     return ObjectiveOutput(torch.where(batch.mask, -surrogate, 0.0), region_metrics(batch, log_rho, acted), acted)

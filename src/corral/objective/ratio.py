@@ -16,12 +16,12 @@ def credit(batch: TokenBatch) -> Float[Tensor, "B T"]:
 
 
 def zero_padding(x: Tensor, mask: Bool[Tensor, "B T"]) -> Tensor:
-    """`x` [B T] or [B T K] with 0 at padding, which may hold anything and must not reach a value or a gradient."""
+    """Replace padding of `x` [B T] or [B T K] by 0: it may hold anything, and must not reach a value or a gradient."""
     return torch.where(mask if x.ndim == mask.ndim else mask[..., None], at_least_float32(x), 0.0)
 
 
 def log_ratio(batch: TokenBatch) -> Float[Tensor, "B T"]:
-    """log ρ = log π − log π_old of the sampled tokens, 0 at padding."""
+    """Log-ratio log ρ = log π − log π_old of the sampled tokens, 0 at padding."""
     return zero_padding(batch.logp_new, batch.mask) - zero_padding(batch.logp_old.detach(), batch.mask)
 
 
@@ -32,12 +32,12 @@ def sampled_kl(batch: TokenBatch) -> Float[Tensor, "B T"]:
 
 
 def clamp_log_ratio(log_rho: Tensor) -> Tensor:
-    """log ρ, at most 20, to take exp of."""
+    """Clamp log ρ to at most 20, so that its exp is finite."""
     return log_rho.clamp(max=LOG_RATIO_MAX)
 
 
 def capped_ratio(log_rho: Float[Tensor, "B T"], cap: float | None) -> Float[Tensor, "B T"]:
-    """ρ, or with a cap sg[min(ρ, cap)] · ρ/sg[ρ].
+    """Ratio ρ, or with a cap sg[min(ρ, cap)] · ρ/sg[ρ].
 
     Clamping the ratio itself would give tokens beyond the cap no gradient at all; capping the detached weight gives them
     cap · ∇ log π. Below the cap the two are the same.
@@ -48,20 +48,31 @@ def capped_ratio(log_rho: Float[Tensor, "B T"], cap: float | None) -> Float[Tens
 
 
 def own_gradient(log_rho: Tensor) -> Tensor:
-    """ρ/sg[ρ]: the value 1 with the gradient of log ρ."""
+    """Factor ρ/sg[ρ]: the value 1 with the gradient of log ρ."""
     return (log_rho - log_rho.detach()).exp()
 
 
 def clip_surrogate(
-    ratio: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"], low: float | Tensor, high: float | Tensor
+    ratio: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    low: float | Tensor,
+    high: float | Tensor,
+    dual: float | None = None,
 ) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
-    """PPO's min(ρ Â, clip(ρ, low, high) Â), and where it clips: past the bound on the side the advantage pushes to."""
+    """PPO's min(ρ Â, clip(ρ, low, high) Â), and the tokens it clips: past the bound on the side the advantage pushes to.
+
+    With a dual clip c = `dual` the surrogate is at least c Â where Â < 0, and tokens with ρ > c are clipped there too.
+    """
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)  # type: ignore[arg-type]
-    return surrogate, ((ratio > high) & (advantages > 0)) | ((ratio < low) & (advantages < 0))
+    clipped = ((ratio > high) & (advantages > 0)) | ((ratio < low) & (advantages < 0))
+    if dual is not None:
+        surrogate = torch.where(advantages < 0, torch.maximum(surrogate, dual * advantages), surrogate)
+        clipped = clipped | ((ratio > dual) & (advantages < 0))
+    return surrogate, clipped
 
 
 def sequence_log_ratio(log_rho: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    """(1/|o|) Σ_t log ρ_t, at most 20, on every token of the sequence, each carrying its own gradient (straight through).
+    """Sequence log-ratio (1/|o|) Σ_t log ρ_t, at most 20, on every token, each with its own gradient (straight through).
 
     Averaged over the tokens, Σ_t ∇ log ρ_t / |o| is the gradient of the mean itself.
     """

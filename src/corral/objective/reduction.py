@@ -77,7 +77,7 @@ def reduce_loss(
 def reduction_weights(
     mask: Bool[Tensor, "B T"], how: Reduction, *, total: float | Tensor | None = None, length: float | None = None
 ) -> Float[Tensor, "B T"]:
-    """What a reduction multiplies each token's loss with [B T]: w with reduce_loss(L) = Σ w L, for `policy_loss_from_hidden`.
+    """Weights w [B T] of a reduction, reduce_loss(L) = Σ w L, for `policy_loss_from_hidden`.
 
     Args:
         mask, how, total, length: as in `reduce_loss`.

@@ -1,4 +1,4 @@
-"""RIPO: a clip range that widens as the token grows unlikely, so that each may move as far in Fisher's metric."""
+"""RIPO: a clip range that is wider for unlikely tokens, so that every token may move as far in Fisher's metric."""
 
 import torch
 

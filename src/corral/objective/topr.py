@@ -1,4 +1,4 @@
-"""TOPR: good answers as they are, bad ones weighed by the sequence's ratio, tapered at 1."""
+"""TOPR: weigh completions with a negative advantage by the sequence's ratio, at most 1, and leave the others unweighed."""
 
 import torch
 

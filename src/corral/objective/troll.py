@@ -1,4 +1,4 @@
-"""TROLL: project the new policy back into a KL ball, differentiably, and pull the network after its projection."""
+"""TROLL: project the new policy differentiably into a KL ball, and regress the network onto its projection."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -7,7 +7,7 @@ from torch import Tensor
 from corral.divergence import categorical_kl
 from corral.numerics import at_least_float32
 from corral.objective.config import TROLLConfig
-from corral.objective.metrics import masked_mean, region_metrics
+from corral.objective.metrics import projection_metrics, region_metrics
 from corral.objective.ratio import capped_ratio, credit, sequence_log_ratio, zero_padding
 from corral.projection import CategoricalProjection, project_categorical_kl
 from corral.projection.categorical_kl import RULED_OUT
@@ -60,7 +60,7 @@ def troll(batch: TokenBatch, config: TROLLConfig) -> ObjectiveOutput:
     if config.regresses:
         pull = torch.where(batch.mask, config.regression * _pull(new, projection, batch.mask), 0.0)
     metrics = region_metrics(batch, log_rho, projection.active, projection.kl_before)
-    metrics |= _projection_metrics(projection, batch.mask)
+    metrics |= projection_metrics(projection, batch.mask)
     acted, loss = projection.active & batch.mask, policy if pull is None else policy + pull
     return ObjectiveOutput(loss, metrics, acted, projection.kl_after, pull)
 
@@ -81,7 +81,7 @@ def _whole(dist: SparseDist, mask: Tensor, config: TROLLConfig) -> Float[Tensor,
 
 @torch.no_grad()
 def _leads_back(new: Tensor, centre: Tensor, batch: TokenBatch) -> Bool[Tensor, "B T"]:
-    """Where dKL(π‖π_c)/ds < 0 along the token's own step, z ← z + s Â (e_a − π).
+    """Tokens whose own step, z ← z + s Â (e_a − π), lowers KL(π‖π_c).
 
     ∂KL/∂z_j = π_j (d_j − KL) with d = log π − log π_c, so that dKL/ds = Â (π_a (d_a − KL) − Σ_j π_j² (d_j − KL)). Never where
     the centre rules out what the new policy allows: there the KL is infinite.
@@ -96,7 +96,7 @@ def _leads_back(new: Tensor, centre: Tensor, batch: TokenBatch) -> Bool[Tensor, 
 
 
 def _pull(new: Tensor, projection: CategoricalProjection, mask: Tensor) -> Float[Tensor, "B T"]:
-    """KL(π‖sg[π̃]) where the projection moved π; elsewhere it is exactly 0 and must not leave rounding behind."""
+    """Regression KL(π‖sg[π̃]) where the projection moved π, and exactly 0 elsewhere, without rounding."""
     allowed = torch.where(new > RULED_OUT, new, -torch.inf)  # or what a finite logit mask rules out would be infinitely far
     distance = torch.where(projection.active, categorical_kl(allowed, projection.logp.detach()), 0.0)
     if not torch.compiler.is_compiling() and bool((mask & distance.isinf()).any()):
@@ -107,13 +107,3 @@ def _pull(new: Tensor, projection: CategoricalProjection, mask: Tensor) -> Float
             f"computed as 1 − Σ p."
         )
     return distance
-
-
-@torch.no_grad()
-def _projection_metrics(projection: CategoricalProjection, mask: Tensor) -> dict[str, Tensor]:
-    acted = projection.active & mask & projection.dual.isfinite()
-    return {
-        "tr/kl_after": masked_mean(projection.kl_after, mask),
-        "tr/dual": masked_mean(projection.dual, acted),
-        "tr/unconverged": (mask & ~projection.converged).sum(),
-    }

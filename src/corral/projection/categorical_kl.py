@@ -15,7 +15,7 @@ from corral.validate import number_in
 _Gradient = Literal["exact", "constant_dual"]
 
 RULED_OUT = -1e4
-"""Log-probability from which on a token is ruled out, as by −inf: −1e9 and the least float32 stand for that in logit masks."""
+"""Log-probability below which a token counts as ruled out: logit masks hold −1e9 or the least float32 in the place of −inf."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +109,7 @@ def _normalise(logp_new: Tensor, logp_old: Tensor, bound: float | Tensor) -> tup
 
 @torch.no_grad()
 def _are_probabilities(policy: Tensor) -> Tensor:
-    """Whether every row is ≥ 0 and sums to 1 within rounding; a flag on the device, which is read with the bound.
+    """True if every row is ≥ 0 and sums to 1 within rounding; a flag on the device, which is read with the bound.
 
     Rows of nothing but 0 and 1 may be logits that somebody wrote by hand, and are read as such.
     """
@@ -138,7 +138,7 @@ def _check_bound(bound: object, valid: bool) -> None:
 
 
 class _Projection(torch.autograd.Function):
-    """Rows [*, K] → log r and its status, with the closed-form implicit gradient."""
+    """Projection of rows [*, K]: log r and its status, with the implicit gradient in closed form."""
 
     @staticmethod
     def forward(new: Tensor, old: Tensor, bound: Tensor, mistaken: Tensor, exact: bool) -> tuple[Tensor, ...]:
@@ -173,7 +173,7 @@ class _Projection(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor, None, None, None, None]:
-        """grad_j = t [v_j − r_j (Σ v + z_j Σ v z)] where active, v_j where not: three reductions, no solve."""
+        """Gradient t [v_j − r_j (Σ v + z_j Σ v z)] where active, v_j where not: three reductions, no solve."""
         new, old, logp, t, binding, active = ctx.saved_tensors
         with torch.no_grad():
             common = _common(new, old)
@@ -191,7 +191,7 @@ class _Projection(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
-        """Leading axes are all alike, so one more is one more leading axis."""
+        """Rows are independent, so that the mapped axis becomes one more leading axis."""
         *tensors, exact = inputs
         front = [
             x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
@@ -202,7 +202,7 @@ class _Projection(torch.autograd.Function):
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """The first argument as it is; differentiating it says why that cannot be done."""
+    """Identity of its first argument; differentiating it raises an error that says why."""
 
     generate_vmap_rule = True
 
@@ -223,7 +223,7 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 def _common(new: Tensor, old: Tensor) -> Tensor:
-    """Which tokens neither policy rules out."""
+    """True for tokens that neither policy rules out."""
     return (new > RULED_OUT) & (old > RULED_OUT)
 
 
@@ -254,7 +254,7 @@ def _project_rows(new: Tensor, old: Tensor, bound: Tensor) -> tuple[Tensor, Tens
 
 
 def _solve_tilt(tilt: "_Tilt", slack: Tensor, kl_common: Tensor, binding: Tensor) -> Root:
-    """The t at which K(t) = KL(r_t‖old) has used up `slack`.
+    """Solve K(t) = KL(r_t‖old) = `slack` for t.
 
     √(2K) is a straight line where K is quadratic, and Newton's method exact. Between two peaked policies K rises
     exponentially instead, and log K is the straight line. d log K / d log t tells which: 2 in the first case.
@@ -276,7 +276,7 @@ def _solve_tilt(tilt: "_Tilt", slack: Tensor, kl_common: Tensor, binding: Tensor
 
 
 class _Tilt:
-    """r_t ∝ old · e^{t d}: the one-parameter family on which the projection lies."""
+    """The family r_t ∝ old · e^{t d}, on which the projection lies."""
 
     def __init__(self, new: Tensor, old: Tensor, common: Tensor) -> None:
         self.old = torch.where(common, old, -torch.inf).log_softmax(-1)
@@ -289,7 +289,7 @@ class _Tilt:
         self.common = common
 
     def __call__(self, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """log r_t [*, K], KL(r_t‖old) and Var_r(d) = K′(t)/t, both [*]."""
+        """Evaluate log r_t [*, K], KL(r_t‖old) [*] and Var_r(d) = K′(t)/t [*]."""
         step = t[..., None] * self.d
         log_normaliser = logsumexp(torch.where(self.common, self.old + step, -torch.inf))
         gap = torch.where(self.common, log_normaliser[..., None] - step, 0.0)  # log old − log r, before it is rounded

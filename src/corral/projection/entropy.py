@@ -9,15 +9,14 @@ from torch import Tensor
 
 from corral.divergence.gaussian import gaussian_entropy, kl_of_covariances
 from corral.numerics import expm1_minus, in_one_dtype, require_tensors, without_autocast
-from corral.projection.gaussian import TOLERANCE, check_bound, check_factor, whitening_error
-from corral.projection.gaussian_kl import solve_tilt
-from corral.projection.gaussian_tilt import RelativePrecision, relative_precision, tilted_factor
+from corral.projection.factor import RelativePrecision, relative_precision, tilted_factor
+from corral.projection.gaussian import TOLERANCE, check_bound, check_factor, solve_tilt, whitening_error
 from corral.projection.root import find_root
 from corral.validate import number_in
 
 _NAME = "project_entropy_floor"
 _MAX_STEPS = 128
-"""Newton's method needs a few steps; far-apart policies put the root at a t near 0, which halving reaches at last."""
+"""Steps of the solver at most. Newton's method needs a few; between far-apart policies the root is found by halving."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +43,7 @@ def project_entropy_floor(
     cov_bound: float | Float[Tensor, "..."] | None = None,
     diagonal: bool = False,
 ) -> EntropyProjection:
-    """The nearest covariance whose entropy is at least the floor, and, if asked, whose KL to the old one is within bounds.
+    """Raise a covariance to an entropy floor, inside a KL ball around the old covariance if one is given.
 
         Σ̃ = c Σ,                                     c = exp(2 max(0, β − H(Σ)) / D)          with the floor β alone
         Σ̃ = c ((1 − t) Σ_o⁻¹ + t Σ⁻¹)⁻¹             H(Σ̃) ≥ β,  KL(Σ̃‖Σ_o) ≤ ε               with `old_chol`, `cov_bound`
@@ -141,13 +140,14 @@ def _inside_ball(chol: Tensor, floor: Tensor, old: Tensor, bound: Tensor, diagon
 
 @torch.no_grad()
 def _inside(chol: Tensor, old: Tensor, bound: Tensor, diagonal: bool) -> Tensor:
-    """Whether covariances are known to lie in the ball, as `project_gaussian_kl` has it of its own."""
+    """True for covariances that are known to lie in the ball, by the test of `project_gaussian_kl`."""
     return kl_of_covariances(chol, old, diagonal) * (1 + whitening_error(old, diagonal)) <= (1 + TOLERANCE) * bound
 
 
 def _solve_both(precision: RelativePrecision, need: Tensor, bound: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """t, log c and converged, where t = 1 is outside. Along the path of solutions, KL(Σ̃‖Σ_o) rises with t whether the floor
-    binds or not.
+    """Solve for t, log c and convergence where t = 1 is outside.
+
+    Along the path of solutions KL(Σ̃‖Σ_o) rises with t whether the floor binds or not.
 
     With r_i = 1 + t q_i, the floor asks for log c = max(0, need + mean log r), need = 2 (β − H(Σ_o))/D, and the eigenvalues
     of L_o⁻¹ Σ̃ L_o⁻ᵀ are e^{g_i}, g_i = log c − log r_i:
@@ -184,7 +184,7 @@ def _solve_both(precision: RelativePrecision, need: Tensor, bound: Tensor) -> tu
 
 
 def _widest(need: Tensor, bound: Tensor, dimension: int) -> Tensor:
-    """log c ≤ need of the largest multiple of the old covariance inside the ball: D/2 (c − 1 − log c) = ε.
+    """Largest log c ≤ need such that c times the old covariance lies inside the ball: D/2 (c − 1 − log c) = ε.
 
     c − 1 − log c ≥ (√c − 1)², since x − 1 ≥ log x for x = √c. So log c ≤ 2 log(1 + √(2ε/D)), however much is needed.
     """

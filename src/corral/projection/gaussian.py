@@ -1,17 +1,27 @@
-"""Shared parts of the Gaussian projections: the result, checked inputs, and the step of the mean."""
+"""The Gaussian nearest to the new policy inside a ball around the old one: the mean and the covariance each have a bound.
+
+The ball is of the KL (TCE's core), of Wasserstein's distance, or of Frobenius' norm. In all three the mean moves on a straight
+line; the covariance's path differs.
+"""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from corral.numerics import in_one_dtype, require_tensors
+from corral.divergence.gaussian import WassersteinForm, covariance_gap, kl_of_covariances, mahalanobis, wasserstein_line
+from corral.numerics import expm1_minus, in_one_dtype, require_tensors, without_autocast
+from corral.projection.factor import RelativePrecision, factor_of, relative_precision, tilted_factor
+from corral.projection.root import find_root
 from corral.validate import number_in
 
 TOLERANCE = 0.01
-"""How far from its bound a KL projection may be and still count as converged, as a share of the bound."""
+"""Distance from its bound at which a KL projection still counts as converged, as a share of the bound."""
+
+_MAX_STEPS = 64
+"""Steps of the solver at most. A handful is enough up to bounds of a nat; beyond, the root may be found by halving alone."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +38,7 @@ class GaussianProjection:
     dual_mean: Float[Tensor, "*b"]
     """η ≥ 0, the multiplier of the mean's bound: 0 where it does not bind, inf where μ̃ is the old mean."""
     dual_cov: Float[Tensor, "*c"]
-    """The same for the covariance."""
+    """Multiplier of the covariance's bound, likewise."""
     active_mean: Bool[Tensor, "*b"]
     """True where the new mean lay outside its bound."""
     active_cov: Bool[Tensor, "*c"]
@@ -36,26 +46,14 @@ class GaussianProjection:
     before_mean: Float[Tensor, "*b"]
     """The mean's part of the distance from the old policy, in the projection's own measure."""
     before_cov: Float[Tensor, "*c"]
-    """The covariance's part."""
+    """The covariance's part of the distance."""
     after_mean: Float[Tensor, "*b"]
     """The mean's part after the projection, equal to the bound where it binds."""
     after_cov: Float[Tensor, "*c"]
     """The covariance's part after the projection."""
     converged: Bool[Tensor, "*d"]
-    """Over the rows of both: False where an input was not a Gaussian, or the solver stopped short of the bound; in KL also
+    """Rows of both parts: False where an input was not a Gaussian, or the solver stopped short of the bound; in KL also
     where rounding keeps the result from its bound, and `after_…` is then what was measured."""
-
-
-class Step(NamedTuple):
-    """One part of a projection."""
-
-    value: Tensor
-    t: Tensor
-    """How far from old (0) to new (1)."""
-    active: Tensor
-    before: Tensor
-    after: Tensor
-    converged: Tensor
 
 
 class _Gaussians(NamedTuple):
@@ -69,9 +67,30 @@ class _Gaussians(NamedTuple):
     cov_bound: Tensor
     shared_old_chol: Tensor
     """`old_chol` with the rows that it came with: one factor whitens all means in one solve."""
+    diagonal: bool
+
+    @property
+    def entries(self) -> tuple[Any, ...]:
+        """Index that lines up numbers of rows [*c] with the entries of the factors."""
+        return (..., None) if self.diagonal else (..., None, None)
 
 
-def join_steps(mean: Step, cov: Step) -> GaussianProjection:
+# ---------------------------------------------------------------------------------------------------- steps
+
+
+class _Part(NamedTuple):
+    """One part of a projection."""
+
+    value: Tensor
+    t: Tensor
+    """Place between the old policy (0) and the new one (1)."""
+    active: Tensor
+    before: Tensor
+    after: Tensor
+    converged: Tensor
+
+
+def _join(mean: _Part, cov: _Part) -> GaussianProjection:
     """Both parts as one result."""
     return GaussianProjection(
         mean.value, cov.value, (1 - mean.t) / mean.t, (1 - cov.t) / cov.t, mean.active, cov.active,
@@ -79,7 +98,7 @@ def join_steps(mean: Step, cov: Step) -> GaussianProjection:
     )  # fmt: skip
 
 
-def radial(distance: Tensor, bound: Tensor) -> Step:
+def _radial(distance: Tensor, bound: Tensor) -> _Part:
     """Step length t along a straight line of squared length `distance` up to the bound; `value` is t with its gradient.
 
         t = √(ε / distance)  where distance > ε,  else 1
@@ -94,22 +113,138 @@ def radial(distance: Tensor, bound: Tensor) -> Step:
     t = torch.where(reachable, t, torch.where(active, 0.0, 1.0))
     fixed, before = t.detach(), distance.detach()
     after = torch.where(reachable, fixed**2 * before, torch.where(active, 0.0, before))
-    return Step(t, fixed, active, before, after, before.isfinite())
+    return _Part(t, fixed, active, before, after, before.isfinite())
 
 
-def step_mean(mean: Tensor, old_mean: Tensor, distance: Tensor, bound: Tensor) -> Step:
-    """μ̃ = μ_o + t (μ − μ_o), which minimises the distance to μ within the bound whatever the quadratic form.
+def _step_mean(g: _Gaussians, distance: Tensor) -> _Part:
+    """Step of the mean, μ̃ = μ_o + t (μ − μ_o): the nearest mean to μ within the bound, whatever the quadratic form.
 
     `distance` is differentiable in the mean, so that at the bound μ̃ moves along the ellipsoid and not further out.
     """
-    step = radial(distance, bound)
-    gap = torch.where((step.t > 0)[..., None], mean - old_mean, 0.0)
-    moved = old_mean + step.value[..., None] * gap
-    return step._replace(value=torch.where(step.active[..., None], moved, mean))
+    step = _radial(distance, g.mean_bound)
+    gap = torch.where((step.t > 0)[..., None], g.mean - g.old_mean, 0.0)
+    moved = g.old_mean + step.value[..., None] * gap
+    return step._replace(value=torch.where(step.active[..., None], moved, g.mean))
 
 
-def confirm_step(step: Step, measured: Tensor, bound: Tensor, error: Tensor) -> Step:
-    """The step, converged only where its value is known to lie where it should, to within `TOLERANCE` of the bound.
+def _move_covariance(g: _Gaussians, step: _Part, moved: Tensor) -> _Part:
+    """Step of the covariance: the new factor inside the ball, `moved` outside, and the old factor where t = 0."""
+    reached = (step.active & (step.t > 0))[g.entries]
+    return step._replace(value=torch.where(step.active[g.entries], torch.where(reached, moved, g.old_chol), g.chol))
+
+
+def _lower_factor(factor: Tensor) -> Tensor:
+    """Cholesky factor L of F Fᵀ from any F [*, D, ≥ D], by F = L Q: F Fᵀ is never computed."""
+    lower = torch.linalg.qr(factor.mT).R.mT
+    return lower * torch.where(lower.detach().diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0)[..., None, :]
+
+
+# ---------------------------------------------------------------------------------------------------- Kullback-Leibler
+
+
+@without_autocast
+def project_gaussian_kl(
+    mean: Float[Tensor, "*#b D"],
+    chol: Float[Tensor, "... D"],
+    old_mean: Float[Tensor, "*#b D"],
+    old_chol: Float[Tensor, "... D"],
+    *,
+    mean_bound: float | Float[Tensor, "*#b"],
+    cov_bound: float | Float[Tensor, "..."],
+    diagonal: bool = False,
+) -> GaussianProjection:
+    """Project the new policy onto the KL ball around the old one, its mean and its covariance each within their own bound.
+
+        μ̃ = μ_o + t (μ − μ_o)                 ½ |L_o⁻¹ (μ̃ − μ_o)|² ≤ ε_μ
+        Σ̃ = ((1 − t) Σ_o⁻¹ + t Σ⁻¹)⁻¹         ½ (tr Σ_o⁻¹Σ̃ − D − log det Σ_o⁻¹Σ̃) ≤ ε_Σ          t = 1 / (1 + η) ∈ (0, 1]
+
+    the minimisers of the same two terms with the new policy in the old one's place. μ̃'s t is √(ε_μ/before). With q_i the
+    eigenvalues of Q = L_oᵀ Σ⁻¹ L_o − I and s_i = 1/(1 + t q_i), the covariance's is the one root of
+
+        K(t) = ½ Σ (s_i − 1 − log s_i) = ε_Σ
+
+    which rises from 0 at slope K′ = t/2 Σ (q_i s_i)²; Newton's method on K^−½ as a function of η finds it.
+
+    Gradients flow to `mean` and `chol` alone, exact by the implicit function theorem; eigenvectors are never computed, so
+    equal eigenvalues are like any others. Rows inside the ball are returned unchanged.
+
+    Args:
+        mean, old_mean: [*b, D].
+        chol, old_chol: lower Cholesky factors [*c, D, D], *c broadcasting with *b; one [D, D] is projected once for all
+            means. With `diagonal`, standard deviations [*c, D].
+        mean_bound, cov_bound: ε_μ, ε_Σ ≥ 0 in nats, one for all rows or one per row; inf switches that part off.
+        diagonal: whether the factors are vectors. [D, D] could be read both ways, so it is said and not guessed.
+    Returns:
+        GaussianProjection in float32 or better, distances in nats. A part with a NaN, or whose factor has an infinite
+        entry or a negative diagonal, comes back as it is; one whose distance overflows (a mean of inf, a zero on the new
+        diagonal) becomes the old policy's, dual = inf, gradient 0. Both have converged = False. So has a part around an old
+        policy so ill-conditioned that numbers of this dtype are too coarse to keep it to its bound within 1 %: it comes back
+        as found, with `after` as measured.
+    Ref:
+        Otto et al. 2021, arXiv:2101.09207. Invariant: commutes with invertible affine maps of both policies.
+    """
+    g = _check_gaussians("project_gaussian_kl", mean, chol, old_mean, old_chol, mean_bound, cov_bound, diagonal)
+    moved = _step_mean(g, 0.5 * mahalanobis(g.mean - g.old_mean, g.shared_old_chol, diagonal))
+    with torch.no_grad():
+        error = whitening_error(g.shared_old_chol, diagonal)
+        measured = 0.5 * mahalanobis(moved.value - g.old_mean, g.shared_old_chol, diagonal)
+    return _join(_confirm(moved, measured, g.mean_bound, error), _step_covariance_kl(g, error))
+
+
+def _step_covariance_kl(g: _Gaussians, error: Tensor) -> _Part:
+    """The covariance's part. Rows inside the ball, mostly all, are not solved."""
+    chol, bound = g.chol, g.cov_bound
+    with torch.no_grad():
+        before = kl_of_covariances(chol, g.old_chol, g.diagonal)
+        active = before > bound
+    t, after, converged = torch.ones_like(before), before.clone(), ~before.isnan()
+    if not bool(active.any()):
+        return _confirm(_Part(chol, t, active, before, after, converged), before, bound, error)
+    rows = chol[active], g.old_chol[active]
+    with torch.no_grad():
+        precision = relative_precision(*rows, g.diagonal)
+        t[active], after[active], converged[active] = solve_tilt(precision, bound[active])
+    tilted = tilted_factor(*rows, precision, t[active], torch.zeros_like(t[active]), g.diagonal)
+    out, measured = chol.clone(), after.clone()
+    out[active] = tilted
+    # Rounding moves a KL of ε by about eps κ D / √ε of itself: mostly nothing, and then nobody has to measure it.
+    if bool((error * chol.shape[-1] > TOLERANCE / 100 * bound.sqrt())[active].any()):
+        measured[active] = kl_of_covariances(tilted.detach(), rows[1], g.diagonal)
+    return _confirm(_Part(out, t, active, before, after, converged), measured, bound, error)
+
+
+def solve_tilt(precision: RelativePrecision, bound: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Solve K(t) = ε on rows outside the ball; returns t, K(t) and convergence.
+
+    With δ_i = s_i − 1 = −q_i / (1 + q_i + η), a term s − 1 − log s is at most δ²/2 if s > 1, and δ²/2s if s < 1; both are
+    at most q²/2η². So K(η) ≤ Σ q² / 4η², and the root lies below η₀ = √(Σ q² / 4ε). For η ≫ |q| the inequality is an
+    equation, K^−½ a straight line in η, and Newton's method from η₀ exact. K′(η) = −Σ δ² / 2(1 + η).
+    """
+    q = precision.values
+    size = q.norm(dim=-1)
+    finite = precision.finite & size.isfinite()
+    binding = finite & (bound > 0) & (size > 0)
+    epsilon = torch.where(binding, bound, 1.0)
+    upper = torch.where(binding, size / (2 * epsilon.sqrt()), 1.0)
+
+    def divergence(eta: Tensor) -> tuple[Tensor, Tensor]:
+        log_s = -torch.log1p(q / (1 + eta[..., None]))
+        return 0.5 * expm1_minus(log_s).sum(-1), -0.5 * torch.expm1(log_s).square().sum(-1) / (1 + eta)
+
+    def excess(x: Tensor) -> tuple[Tensor, Tensor]:
+        kl, slope = divergence(x * upper)
+        root = (epsilon / kl).sqrt()
+        return torch.where(binding, root - 1, 0.0), -0.5 * root * slope / kl * upper
+
+    ones = torch.ones_like(epsilon)
+    found = find_root(excess, ones, scale=ones, max_steps=_MAX_STEPS)
+    eta = found.x * upper
+    t = torch.where(binding, 1 / (1 + eta), 0.0)
+    return t, torch.where(binding, divergence(eta)[0], 0.0), found.converged & finite
+
+
+def _confirm(step: _Part, measured: Tensor, bound: Tensor, error: Tensor) -> _Part:
+    """Mark a step as not converged unless its value is known to lie at its bound to within `TOLERANCE`.
 
     Args:
         measured: distance [*] of `step.value` from the old policy, taken from the value itself: rounding a factor by eps moves
@@ -147,16 +282,111 @@ def whitening_error(chol: Tensor, diagonal: bool) -> Tensor:
     return loss * (2 + loss)
 
 
-def lower_factor(factor: Tensor) -> Tensor:
-    """L with L Lᵀ = F Fᵀ, lower and with a positive diagonal, from any F [*, D, ≥ D]: F = L Q, so F Fᵀ is never formed."""
-    lower = torch.linalg.qr(factor.mT).R.mT
-    return lower * torch.where(lower.detach().diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0)[..., None, :]
+# ---------------------------------------------------------------------------------------------------- Wasserstein
+
+
+@without_autocast
+def project_gaussian_wasserstein(
+    mean: Float[Tensor, "*#b D"],
+    chol: Float[Tensor, "... D"],
+    old_mean: Float[Tensor, "*#b D"],
+    old_chol: Float[Tensor, "... D"],
+    *,
+    mean_bound: float | Float[Tensor, "*#b"],
+    cov_bound: float | Float[Tensor, "..."],
+    form: WassersteinForm = "commuting",
+    scaled: bool = True,
+    diagonal: bool = False,
+) -> GaussianProjection:
+    """Project the new policy onto the squared Wasserstein-2 ball around the old one, its mean and its covariance apart.
+
+        μ̃ = μ_o + t (μ − μ_o)          t = √(ε_μ / before_mean)
+        F̃ = F_o + t (F − F_o)          t = √(ε_Σ / before_cov),  Σ̃ = F̃ F̃ᵀ
+
+        commuting   F = Σ^½, the symmetric root: the published form
+        bures       F_o = L_o, F = T L_o with T the optimal map from old to new: the geodesic, and the exact distance
+
+    Both are straight lines between square roots of the covariances, so the bound is met in closed form. In "commuting" the
+    distance is an upper bound of Wasserstein's, equal to it where the covariances commute. `scaled` measures everything in
+    units of the old policy (see `gaussian_wasserstein`), as published; without it, distances have the units of the mean,
+    squared. All forms are one for diagonal covariances.
+
+    Gradients flow to `mean` and `chol` alone, through t too; the symmetric root's divides by sums of singular values, never
+    by differences. Rows inside the ball are returned unchanged.
+
+    Args:
+        mean, old_mean, chol, old_chol, diagonal: as in `project_gaussian_kl`.
+        mean_bound, cov_bound: ε_μ, ε_Σ ≥ 0, squared distances without a factor ½; inf switches that part off.
+    Returns:
+        GaussianProjection, as `project_gaussian_kl` has it, with squared distances in the place of KLs.
+    Ref:
+        Otto et al. 2021, arXiv:2101.09207. Invariant: t of the way is t² of the squared distance.
+    """
+    g = _check_gaussians("project_gaussian_wasserstein", mean, chol, old_mean, old_chol, mean_bound, cov_bound, diagonal)
+    gap = g.mean - g.old_mean
+    moved = _step_mean(g, mahalanobis(gap, g.shared_old_chol, diagonal) if scaled else gap.square().sum(-1))
+    line = wasserstein_line(g.chol, g.old_chol, form, scaled, diagonal)
+    step = _radial(line.distance, g.cov_bound)
+    reached = (step.active & (step.t > 0))[g.entries]
+    # Rows that do not move would still be factorised and differentiated: they go through as old, and come out unused.
+    factor = line.start + step.value[g.entries] * torch.where(reached, line.step, 0.0)
+    if not diagonal:
+        factor = _lower_factor(g.old_chol @ factor if form == "bures" and scaled else factor)
+    return _join(moved, _move_covariance(g, step, factor))
+
+
+# ---------------------------------------------------------------------------------------------------- Frobenius
+
+
+@without_autocast
+def project_gaussian_frobenius(
+    mean: Float[Tensor, "*#b D"],
+    chol: Float[Tensor, "... D"],
+    old_mean: Float[Tensor, "*#b D"],
+    old_chol: Float[Tensor, "... D"],
+    *,
+    mean_bound: float | Float[Tensor, "*#b"],
+    cov_bound: float | Float[Tensor, "..."],
+    diagonal: bool = False,
+) -> GaussianProjection:
+    """Project the new policy onto balls around the old one: Mahalanobis for the mean, Frobenius for the covariance.
+
+        μ̃ = μ_o + t (μ − μ_o)          |L_o⁻¹ (μ̃ − μ_o)|² ≤ ε_μ
+        Σ̃ = Σ_o + t (Σ − Σ_o)          |Σ̃ − Σ_o|² ≤ ε_Σ               t = √(ε / before)
+
+    Σ̃ lies between two positive matrices, so it is one. The bound has the units of the covariance, squared: it must be
+    chosen for each task.
+
+    Gradients flow to `mean` and `chol` alone, through t too. Rows inside the ball are returned unchanged.
+
+    Args:
+        mean, old_mean, chol, old_chol, diagonal: as in `project_gaussian_kl`.
+        mean_bound, cov_bound: ε_μ, ε_Σ ≥ 0, squared distances without a factor ½; inf switches that part off.
+    Returns:
+        GaussianProjection, as `project_gaussian_kl` has it, with squared distances in the place of KLs.
+    Ref:
+        Otto et al. 2021, arXiv:2101.09207. Invariant: t of the way is t² of the squared distance.
+    """
+    g = _check_gaussians("project_gaussian_frobenius", mean, chol, old_mean, old_chol, mean_bound, cov_bound, diagonal)
+    moved = _step_mean(g, mahalanobis(g.mean - g.old_mean, g.shared_old_chol, diagonal))
+    gap = covariance_gap(g.chol, g.old_chol, diagonal)
+    step = _radial(gap.square().sum(-1 if diagonal else (-2, -1)), g.cov_bound)
+    reached = (step.active & (step.t > 0))[g.entries]
+    move = torch.where(reached, step.value[g.entries] * torch.where(reached, gap, 0.0), 0.0)
+    if diagonal:
+        return _join(moved, _move_covariance(g, step, (g.old_chol.square() + move).sqrt()))
+    with torch.no_grad():  # Σ̃ = F Fᵀ with F = (√(1 − t) L_o, √t L), which nothing makes indefinite
+        t = step.t[g.entries]
+        factor = _lower_factor(
+            torch.cat([(1 - t).sqrt() * g.old_chol, t.sqrt() * torch.where(reached, g.chol, g.old_chol)], -1)
+        )
+    return _join(moved, _move_covariance(g, step, factor_of(move, factor)))
 
 
 # ---------------------------------------------------------------------------------------------------- inputs
 
 
-def check_gaussians(
+def _check_gaussians(
     name: str,
     mean: Tensor,
     chol: Tensor,
@@ -203,11 +433,12 @@ def check_gaussians(
         row_mean_bound.expand(mean_rows),
         row_cov_bound.expand(cov_rows),
         old_chol,
+        diagonal,
     )
 
 
 def check_factor(name: str, key: str, chol: Tensor, dimension: int, diagonal: bool) -> None:
-    """A factor is [*, D, D] and lower triangular; a diagonal one is [*, D]."""
+    """Refuse a factor that is not [*, D, D] and lower triangular, or with `diagonal` not [*, D]."""
     wanted = (dimension,) if diagonal else (dimension, dimension)
     if chol.shape[-len(wanted) :] != wanted:
         shape = "standard deviations [*, D]" if diagonal else "a lower Cholesky factor [*, D, D]"

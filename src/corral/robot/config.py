@@ -7,10 +7,12 @@ from typing import Literal, get_args
 
 import torch
 
-from corral.projection.gaussian import GaussianProjection
-from corral.projection.gaussian_frobenius import project_gaussian_frobenius
-from corral.projection.gaussian_kl import project_gaussian_kl
-from corral.projection.gaussian_wasserstein import project_gaussian_wasserstein
+from corral.projection import (
+    GaussianProjection,
+    project_gaussian_frobenius,
+    project_gaussian_kl,
+    project_gaussian_wasserstein,
+)
 from corral.robot.planner import PlanStart
 from corral.robot.policy import ACTIVATIONS
 from corral.validate import number_in, owner_name, require

@@ -5,14 +5,37 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from corral.lab.sandbox import SandboxResult, run_python
-    from corral.lab.tasks import Task, find_task, make_task, verify_all
+    from corral.lab.tasks import (
+        TASKS,
+        Task,
+        columns_of,
+        find_task,
+        grader_counts,
+        make_task,
+        messages_of,
+        names,
+        text_of,
+        verify_all,
+    )
 
-__all__ = ["SandboxResult", "Task", "find_task", "make_task", "run_python", "verify_all"]
+__all__ = [
+    "TASKS",
+    "SandboxResult",
+    "Task",
+    "columns_of",
+    "find_task",
+    "grader_counts",
+    "make_task",
+    "messages_of",
+    "names",
+    "run_python",
+    "text_of",
+    "verify_all",
+]
 
 
 def __getattr__(name: str) -> Any:
     """Import the lab's tasks when one of their names is first used."""
-    tasks = vars(import_module("corral.lab.tasks"))
-    if name not in tasks["__all__"]:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return tasks[name]
+    return vars(import_module("corral.lab.tasks"))[name]

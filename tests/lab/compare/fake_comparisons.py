@@ -14,13 +14,13 @@ from pathlib import Path
 
 from corral.lab.compare.check import Budget
 from corral.lab.compare.folder import Progress
-from corral.lab.compare.job import Preparation, describe, run_comparison
+from corral.lab.compare.job import Preparation, choose, describe, run_comparison
 from corral.lab.compare.local import Engine, LocalEngine
 from corral.lab.compare.plan import Training, make_plan
-from corral.lab.compare.record import Comparison, Record, read
-from corral.lab.compare.results import choose
+from corral.lab.compare.record import Comparison, read
 from corral.lab.compare.schedule import Schedule
 from corral.lab.compare.view import make_compare_view
+from corral.lab.report.read import PlannedRun
 
 FAKE = (sys.executable, "-I", str(Path(__file__).with_name("fake_train.py")))
 
@@ -37,9 +37,9 @@ class Notes:
     """Called at every look."""
     running: set[str] = field(default_factory=set)
 
-    def update_run(self, record: Record, progress: Progress) -> None:
-        self.states.append((record.run.folder, record.state))
-        (self.running.add if record.state == "running" else self.running.discard)(record.run.folder)
+    def update_run(self, record: PlannedRun, progress: Progress) -> None:
+        self.states.append((record.folder, record.state))
+        (self.running.add if record.state == "running" else self.running.discard)(record.folder)
         self.most = max(self.most, len(self.running))
 
     def update_time(self, left: float | None) -> None:
@@ -77,7 +77,7 @@ def drive(comparison: Comparison, notes: Notes | None = None, *, stall: float = 
 def states(comparison: Comparison) -> dict[str, str]:
     """As the file says, which must be what is remembered."""
     written = {run["folder"]: run["state"] for run in json.loads((comparison.path / "compare.json").read_text())["runs"]}
-    assert written == {record.run.folder: record.state for record in comparison.records}
+    assert written == {record.folder: record.state for record in comparison.records}
     return written
 
 

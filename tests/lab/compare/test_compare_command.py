@@ -19,8 +19,7 @@ from corral.lab.compare.folder import duration, open_log, seconds_per_step
 from corral.lab.compare.local import RunJob
 from corral.lab.compare.plan import Training, make_plan, make_run, start_arguments
 from corral.lab.compare.record import read
-from corral.lab.report.comparison import FILE
-from corral.lab.report.read import read_run
+from corral.lab.report.read import FILE, read_run
 from corral.validate import RunError, pip_install
 
 
@@ -307,7 +306,7 @@ def test_a_sweep_of_robots_from_end_to_end(tmp_path: Path, capsys: pytest.Captur
     comparison = read(out)
     assert comparison.plan.sweep == {"learning_rate": (3e-3,)}
     assert comparison.chosen == {"tce": {"learning_rate": 3e-3}}
-    assert [record.run.stage for record in comparison.records] == ["sweep", "report"]
+    assert [record.stage for record in comparison.records] == ["sweep", "report"]
     config: dict[str, Any] = json.loads((out / "tce_learning_rate=3e-3_seed0" / "config.json").read_text())
     assert (config["settings"]["learner"]["policy_rate"], config["settings"]["workers"]) == (3e-3, 1)
     assert "Usable range of learning_rate" in printed

@@ -54,7 +54,7 @@ def test_one_failed_run_does_not_sink_the_rest(tmp_path: Path) -> None:
     assert states(comparison) == {
         "crash_seed0": "failed", "refused_seed0": "failed", "killed_seed0": "failed", "fine_seed0": "finished",
     }  # fmt: skip
-    errors = {record.run.contestant: record.error for record in comparison.records}
+    errors = {record.contestant: record.error for record in comparison.records}
     assert errors["crash"] == "RuntimeError: out of luck"
     assert errors["killed"] == "killed by SIGKILL, as when memory runs out"
     assert notes.most == 2

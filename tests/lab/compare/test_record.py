@@ -8,7 +8,7 @@ import pytest
 
 from corral.lab.compare.plan import Training, make_plan
 from corral.lab.compare.record import Comparison, differences, read, render_value
-from corral.lab.report.comparison import FILE, read_comparison
+from corral.lab.report.read import FILE, read_comparison
 from corral.validate import RunError
 
 
@@ -41,7 +41,7 @@ def test_reports_read_it(tmp_path: Path) -> None:
     theirs = read_comparison(tmp_path)
     assert theirs.command == ours.command
     assert (theirs.choose_seeds, theirs.report_seeds) == ([0], [1])
-    assert [entry.path for entry in theirs.runs] == [ours.folder(record) for record in ours.records]
+    assert [tmp_path / run.folder for run in theirs.runs] == [ours.folder(record) for record in ours.records]
     assert (theirs.runs[0].state, theirs.runs[0].error, theirs.runs[0].stage) == ("failed", "out of luck", "sweep")
 
 

@@ -10,9 +10,8 @@ from fake_comparisons import FAKE, Notes, begun, drive, interrupt_when, resumed,
 
 from corral.lab.compare import local
 from corral.lab.compare.folder import log_tail
-from corral.lab.compare.job import comparison_status, findings
+from corral.lab.compare.job import choose, comparison_status, findings, report_lines, sweep_rows, write_report
 from corral.lab.compare.local import LocalEngine
-from corral.lab.compare.results import choose, report_lines, sweep_rows, write_report
 from corral.lab.compare.schedule import Schedule
 from corral.lab.run.files import lock
 from corral.validate import RunError
@@ -35,7 +34,7 @@ def test_one_failed_run_does_not_sink_the_rest(tmp_path: Path) -> None:
     drive(comparison)
     found = states(comparison)
     assert found == {"crash_seed0": "failed", "refused_seed0": "failed", "killed_seed0": "failed", "fine_seed0": "finished"}
-    errors = {record.run.contestant: record.error for record in comparison.records}
+    errors = {record.contestant: record.error for record in comparison.records}
     assert errors["crash"] == "RuntimeError: out of luck"
     assert errors["refused"] == "there is no such thing."
     assert errors["killed"] == "killed by SIGKILL, as when memory runs out"
@@ -129,7 +128,7 @@ def test_settings_are_chosen_on_some_seeds_and_reported_on_others(tmp_path: Path
     # fine: .8 at 1e-4, .8 − .3 at 4e-4. crash never finishes, so nothing is chosen for it.
     assert comparison.chosen == {"fine": {"learning_rate": 1e-4}}
     assert notes.said == ["chosen for fine: learning_rate=1e-4"]
-    assert [record.run.folder for record in comparison.report_records] == [
+    assert [record.folder for record in comparison.report_records] == [
         "fine_learning_rate=1e-4_seed2",
         "fine_learning_rate=1e-4_seed3",
     ]

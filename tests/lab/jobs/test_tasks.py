@@ -13,7 +13,7 @@ from corral.lab.tasks import names
 from corral.validate import RunError
 from small_runs import save_model, small
 
-GSM8K = Path(__file__).parents[2] / "task" / "gsm8k"
+GSM8K = Path(__file__).parents[1] / "tasks" / "gsm8k"
 
 OWN = '''
 from dataclasses import dataclass

@@ -12,13 +12,11 @@ from matplotlib.figure import Figure
 from report.synthetic import CHOSEN, RATES, write_comparison, write_robot_run, write_run, write_small_set
 
 from corral.lab.report import outcomes
-from corral.lab.report import outcomes as across
-from corral.lab.report.comparison import read_comparison, read_comparisons, split_runs
 from corral.lab.report.content import RunReport, make_report
-from corral.lab.report.groups import group_runs, pairs
+from corral.lab.report.export import draw_sweep
+from corral.lab.report.groups import group_runs, pairs, split_runs
 from corral.lab.report.page import page, page_data
-from corral.lab.report.plots import draw_sweep
-from corral.lab.report.read import read_run, read_runs
+from corral.lab.report.read import read_comparison, read_comparisons, read_run, read_runs
 from corral.lab.report.sweep import axis, find_sweeps, sweep_row
 
 
@@ -339,7 +337,7 @@ def test_returns_are_put_on_one_scale(tmp_path: Path) -> None:
             for seed in range(2):
                 write_robot_run(tmp_path / f"{task[7:]}{algorithm}{seed}", algorithm, seed, task=task, solved=False)
     report = report_of(tmp_path)
-    scores = across.normalise_scores(report.groups, report.measure)
+    scores = outcomes.normalise_scores(report.groups, report.measure)
     # The best group of a task has mean 1 by construction; the other began where it began and reached half as far.
     for found in scores["tce"].values():
         assert sum(found.values()) / 2 == pytest.approx(1.0)

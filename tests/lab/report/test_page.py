@@ -278,8 +278,9 @@ def test_golden_curve(tmp_path: Path) -> None:
     success = METRICS[0]
     found = curve(group, success, interval=False)
     assert found is not None
-    assert found.value == pytest.approx([0.3, 0.3])
-    assert (found.low, found.high, found.at, found.seeds) == ([0.1, 0.2], [0.5, 0.4], [0.0, 8.0], 3)
+    assert found["value"].tolist() == pytest.approx([0.3, 0.3])
+    columns = found[["low", "high", "update", "seeds"]].to_dict("list")
+    assert columns == {"low": [0.1, 0.2], "high": [0.5, 0.4], "update": [0.0, 8.0], "seeds": [3, 2]}
     assert curve(group, METRICS[3]) is None
 
 

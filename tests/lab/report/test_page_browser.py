@@ -14,11 +14,10 @@ import pytest
 from report.conftest import CONTRAST
 from report.synthetic import write_comparison, write_robot_run, write_run, write_small_set
 
-from corral.lab.report.comparison import read_comparisons
 from corral.lab.report.content import make_report
 from corral.lab.report.figures import METRICS, curve
 from corral.lab.report.page import write_page
-from corral.lab.report.read import read_runs
+from corral.lab.report.read import read_comparisons, read_runs
 
 pytestmark = pytest.mark.browser
 
@@ -65,8 +64,8 @@ def test_the_curves_are_pythons(open_page: Any, small: Path) -> None:
     for group, series in zip(report.groups, drawn, strict=True):
         expected = curve(group, success)
         assert expected is not None
-        for key, column in (("y", expected.value), ("low", expected.low), ("high", expected.high), ("x", expected.at)):
-            assert [point[key] for point in series["points"]] == pytest.approx(list(column), rel=1e-4)
+        for key, column in {"y": "value", "low": "low", "high": "high", "x": "update"}.items():
+            assert [point[key] for point in series["points"]] == pytest.approx(list(expected[column]), rel=1e-4)
 
 
 def test_filters(open_page: Any, small: Path) -> None:

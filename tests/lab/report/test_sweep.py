@@ -9,8 +9,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy import stats
 
-from corral.lab.report.ranges import SweepRow, Value, cells, choose_setting, ordered, value_text
-from corral.lab.report.sweep import usable_range
+from corral.lab.report.read import value_text
+from corral.lab.report.sweep import SweepRow, Value, cells, choose_setting, ordered, usable_range
 
 
 def rows(finals: Mapping[Value, Sequence[float]], contestant: str = "troll", **more: object) -> list[SweepRow]:

@@ -9,10 +9,10 @@ from report.synthetic import write_run, write_small_set
 from corral.lab.report import outcomes, tables
 from corral.lab.report.content import make_report
 from corral.lab.report.figures import kl_bound, select_metrics
-from corral.lab.report.groups import flatten, group_runs, pairs
+from corral.lab.report.groups import group_runs, pairs
 from corral.lab.report.outcomes import areas, comparisons, default_threshold, finals, main_metric, results
 from corral.lab.report.page import page
-from corral.lab.report.read import read_run, read_runs
+from corral.lab.report.read import flatten, read_run, read_runs
 
 
 @pytest.fixture

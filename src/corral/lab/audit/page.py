@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 
 import corral
 from corral.lab.audit.figures import REGIONS, bucket_figure, ratio_figure, step_figure, threshold_figure
@@ -15,26 +13,12 @@ from corral.lab.audit.tally import ACCURACY, AUDITED, Audit, Row, Summary
 from corral.lab.audit.threshold import fewest_errors
 from corral.lab.audit.tokens import Ball, Tokens
 from corral.lab.audit.words import MEASURES, RULES, number, percent, sentences, updates_sentence
-from corral.lab.report.html import Safe, document, join, note, page_body, sections, shorten, table, tag, write_document
+from corral.lab.report.html import Safe, document, join, macros, note, page_body, sections, shorten, table, tag, write_document
 from corral.lab.run.text import count, visible
 
-
-def _printed(value: Any) -> Any:
-    """A value as a template prints it: markup as it is, all else as visible text, which is escaped then."""
-    return Markup(value) if isinstance(value, Safe | Markup) else visible(str(value))
-
-
-_TEMPLATES = Environment(
-    loader=PackageLoader("corral.lab.audit"),
-    autoescape=True,
-    trim_blocks=True,
-    lstrip_blocks=True,
-    undefined=StrictUndefined,
-    finalize=_printed,
+_PARTS = macros(
+    "audit.html", "corral.lab.audit", number=number, percent=percent, count=count, regions=REGIONS, measures=MEASURES
 )
-_TEMPLATES.filters |= {"number": number, "percent": percent, "count": count}
-_TEMPLATES.globals |= {"REGIONS": REGIONS, "MEASURES": MEASURES}
-_PARTS: Any = _TEMPLATES.get_template("audit.html").module  # its macros are functions that return markup
 
 _LOGGED_RULES = {"clip": "clip 1 ± 0.2", "dppo_tv": "DPPO TV 0.2", "dppo_kl": "DPPO KL 0.05"}
 """Rules whose shares are shown where DPPO and TROLL could not be run on whole distributions."""
@@ -66,7 +50,7 @@ def audit_page(audit: Audit, live: float | None = None) -> str:
         ),
         **_parts(audit),
     }
-    found = {key: (heading, Safe(content)) for key, (heading, content) in parts.items() if content is not None}
+    found = {key: part for key, part in parts.items() if part[1] is not None}
     about = f"{shorten(name, 60)} · {count(summary.tokens, 'token')}, {info.get('what') or 'compared'}"
     about = visible(shorten(f"{about} · corral {corral.__version__}", 240))  # what a figure that stands alone says
     data = {"about": about, "headline": f"{share} of {words}", **({} if live is None else {"live": live})}
@@ -77,7 +61,7 @@ def audit_page(audit: Audit, live: float | None = None) -> str:
 
 
 def headline(summary: Summary) -> tuple[str, str]:
-    """One number: how many of the tokens that would be blocked had hardly moved; where there are none, what would be missed.
+    """The share of tokens that would be blocked though they had hardly moved; the share missed if none would be blocked.
 
     Of divergences that are lower bounds it says how many can have been inside the ball at most, or are missed at least.
     """

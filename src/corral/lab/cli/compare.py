@@ -14,7 +14,7 @@ from corral.lab.cli.kind import Kind, all_recipes, check_kind, kind_of
 from corral.lab.cli.report import NEEDED
 from corral.lab.cli.train import FLAGS, UNSAFE, add_setting_flags, given_settings, quiet_libraries
 from corral.lab.run.settings import nested, read_file, read_named
-from corral.objective import OBJECTIVES
+from corral.objective import objective_names
 from corral.validate import RunError, nearest, pip_install
 
 _EPILOG = """
@@ -109,7 +109,7 @@ def _compare(arguments: argparse.Namespace, rest: list[str]) -> int:
         view.banner(describe(comparison, prepared))
         if arguments.dry_run:
             for record in comparison.records:
-                view.end(f"  {record.run.label}")
+                view.end(f"  {record.label}")
             return 0
         comparison.resume(retry_failed=arguments.retry_failed) if resuming else comparison.begin(config)
         status = run_comparison(comparison, prepared, view, stall=execution.stall)
@@ -205,7 +205,7 @@ def _contestants(kind: Kind, arguments: argparse.Namespace) -> tuple[str, ...]:
 def _known(kind: Kind) -> list[str]:
     """Names of all contestants; with objectives that another package has registered, if it was imported before."""
     if kind == "llm":
-        return list(OBJECTIVES)
+        return objective_names()
     from corral.lab.jobs.robot.settings import ALGORITHMS
 
     return list(ALGORITHMS)

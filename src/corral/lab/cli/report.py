@@ -5,8 +5,8 @@ from pathlib import Path
 
 from corral.lab.cli import check_installed, refuse, say
 
-NEEDED = ("rliable", "pandas", "pyarrow", "scipy")
-"""Packages without which there are no statistics."""
+NEEDED = ("rliable", "pandas", "pyarrow", "scipy", "jinja2")
+"""Packages without which there are no statistics and no pages."""
 
 _EPILOG = """
 DIR is a run's folder, or a folder that holds runs; several are shown together.
@@ -34,11 +34,10 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if rest:
         return refuse(f"report has no {rest[0]!r}. `corral report --help` lists what it has.")
     check_installed("reports need", NEEDED, "report")
-    from corral.lab.report.comparison import read_comparisons
     from corral.lab.report.content import make_report
     from corral.lab.report.export import export
     from corral.lab.report.page import write_page
-    from corral.lab.report.read import read_runs
+    from corral.lab.report.read import read_comparisons, read_runs
     from corral.lab.run.text import count
 
     runs = read_runs(arguments.runs)

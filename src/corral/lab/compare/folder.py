@@ -10,7 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from corral.lab.compare.plan import Kind, State
+from corral.lab.compare.plan import Kind
+from corral.lab.report.read import table_in
 from corral.lab.run.files import disk_sentence, lock, read_json
 from corral.lab.run.text import count, visible
 from corral.lab.run.view import Clock
@@ -25,7 +26,7 @@ _LONGEST_LINE = 300
 
 @dataclass
 class Progress:
-    """How far a run is, from its metrics.jsonl; only what is new is read."""
+    """Progress of a run, from its metrics.jsonl; only new lines are read."""
 
     folder: Path
     steps: int
@@ -74,17 +75,24 @@ class Progress:
         return min(1.0, self.step / self.steps)
 
     @property
+    def written(self) -> tuple[int, int]:
+        """Bytes written so far, of metrics and of the log."""
+        try:
+            return self.position, log_path(self.folder).stat().st_size
+        except OSError:  # not yet there, or just moved into the run's folder
+            return self.position, 0
+
+    @property
     def left(self) -> str:
         """The time it still needs, or nothing."""
         return (self.clock.left(self.step) if self.clock is not None else None) or ""
 
 
-def read_state(folder: Path) -> State:
+def read_state(folder: Path) -> str:
     """The state of a run that no process writes, from its files."""
-    ends: dict[str, State] = {"finished": "finished", "collapsed": "collapsed", "failed": "failed"}
     stopped = str(read_summary(folder).get("stopped"))
-    if stopped in ends:
-        return ends[stopped]
+    if stopped in ("finished", "collapsed", "failed"):
+        return stopped
     return "interrupted" if (folder / "config.json").is_file() else "waiting"
 
 
@@ -104,7 +112,7 @@ def refuse_busy(folder: Path) -> None:
 
 
 def pending_log(folder: Path) -> Path:
-    """Where a log begins: a run's folder has to be empty when the run is created in it."""
+    """The path of a log before its run's folder is made, which must be empty until then."""
     return folder.with_name(f".{folder.name}.log")
 
 
@@ -135,16 +143,8 @@ def place_log(folder: Path, *, ended: bool = False) -> None:
 
 
 def log_path(folder: Path) -> Path:
-    """Where a log is now."""
+    """The present path of a log."""
     return folder / LOG if (folder / LOG).is_file() else pending_log(folder)
-
-
-def log_size(folder: Path) -> int:
-    """Bytes of the log."""
-    try:
-        return log_path(folder).stat().st_size
-    except OSError:
-        return 0
 
 
 def log_tail(folder: Path, count: int = 1) -> list[str]:
@@ -160,7 +160,7 @@ def log_tail(folder: Path, count: int = 1) -> list[str]:
 
 
 def failure_reason(folder: Path, status: int) -> str:
-    """One line: the last of the log, or the signal that ended the process."""
+    """Why a run failed, in a line: the last line of its log, or the signal that ended the process."""
     if status < 0:
         names = {number.value: number.name for number in signal.Signals}
         hint = ", as when memory runs out" if -status == signal.SIGKILL else ""
@@ -207,15 +207,10 @@ def seconds_per_step(kind: Kind, settings: Any, recipe: str | None, folders: Ite
     return None
 
 
-def _cost_settings(kind: Kind, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What a step's cost depends on."""
-    found = {}
-    for key in _COST_SETTINGS[kind]:
-        value: Any = settings
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        found[key] = value
-    return found
+def _cost_settings(kind: Kind, settings: Mapping[str, Any]) -> list[Any]:
+    """The settings that determine a step's cost."""
+    paths = [key.split(".") for key in _COST_SETTINGS[kind]]
+    return [table_in(settings, *outer).get(last) for *outer, last in paths]
 
 
 def duration(seconds: float) -> str:

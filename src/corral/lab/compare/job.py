@@ -1,6 +1,6 @@
 """A comparison from plan to page: check, run side by side, report."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -8,13 +8,16 @@ from typing import Any, Literal
 from corral.lab.compare.check import WEIGHTS, Budget, budget_text, check_plan, resolve_run, trainer_configs
 from corral.lab.compare.folder import Progress, duration, log_tail, seconds_per_step
 from corral.lab.compare.local import Engine, LocalEngine, visible_gpus
-from corral.lab.compare.plan import ComparisonPlan, Kind, make_run
-from corral.lab.compare.record import ENDED, Comparison
-from corral.lab.compare.results import choose, report_lines, write_report
+from corral.lab.compare.plan import ChosenSettings, ComparisonPlan, Kind, make_run
+from corral.lab.compare.record import COUNTED, ENDED, Comparison
 from corral.lab.compare.schedule import Schedule
 from corral.lab.compare.view import CompareView, align_columns, run_cells
-from corral.lab.report.ranges import value_text
+from corral.lab.report.content import RunReport, make_report
+from corral.lab.report.outcomes import RETURN, Measure, main_metric
+from corral.lab.report.page import write_page
+from corral.lab.report.read import read_comparison, read_run, read_runs, value_text
 from corral.lab.report.statistics import ENOUGH
+from corral.lab.report.sweep import RULE, Sweep, SweepRow, choose_setting, sweep_row
 from corral.lab.run.text import count
 from corral.validate import RunError
 
@@ -26,7 +29,7 @@ _Status = Literal["finished", "failed", "interrupted"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionConfig:
-    """Where a comparison runs, how many runs at a time, and when a silent one counts as hung. It changes no result."""
+    """Execution of a comparison: engine, runs at a time, and when a silent run counts as hung. It changes no result."""
 
     engine: Literal["local", "ray"] = "local"
     jobs: int | None = None
@@ -93,29 +96,25 @@ def _make_engine(kind: Kind, settings: Any, execution: ExecutionConfig, threads:
 
 
 def describe(comparison: Comparison, prepared: Preparation) -> list[tuple[str, str]]:
-    """What is about to be run, as names and sentences."""
-    budget, engine = prepared.budget, prepared.engine
+    """The banner of a comparison: names, and sentences about each."""
+    budget, engine, plan = prepared.budget, prepared.engine, comparison.plan
     done = sum(record.state in ENDED for record in comparison.records)
-    plan, name = comparison.plan, comparison.training.recipe or comparison.training.config
+    name = comparison.training.recipe or comparison.training.config
+    seeds = ", ".join(map(str, plan.report_seeds))
+    if plan.choose_seeds:
+        seeds += f"; settings are chosen on {', '.join(map(str, plan.choose_seeds))}"
+    time = "unknown: no such run is here to judge by"
+    if prepared.pace is not None:
+        seconds, source = prepared.pace
+        rounds = -(-(plan.count - done) // engine.slots)
+        time = f"about {duration(rounds * (_START + budget.steps * seconds))} ({seconds:.2g} s a step, {source})"
     lines = [("compare", f"{name}: {', '.join(plan.contestants)}")]
-    for key, values in plan.sweep.items():
-        lines.append(("sweep", f"{key} {', '.join(map(value_text, values))}"))
-    if prepared.reductions:
-        lines.append(("reduction", _reduction_text(prepared.reductions)))
-    lines += [
-        ("seeds", _seeds_text(plan)),
-        ("budget", f"{budget_text(budget)}, for every run"),
-        ("runs", _runs_text(plan)),
-        ("engine", engine.about),
-        (
-            "time",
-            "unknown: no such run is here to judge by" if prepared.pace is None else _time_text(plan.count - done, prepared),
-        ),
-        ("folder", str(comparison.path)),
-    ]
+    lines += [("sweep", f"{key} {', '.join(map(value_text, values))}") for key, values in plan.sweep.items()]
+    lines += [("reduction", _reduction_text(prepared.reductions))] if prepared.reductions else []
+    lines += [("seeds", seeds), ("budget", f"{budget_text(budget)}, for every run"), ("runs", _runs_text(plan))]
+    lines += [("engine", engine.about), ("time", time), ("folder", str(comparison.path))]
     lines += [("note", sentence) for sentence in prepared.warnings]
-    if done:
-        lines.append(("done", f"{count(done, 'run')} already"))
+    lines += [("done", f"{count(done, 'run')} already")] if done else []
     if len(plan.report_seeds) < ENOUGH:
         lines.append(("note", f"with fewer than {ENOUGH} seeds, differences are shown and none can be claimed"))
     return lines
@@ -129,12 +128,6 @@ def _reduction_text(reductions: Mapping[str, str]) -> str:
     return f"{each}. Where they differ, no difference between objectives can be claimed: --common gives all the same"
 
 
-def _seeds_text(plan: ComparisonPlan) -> str:
-    """`2, 3, 4; settings are chosen on 0, 1`."""
-    chosen_on = f"; settings are chosen on {', '.join(map(str, plan.choose_seeds))}" if plan.choose_seeds else ""
-    return f"{', '.join(map(str, plan.report_seeds))}{chosen_on}"
-
-
 def _runs_text(plan: ComparisonPlan) -> str:
     """`12: 4 contestants × 3 seeds`."""
     who = count(len(plan.contestants), "contestant")
@@ -143,14 +136,6 @@ def _runs_text(plan: ComparisonPlan) -> str:
         return f"{plan.count}: {last}"
     swept = f"{who} × {count(len(plan.settings), 'setting')} × {count(len(plan.choose_seeds), 'seed')}"
     return f"{plan.count}: {swept}, then {last} with the setting chosen for each"
-
-
-def _time_text(runs: int, prepared: Preparation) -> str:
-    """`about 14 min (3.4 s a step, as …)`."""
-    assert prepared.pace is not None
-    seconds, source = prepared.pace
-    rounds = -(-runs // prepared.engine.slots)
-    return f"about {duration(rounds * (_START + prepared.budget.steps * seconds))} ({seconds:.2g} s a step, {source})"
 
 
 def run_comparison(comparison: Comparison, prepared: Preparation, view: CompareView, *, stall: float = 3600.0) -> _Status:
@@ -167,8 +152,11 @@ def run_comparison(comparison: Comparison, prepared: Preparation, view: CompareV
     _show_runs(comparison, schedule.progress, view)
     for line in [] if schedule.interrupted else findings(comparison, view.warn):
         view.end(line)
-    for line in _next_steps(comparison, status):
-        view.end(line)
+    if status == "interrupted":
+        view.end(f"Resume with: corral compare --resume {comparison.path}")
+        view.end(f"See what there is with: corral report {comparison.path}")
+    elif status == "failed":
+        view.end(f"Try failed runs again with: corral compare --resume {comparison.path} --retry-failed")
     return status
 
 
@@ -187,7 +175,7 @@ def _show_runs(comparison: Comparison, progress: dict[str, Progress], view: Comp
     for record in comparison.records:
         if record.state == "failed":
             folder = comparison.folder(record)
-            view.end(f"\n{record.run.label} failed: {record.error}\nThe end of {folder / 'log.txt'}:")
+            view.end(f"\n{record.label} failed: {record.error}\nThe end of {folder / 'log.txt'}:")
             for line in log_tail(folder, 5):
                 view.end(f"  {line}")
 
@@ -202,10 +190,68 @@ def findings(comparison: Comparison, warn: Callable[[str], object]) -> list[str]
     return ["", *report_lines(report), "", f"The report is in {page}"]
 
 
-def _next_steps(comparison: Comparison, status: _Status) -> Iterable[str]:
-    """How to resume or retry, if there is something to."""
-    if status == "interrupted":
-        yield f"Resume with: corral compare --resume {comparison.path}"
-        yield f"See what there is with: corral report {comparison.path}"
-    elif status == "failed":
-        yield f"Try failed runs again with: corral compare --resume {comparison.path} --retry-failed"
+# ------------------------------------------------------------------------------------------- results, as the page has them
+
+
+def choose(comparison: Comparison) -> ChosenSettings:
+    """The best setting of each contestant; none for one whose runs all failed."""
+    alive = {record.contestant for record in comparison.sweep_records if record.state in COUNTED}
+    return choose_setting([row for row in sweep_rows(comparison) if row.contestant in alive])
+
+
+def sweep_rows(comparison: Comparison) -> list[SweepRow]:
+    """One row per run of the sweep. One that failed counts as the worst there is."""
+    done = [record for record in comparison.sweep_records if record.state in COUNTED]
+    runs = {record.folder: read_run(comparison.folder(record)) for record in done}
+    measure = main_metric([*runs.values()])
+    return [
+        sweep_row(record.contestant, record.setting, record.seed, runs.get(record.folder), measure)
+        for record in comparison.sweep_records
+    ]
+
+
+def write_report(comparison: Comparison) -> tuple[RunReport, Path]:
+    """DIR/report.html, and what it says."""
+    report = make_report(read_runs([comparison.path]), [read_comparison(comparison.path)])
+    page = comparison.path / "report.html"
+    write_page(report, page)
+    return report, page
+
+
+def report_lines(report: RunReport) -> list[str]:
+    """The sweep with the usable ranges, then the results of each contestant, then what may be claimed."""
+    swept = [line for sweep in report.sweeps for line in [*_sweep_lines(sweep, report.measure), ""]]
+    said = [row["sentence"] for row in report.tables["comparisons"] if row["measure"] == "final"]
+    return [*swept, *_result_lines(report.tables["results"], report.measure), "", *said]
+
+
+def _result_lines(results: Sequence[Mapping[str, Any]], measure: Measure) -> list[str]:
+    """One line per contestant, with the setting that was chosen for it."""
+    beside = [key for key in ("greedy", "return") if key != measure.key and any(row.get(key) is not None for row in results)]
+    swept = any(row["setting"] for row in results)
+    names = ["contestant", *(["setting"] if swept else []), "runs", f"final {measure.name}", "mean over the run"]
+    rows = [[*names, *beside, "collapsed", "seconds"]]
+    for row in results:
+        cells = [row["objective"], *([row["setting"]] if swept else []), f"{row['counted']} of {row['runs']}"]
+        for key in ("final", "area", *beside):
+            of = RETURN if key == "return" else measure
+            cells.append(of.estimate(row[key], row[f"{key}_low"], row[f"{key}_high"]))
+        rows.append([*cells, str(row["collapsed"]), "—" if row["seconds"] is None else f"{row['seconds']:.0f}"])
+    return align_columns(rows)
+
+
+def _sweep_lines(sweep: Sweep, measure: Measure) -> list[str]:
+    """One line per contestant and setting; then the usable ranges, by each one's own best and by the best of all."""
+    settings = list(dict.fromkeys(name for cell in sweep.cells for name in cell.setting))
+    greedy = any(cell.greedy is not None for cell in sweep.cells)
+    rows = [["contestant", *settings, f"final {measure.name}", "mean over the run", *(["greedy"] if greedy else [])]]
+    rows[0] += ["collapsed", "KL"]
+    for cell in sweep.cells:
+        values = [value_text(cell.setting.get(name)) for name in settings]
+        numbers = [cell.final, cell.auc, *([cell.greedy] if greedy else [])]
+        kl = "—" if cell.kl is None else f"{cell.kl:.3g}"
+        rows.append([cell.contestant, *values, *(measure.estimate(number, None, None) for number in numbers)])
+        rows[-1] += [f"{cell.collapsed:.0%}", kl]
+    lead = f"Usable range of {sweep.key}, by final {measure.name} and its mean over the run ({sweep.seeds_text}): {RULE}"
+    ranges = [f"{found.sentence}; by the best of all: {found.text(found.overall)}" for found in sweep.ranges]
+    return [*align_columns(rows), "", lead, *ranges]

@@ -8,14 +8,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-from corral.lab.report.ranges import setting_pairs, value_text
+from corral.lab.report.read import PlannedRun, setting_pairs, value_text
 from corral.lab.run.settings import guess
 from corral.objective import OBJECTIVES
 from corral.validate import RunError
 
 Kind = Literal["llm", "robot"]
-Stage = Literal["sweep", "report"]
-State = Literal["waiting", "running", "finished", "collapsed", "interrupted", "failed"]
 Setting = Mapping[str, Any]
 ChosenSettings = Mapping[str, Setting]
 
@@ -36,25 +34,8 @@ _AROUND = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedRun:
-    """One run of a comparison."""
-
-    folder: str
-    """Its name inside the comparison's folder."""
-    contestant: str
-    setting: Setting
-    seed: int
-    stage: Stage
-
-    @property
-    def label(self) -> str:
-        """`troll learning_rate=1e-4 seed 0`."""
-        return " ".join([self.contestant, *setting_pairs(self.setting), f"seed {self.seed}"])
-
-
-@dataclass(frozen=True, kw_only=True)
 class ComparisonPlan:
-    """Which runs a comparison has: the same settings, seeds and budget for every contestant.
+    """The runs of a comparison: the same settings, seeds and budget for every contestant.
 
     With a sweep, each contestant's setting is chosen on `choose_seeds` and reported on `report_seeds`, which it has never seen:
     the best of several noisy numbers is too good.
@@ -86,11 +67,10 @@ class ComparisonPlan:
     @property
     def count(self) -> int:
         """Runs in all, with those whose setting is chosen on the way."""
-        swept = len(self.contestants) * len(self.settings) * len(self.choose_seeds)
-        return swept + len(self.contestants) * len(self.report_seeds)
+        return len(self.contestants) * (len(self.settings) * len(self.choose_seeds) + len(self.report_seeds))
 
     def sweep_runs(self) -> list[PlannedRun]:
-        """All settings of all contestants on the seeds for choosing; nothing without a sweep."""
+        """Runs of all contestants with all settings on the seeds for choosing; none without a sweep."""
         return [
             make_run(contestant, setting, seed, "sweep")
             for seed, setting, contestant in product(self.choose_seeds, self.settings, self.contestants)
@@ -123,7 +103,7 @@ def make_plan(
     )
 
 
-def make_run(contestant: str, setting: Setting, seed: int, stage: Stage) -> PlannedRun:
+def make_run(contestant: str, setting: Setting, seed: int, stage: str) -> PlannedRun:
     """A run, with a folder named by contestant, setting and seed."""
     name = "_".join([contestant, *setting_pairs(setting), f"seed{seed}"])
     return PlannedRun(folder=_slug(name), contestant=contestant, setting=dict(setting), seed=seed, stage=stage)
@@ -182,7 +162,7 @@ _CONTESTANT: dict[Kind, str] = {"llm": "objective", "robot": "algorithm"}
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What all runs share, as it was given to `corral compare`."""
+    """Settings and flags that all runs share, as given to `corral compare`."""
 
     recipe: str | None = None
     config: str | None = None
@@ -236,7 +216,7 @@ def split_contestant(contestant: str) -> tuple[str, dict[str, str]]:
 
 
 def contestant_key(kind: Kind, contestant: str, key: str) -> str:
-    """What a contestant calls a swept setting: algorithms of robots have a learning rate each, under names of their own."""
+    """The name that a contestant has for a swept setting: robots' algorithms have different names for their learning rate."""
     if kind == "robot" and key == RATE:
         return "learner.rate" if contestant.startswith("sb3-") else "learner.policy_rate"
     return key

@@ -4,29 +4,19 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from corral.lab.compare.folder import read_state, read_summary, refuse_busy
-from corral.lab.compare.plan import ChosenSettings, ComparisonPlan, PlannedRun, Stage, State, Training
-from corral.lab.report.comparison import FILE, VERSION, SavedRun, read_comparison
+from corral.lab.compare.plan import ChosenSettings, ComparisonPlan, Training
+from corral.lab.report.read import FILE, VERSION, PlannedRun, read_comparison
 from corral.lab.run.files import LockedFolder, disk_sentence, write_json
 from corral.validate import RunError
 
-ENDED: tuple[State, ...] = ("finished", "collapsed", "failed")
+ENDED: tuple[str, ...] = ("finished", "collapsed", "failed")
 """States after which a run is left alone."""
 
-COUNTED: tuple[State, ...] = ("finished", "collapsed")
+COUNTED: tuple[str, ...] = ("finished", "collapsed")
 """States of runs that used their budget, or were stopped as collapsed."""
-
-
-@dataclass(kw_only=True)
-class Record:
-    """A planned run and its state."""
-
-    run: PlannedRun
-    state: State = "waiting"
-    error: str | None = None
-    """Why it failed, in one line."""
 
 
 @dataclass(kw_only=True)
@@ -38,7 +28,7 @@ class Comparison(LockedFolder):
     training: Training
     command: str
     chosen: ChosenSettings = field(default_factory=dict)
-    records: list[Record] = field(default_factory=list)
+    records: list[PlannedRun] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.add_runs()
@@ -50,7 +40,7 @@ class Comparison(LockedFolder):
 
     @property
     def flags(self) -> dict[str, Any]:
-        """All that decides which runs there are, as flags name it."""
+        """Everything that determines the runs, by the names of flags."""
         plan, training = self.plan, asdict(self.training)
         seeds = {"seeds": len(plan.report_seeds), "seed": str(min([*plan.choose_seeds, *plan.report_seeds]))}
         sweep = {"choose_seeds": len(plan.choose_seeds), **{f"sweep {key}": values for key, values in plan.sweep.items()}}
@@ -61,31 +51,33 @@ class Comparison(LockedFolder):
 
         Report runs of a setting that is no longer chosen are let go: that happens if a failed run of the sweep is retried.
         """
-        known = {record.run.folder: record for record in self.records}
-        runs = [*self.plan.sweep_runs(), *self.plan.report_runs(self.chosen)]
-        self.records = [known.get(run.folder) or Record(run=run, state=read_state(self.path / run.folder)) for run in runs]
+        known = {record.folder: record for record in self.records}
+        self.records = []
+        for run in [*self.plan.sweep_runs(), *self.plan.report_runs(self.chosen)]:
+            run.state = read_state(self.path / run.folder)
+            self.records.append(known.get(run.folder, run))
 
     @property
-    def sweep_records(self) -> list[Record]:
+    def sweep_records(self) -> list[PlannedRun]:
         """Runs on which settings are chosen."""
-        return [record for record in self.records if record.run.stage == "sweep"]
+        return [record for record in self.records if record.stage == "sweep"]
 
     @property
-    def report_records(self) -> list[Record]:
+    def report_records(self) -> list[PlannedRun]:
         """Runs that the comparison is about."""
-        return [record for record in self.records if record.run.stage == "report"]
+        return [record for record in self.records if record.stage == "report"]
 
     @property
     def must_choose(self) -> bool:
-        """Whether the sweep is over and the choice has to be made."""
+        """True once the sweep is over, until settings are chosen."""
         return bool(self.plan.sweep) and not self.chosen and all(record.state in ENDED for record in self.sweep_records)
 
-    def folder(self, record: Record) -> Path:
-        """Where a run is."""
-        return self.path / record.run.folder
+    def folder(self, record: PlannedRun) -> Path:
+        """The folder of a run."""
+        return self.path / record.folder
 
     def content(self) -> dict[str, Any]:
-        """What compare.json says."""
+        """The content of compare.json."""
         plan = asdict(self.plan)
         return {
             "version": VERSION,
@@ -93,8 +85,8 @@ class Comparison(LockedFolder):
             "recipe": self.training.recipe,
             "command": self.command,
             **plan,
-            "chosen": {name: dict(setting) for name, setting in self.chosen.items()},
-            "runs": [{**asdict(record.run), "state": record.state, "error": record.error} for record in self.records],
+            "chosen": self.chosen,
+            "runs": [asdict(record) for record in self.records],
             "train": asdict(self.training),
         }
 
@@ -128,7 +120,7 @@ class Comparison(LockedFolder):
                 record.error = read_summary(self.folder(record)).get("why") if found == "failed" else None
             elif retry_failed:
                 record.state, record.error = ("waiting" if found == "waiting" else "interrupted"), None
-                self.chosen = {} if record.run.stage == "sweep" else self.chosen
+                self.chosen = {} if record.stage == "sweep" else self.chosen
         self.add_runs()
         self.save()
 
@@ -177,17 +169,10 @@ def read(path: Path) -> Comparison:
             training=Training(**saved.train),
             command=saved.command,
             chosen=saved.chosen,
-            records=[_as_record(run) for run in saved.runs],
+            records=[*saved.runs],
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
-
-
-def _as_record(saved: SavedRun) -> Record:
-    """A run from compare.json."""
-    stage, state = cast(Stage, saved.stage), cast(State, saved.state)
-    run = PlannedRun(folder=saved.path.name, contestant=saved.contestant, setting=saved.setting, seed=saved.seed, stage=stage)
-    return Record(run=run, state=state, error=saved.error)
 
 
 def differences(there: Comparison, new: Comparison) -> list[str]:

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from corral.lab.compare.folder import Progress, failure_reason, log_path, log_size, read_state, read_summary
+from corral.lab.compare.folder import Progress, failure_reason, log_path, read_state, read_summary
 from corral.lab.compare.local import Engine, RunJob
-from corral.lab.compare.plan import ChosenSettings, State, resume_arguments, start_arguments
-from corral.lab.compare.record import ENDED, Comparison, Record
-from corral.lab.report.ranges import setting_pairs
-from corral.lab.run.ending import Interruptible
+from corral.lab.compare.plan import ChosenSettings, resume_arguments, start_arguments
+from corral.lab.compare.record import ENDED, Comparison
+from corral.lab.report.read import PlannedRun, setting_pairs
+from corral.lab.run.life import Interruptible
 from corral.validate import RunError
 
 _PAUSE = 0.2
@@ -19,9 +19,9 @@ _PAUSE = 0.2
 
 @runtime_checkable
 class ScheduleView(Protocol):
-    """What a schedule reports to: states of runs, the time left, and sentences."""
+    """The view that a schedule reports to: states of runs, the time left, and sentences."""
 
-    def update_run(self, record: Record, progress: Progress) -> None:
+    def update_run(self, record: PlannedRun, progress: Progress) -> None:
         """A run has another state."""
 
     def update_time(self, left: float | None) -> None:
@@ -47,7 +47,7 @@ class Schedule(Interruptible):
     """Called once the sweep is over."""
     stall: float = 3600.0
     """Seconds without a new line of metrics or log, after which a run counts as hung and is ended."""
-    running: dict[str, Record] = field(default_factory=dict)
+    running: dict[str, PlannedRun] = field(default_factory=dict)
     progress: dict[str, Progress] = field(default_factory=dict)
     last_output: dict[str, tuple[float, tuple[int, int]]] = field(default_factory=dict)
     """When a running run last gave a sign of life, and what it had written then."""
@@ -58,7 +58,7 @@ class Schedule(Interruptible):
     """Whether the jobs have been asked to stop."""
 
     def run(self) -> None:
-        """Until no run is left that could be started. A second Ctrl-C ends all at once."""
+        """Run until no run is left to start. A second Ctrl-C ends all runs at once."""
         self.began = time.monotonic()
         for record in self.comparison.records:
             self._progress(record).update()
@@ -75,7 +75,7 @@ class Schedule(Interruptible):
                 self._abandon()
 
     def _poll(self) -> bool:
-        """One look at the jobs. Returns whether there is more to do."""
+        """Poll the jobs once. Returns whether there is more to do."""
         for name, status in self.engine.poll().items():
             self._end(self.running.pop(name), status)
         for record in self.running.values():
@@ -98,16 +98,16 @@ class Schedule(Interruptible):
         for record in self.comparison.records:
             if len(self.running) >= self.engine.slots:
                 return
-            if record.state in ("waiting", "interrupted") and record.run.folder not in self.attempted:
+            if record.state in ("waiting", "interrupted") and record.folder not in self.attempted:
                 self._start(record)
 
-    def _start(self, record: Record) -> None:
+    def _start(self, record: PlannedRun) -> None:
         folder, where = self.comparison.folder(record), self.comparison.path.absolute()
         if (folder / "config.json").is_file():
-            arguments = resume_arguments(record.run, where)
+            arguments = resume_arguments(record, where)
         else:
-            arguments = start_arguments(self.comparison.plan.kind, self.comparison.training, record.run, where)
-        name = record.run.folder
+            arguments = start_arguments(self.comparison.plan.kind, self.comparison.training, record, where)
+        name = record.folder
         self.attempted.add(name)
         self._progress(record).begin()
         try:
@@ -116,14 +116,14 @@ class Schedule(Interruptible):
             self._change(record, "failed", str(error))
             return
         self.running[name] = record
-        self.last_output[name] = time.monotonic(), self._written(record)
+        self.last_output[name] = time.monotonic(), self._progress(record).written
         self._change(record, "running")
 
-    def _end(self, record: Record, status: int) -> None:
+    def _end(self, record: PlannedRun, status: int) -> None:
         """The run's own summary decides; without one it failed, unless it was asked to stop."""
         folder = self.comparison.folder(record)
         self._progress(record).update()
-        if record.run.folder in self.hung:
+        if record.folder in self.hung:
             self._change(record, "failed", f"no sign of life for {self.stall:g} s: it hung, and was ended")
             return
         stopped = read_summary(folder).get("stopped")
@@ -145,18 +145,14 @@ class Schedule(Interruptible):
     def _end_hung(self) -> None:
         now = time.monotonic()
         for name, record in self.running.items():
-            written = self._written(record)
+            written = self._progress(record).written
             if written != self.last_output[name][1] or not log_path(self.comparison.folder(record)).exists():  # not yet placed
                 self.last_output[name] = now, written
             elif now - self.last_output[name][0] > self.stall and name not in self.hung:
                 self.hung.add(name)
                 self.engine.kill(name)
 
-    def _written(self, record: Record) -> tuple[int, int]:
-        """Something that changes whenever a run writes metrics or log."""
-        return self._progress(record).position, log_size(self.comparison.folder(record))
-
-    def _change(self, record: Record, state: State, error: str | None = None) -> None:
+    def _change(self, record: PlannedRun, state: str, error: str | None = None) -> None:
         record.state, record.error = state, error
         self.comparison.save()
         self.view.update_run(record, self._progress(record))
@@ -186,9 +182,9 @@ class Schedule(Interruptible):
         """In runs."""
         return sum(1.0 if record.state in ENDED else self._progress(record).share for record in self.comparison.records)
 
-    def _progress(self, record: Record) -> Progress:
-        """How far a run is."""
-        name = record.run.folder
+    def _progress(self, record: PlannedRun) -> Progress:
+        """The progress of a run."""
+        name = record.folder
         if name not in self.progress:
             self.progress[name] = Progress(self.comparison.folder(record), self.steps)
         return self.progress[name]

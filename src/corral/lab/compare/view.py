@@ -10,21 +10,14 @@ from rich.table import Table
 from rich.text import Text
 
 from corral.lab.compare.folder import Progress, duration
-from corral.lab.compare.record import Comparison, Record
-from corral.lab.report.ranges import setting_text
-from corral.lab.run.view import PatientConsole, RunView, number
+from corral.lab.compare.record import Comparison
+from corral.lab.report.read import PlannedRun, setting_text
+from corral.lab.run.view import RunView, choose_view, number
 
 _COLOURS = {
-    "running": "cyan",
-    "finished": "green",
-    "collapsed": "yellow",
-    "interrupted": "yellow",
-    "failed": "red",
-    "waiting": "dim",
-}
-
-_PRIORITY = ("running", "failed", "interrupted", "collapsed", "finished", "waiting")
-"""What stays in the table if not all runs fit on the screen."""
+    "running": "cyan", "failed": "red", "interrupted": "yellow", "collapsed": "yellow", "finished": "green", "waiting": "dim",
+}  # fmt: skip
+"""Colours of states. The first ones stay in the table if not all runs fit on the screen."""
 
 _EVERY = 60.0
 """Seconds between two lines that only say how far it is."""
@@ -39,17 +32,17 @@ class CompareView(RunView):
         self.left: float | None = None
 
     def banner(self, lines: Sequence[tuple[str, str]]) -> None:
-        """What is about to be run."""
+        """Called before the first run, with names and sentences about each."""
 
     def open(self, comparison: Comparison) -> None:
-        """It starts, or is resumed."""
+        """Called when the comparison starts or is resumed."""
         self.comparison = comparison
 
-    def update_run(self, record: Record, progress: Progress) -> None:
+    def update_run(self, record: PlannedRun, progress: Progress) -> None:
         """A run has another state."""
-        self.progress[record.run.folder] = progress
+        self.progress[record.folder] = progress
         if record.state == "failed":
-            self.warn(f"{record.run.label} failed: {record.error}")
+            self.warn(f"{record.label} failed: {record.error}")
 
     def update_time(self, left: float | None) -> None:
         """Time has passed."""
@@ -68,6 +61,8 @@ class CompareView(RunView):
 class PlainCompareView(CompareView):
     """A line whenever a run starts or ends, and one a minute: for pipes, files and batch systems."""
 
+    quiet = False
+
     def banner(self, lines: Sequence[tuple[str, str]]) -> None:
         for name, text in lines:
             self.say(f"{name:<10} {text}")
@@ -76,21 +71,18 @@ class PlainCompareView(CompareView):
         super().open(comparison)
         self.spoke = time.monotonic()
 
-    def update_run(self, record: Record, progress: Progress) -> None:
+    def update_run(self, record: PlannedRun, progress: Progress) -> None:
         super().update_run(record, progress)
         if record.state != "failed":
             success = "" if progress.success is None else f", success {number(progress.success)}"
             at = f" at step {progress.step} of {progress.steps}{success}" if progress.step or progress.success else ""
-            self.say(f"{record.run.label}: {record.state}{at}")
+            self.say(f"{record.label}: {record.state}{at}")
 
     def update_time(self, left: float | None) -> None:
         super().update_time(left)
         if time.monotonic() - self.spoke > _EVERY:
             self.spoke = time.monotonic()
             self.say(self.progress_line())
-
-    def say(self, sentence: str) -> None:
-        self.console.print(Text(sentence), soft_wrap=True, highlight=False)
 
 
 class LiveCompareView(PlainCompareView):
@@ -114,7 +106,7 @@ class LiveCompareView(PlainCompareView):
             self.live.stop()
 
     def table(self) -> Group:
-        """As many runs as fit, and a line of totals."""
+        """The table of as many runs as fit, and a line of totals."""
         rows = visible_records(self.comparison.records, max(3, self.console.height - 6))
         caption = self.progress_line()
         if len(rows) < len(self.comparison.records):
@@ -125,22 +117,17 @@ class LiveCompareView(PlainCompareView):
 
 def make_compare_view(*, quiet: bool) -> CompareView:
     """The view for where the output goes."""
-    console, problems = PatientConsole(), PatientConsole(stderr=True)
-    if quiet:
-        return CompareView(console, problems)
-    if console.is_terminal and not console.is_dumb_terminal:
-        return LiveCompareView(console, console)  # warnings must pass through the live table's own console
-    return PlainCompareView(console, problems)
+    return choose_view(CompareView, PlainCompareView, LiveCompareView, quiet=quiet)
 
 
-def run_cells(records: Sequence[Record], progress: dict[str, Progress]) -> list[list[str]]:
-    """One row per run, under a row of names. What no run has is left out."""
-    swept, failed = any(record.run.setting for record in records), any(record.error for record in records)
+def run_cells(records: Sequence[PlannedRun], progress: dict[str, Progress]) -> list[list[str]]:
+    """Cells of a table of runs, headings first. Columns that no run fills are left out."""
+    swept, failed = any(record.setting for record in records), any(record.error for record in records)
     names = ["contestant", *(["setting"] if swept else []), "seed", "state", "step", "success", "left"]
     rows = [names + (["what went wrong"] if failed else [])]
     for record in records:
-        seen = progress.get(record.run.folder)
-        row = [record.run.contestant, *([setting_text(record.run.setting)] if swept else []), str(record.run.seed)]
+        seen = progress.get(record.folder)
+        row = [record.contestant, *([setting_text(record.setting)] if swept else []), str(record.seed)]
         row += [record.state, f"{seen.step}/{seen.steps}" if seen and seen.inode is not None else ""]
         row += ["" if seen is None or seen.success is None else number(seen.success)]
         row += [seen.left if seen and record.state == "running" else "", *([record.error or ""] if failed else [])]
@@ -148,8 +135,8 @@ def run_cells(records: Sequence[Record], progress: dict[str, Progress]) -> list[
     return rows
 
 
-def _run_table(records: Sequence[Record], progress: dict[str, Progress]) -> Table:
-    """The same for a terminal."""
+def _run_table(records: Sequence[PlannedRun], progress: dict[str, Progress]) -> Table:
+    """The table of runs for a terminal."""
     names, *rows = run_cells(records, progress)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in names:
@@ -159,11 +146,11 @@ def _run_table(records: Sequence[Record], progress: dict[str, Progress]) -> Tabl
     return table
 
 
-def visible_records(records: Sequence[Record], most: int) -> list[Record]:
+def visible_records(records: Sequence[PlannedRun], most: int) -> list[PlannedRun]:
     """At most `most` runs, those that matter most now, in the order of the plan. Of those that ended, the latest."""
-    by_state = {state: [record for record in records if record.state == state] for state in _PRIORITY}
+    by_state = {state: [record for record in records if record.state == state] for state in _COLOURS}
     by_state["finished"].reverse()
-    chosen = [record for state in _PRIORITY for record in by_state[state]][:most]
+    chosen = [record for state in _COLOURS for record in by_state[state]][:most]
     return [record for record in records if any(record is other for other in chosen)]
 
 

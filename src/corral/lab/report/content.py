@@ -7,12 +7,10 @@ from functools import cached_property
 from typing import Any
 
 from corral.lab.report import figures, outcomes, tables
-from corral.lab.report import outcomes as across
-from corral.lab.report.comparison import SavedComparison, split_runs
-from corral.lab.report.groups import Group, group_runs
+from corral.lab.report.groups import Group, group_runs, split_runs
 from corral.lab.report.html import shorten
 from corral.lab.report.looks import Look, assign_looks
-from corral.lab.report.read import Run
+from corral.lab.report.read import Run, SavedComparison
 from corral.lab.report.sweep import Sweep, find_sweeps, sweep_table
 from corral.validate import RunError
 
@@ -38,7 +36,7 @@ class RunReport:
 
     @property
     def runs(self) -> list[Run]:
-        """Of all groups."""
+        """Runs of all groups."""
         return [run for group in self.groups for run in group.runs]
 
     @property
@@ -57,9 +55,18 @@ class RunReport:
         swept = [row.contestant for sweep in self.sweeps for row in sweep.rows]
         return assign_looks([*(group.objective for group in self.groups), *swept])
 
+    @cached_property
+    def styles(self) -> dict[int, tuple[int, int, int]]:
+        """Colour, marker and dash of each group, by its key. Dashes tell four settings apart; others change the marker."""
+        settings, found = list(dict.fromkeys(group.setting for group in self.groups)), {}
+        for group in self.groups:
+            (colour, marker), place = self.looks[group.objective], 0 if group.chosen else settings.index(group.setting)
+            found[group.key] = colour, marker + place // 4, place % 4
+        return found
+
     @property
     def is_single(self) -> bool:
-        """Whether it is about one run and nothing else."""
+        """True if the report is about one run and nothing else."""
         return len(self.runs) == 1 and not self.sweep_groups
 
 
@@ -83,7 +90,10 @@ def make_report(
     shown, aside, chosen = split_runs(runs, comparisons)
     groups, swept = group_runs(shown, chosen), group_runs(aside)
     measure = outcomes.main_metric(runs)
-    _check_threshold(threshold, measure)
+    if threshold is not None and not math.isfinite(threshold):
+        raise RunError(f"a threshold is a number; got {threshold}.")
+    if threshold is not None and measure.key == "success" and not 0 <= threshold <= 1:
+        raise RunError(f"a threshold of success lies between 0 and 1; got {threshold:g}. For 60 %, give 0.6.")
     by_problem = [[group for group in groups if group.problem == name] for name in dict.fromkeys(g.problem for g in groups)]
     thresholds = [outcomes.default_threshold(own, measure.key) if threshold is None else threshold for own in by_problem]
     metrics = figures.select_metrics(shown)
@@ -106,7 +116,7 @@ def make_report(
                 for row in outcomes.results(own, measure.key, reach)
             ],
             "comparisons": outcomes.comparisons(groups, measure),
-            "overall": across.overall(groups, measure),
+            "overall": outcomes.overall(groups, measure),
             "sweep": sweep_table(found),
             "runs": tables.run_table([*groups, *swept], measure.key),
             "events": [*tables.events([*groups, *swept]), *tables.plan_events(comparisons, runs), *tables.file_events(notes)],
@@ -118,18 +128,8 @@ def make_report(
     )
 
 
-def _check_threshold(threshold: float | None, measure: outcomes.Measure) -> None:
-    """A sentence for a threshold that no run could reach, or that is no number."""
-    if threshold is None:
-        return
-    if not math.isfinite(threshold):
-        raise RunError(f"a threshold is a number; got {threshold}.")
-    if measure.key == "success" and not 0 <= threshold <= 1:
-        raise RunError(f"a threshold of success lies between 0 and 1; got {threshold:g}. For 60 %, give 0.6.")
-
-
 def _headline(groups: Sequence[Group]) -> str:
-    """What the page is about: `countdown with tiny: dppo, troll`."""
+    """The default title of a page: `countdown with tiny: dppo, troll`."""
     problems = list(dict.fromkeys(group.problem for group in groups))
     names = list(dict.fromkeys(group.objective for group in groups))
     what = problems[0] if len(problems) == 1 else f"{len(problems)} problems"

@@ -1,23 +1,15 @@
 """Groups of runs: one objective with one setting on one task, repeated over seeds."""
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from corral.lab.report.html import shorten
-from corral.lab.report.ranges import setting_text
-from corral.lab.report.read import Run
-
-_IGNORED = {
-    "seed", "objective", "objective_config", "task", "task_config", "model", "guard", "report_to", "device", "workers",
-    "algorithm", "environment", "environment_config",
-    "eval_every", "eval_size", "eval_batch_size", "checkpoint_every", "keep_checkpoints", "keep_completions",
-}  # fmt: skip
-"""Settings that make no other method: those of the problem, and those in which a repetition may differ."""
+from corral.lab.report.read import Run, SavedComparison, setting_text
 
 SECRET = re.compile(r"token$|secret|password|passwd|api.?key|credential", re.IGNORECASE)
 """Settings that are secret: a page is for sending."""
@@ -44,7 +36,7 @@ class Group:
 
     @property
     def label(self) -> str:
-        """Its name, short: where each contestant has one chosen setting, the contestant says it all."""
+        """The group's name: the contestant alone where its setting was chosen, else with the setting."""
         return shorten(self.objective if self.chosen else f"{self.objective} {self.setting}".strip(), 300)
 
 
@@ -53,12 +45,11 @@ def group_runs(runs: Sequence[Run], chosen: Chosen | None = None) -> list[Group]
     chosen = {} if chosen is None else chosen
     found: dict[tuple[str, str, str], list[Run]] = {}
     problems = problems_of(runs)
-    own, shared = read_once(own_settings, runs), read_once(shared_settings, runs)
     for run in runs:
         peers = [peer for peer in runs if peer.objective == run.objective and problems[id(peer)] == problems[id(run)]]
         objective, setting = chosen.get(run.path) or (
-            f"{run.objective} {setting_text(varying_settings(run, peers, own))}".strip(),
-            setting_text(varying_settings(run, peers, shared)),
+            f"{run.objective} {setting_text(varying_settings(run, peers, 'own_settings'))}".strip(),
+            setting_text(varying_settings(run, peers, "shared_settings")),
         )
         found.setdefault((problems[id(run)], setting, objective), []).append(run)
 
@@ -84,8 +75,24 @@ def group_runs(runs: Sequence[Run], chosen: Chosen | None = None) -> list[Group]
     ]
 
 
+def split_runs(runs: Sequence[Run], comparisons: Sequence[SavedComparison]) -> tuple[list[Run], list[Run], Chosen]:
+    """Runs to report, runs of sweeps that are over, and what was chosen for those that are reported.
+
+    As long as a comparison has no reported run, those of its sweep are all there is to look at, and stay.
+    """
+    places = {run.path.resolve(): run for run in runs}
+    swept: set[int] = set()
+    chosen: dict[Path, tuple[str, str]] = {}
+    for comparison in comparisons:
+        reported = {path: run for path, run in comparison.places("report") if path in places}
+        if comparison.sweep and reported:
+            chosen |= {places[path].path: (run.contestant, setting_text(run.setting)) for path, run in reported.items()}
+            swept |= {id(places[path]) for path, _ in comparison.places("sweep") if path in places and path not in reported}
+    return [run for run in runs if id(run) not in swept], [run for run in runs if id(run) in swept], chosen
+
+
 def pairs(groups: Sequence[Group]) -> list[tuple[Group, Group]]:
-    """Whom to compare: objectives under the same setting, or each with the one chosen for it; of one alone, its settings."""
+    """Pairs of groups to compare: objectives with equal or chosen settings, or the settings of a single objective."""
     found = []
     for index, ours in enumerate(groups):
         for theirs in groups[:index]:
@@ -97,61 +104,26 @@ def pairs(groups: Sequence[Group]) -> list[tuple[Group, Group]]:
     return found
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Settings as `a.b.c` → text."""
-    found: dict[str, str] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            found |= flatten(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    return found
-
-
 def problems_of(runs: Sequence[Run]) -> dict[int, str]:
-    """What each run is about: its task, with the settings in which that was varied, and the model, where one is trained.
-
-    By the `id` of the run.
-    """
-    read, found = read_once(_task_settings, runs), {}
+    """The problem of each run, by its `id`: the task with the settings in which it was varied, and the model, if one learns."""
+    found = {}
     for run in runs:
         same = [peer for peer in runs if peer.task == run.task]
-        task = f"{run.task} {setting_text(varying_settings(run, same, read))}".strip()
+        task = f"{run.task} {setting_text(varying_settings(run, same, 'task_settings'))}".strip()
         found[id(run)] = task if run.is_robot else " with ".join(filter(None, (task, run.model)))
     return found
 
 
-def read_once(read: Callable[[Run], dict[str, str]], runs: Iterable[Run]) -> Callable[[Run], dict[str, str]]:
-    """`read`, computed once per run, since each is compared with all its peers."""
-    known = {id(run): read(run) for run in runs}
-    return lambda run: known[id(run)]
+def varying_settings(run: Run, peers: Iterable[Run], which: str) -> dict[str, str]:
+    """Settings of a run in which its peers are not all the same, but for secrets, which make no other method.
 
-
-def own_settings(run: Run) -> dict[str, str]:
-    """Those of the objective itself."""
-    return flatten(_inner(run.settings, "objective_config"))
-
-
-def shared_settings(run: Run) -> dict[str, str]:
-    """Those that any objective has."""
-    return flatten({key: value for key, value in run.settings.items() if key not in _IGNORED})
-
-
-def _task_settings(run: Run) -> dict[str, str]:
-    """Those of the task, or of a robot's environment."""
-    return flatten(_inner(run.settings, "task_config")) | flatten(_inner(run.settings, "environment_config"))
-
-
-def varying_settings(run: Run, peers: Iterable[Run], read: Callable[[Run], dict[str, str]]) -> dict[str, str]:
-    """Those settings of a run in which its peers are not all the same, but for secrets, which make no other method."""
+    Args:
+        which: "own_settings", "shared_settings" or "task_settings" of a run.
+    """
+    read: Callable[[Run], dict[str, str]] = attrgetter(which)
     mine, others = read(run), [read(peer) for peer in peers]
     keys = sorted({key for other in [mine, *others] for key in other if not SECRET.search(key)})
     return {key: mine.get(key, "default") for key in keys if len({other.get(key) for other in others}) > 1}
-
-
-def _inner(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = tree.get(key)
-    return value if isinstance(value, Mapping) else {}
 
 
 def _natural(text: str) -> tuple[Any, ...]:

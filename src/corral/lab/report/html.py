@@ -49,7 +49,6 @@ def _markup(value: Any) -> Safe:
 
 
 _TEMPLATES = Environment(
-    loader=PackageLoader("corral.lab.report"),
     autoescape=True,
     trim_blocks=True,
     lstrip_blocks=True,
@@ -59,9 +58,9 @@ _TEMPLATES = Environment(
 _TEMPLATES.filters["shorten"] = shorten
 
 
-def macros(name: str) -> Any:
-    """The macros of a template, as functions that return markup."""
-    return _TEMPLATES.get_template(name).module
+def macros(name: str, package: str = "corral.lab.report", **known: Any) -> Any:
+    """The macros of a package's template, as functions that return markup; `known` holds more names that it may use."""
+    return _TEMPLATES.overlay(loader=PackageLoader(package)).get_template(name, globals=known).module
 
 
 _PARTS = macros("parts.html")
@@ -179,7 +178,7 @@ def write_document(text: str, out: Path, too_large: str = "") -> int:
 
 
 def csp_hash(text: str) -> str:
-    """What a Content-Security-Policy calls an inline script or style by."""
+    """The digest by which a Content-Security-Policy allows an inline script or style."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 

@@ -1,22 +1,23 @@
 """Outcomes of runs, compared between groups and across seeds, with intervals."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from corral.lab.report import statistics
-from corral.lab.report.groups import Group, flatten, pairs
+from corral.lab.report.groups import Group, pairs
 from corral.lab.report.html import shorten
-from corral.lab.report.read import Run
+from corral.lab.report.read import Run, flatten, table_in
+from corral.lab.run.interval import Estimate
 from corral.lab.run.text import visible
 
 _Row = dict[str, Any]
 
 BESIDE = ("greedy", "return")
-"""What stands beside the main metric: the success of the likeliest tokens, and the return of robots."""
+"""Metrics beside the main one: the success of the likeliest tokens, and the return of robots."""
 
 COUNTED = ("finished", "collapsed")
 """Runs that count in the statistics: those that used their budget, and those that were stopped as collapsed."""
@@ -77,20 +78,29 @@ def finals(group: Group, metric: str) -> dict[str, float]:
 
 def areas(group: Group, metric: str) -> dict[str, float]:
     """The mean of the metric over each run that counts."""
-    found = {
-        seed: statistics.area_under_curve(run.values(metric), run.planned_steps)
-        for seed, run in _counted_runs(group, metric).items()
-    }
+    runs = _counted_runs(group, metric)
+    found = {seed: statistics.area_under_curve(run.values(metric), run.planned_steps) for seed, run in runs.items()}
     return {seed: area for seed, area in found.items() if area is not None}
+
+
+def _mean_start(groups: Sequence[Group], metric: str) -> float | None:
+    """The mean of the first measurements of all runs; None if there are none."""
+    starts = [values[0][1] for group in groups for run in group.runs if (values := run.values(metric))]
+    return float(np.mean(starts)) if starts else None
 
 
 def default_threshold(groups: Sequence[Group], metric: str) -> float | None:
     """Nine tenths of what the best objective ends with; of returns, of the way there from where runs begin. None of nothing."""
     ends = [np.array([*found.values()])[:, None] for group in groups if (found := finals(group, metric))]
     best = max((float(statistics.middle_mean(found)[0]) for found in ends), default=0.0)
-    starts = [run.values(metric)[0][1] for group in groups for run in group.runs if run.values(metric)]
-    start = 0.0 if metric == "success" or not starts else float(np.mean(starts))
+    start = 0.0 if metric == "success" else _mean_start(groups, metric) or 0.0
     return start + 0.9 * (best - start) if ends and best > start else None
+
+
+def _columns(name: str, estimate: Estimate | None) -> _Row:
+    """An estimate as three columns of a row."""
+    value, low, high = (None, None, None) if estimate is None else (estimate.value, estimate.low, estimate.high)
+    return {name: value, f"{name}_low": low, f"{name}_high": high}
 
 
 def results(groups: Sequence[Group], metric: str, threshold: float | None) -> list[_Row]:
@@ -100,17 +110,14 @@ def results(groups: Sequence[Group], metric: str, threshold: float | None) -> li
         runs = _counted_runs(group, metric)
         row: _Row = {"objective": group.objective, "setting": group.setting, "problem": group.problem}
         row |= {"runs": len(group.runs), "counted": len(runs)}
-        beside = {name: {seed: run.values(name)[-1][1] for seed, run in runs.items() if run.values(name)} for name in BESIDE}
-        for name, found in {"final": finals(group, metric), "area": areas(group, metric), **beside}.items():
-            estimate = statistics.interquartile_mean(np.array([*found.values()])) if found else None
-            row |= {
-                name: estimate and estimate.value,
-                f"{name}_low": estimate and estimate.low,
-                f"{name}_high": estimate and estimate.high,
-            }
+        beside = {name: {seed: run.final(name) for seed, run in runs.items() if run.values(name)} for name in BESIDE}
+        numbers: dict[str, dict[str, float | None]] = {"final": {**finals(group, metric)}, "area": {**areas(group, metric)}}
+        for name, found in {**numbers, **beside}.items():
+            row |= _columns(name, statistics.interquartile_mean(np.array([*found.values()])) if found else None)
         reached = [statistics.steps_to(run.values(metric), threshold) for run in runs.values()] if threshold is not None else []
+        median = float(np.median(reached)) if reached else math.inf
         row |= {
-            "steps_to_threshold": float(np.median(reached)) if reached and math.isfinite(np.median(reached)) else None,
+            "steps_to_threshold": median if math.isfinite(median) else None,
             "reached": sum(map(math.isfinite, reached)),
             "collapsed": sum(statistics.has_collapsed(run.values(metric), run.stopped) for run in runs.values()),
             "seconds": float(np.mean([run.last("seconds") or 0.0 for run in runs.values()])) if runs else None,
@@ -125,36 +132,47 @@ def comparisons(groups: Sequence[Group], measure: Measure) -> list[_Row]:
     judged = {"final": (finals, measure), "area": (areas, measure)}
     if measure.key == "success":
         judged["return"] = finals, RETURN  # what robots have besides
+    several = len({group.problem for group in groups}) > 1
     for name, (read, by) in judged.items():
         found = []
         for ours, theirs in pairs(groups):
-            a, b = read(ours, by.key), read(theirs, by.key)
-            if a and b:
-                scaled = ({seed: value * by.factor for seed, value in side.items()} for side in (a, b))
-                found.append((ours, theirs, statistics.difference(*scaled), a, b))
-        holds = statistics.holm([difference.p for _, _, difference, _, _ in found])
+            sides = [{seed: value * by.factor for seed, value in read(side, by.key).items()} for side in (ours, theirs)]
+            if all(sides):
+                found.append((ours, theirs, statistics.difference(*sides), [np.array([*side.values()]) for side in sides]))
+        holds = statistics.holm([difference.p for _, _, difference, _ in found])
         what = f"mean {by.name} over the run" if name == "area" else f"final {by.name}"
-        several = len({group.problem for group in groups}) > 1
-        for (ours, theirs, difference, a, b), held in zip(found, holds, strict=True):
+        for (ours, theirs, difference, ends), held in zip(found, holds, strict=True):
             names = shorten(visible(ours.label), 80), shorten(visible(theirs.label), 80)
             of = f"{what} in {shorten(visible(ours.problem), 80)}" if several else what
             uneven = _uneven_weights(ours, theirs)
             held = held and not uneven
             words = statistics.sentence(*names, of, difference, holds=held, among=len(found), unit=by.unit, uneven=uneven)
             other = _other_differences(ours, theirs)
-            chance = statistics.probability_of_improvement(np.array([*a.values()]), np.array([*b.values()]))
             rows.append(
                 {
                     "measure": name, "problem": ours.problem, "ours": ours.label, "theirs": theirs.label,
                     "our_objective": ours.objective, "their_objective": theirs.objective,
                     "difference": difference.mean.value, "low": difference.mean.low, "high": difference.mean.high,
                     "unit": by.unit, "p": difference.p, "seeds": difference.seeds, "paired": difference.paired,
-                    "claimed": statistics.can_claim(difference, held), "probability": chance.value,
-                    "probability_low": chance.low, "probability_high": chance.high,
+                    "claimed": statistics.can_claim(difference, held),
+                    **_columns("probability", statistics.probability_of_improvement(*ends)),
                     "sentence": words + (f" They also differ in {other}." if other else ""),
                 }
             )  # fmt: skip
     return rows
+
+
+_WEIGHTS = {
+    "loss_type": "reductions", "advantage": "advantages", "scale_rewards": "scales of rewards",
+    "multi_objective_aggregation": "sums of rewards",
+}  # fmt: skip
+"""Settings that weigh tokens and rewards, whatever the objective."""
+
+_OWN = {
+    "seed", "objective", "report_to", "guard", "keep_completions", "keep_checkpoints", "checkpoint_every", "workers",
+    "objective_config", "algorithm", "learner", "prodmp",
+}  # fmt: skip
+"""Settings in which fair comparisons may differ: those of the repetition, and those that each objective has of its own."""
 
 
 def _uneven_weights(ours: Group, theirs: Group) -> str:
@@ -162,24 +180,20 @@ def _uneven_weights(ours: Group, theirs: Group) -> str:
     first, second = ours.runs[0], theirs.runs[0]
     if first.objective == second.objective:
         return ""
-    names = {"loss_type": "reductions", "advantage": "advantages", "scale_rewards": "scales of rewards"}
-    names["multi_objective_aggregation"] = "sums of rewards"
-    for key, name in names.items():
+    for key, name in _WEIGHTS.items():
         a, b = (run.trainer.get(key) for run in (first, second))
         if a != b:
             each = f"{first.objective} {a or 'default'}, {second.objective} {b or 'default'}"
             return f"their {name} differ ({each}), and corral compare --common makes them the same"
     for run in (first, second):
-        if run.own_reduction is False:
+        if table_in(run.config, "reduction").get("own") is False:  # None where nothing says so
             return f"{run.objective} was averaged by {run.trainer.get('loss_type')}, which is not its own reduction"
     return ""
 
 
 def _other_differences(ours: Group, theirs: Group) -> str:
     """Settings in which two groups differ though neither was varied in them: a comparison that may not be fair."""
-    aside = {"seed", "objective", "report_to", "guard", "keep_completions", "keep_checkpoints", "checkpoint_every", "workers"}
-    aside |= {"objective_config", "algorithm", "learner", "prodmp"}  # each has its own
-    aside |= {"loss_type", "advantage", "scale_rewards"} if _uneven_weights(ours, theirs) else set()  # said already
+    aside = _OWN | ({"loss_type", "advantage", "scale_rewards"} if _uneven_weights(ours, theirs) else set())  # said already
     a, b = (
         {key: value for key, value in flatten(side.runs[0].settings).items() if key.split(".")[0] not in aside}
         for side in (ours, theirs)
@@ -189,58 +203,51 @@ def _other_differences(ours: Group, theirs: Group) -> str:
     return ", ".join(names)
 
 
-_Scores = dict[str, dict[str, dict[str, float]]]
-"""By contestant, problem and seed."""
-
-
-def overall(groups: Sequence[Group], measure: Measure) -> list[dict[str, Any]]:
+def overall(groups: Sequence[Group], measure: Measure) -> list[_Row]:
     """One row per contestant that has runs on every problem: interquartile mean and mean over tasks and seeds.
 
     Runs are resampled within each task (rliable's stratified bootstrap). Nothing if there are fewer than two problems, or
     fewer than two contestants with runs on all of them.
     """
-    scores = normalise_scores(groups, measure)
     problems = {group.problem for group in groups}
-    matrices = {name: _matrix(found) for name, found in scores.items() if found.keys() == problems and _matrix(found).size}
+    matrices = {}
+    for name, found in normalise_scores(groups, measure).items():
+        # [R T] of the seeds that every problem has.
+        shared = [seed for seed in next(iter(found.values())) if all(seed in seeds for seeds in found.values())]
+        if found.keys() == problems and shared:
+            matrices[name] = np.array([[found[problem][seed] for problem in sorted(found)] for seed in shared], dtype=float)
     if len(problems) < 2 or len(matrices) < 2:
         return []
     rows = []
-    for name, found in matrices.items():
-        middle, mean = statistics.interquartile_mean(found), statistics.mean_over_tasks(found)
-        beaten = [statistics.chance_over_tasks(found, other) for rival, other in matrices.items() if rival != name]
+    for name, scores in matrices.items():
+        beaten = [statistics.chance_over_tasks(scores, other) for rival, other in matrices.items() if rival != name]
         rows.append(
             {
-                "objective": name, "tasks": found.shape[1], "seeds": found.shape[0],
-                "middle": middle.value, "middle_low": middle.low, "middle_high": middle.high,
-                "mean": mean.value, "mean_low": mean.low, "mean_high": mean.high,
+                "objective": name, "tasks": scores.shape[1], "seeds": scores.shape[0],
+                **_columns("middle", statistics.interquartile_mean(scores)),
+                **_columns("mean", statistics.mean_over_tasks(scores)),
                 "chance": float(np.mean(beaten)),
             }
         )  # fmt: skip
     return rows
 
 
-def normalise_scores(groups: Sequence[Group], measure: Measure) -> _Scores:
-    """Final values on one scale: success as it is; returns so that 0 is where runs of the task began and 1 the best end.
+def normalise_scores(groups: Sequence[Group], measure: Measure) -> dict[str, dict[str, dict[str, float]]]:
+    """Final values on one scale, by contestant, problem and seed.
 
-    score = (final − start) / (best − start)          start: mean over the task's runs; best: highest group mean
+        success as it is; of returns: score = (final − start) / (best − start)
+
+    start is the mean over the task's runs, best the highest group mean: 0 is where runs of the task began.
     """
-    found: _Scores = {}
+    found: dict[str, dict[str, dict[str, float]]] = {}
     for problem in dict.fromkeys(group.problem for group in groups):
         here = [group for group in groups if group.problem == problem]
         ends = {group.label: finals(group, measure.key) for group in here}
         low, high = 0.0, 1.0
         if measure.key != "success":
-            starts = [run.values(measure.key)[0][1] for group in here for run in group.runs if run.values(measure.key)]
-            low = float(np.mean(starts)) if starts else 0.0
+            low = _mean_start(here, measure.key) or 0.0
             high = max((float(np.mean([*values.values()])) for values in ends.values() if values), default=low)
-        for group in here:
-            if ends[group.label] and high > low:
-                scaled = {seed: (value - low) / (high - low) for seed, value in ends[group.label].items()}
-                found.setdefault(group.label, {})[problem] = scaled
+        for label, values in ends.items():
+            if values and high > low:
+                found.setdefault(label, {})[problem] = {seed: (value - low) / (high - low) for seed, value in values.items()}
     return found
-
-
-def _matrix(found: Mapping[str, Mapping[str, float]]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """[R T] of the seeds that every problem has."""
-    shared = [seed for seed in next(iter(found.values())) if all(seed in seeds for seeds in found.values())]
-    return np.array([[found[problem][seed] for problem in sorted(found)] for seed in shared], dtype=float)

@@ -1,9 +1,10 @@
-"""Runs read from folders: metrics, settings and summaries, of `corral train` or of a CorralTrainer's checkpoints."""
+"""Runs and comparisons read from folders, of `corral train`, `corral compare` or a CorralTrainer's checkpoints."""
 
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,48 +13,13 @@ import pyarrow.parquet as pq
 
 from corral.lab.run.files import MOST_METRICS, read_regular
 from corral.lab.run.files import read_json as read_file
+from corral.lab.run.settings import guess
 from corral.validate import RunError
 
 STATE = "trainer_state.json"
 
 _RECORD = "RunRecord"
 """The callback under whose name a CorralTrainer writes its settings."""
-
-
-def newest_state(folder: Path) -> Path | None:
-    """The trainer_state.json of a folder or of its newest checkpoint; None if there is none."""
-    if (folder / STATE).is_file():
-        return folder / STATE
-    found = [path for path in folder.glob(f"checkpoint-*/{STATE}") if path.parent.name.removeprefix("checkpoint-").isdigit()]
-    return max(found, key=lambda path: int(path.parent.name.removeprefix("checkpoint-")), default=None)
-
-
-def settings_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The content that config.json has in a run's folder, as far as a trainer_state.json has it."""
-    callbacks = state.get("stateful_callbacks")
-    record = callbacks.get(_RECORD) if isinstance(callbacks, dict) else None
-    arguments = record.get("args") if isinstance(record, dict) else None
-    about = arguments.get("about") if isinstance(arguments, dict) else None
-    content = dict(about) if isinstance(about, dict) else {}
-    settings = content.get("settings")
-    return {**content, "settings": {**(settings if isinstance(settings, dict) else {}), "steps": state.get("max_steps")}}
-
-
-def lines_of(state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Logged lines of training and evaluation, those of one update together; a step is an update here."""
-    found: dict[int, dict[str, Any]] = {}
-    history = state.get("log_history")
-    for logged in history if isinstance(history, list) else ():
-        step = logged.get("step") if isinstance(logged, dict) else None
-        if type(step) is int and step >= 0 and "train_runtime" not in logged:  # the last line sums the run up
-            found.setdefault(step, {}).update(logged, update=step)
-    return [found[step] for step in sorted(found)]
-
-
-def has_ended(state: Mapping[str, Any]) -> bool:
-    """Whether all updates that were planned are done."""
-    done, planned = state.get("global_step"), state.get("max_steps")
-    return type(done) is int and type(planned) is int and 0 < planned <= done
 
 
 _FILES = ("config.json", "metrics.jsonl")
@@ -84,12 +50,17 @@ _TOKENS = {
 }  # fmt: skip
 """Columns that are read, and their types. The lists of a row of tokens have one length."""
 
-_Types = Mapping[str, pa.DataType]
+_NO_METHOD = {
+    "seed", "objective", "objective_config", "task", "task_config", "model", "guard", "report_to", "device", "workers",
+    "algorithm", "environment", "environment_config",
+    "eval_every", "eval_size", "eval_batch_size", "checkpoint_every", "keep_checkpoints", "keep_completions",
+}  # fmt: skip
+"""Settings that make no other method: those of the problem, and those in which a repetition may differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run, as far as its files tell."""
+    """A run as read from its files."""
 
     path: Path
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -103,85 +74,95 @@ class Run:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The settings it was started with."""
-        return _mapping(self.config.get("settings"))
+        """The settings that the run was started with."""
+        return table_in(self.config, "settings")
 
     @property
     def trainer(self) -> Mapping[str, Any]:
         """Settings of TRL's trainer, resolved; robots have none."""
-        return _mapping(self.config.get("trainer"))
+        return table_in(self.config, "trainer")
 
-    @property
-    def own_reduction(self) -> bool | None:
-        """Whether the loss was averaged in one of the objective's own ways; None where nothing says so."""
-        said = _mapping(self.config.get("reduction")).get("own")
-        return said if isinstance(said, bool) else None
+    @cached_property
+    def own_settings(self) -> dict[str, str]:
+        """Settings of the objective itself, as texts."""
+        return flatten(table_in(self.settings, "objective_config"))
 
-    @property
-    def objective(self) -> str:
-        """Its name."""
-        return self._said("objective")
+    @cached_property
+    def shared_settings(self) -> dict[str, str]:
+        """Settings that any objective has, as texts."""
+        return flatten({key: value for key, value in self.settings.items() if key not in _NO_METHOD})
+
+    @cached_property
+    def task_settings(self) -> dict[str, str]:
+        """Settings of the task, or of a robot's environment, as texts."""
+        return flatten(table_in(self.settings, "task_config")) | flatten(table_in(self.settings, "environment_config"))
 
     @property
     def is_robot(self) -> bool:
-        """Whether a robot learned, and no language model."""
+        """True if a robot learned, and no language model."""
         return "environment" in self.settings
 
     @property
+    def objective(self) -> str:
+        """The objective's name, or the algorithm's."""
+        return self._name("objective")
+
+    @property
     def task(self) -> str:
-        """Its name."""
-        return self._said("task")
+        """The task's name."""
+        return self._name("task")
 
     @property
     def model(self) -> str:
-        """Its name; robots have none."""
-        return self._said("model", "")
+        """The model's name; robots have none."""
+        return self._name("model", "")
 
     @property
     def seed(self) -> str:
-        """As text: it only tells runs apart, and pairs them."""
-        return self._said("seed")
+        """The random seed as text: it only tells runs apart, and pairs them."""
+        return self._name("seed")
 
     @property
     def stopped(self) -> str:
-        """How it ended, or that it has not."""
+        """The way the run ended: "finished", "collapsed", …, or "not ended"."""
         return str(self.summary.get("stopped") or "not ended")
 
     @property
     def steps(self) -> int:
-        """Done so far."""
+        """Steps done so far."""
         return int(self.lines[-1]["step"]) if self.lines else 0
 
     @property
     def planned_steps(self) -> int:
         """Steps in its settings; those done where the settings have none."""
-        planned = self.settings.get("steps", self.settings.get("iterations"))  # a robot's steps are iterations
-        return planned if type(planned) is int and 0 < planned < _LAST_STEP else self.steps
+        return _whole(self.settings.get("steps", self.settings.get("iterations")), self.steps)  # of robots: iterations
 
     @property
     def rollouts_per_step(self) -> int:
         """Completions, or episodes, that a step samples; 0 where nothing says so."""
-        learner = _mapping(self.settings.get("learner"))
-        given = self.trainer.get("generation_batch_size", learner.get("episodes"))
-        return given if type(given) is int and 0 < given < _LAST_STEP else 0
+        return _whole(self.trainer.get("generation_batch_size", table_in(self.settings, "learner").get("episodes")), 0)
 
     @property
     def is_smoke(self) -> bool:
-        """Whether `--smoke` made it: to see that something runs, and no result."""
+        """True if `--smoke` made it, so that it is no result."""
         command = self.config.get("command")
         return self.model == "smoke" or (isinstance(command, list) and "--smoke" in command)
-
-    def last(self, key: str) -> float | None:
-        """A number of the last line, such as the seconds so far."""
-        value = self.lines[-1].get(key) if self.lines else None
-        return value if isinstance(value, float) and math.isfinite(value) else None
 
     def values(self, key: str) -> list[tuple[int, float]]:
         """Steps at which a metric was measured, and its finite values."""
         pairs = ((int(line["step"]), line.get(key)) for line in self.lines)
         return [(step, value) for step, value in pairs if isinstance(value, float) and math.isfinite(value)]
 
-    def _said(self, key: str, default: str = "unknown") -> str:
+    def final(self, key: str) -> float | None:
+        """The last finite value of a metric."""
+        return next((value for _, value in reversed(self.values(key))), None)
+
+    def last(self, key: str) -> float | None:
+        """A number of the last line, such as the seconds so far."""
+        value = self.lines[-1].get(key) if self.lines else None
+        return value if isinstance(value, float) and math.isfinite(value) else None
+
+    def _name(self, key: str, default: str = "unknown") -> str:
         """A name from the summary, the settings, or the resolved part of the configuration."""
         for said in (self.summary.get(key), self.settings.get(key), self.config.get(key)):
             said = said.get("name") if isinstance(said, Mapping) else said
@@ -190,8 +171,35 @@ class Run:
         return default
 
 
+def table_in(tree: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
+    """The table under these keys, one within the other; an empty one where there is none."""
+    for key in keys:
+        inner = tree.get(key)
+        tree = inner if isinstance(inner, Mapping) else {}
+    return tree
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Settings as `a.b.c` → text."""
+    found: dict[str, str] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            found |= flatten(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return found
+
+
+def _whole(value: Any, default: int) -> int:
+    """A number of steps or samples from settings, if it is one."""
+    return value if type(value) is int and 0 < value < _LAST_STEP else default
+
+
+# ------------------------------------------------------------------------------------------------------- folders of runs
+
+
 def read_runs(folders: Iterable[Path]) -> list[Run]:
-    """All runs in these folders, in the order of their paths."""
+    """Read all runs in these folders, in the order of their paths."""
     return [read_run(path) for path in find_runs(folders)]
 
 
@@ -220,8 +228,16 @@ def _runs_in(folder: Path, depth: int) -> Iterable[Path]:
                 yield from _runs_in(inner, depth - 1)
 
 
+def newest_state(folder: Path) -> Path | None:
+    """The trainer_state.json of a folder or of its newest checkpoint; None if there is none."""
+    if (folder / STATE).is_file():
+        return folder / STATE
+    found = [path for path in folder.glob(f"checkpoint-*/{STATE}") if path.parent.name.removeprefix("checkpoint-").isdigit()]
+    return max(found, key=lambda path: int(path.parent.name.removeprefix("checkpoint-")), default=None)
+
+
 def _is_run(folder: Path) -> bool:
-    """Whether a folder has the files of a run. A model's config.json is none of them."""
+    """True for a folder with the files of a run. A model's config.json is not one of them."""
     if (folder / "metrics.jsonl").is_file():
         return True
     if not (folder / "config.json").is_file():
@@ -234,7 +250,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def read_run(path: Path) -> Run:
-    """One run's files, and notes about those that cannot be read."""
+    """Read one run, with notes about the files that cannot be read."""
     state = None if _is_run(path) else newest_state(path)
     if state is not None:
         return _read_trainer(path, state)
@@ -243,38 +259,45 @@ def read_run(path: Path) -> Run:
         _object(path / "config.json", notes),
         _object(path / "summary.json", notes, "it has not ended, or was killed"),
     )
+    settings = table_in(config, "settings")
     notes += [f"config.json: `{key}` is no table of settings." for key in _TABLES if not _is_table(config.get(key))]
-    for name, content in (("config.json", _mapping(config.get("settings"))), ("summary.json", summary)):
+    for name, content in (("config.json", settings), ("summary.json", summary)):
         notes += [f"{name}: `{key}` is neither a name nor a number." for key in _NAMES if not _is_name(content.get(key))]
     lines = _lines(path / "metrics.jsonl", notes)
-    robot = "environment" in _mapping(config.get("settings"))
-    completions = _rows(path / "completions.parquet", ("step", "completion"), _COMPLETIONS, notes, optional=robot)
-    tokens = _rows(path / "tokens.parquet", ("step", "token", "action", "kl_before"), _TOKENS, notes, optional=True)
+    completions = _rows(path / "completions.parquet", _COMPLETIONS, 2, notes, optional="environment" in settings)
+    tokens = _rows(path / "tokens.parquet", _TOKENS, 4, notes, optional=True)
     whole = [row for row in tokens if _aligned(row)]
     if len(whole) < len(tokens):
         notes.append(
             f"tokens.parquet: {len(tokens) - len(whole)} of {len(tokens)} rows have lists of unlike lengths: left out."
         )
-    return Run(
-        path=path,
-        config=config,
-        summary=summary,
-        lines=lines,
-        completions=_evenly(completions),
-        tokens=_evenly(whole),
-        notes=notes,
-    )
+    shown = {"completions": _evenly(completions), "tokens": _evenly(whole)}
+    return Run(path=path, config=config, summary=summary, lines=lines, notes=notes, **shown)
 
 
 def _read_trainer(path: Path, file: Path) -> Run:
-    """The run of a trainer of TRL's, from a trainer_state.json."""
+    """The run of a trainer of TRL's, from a trainer_state.json: a step is an update here."""
     notes: list[str] = []
     state = _object(file, notes)
-    config = settings_of(state)
-    if "objective" not in config["settings"]:
+    about = table_in(state, "stateful_callbacks", _RECORD, "args", "about")
+    settings = {**table_in(about, "settings"), "steps": state.get("max_steps")}
+    if "objective" not in settings:
         notes.append(f"{STATE} names no objective: it was not written by a CorralTrainer.")
-    lines = _lines_by_step(lines_of(state), notes, STATE)
-    return Run(path=path, config=config, summary={"stopped": "finished"} if has_ended(state) else {}, lines=lines, notes=notes)
+    logged: dict[int, dict[str, Any]] = {}  # lines of training and of evaluation, those of one update together
+    history = state.get("log_history")
+    for line in history if isinstance(history, list) else ():
+        step = line.get("step") if isinstance(line, dict) else None
+        if type(step) is int and step >= 0 and "train_runtime" not in line:  # the last line sums the run up
+            logged.setdefault(step, {}).update(line, update=step)
+    done, planned = state.get("global_step"), state.get("max_steps")
+    ended = type(done) is int and type(planned) is int and 0 < planned <= done
+    return Run(
+        path=path,
+        config={**about, "settings": settings},
+        summary={"stopped": "finished"} if ended else {},
+        lines=_lines_by_step([*logged.values()], notes, STATE),
+        notes=notes,
+    )
 
 
 def _object(path: Path, notes: list[str], missing: str = "its settings are unknown") -> Mapping[str, Any]:
@@ -313,7 +336,7 @@ def _check_values(content: Any) -> None:
 
 
 def _is_readable(path: Path, notes: list[str], missing: str) -> bool:
-    """Whether a file of a run can be opened; a note if not. One outside the run's folder is none of its files."""
+    """True if a file of a run can be opened, else a note is added. A link that leaves the run's folder is not followed."""
     if not path.exists():
         notes.append(f"{path.name} is missing: {missing}.")
     elif not path.resolve().is_relative_to(path.parent.resolve()):
@@ -353,15 +376,13 @@ def _lines_by_step(entries: Sequence[bytes | Mapping[str, Any]], notes: list[str
             torn += 1
     if torn:
         notes.append(f"{name}: {torn} of {len(entries)} lines cannot be read and are left out.")
-    bad = sorted(
-        {key for line in found.values() for key, value in line.items() if isinstance(value, float) and not math.isfinite(value)}
-    )
-    if bad:
-        notes.append(f"not finite at some steps: {', '.join(bad)}.")
-    numbers = {key for line in found.values() for key, value in line.items() if isinstance(value, float)}
-    odd = sorted({key for line in found.values() for key in numbers & line.keys() if not isinstance(line[key], float | None)})
-    if odd:
-        notes.append(f"no numbers at some steps: {', '.join(odd)}.")
+    logged = [(key, value) for line in found.values() for key, value in line.items()]
+    numbers = {key for key, value in logged if isinstance(value, float)}
+    bad = {key for key, value in logged if isinstance(value, float) and not math.isfinite(value)}
+    odd = {key for key, value in logged if key in numbers and not isinstance(value, float | None)}
+    for what, keys in (("not finite", bad), ("no numbers", odd)):
+        if keys:
+            notes.append(f"{what} at some steps: {', '.join(sorted(keys))}.")
     return [found[step] for step in sorted(found)]
 
 
@@ -378,9 +399,9 @@ def number(value: Any) -> Any:
 
 
 def _rows(
-    path: Path, needed: Sequence[str], types: _Types, notes: list[str], *, optional: bool = False
+    path: Path, types: Mapping[str, pa.DataType], needed: int, notes: list[str], *, optional: bool
 ) -> list[Mapping[str, Any]]:
-    """Rows of a parquet file: those of its columns that are known, each in its type. One that is of no use is left out."""
+    """Rows of a parquet file: those of its columns that are known, each in its type; none without the first `needed` ones."""
     if (optional and not path.exists()) or not _is_readable(path, notes, "there are no completions to show"):
         return []
     try:
@@ -395,7 +416,7 @@ def _rows(
             columns[name] = table[name].cast(types[name])
         except (pa.ArrowException, KeyError) as error:  # two columns of one name are a KeyError
             notes.append(f"{path.name}: the column {name} is left out, for it is not what a run writes: {_first_line(error)}")
-    missing = [name for name in needed if name not in columns]
+    missing = [name for name in [*types][:needed] if name not in columns]
     if missing:
         notes.append(f"{path.name} has no column {', '.join(missing)}.")
         return []
@@ -408,7 +429,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _aligned(row: Mapping[str, Any]) -> bool:
-    """Whether all lists of a row of tokens have one entry per token; kl_after and log_ratio may be left out."""
+    """True if all lists of a row of tokens have one entry per token; kl_after and log_ratio may be missing."""
     if row["token"] is None or row["action"] is None or row["kl_before"] is None:
         return False
     lists = [row[name] for name in ("action", "kl_before", "kl_after", "log_ratio") if row.get(name) is not None]
@@ -435,5 +456,120 @@ def _is_name(value: Any) -> bool:
     return value is None or isinstance(value, str) or (isinstance(value, int | float) and math.isfinite(value))
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
+# ---------------------------------------------------------------------------------------------------------- comparisons
+
+FILE = "compare.json"
+VERSION = 1
+
+
+@dataclass(kw_only=True)
+class PlannedRun:
+    """A run of a comparison, and its state."""
+
+    folder: str
+    """The name of its folder inside the comparison's."""
+    contestant: str
+    setting: Mapping[str, Any]
+    seed: int
+    stage: str
+    """Whether it serves the choice of a setting, "sweep", or is reported, "report"."""
+    state: str = "waiting"
+    """ "waiting", "running", "finished", "collapsed", "interrupted" or "failed"."""
+    error: str | None = None
+    """Why it failed, in one line."""
+
+    @property
+    def label(self) -> str:
+        """`troll learning_rate=1e-4 seed 0`."""
+        return " ".join([self.contestant, *setting_pairs(self.setting), f"seed {self.seed}"])
+
+
+def value_text(value: object) -> str:
+    """A setting for people: 3e-05 as 3e-5, and .0003 as 3e-4."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if value == 0 or not math.isfinite(value) or 1e-2 <= abs(value) < 1e5:
+        return f"{value:g}"
+    mantissa, exponent = f"{value:.2e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def setting_pairs(setting: Mapping[str, object]) -> list[str]:
+    """`key=value` of each."""
+    return [f"{key}={value_text(value)}" for key, value in setting.items()]
+
+
+def setting_text(setting: Mapping[str, object]) -> str:
+    """`learning_rate=1e-4 num_iterations=4`."""
+    return " ".join(setting_pairs(setting))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedComparison:
+    """A comparison, as far as its file tells."""
+
+    path: Path
+    command: str
+    sweep: Mapping[str, Sequence[Any]]
+    choose_seeds: Sequence[int]
+    report_seeds: Sequence[int]
+    chosen: Mapping[str, Mapping[str, Any]]
+    runs: Sequence[PlannedRun]
+    kind: Any = None
+    """What learns, "llm" or "robot"; this, `contestants` and `train` matter to whoever resumes it alone."""
+    contestants: Sequence[str] = ()
+    train: Mapping[str, Any] = field(default_factory=dict)
+    """What all runs share."""
+
+    def places(self, stage: str | None = None) -> list[tuple[Path, PlannedRun]]:
+        """The folders of planned runs: of one stage, or of all."""
+        return [((self.path / run.folder).resolve(), run) for run in self.runs if stage in (None, run.stage)]
+
+
+def read_comparisons(folders: Iterable[Path], runs: Sequence[Run]) -> tuple[list[SavedComparison], list[str]]:
+    """Comparisons in these folders, and in those that hold the runs; and what is wrong with their files."""
+    places = {path.resolve(): path for path in [*folders, *(run.path.parent for run in runs)] if (path / FILE).is_file()}
+    found, notes = [], []
+    for path in places.values():
+        try:
+            found.append(read_comparison(path))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            notes.append(
+                f"{path / FILE} cannot be read ({type(error).__name__}: {error}); runs are shown as if it were not there."
+            )
+    return found, notes
+
+
+def read_comparison(path: Path) -> SavedComparison:
+    """Read compare.json from a comparison's folder; any error in it is raised."""
+    content = read_json(path / FILE)
+    if content["version"] != VERSION:
+        raise ValueError(f"it is of version {content['version']}, and this corral reads version {VERSION}.")
+    return SavedComparison(
+        path=path,
+        command=str(content["command"]),
+        sweep={str(key): [guess(value) for value in values] for key, values in content["sweep"].items()},
+        choose_seeds=[int(seed) for seed in content["choose_seeds"]],
+        report_seeds=[int(seed) for seed in content["report_seeds"]],
+        chosen={str(name): _setting(setting) for name, setting in content["chosen"].items()},
+        runs=[_planned_run(run) for run in content["runs"]],
+        kind=content.get("kind"),
+        contestants=[str(name) for name in content.get("contestants", ())],
+        train=dict(content.get("train", {})),
+    )
+
+
+def _planned_run(said: Any) -> PlannedRun:
+    """A run from compare.json."""
+    words = {key: str(said[key]) for key in ("folder", "contestant", "stage", "state")}
+    if "\0" in words["folder"]:
+        raise ValueError(f"{words['folder']!r} is no folder's name.")
+    error = None if said.get("error") is None else str(said["error"])
+    return PlannedRun(**words, setting=_setting(said["setting"]), seed=int(said["seed"]), error=error)
+
+
+def _setting(content: Any) -> dict[str, Any]:
+    """A setting from compare.json; JSON has no infinity."""
+    if not isinstance(content, Mapping):
+        raise ValueError(f"a setting is a table of names and values; got {content!r}.")
+    return {str(key): guess(value) for key, value in content.items()}

@@ -1,8 +1,12 @@
-"""Sweeps: groups that differ in one number, and the range of it over which each objective is usable."""
+"""Sweeps: runs that differ in one setting, the best setting of each objective, and the range over which it is usable.
+
+A comparison at one learning rate mostly tells whose rate it was. So every contestant is run over the same grid, and its setting
+is chosen on some seeds and reported on others.
+"""
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from statistics import fmean
@@ -10,25 +14,148 @@ from typing import Any, Literal
 
 from scipy import stats
 
-from corral.lab.report.comparison import SavedComparison
-from corral.lab.report.groups import own_settings, problems_of, read_once, shared_settings, varying_settings
+from corral.lab.report.groups import problems_of, varying_settings
 from corral.lab.report.outcomes import COUNTED, Measure
-from corral.lab.report.ranges import (
-    AUTO,
-    Cell,
-    SweepRow,
-    Value,
-    cells,
-    setting_key,
-    setting_pairs,
-    setting_text,
-    value_at,
-    value_text,
-)
-from corral.lab.report.read import Run
+from corral.lab.report.read import Run, SavedComparison, setting_pairs, setting_text, value_text
 from corral.lab.report.statistics import area_under_curve, has_collapsed
 from corral.lab.run.interval import LEVEL
 from corral.lab.run.text import count
+
+AUTO = "auto"
+"""The one word among the numbers of an axis: `learning_rate="auto"`."""
+
+Value = float | str
+"""A place on an axis: a number, or `auto` beside it."""
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    """A run of a sweep, and its scores."""
+
+    contestant: str
+    """An objective, or an algorithm."""
+    setting: Mapping[str, object]
+    """The settings that were swept, and their values in this run."""
+    seed: int
+    final: float
+    """What it ended with. A run that collapsed counts with its last value, one that failed with 0; −inf is allowed too."""
+    auc: float
+    """The mean over the run."""
+    collapsed: bool
+    greedy: float | None = None
+    kl: float | None = None
+    fell_below_start: bool = False
+    """Whether any measurement was below the one before training."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("final", self.final), ("auc", self.auc)):
+            if math.isnan(value) or value == math.inf:
+                raise ValueError(
+                    f"SweepRow: `{name}` of {self.contestant}, seed {self.seed}, is {value}: no best could be told. A run that "
+                    f"failed counts with 0."
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """All runs of one contestant with one setting, and their means."""
+
+    contestant: str
+    setting: Mapping[str, object]
+    rows: Sequence[SweepRow]
+    seeds: tuple[int, ...]
+    final: float
+    auc: float
+    collapsed: float
+    """The share of runs that collapsed."""
+    greedy: float | None
+    """A mean of the runs that measured it, as for `kl`."""
+    kl: float | None
+
+    @property
+    def is_stable(self) -> bool:
+        """True if all its runs stayed at or above their start, and none failed."""
+        return all(not row.fell_below_start and math.isfinite(row.final) and math.isfinite(row.auc) for row in self.rows)
+
+
+def cells(rows: Sequence[SweepRow]) -> list[Cell]:
+    """Means over seeds, contestants in their order, settings ascending."""
+    found: dict[str, dict[tuple[object, ...], list[SweepRow]]] = {}
+    for row in rows:
+        members = found.setdefault(row.contestant, {}).setdefault(_sort_key(row.setting), [])
+        if any(row.seed == other.seed for other in members):
+            raise ValueError(
+                f"sweep: {row.contestant} with {dict(row.setting)} has seed {row.seed} twice: count each run once."
+            )
+        members.append(row)
+
+    def mean(values: Iterable[float | None]) -> float | None:
+        known = [value for value in values if value is not None and math.isfinite(value)]
+        return fmean(known) if known else None
+
+    return [
+        Cell(
+            contestant=contestant,
+            setting=dict(members[0].setting),
+            rows=members,
+            seeds=tuple(sorted(row.seed for row in members)),
+            final=fmean(row.final for row in members),
+            auc=fmean(row.auc for row in members),
+            collapsed=fmean(row.collapsed for row in members),
+            greedy=mean(row.greedy for row in members),
+            kl=mean(row.kl for row in members),
+        )
+        for contestant, settings in found.items()
+        for _, members in sorted(settings.items())
+    ]
+
+
+def _sort_key(setting: Mapping[str, object]) -> tuple[object, ...]:
+    """A setting as something to sort and look up by: numbers before texts, ascending."""
+    return tuple(
+        (name, 0, float(value), "")
+        if isinstance(value, int | float) and not isinstance(value, bool)
+        else (name, 1, 0.0, str(value))
+        for name, value in sorted(setting.items())
+    )
+
+
+def choose_setting(rows: Sequence[SweepRow]) -> dict[str, Mapping[str, object]]:
+    """The setting with the highest mean final value, for each contestant; of equals the one with more area, then the smaller.
+
+    Raises:
+        ValueError: if settings of a contestant were run with different seeds: the one with the luckier seeds would win.
+    """
+    found = cells(rows)
+    chosen: dict[str, Mapping[str, object]] = {}
+    for contestant in dict.fromkeys(cell.contestant for cell in found):
+        own = [cell for cell in found if cell.contestant == contestant]
+        for cell in own:
+            if cell.seeds != own[0].seeds:
+                raise ValueError(
+                    f"choose_setting: {contestant} has seeds {list(own[0].seeds)} with {dict(own[0].setting)}, but "
+                    f"{list(cell.seeds)} with {dict(cell.setting)}. Run all settings with the same seeds; one that failed "
+                    f"counts with a final value of 0."
+                )
+        chosen[contestant] = max(own, key=lambda cell: (cell.final, cell.auc)).setting  # of equals the first, so the smaller
+    return chosen
+
+
+def value_at(setting: Mapping[str, object], key: str) -> Value:
+    """The value of a swept setting along an axis: a number, or the word `auto`."""
+    value = setting.get(key)
+    if value == AUTO:
+        return AUTO
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"sweep: {key!r} must be a number or {AUTO!r} in every row; got {value!r}.")
+    return float(value)
+
+
+def ordered(values: Collection[Value]) -> tuple[Value, ...]:
+    """Each value once: numbers ascending, then `auto`."""
+    numbers = sorted(value for value in {*values} if not isinstance(value, str))
+    return (*numbers, AUTO) if AUTO in values else (*numbers,)
+
 
 SHARE = 0.95
 """Of what the tuned setting has, that a usable one has to reach for certain."""
@@ -89,9 +216,9 @@ class UsableRange:
         numbers = self._numbers
         if len(numbers) < 2 or numbers[0] <= 0:
             return None
-        sure = _widest(self._stretches(self.own))
+        sure = max(self._stretches(self.own), key=_decades, default=[])
         maybe = [stretch for stretch in self._stretches(self.possible) if not sure or sure[0] in stretch]
-        return _decades(sure), max(_decades(sure), _decades(_widest(maybe)))
+        return _decades(sure), max(map(_decades, [sure, *maybe]))
 
     @property
     def width_text(self) -> str:
@@ -99,7 +226,7 @@ class UsableRange:
         if self.width is None or not any(self.width):
             return ""
         least, most = (f"{decades:.1f}" for decades in self.width)
-        sure, numbers = _widest(self._stretches(self.own)), self._numbers
+        sure, numbers = max(self._stretches(self.own), key=_decades, default=[]), self._numbers
         open_ends = [word for word, place in (("below", 0), ("above", -1)) if sure and sure[place] == numbers[place]]
         beyond = f", open {' and '.join(open_ends)}" if open_ends else ""
         return f"{least if least == most else f'{least} to {most}'} decades{beyond}"
@@ -136,9 +263,9 @@ def usable_range(
     """
     found = cells(rows)
     tuned = found if baseline is None else cells(baseline)
-    stable = [cell for cell in found if _is_stable(cell)]
-    judged = not stable or any(len(cell.seeds) > 1 for cell in stable)
-    units = _uncertainty([cell.finals for cell in stable]), _uncertainty([cell.aucs for cell in stable])
+    stable = [cell for cell in found if cell.is_stable]
+    judged = not stable or any(len(cell.rows) > 1 for cell in stable)
+    units = [_uncertainty([[vars(row)[name] for row in cell.rows] for cell in stable]) for name in ("final", "auc")]
     lowest = min((cell.final for cell in found), default=0.0)
 
     def within(members: Sequence[Cell], rivals: Sequence[Cell], side: Literal[-1, 1]) -> tuple[Value, ...]:
@@ -151,21 +278,24 @@ def usable_range(
         return tuple(
             value_at(cell.setting, key)
             for cell in members
-            if _is_stable(cell)
+            if cell.is_stable
             and all(
-                mean + side * unit / math.sqrt(len(cell.seeds)) >= aim
+                mean + side * unit / math.sqrt(len(cell.rows)) >= aim
                 for mean, unit, aim in zip((cell.final, cell.auc), units, least, strict=True)
             )
         )
 
+    lines: dict[tuple[str, object], list[Cell]] = {}
+    for cell in found:
+        lines.setdefault((cell.contestant, _sort_key(without(cell.setting, key))), []).append(cell)
     ranges = []
-    for (contestant, _), members in _by_others(found, key).items():
+    for (contestant, _), members in lines.items():
         own = [cell for cell in tuned if cell.contestant == contestant]
         ranges.append(
             UsableRange(
                 contestant=contestant,
                 key=key,
-                setting=_others(members[0], key),
+                setting=without(members[0].setting, key),
                 tried=tuple(value_at(cell.setting, key) for cell in members),
                 own=within(members, own, -1),
                 overall=within(members, tuned, -1),
@@ -176,13 +306,13 @@ def usable_range(
     return ranges
 
 
-def _is_stable(cell: Cell) -> bool:
-    """Whether all its runs stayed above their start, and none failed."""
-    return not cell.fell_below_start and all(map(math.isfinite, (*cell.finals, *cell.aucs)))
+def without(setting: Mapping[str, object], key: str) -> dict[str, object]:
+    """A setting but for the axis."""
+    return {name: value for name, value in setting.items() if name != key}
 
 
 def _uncertainty(groups: Sequence[Sequence[float]]) -> float:
-    """How far one run may be off: Student's one-sided quantile times the standard deviation within groups; 0 without any."""
+    """The uncertainty of one run: Student's one-sided quantile times the pooled standard deviation; 0 without repetitions."""
     freedom = sum(len(group) - 1 for group in groups)
     if freedom == 0:
         return 0.0
@@ -190,27 +320,11 @@ def _uncertainty(groups: Sequence[Sequence[float]]) -> float:
     return float(stats.t.ppf(LEVEL, freedom)) * math.sqrt(squares / freedom)
 
 
-def _others(cell: Cell, key: str) -> dict[str, object]:
-    """A cell's setting but for the axis."""
-    return {name: value for name, value in cell.setting.items() if name != key}
-
-
-def _by_others(found: Sequence[Cell], key: str) -> dict[tuple[str, object], list[Cell]]:
-    """Cells along the axis, by contestant and other settings."""
-    groups: dict[tuple[str, object], list[Cell]] = {}
-    for cell in found:
-        groups.setdefault((cell.contestant, setting_key(_others(cell, key))), []).append(cell)
-    return groups
-
-
-def _widest(stretches: Sequence[Sequence[float]]) -> Sequence[float]:
-    """Of several the one over most decades, of equals the first; empty where there is none."""
-    return max(stretches, key=_decades, default=())
-
-
 def _decades(stretch: Sequence[float]) -> float:
     return math.log10(stretch[-1] / stretch[0]) if stretch else 0.0
 
+
+# ------------------------------------------------------------------------------------------------------- finding sweeps
 
 _KL = "tr/kl_before"
 """How far the new policy went from the old one, before anything was done about it."""
@@ -245,42 +359,41 @@ class Sweep:
 
     @property
     def ranges(self) -> list[UsableRange]:
-        """How wide the usable range of each contestant is."""
+        """The usable range of each contestant and other settings."""
         return usable_range(self.rows, self.key)
 
     @property
     def seeds_text(self) -> str:
-        """How many runs a mean is of: `2 seeds`, or `1 to 2 seeds` while some are missing."""
+        """The number of seeds behind a mean: `2 seeds`, or `1 to 2 seeds` while some are missing."""
         counts = [len(cell.seeds) for cell in self.cells]
         least, most = min(counts), max(counts)
         return f"{'' if least == most else f'{least} to '}{count(most, 'seed')}"
 
-    def rows_of(self, line: UsableRange) -> list[SweepRow]:
-        """The runs that a range is about."""
-        return [row for row in self.rows if row.contestant == line.contestant and self.others(row.setting) == line.setting]
-
-    def others(self, setting: Mapping[str, object]) -> dict[str, object]:
-        """A setting but for the axis."""
-        return {name: value for name, value in setting.items() if name != self.key}
+    def along(self, line: UsableRange) -> dict[Value, list[SweepRow]]:
+        """The runs that a range is about, by their place on the axis."""
+        found: dict[Value, list[SweepRow]] = {value: [] for value in line.tried}
+        for row in self.rows:
+            if row.contestant == line.contestant and without(row.setting, self.key) == line.setting:
+                found[value_at(row.setting, self.key)].append(row)
+        return found
 
 
 def find_sweeps(runs: Sequence[Run], comparisons: Sequence[SavedComparison], measure: Measure) -> list[Sweep]:
-    """Those of comparisons, and of runs that belong to none."""
+    """Find the sweeps of comparisons, and those among runs of no comparison."""
     places = {run.path.resolve(): run for run in runs}
     found, planned, about = [], set(), problems_of(runs)
     for comparison in comparisons:
-        planned |= {entry.path.resolve() for entry in comparison.runs}
-        entries = comparison.of_stage("sweep")
-        key = axis(comparison.sweep)
+        planned |= {path for path, _ in comparison.places()}
+        entries, key = comparison.places("sweep"), axis(comparison.sweep)
         rows: dict[tuple[str, str, int], SweepRow] = {}  # a file that names a run twice is no reason to count it twice
-        for entry in entries:
-            run = places.get(entry.path.resolve())
+        for path, entry in entries:
+            run = places.get(path)
             ended = (run is not None and run.stopped in COUNTED) or entry.state == "failed"
             if ended and key is not None and _on_axis(entry.setting.get(key)):
                 name = entry.contestant, json.dumps(dict(entry.setting), sort_keys=True), entry.seed
                 rows[name] = sweep_row(entry.contestant, entry.setting, entry.seed, run, measure)
         if rows and key is not None:
-            where = next((about[id(places[path])] for entry in entries if (path := entry.path.resolve()) in places), "")
+            where = next((about[id(places[path])] for path, _ in entries if path in places), "")
             found.append(
                 Sweep(
                     problem=where, key=key, rows=[*rows.values()], chosen=comparison.chosen, planned=True,
@@ -294,15 +407,16 @@ def _infer_sweeps(runs: Sequence[Run], measure: Measure) -> list[Sweep]:
     """Runs of one problem that differ in a setting of numbers, and count; of two with one seed the later."""
     found = []
     counted = [run for run in runs if run.stopped in COUNTED and run.values(measure.key)]
-    about, own, shared = problems_of(runs), read_once(own_settings, counted), read_once(shared_settings, counted)
+    about = problems_of(runs)
     for where in dict.fromkeys(about[id(run)] for run in counted):
         rows: dict[tuple[str, str, str], SweepRow] = {}
         members = [run for run in counted if about[id(run)] == where]
         seeds = sorted({run.seed for run in members})
         for run in members:
             peers = [peer for peer in members if peer.objective == run.objective]
-            name = f"{run.objective} {setting_text(varying_settings(run, peers, own))}".strip()
-            settings = {_RATES.get(key, key): _number(text) for key, text in varying_settings(run, peers, shared).items()}
+            name = f"{run.objective} {setting_text(varying_settings(run, peers, 'own_settings'))}".strip()
+            varied = varying_settings(run, peers, "shared_settings")
+            settings = {_RATES.get(key, key): _number(text) for key, text in varied.items()}
             seed = seeds.index(run.seed)
             rows[name, json.dumps(settings, default=str), run.seed] = sweep_row(name, settings, seed, run, measure)
         grids = [dict(row.setting) for row in rows.values()]
@@ -314,14 +428,22 @@ def _infer_sweeps(runs: Sequence[Run], measure: Measure) -> list[Sweep]:
     return found
 
 
+def _number(text: str) -> object:
+    """A setting as it was before it became text."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, int | float | bool) else text
+
+
 def sweep_row(contestant: str, setting: Mapping[str, object], seed: int, run: Run | None, measure: Measure) -> SweepRow:
-    """What a run came to; the worst there is for one that failed."""
+    """The scores of a run; the lowest possible ones for a run that failed."""
     points = run.values(measure.key) if run is not None and run.stopped in COUNTED else []
     if run is None or not points:
         worst = 0.0 if measure.key == "success" else -math.inf
         return SweepRow(contestant, setting, seed, worst, worst, False, fell_below_start=True)
-    area = area_under_curve(points, run.planned_steps)
-    greedy, kl = run.values("greedy"), run.values(_KL)
+    area, kl = area_under_curve(points, run.planned_steps), [value for _, value in run.values(_KL)]
     return SweepRow(
         contestant,
         setting,
@@ -329,8 +451,8 @@ def sweep_row(contestant: str, setting: Mapping[str, object], seed: int, run: Ru
         final=points[-1][1],
         auc=points[-1][1] if area is None else area,
         collapsed=has_collapsed(points, run.stopped),
-        greedy=greedy[-1][1] if greedy else None,
-        kl=fmean(value for _, value in kl) if kl else None,
+        greedy=run.final("greedy"),
+        kl=fmean(kl) if kl else None,
         fell_below_start=any(value < points[0][1] for _, value in points),
     )
 
@@ -342,9 +464,13 @@ def axis(grid: Mapping[str, Sequence[Any]]) -> str | None:
         for key, values in grid.items()
         if key not in _BUDGETS
         and all(_on_axis(value) for value in values if value is not None)
-        and any(_is_number(value) for value in values)
+        and any(_on_axis(value) and value != AUTO for value in values)
     ]
     return next((key for key in numeric if key.endswith("rate")), numeric[0] if numeric else None)
+
+
+def _on_axis(value: Any) -> bool:
+    return value == AUTO or (isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value))
 
 
 def sweep_table(sweeps: Sequence[Sweep]) -> list[dict[str, Any]]:
@@ -353,38 +479,17 @@ def sweep_table(sweeps: Sequence[Sweep]) -> list[dict[str, Any]]:
     for sweep in sweeps:
         ranges = {(found.contestant, *found.setting.items()): found for found in sweep.ranges}
         for cell in sweep.cells:
-            value = value_at(cell.setting, sweep.key)
-            others = tuple(sweep.others(cell.setting).items())
-            found = ranges[cell.contestant, *others]
+            value, others = value_at(cell.setting, sweep.key), without(cell.setting, sweep.key)
+            found = ranges[cell.contestant, *others.items()]
+            final, area = (number if math.isfinite(number) else None for number in (cell.final, cell.auc))
             rows.append(
                 {
                     "problem": sweep.problem, "objective": cell.contestant, "axis": sweep.key, "value": value,
-                    "other": " ".join(f"{name}={other}" for name, other in others), "seeds": len(cell.seeds),
-                    "final": _finite(cell.final), "area": _finite(cell.auc), "greedy": cell.greedy,
+                    "other": " ".join(f"{name}={other}" for name, other in others.items()), "seeds": len(cell.rows),
+                    "final": final, "area": area, "greedy": cell.greedy,
                     "collapsed": cell.collapsed, "kl": cell.kl, "usable": value in found.own,
                     "usable_of_all": value in found.overall,
                     "chosen": dict(sweep.chosen.get(cell.contestant, {})) == dict(cell.setting) if sweep.chosen else None,
                 }
             )  # fmt: skip
     return rows
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _on_axis(value: Any) -> bool:
-    return value == AUTO or _is_number(value)
-
-
-def _number(text: str) -> object:
-    """A setting as it was before it became text."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return text
-    return value if isinstance(value, int | float | bool) else text

@@ -5,11 +5,9 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from corral.lab.report.comparison import SavedComparison
-from corral.lab.report.groups import SECRET, Group, flatten
+from corral.lab.report.groups import SECRET, Group
 from corral.lab.report.outcomes import COUNTED
-from corral.lab.report.ranges import setting_text
-from corral.lab.report.read import Run
+from corral.lab.report.read import Run, SavedComparison, flatten, setting_text, table_in
 
 _Row = dict[str, Any]
 
@@ -19,14 +17,13 @@ def run_table(groups: Sequence[Group], metric: str) -> list[_Row]:
     rows = []
     for group in groups:
         for run in group.runs:
-            values, greedy, returns = run.values(metric), run.values("greedy"), run.values("return")
+            values = [value for _, value in run.values(metric)]
             rows.append(
                 {
                     "run": str(run.path), "objective": group.label, "problem": group.problem, "seed": run.seed,
                     "stopped": run.stopped, "steps": run.steps, "planned": run.planned_steps,
-                    "start": values[0][1] if values else None, "best": max((value for _, value in values), default=None),
-                    "final": values[-1][1] if values else None, "greedy": greedy[-1][1] if greedy else None,
-                    "return": returns[-1][1] if returns else None,
+                    "start": values[0] if values else None, "best": max(values, default=None), "final": run.final(metric),
+                    "greedy": run.final("greedy"), "return": run.final("return"),
                     "seconds": run.last("seconds"), "tokens": run.last("num_tokens"),
                     "env_steps": run.last("env_steps"), "skipped": run.last("skipped"),
                 }
@@ -35,59 +32,55 @@ def run_table(groups: Sequence[Group], metric: str) -> list[_Row]:
 
 
 def events(groups: Sequence[Group]) -> list[_Row]:
-    """What went wrong: warnings of the guard by step, how runs ended that did not finish, files that are missing or torn."""
+    """A table of problems: warnings of the guard, runs that did not finish, and files that are missing or damaged."""
     found: dict[tuple[Any, ...], list[str]] = {}
     for group in groups:
         for run in group.runs:
-            again = [other for other in group.runs if other.seed == run.seed and other is not run]
-            for event in _events(run, again):
+            again = sum(other.seed == run.seed for other in group.runs)
+            for step, kind, what in _events(run, again):
                 # What is wrong with the files of several seeds is said once.
-                alone = "" if event["kind"] == "file" else id(run)
-                key = (group.label, event["step"], event["kind"], event["what"], alone)
+                key = (group.label, step, kind, what, "" if kind == "file" else id(run))
                 found.setdefault(key, []).append(run.seed)
-    return [
-        {"objective": label, "seed": ", ".join(seeds), "step": step, "kind": kind, "what": what}
-        for (label, step, kind, what, _), seeds in found.items()
-    ]
+    return [_event(label, ", ".join(seeds), kind, what, step) for (label, step, kind, what, _), seeds in found.items()]
 
 
-def _events(run: Run, again: Sequence[Run]) -> Iterator[_Row]:
-    """Of one run; `again` are others with the same settings and seed."""
+def _event(objective: str, seed: str, kind: str, what: str, step: int | None = None) -> _Row:
+    return {"objective": objective, "seed": seed, "step": step, "kind": kind, "what": what}
+
+
+def _events(run: Run, again: int) -> Iterator[tuple[int | None, str, str]]:
+    """Step, kind and sentence of everything about one run; `again` runs have its settings and its seed."""
     for line in run.lines:
         warnings = line.get("warnings")
         for text in warnings if isinstance(warnings, list) else ():
-            yield {"step": int(line["step"]), "kind": "guard", "what": str(text)}
+            yield int(line["step"]), "guard", str(text)
     if run.stopped not in ("finished", "not ended"):
-        yield {"step": run.steps, "kind": run.stopped, "what": str(run.summary.get("why") or f"the run was {run.stopped}.")}
+        yield run.steps, run.stopped, str(run.summary.get("why") or f"the run was {run.stopped}.")
     if run.stopped not in COUNTED:
-        what = f"{run.stopped} after {run.steps} of {run.planned_steps} steps: not in the statistics."
-        yield {"step": run.steps, "kind": "left out", "what": what}
-    elif again:
-        what = f"{len(again) + 1} runs have the same settings and seed; the last of them that finished counts."
-        yield {"step": None, "kind": "twice", "what": what}
+        yield run.steps, "left out", f"{run.stopped} after {run.steps} of {run.planned_steps} steps: not in the statistics."
+    elif again > 1:
+        yield None, "twice", f"{again} runs have the same settings and seed; the last of them that finished counts."
     for note in run.notes:
-        yield {"step": None, "kind": "file", "what": note}
+        yield None, "file", note
 
 
 def plan_events(comparisons: Sequence[SavedComparison], runs: Sequence[Run]) -> list[_Row]:
     """Planned runs without a folder here: not started, failed at once, or not given to the report."""
     there = {run.path.resolve() for run in runs}
-    missing = [entry for plan in comparisons for entry in plan.runs if entry.path.resolve() not in there]
     rows = []
-    for entry in missing:
-        label = f"{entry.contestant} {setting_text(entry.setting)}".strip()
+    for entry in (entry for comparison in comparisons for path, entry in comparison.places() if path not in there):
         kind, what = "left out", f"planned, and {entry.state}: not in the statistics."
         if entry.state == "failed":
             kind, what = "failed", entry.error or "it failed before it began."
         elif entry.state == "finished":
             kind, what = "elsewhere", "finished, and not among the folders of this report."
-        rows.append({"objective": label, "seed": str(entry.seed), "step": None, "kind": kind, "what": what})
+        rows.append(_event(f"{entry.contestant} {setting_text(entry.setting)}".strip(), str(entry.seed), kind, what))
     return rows
 
 
 def file_events(notes: Sequence[str]) -> list[_Row]:
     """Files of no run that could not be read."""
-    return [{"objective": "", "seed": "", "step": None, "kind": "file", "what": note} for note in notes]
+    return [_event("", "", "file", note) for note in notes]
 
 
 def configuration(groups: Sequence[Group]) -> tuple[list[_Row], list[_Row]]:
@@ -97,19 +90,18 @@ def configuration(groups: Sequence[Group]) -> tuple[list[_Row], list[_Row]]:
     for group in groups:
         name = f"{group.label} ({group.problem})" if several else group.label
         columns[name if name not in columns else f"{name} {group.setting}"] = _settings(group)
-    keys = sorted({key for column in columns.values() for key in column})
     differ, same = [], []
-    for key in keys:
+    for key in sorted({key for column in columns.values() for key in column}):
         values = {name: column.get(key, "—") for name, column in columns.items()}
         if len(set(values.values())) > 1:
             differ.append({"setting": key, **values})
-        elif len(values) > 0:
+        else:
             same.append({"setting": key, "value": next(iter(values.values()))})
     return differ, same
 
 
 def _settings(group: Group) -> dict[str, str]:
-    """All that was resolved for a group; what its seeds do not share is shown as …, secrets not at all."""
+    """Resolved settings of a group, without secrets; a setting that differs between seeds is shown as `…`."""
     parts = ("objective", "task", "model", "settings", "trainer")
     columns = [flatten({part: run.config[part] for part in parts if part in run.config}) for run in group.runs]
     found = {}
@@ -128,59 +120,49 @@ def versions(groups: Sequence[Group]) -> list[_Row]:
     found: dict[str, set[str]] = {}
     for group in groups:
         for run in group.runs:
-            said = run.config.get("versions")
-            column: dict[str, Any] = dict(said) if isinstance(said, Mapping) else {}
-            for key, value in {**column, "commit": run.config.get("commit")}.items():
+            for key, value in {**table_in(run.config, "versions"), "commit": run.config.get("commit")}.items():
                 if value is not None:
                     found.setdefault(key, set()).add(str(value))
     return [{"package": key, "versions": ", ".join(sorted(values)), "differ": len(values) > 1} for key, values in found.items()]
 
 
 def commands(groups: Sequence[Group]) -> list[_Row]:
-    """How to make each run again: the command where it was one, and its settings as a file."""
-    rows = []
-    for group in groups:
-        for run in group.runs:
-            rows.append(
-                {
-                    "objective": group.label,
-                    "seed": run.seed,
-                    "command": command(run),
-                    "script": run.config.get("script"),
-                    "settings": json.dumps(_drop_secrets(run.settings), indent=2, default=str),
-                }
-            )
-    return rows
+    """Commands and files of settings that repeat each run."""
+    return [
+        {
+            "objective": group.label, "seed": run.seed, "command": command(run), "script": run.config.get("script"),
+            "settings": json.dumps(_drop_secrets(run.settings), indent=2, default=str),
+        }
+        for group in groups
+        for run in group.runs
+    ]  # fmt: skip
 
 
 def _drop_secrets(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Settings, and settings within settings, but for secrets."""
-    return {
-        key: _drop_secrets(value) if isinstance(value, Mapping) else value
-        for key, value in tree.items()
-        if not SECRET.search(key)
-    }
+    kept = {key: value for key, value in tree.items() if not SECRET.search(key)}
+    return {key: _drop_secrets(value) if isinstance(value, Mapping) else value for key, value in kept.items()}
 
 
 def command(run: Run) -> str | None:
     """`corral train …` as it was given, without where it wrote; None if it was started from Python."""
     said = run.config.get("command")
-    words = [str(word) for word in said] if isinstance(said, list) else []
-    return _render_command(words[words.index("train", 1) :]) if "train" in words[1:] else None
+    return _render_command([str(word) for word in said], "train") if isinstance(said, list) else None
 
 
 def compare_command(text: str) -> str | None:
     """`corral compare …` as it was given, without where it wrote; None if it was started from Python."""
     try:
-        words = shlex.split(text)
+        return _render_command(shlex.split(text), "compare")
     except ValueError:  # a quote that is not closed
         return None
-    return _render_command(words[words.index("compare", 1) :]) if "compare" in words[1:] else None
 
 
-def _render_command(words: Sequence[str]) -> str:
-    """`corral` and these words, without where it wrote, and without secrets."""
-    kept: list[str] = []
+def _render_command(words: Sequence[str], name: str) -> str | None:
+    """`corral` and the words from `name` on, without where it wrote, and without secrets; None if `name` is not there."""
+    if name not in words[1:]:
+        return None
+    kept, words = [], words[words.index(name, 1) :]
     for index, word in enumerate(words):
         before = words[index - 1] if index else ""
         if word in ("--out", "--resume") or before in ("--out", "--resume") or word.startswith(("--out=", "--resume=")):

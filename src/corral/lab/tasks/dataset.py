@@ -4,8 +4,9 @@ import functools
 import json
 import math
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 from itertools import count as from_zero
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -13,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 from corral.lab.run.files import read_regular, require_regular
 from corral.lab.run.text import visible
 from corral.lab.tasks.imports import library
-from corral.lab.tasks.procedural import digest, permutation, quote, require_count, uniform
+from corral.lab.tasks.procedural import digest, quote, require_count, shuffled
 from corral.validate import require
 
 Row = dict[str, Any]
@@ -29,31 +30,47 @@ class Malformed(ValueError):
 
 def read_file(path: Path, owner: str) -> Iterator[tuple[str, Row | Malformed]]:
     """(place, row) of a file, by its ending: .parquet, .json (one list), else JSON lines. A file without a row is refused."""
-    rows = _file_rows(path, owner)
-    first = next(rows, None)
-    if first is None:
-        raise ValueError(f"{owner}: {path} is empty: there is no problem in it.")
-    yield first
-    yield from rows
-
-
-def _file_rows(path: Path, owner: str) -> Iterator[tuple[str, Row | Malformed]]:
-    """(place, row) of a file. Empty lines are no rows."""
-    if path.suffix == ".parquet":
-        yield from _parquet(path, owner)
-        return
+    parquet = library("pyarrow.parquet", owner) if path.suffix == ".parquet" else None
     try:
-        lines = read_regular(path, _MOST).removeprefix(b"\xef\xbb\xbf")
-    except OSError as error:
-        raise ValueError(f"{owner}: {path} cannot be read: {error.strerror}.") from error
-    except ValueError as error:
-        raise ValueError(f"{owner}: {path} cannot be read: {error}") from error
-    if path.suffix == ".json":
-        yield from _json_list(path, lines, owner)
-        return
-    for number, line in enumerate(lines.split(b"\n"), 1):
-        if line.strip():
-            yield f"{path.name}, line {number}", _json_row(line)
+        if parquet is not None:
+            require_regular(path)
+            rows = parquet.read_table(path).to_pylist()
+        else:
+            content = read_regular(path, _MOST).removeprefix(b"\xef\xbb\xbf")
+    except (OSError, ValueError) as error:
+        why = (isinstance(error, OSError) and error.strerror) or str(error)
+        raise ValueError(f"{owner}: {path} cannot be read: {why.rstrip('.')}.") from error
+    if parquet is None:
+        rows = _json_list(path, content, owner) if path.suffix == ".json" else map(_json_row, content.split(b"\n"))
+    unit, empty = "row" if path.suffix in (".parquet", ".json") else "line", True
+    for number, row in enumerate(rows, 1):
+        if row is not None:
+            empty = False
+            yield f"{path.name}, {unit} {number}", row
+    if empty:
+        raise ValueError(f"{owner}: {path} is empty: there is no problem in it.")
+
+
+def _json_list(path: Path, content: bytes, owner: str) -> Iterator[Row | Malformed]:
+    """The rows of a file that is one list."""
+    try:
+        rows = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{owner}: {path} is not JSON: {error}. A file of one row per line is named .jsonl.") from error
+    if not isinstance(rows, list):
+        raise ValueError(f"{owner}: {path} should hold a list of rows, [{{…}}, …]; got {type(rows).__name__}.")
+    return (row if isinstance(row, dict) else Malformed(f"a row is an object; got {row!r:.60}") for row in rows)
+
+
+def _json_row(line: bytes) -> Row | Malformed | None:
+    """The row in a line; None in an empty one."""
+    if not line.strip():
+        return None
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON
+        return Malformed(f"this is not JSON: {error}")
+    return row if isinstance(row, dict) else Malformed(f"a row is an object, {{…}}; got {line[:60].decode(errors='replace')!r}")
 
 
 def read_hub(name: str, config: str | None, split: str, owner: str) -> Iterator[tuple[str, Row | Malformed]]:
@@ -98,35 +115,6 @@ def text_column(row: Row, *names: str) -> str:
     raise Malformed(f"there is no `{'` or `'.join(names)}`; the row has {', '.join(map(str, row)) or 'nothing'}")
 
 
-def _parquet(path: Path, owner: str) -> Iterator[tuple[str, Row | Malformed]]:
-    parquet = library("pyarrow.parquet", owner)
-    try:
-        require_regular(path)
-        rows = parquet.read_table(path).to_pylist()
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{owner}: {path} cannot be read: {error}.") from error
-    yield from ((f"{path.name}, row {number}", row) for number, row in enumerate(rows, 1))
-
-
-def _json_row(line: bytes) -> Row | Malformed:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON
-        return Malformed(f"this is not JSON: {error}")
-    return row if isinstance(row, dict) else Malformed(f"a row is an object, {{…}}; got {line[:60].decode(errors='replace')!r}")
-
-
-def _json_list(path: Path, content: bytes, owner: str) -> Iterator[tuple[str, Row | Malformed]]:
-    try:
-        rows = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{owner}: {path} is not JSON: {error}. A file of one row per line is named .jsonl.") from error
-    if not isinstance(rows, list):
-        raise ValueError(f"{owner}: {path} should hold a list of rows, [{{…}}, …]; got {type(rows).__name__}.")
-    for number, row in enumerate(rows, 1):
-        yield f"{path.name}, row {number}", row if isinstance(row, dict) else Malformed(f"a row is an object; got {row!r:.60}")
-
-
 _MAX_LISTED = 10
 """How many rows an error or a warning shows; it counts them all."""
 
@@ -141,6 +129,24 @@ class _KnownProblem(NamedTuple):
 
     answer: Any
     row: Row
+
+
+class _Tally:
+    """A count of rows, with place and reason of the first few: there may be millions."""
+
+    def __init__(self) -> None:
+        self.count, self.first = 0, ""
+
+    def add(self, place: str, why: str) -> None:
+        """Count a row."""
+        self.count += 1
+        if self.count <= _MAX_LISTED:
+            self.first += f"\n  {place}: {why}"
+
+    def sentence(self, what: str) -> str:
+        """How many rows are `what`, and the places of the first of them."""
+        more = f"\n  … and {self.count - _MAX_LISTED} more" if self.count > _MAX_LISTED else ""
+        return visible(f"{self.count} {'row is' if self.count == 1 else 'rows are'} {what}:{self.first}{more}")
 
 
 @dataclass(frozen=True)
@@ -222,23 +228,17 @@ class FiniteTask(_Slots):
 
     def train_prompts(self, count: int, seed: int) -> list[str]:
         """`count` prompts to learn from: all problems once, then all again in another order, as long as needed."""
-        prompts: list[str] = []
         if require_count(self.name, count) and not self._train:
             raise ValueError(
                 f"{self.name}: every problem is held out, as the data are for evaluation. To train, give `held_out` as a "
                 f"share, 0.2 say, or other problems as `path` and these as `held_out`."
             )
-        for epoch in from_zero():
-            if len(prompts) >= count:
-                break
-            order = permutation(len(self._train), uniform(f"{self.name} epoch {epoch}", seed, held_out=False))
-            prompts += [self._train[index] for index in order[: count - len(prompts)]]
-        return prompts
+        epochs = (shuffled(self._train, f"{self.name} epoch {epoch}", seed, held_out=False) for epoch in from_zero())
+        return list(islice(chain.from_iterable(epochs), count)) if count else []
 
     def held_out_prompts(self, count: int, seed: int) -> list[str]:
         """`count` prompts to evaluate on, each at most once: fewer where there are fewer."""
-        order = permutation(len(self._held_out), uniform(self.name, seed, held_out=True))
-        return [self._held_out[index] for index in order[: require_count(self.name, count)]]
+        return shuffled(self._held_out, self.name, seed, held_out=True)[: require_count(self.name, count)]
 
     def answer(self, prompt: str) -> Any:
         """The right answer to one of the task's prompts."""
@@ -290,65 +290,36 @@ class FiniteTask(_Slots):
         return read_file(find_split(path, "train", self.name), self.name), apart or own
 
     def _collect(self, rows: Rows, leaked: Container[str] = ()) -> dict[str, _KnownProblem]:
-        """What is known of every prompt. Rows that cannot be used are an error, or a warning where they are to be skipped."""
-        found, bad, repeated = _collect_problems(self.problem, rows, leaked, self.reward_columns)
+        """Prompt → answer and row. Rows that cannot be used are an error, or a warning where they are to be skipped.
+
+        A prompt is the key to its answer: the same prompt with another answer cannot be used, nor one that is held out already.
+        """
+        found: dict[str, _KnownProblem] = {}
+        places: dict[str, str] = {}
+        bad, repeated = _Tally(), _Tally()
+        for place, row in rows:
+            try:
+                if isinstance(row, Malformed):
+                    raise row
+                prompt, answer = self.problem(row)
+                if prompt in leaked:
+                    raise Malformed("this prompt is held out")
+                if prompt in found and found[prompt].answer != answer:
+                    raise Malformed(f"the prompt of {places[prompt]} with another answer")
+            except Malformed as error:
+                bad.add(place, str(error))
+                continue
+            if prompt in found:
+                repeated.add(place, f"as {places[prompt]}")
+            else:
+                found[prompt], places[prompt] = _KnownProblem(answer, self.reward_columns(row)), place
         if bad.count and not self.skip_malformed:
             hint = "Mend them, or go on without them: skip_malformed=true."
-            raise ValueError(f"{self.name}: {_list_rows(bad, 'malformed')}\n{hint}")
+            raise ValueError(f"{self.name}: {bad.sentence('malformed')}\n{hint}")
         for tally, what in ((bad, "malformed and skipped"), (repeated, "repeated and used once")):
             if tally.count:
-                warnings.warn(f"{self.name}: {_list_rows(tally, what)}", stacklevel=2)
+                warnings.warn(f"{self.name}: {tally.sentence(what)}", stacklevel=2)
         return found
-
-
-class _Tally:
-    """A count of rows, with place and reason of the first few: there may be millions."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.first: list[tuple[str, str]] = []
-
-    def add(self, place: str, why: str) -> None:
-        """One more."""
-        self.count += 1
-        if self.count <= _MAX_LISTED:
-            self.first.append((place, why))
-
-
-def _collect_problems(
-    problem: Callable[[Row], tuple[str, Any]], rows: Rows, leaked: Container[str], columns: Callable[[Row], Row]
-) -> tuple[dict[str, _KnownProblem], _Tally, _Tally]:
-    """Prompt → answer and row of all rows; those that cannot be used, and why; those that are repeated, and as which.
-
-    A prompt is the key to its answer: the same prompt with another answer cannot be used, nor one that is held out already.
-    """
-    found: dict[str, _KnownProblem] = {}
-    places: dict[str, str] = {}
-    bad, repeated = _Tally(), _Tally()
-    for place, row in rows:
-        try:
-            if isinstance(row, Malformed):
-                raise row
-            prompt, answer = problem(row)
-            if prompt in leaked:
-                raise Malformed("this prompt is held out")
-            if prompt in found and found[prompt].answer != answer:
-                raise Malformed(f"the prompt of {places[prompt]} with another answer")
-        except Malformed as error:
-            bad.add(place, str(error))
-            continue
-        if prompt in found:
-            repeated.add(place, f"as {places[prompt]}")
-        else:
-            found[prompt], places[prompt] = _KnownProblem(answer, columns(row)), place
-    return found, bad, repeated
-
-
-def _list_rows(rows: _Tally, what: str) -> str:
-    """How many rows, and the places of the first of them."""
-    first = "".join(f"\n  {place}: {why}" for place, why in rows.first)
-    more = f"\n  … and {rows.count - _MAX_LISTED} more" if rows.count > _MAX_LISTED else ""
-    return visible(f"{rows.count} {'row is' if rows.count == 1 else 'rows are'} {what}:{first}{more}")
 
 
 def split_by_share(problems: dict[str, Any], share: float) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -2,16 +2,19 @@
 
 import ast
 import hashlib
+import math
 import operator
 import random
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import ClassVar
+from itertools import accumulate, islice
+from typing import ClassVar, TypeVar
 
 from corral.validate import require
+
+_Item = TypeVar("_Item")
 
 _HELD_OUT_SHARE = 10
 """One problem in this many is held out."""
@@ -25,7 +28,11 @@ class ProceduralTask(ABC):
 
     name: ClassVar[str]
     NO_PROBLEM: ClassVar[str] = "Try other settings."
-    """What to do where none is found."""
+    """Advice where no problem is found."""
+    PROMPT: ClassVar[re.Pattern[str]]
+    """Form of a prompt, of any settings."""
+    EXAMPLE: ClassVar[str]
+    """A prompt, for the message about a text that is none."""
 
     def train_prompts(self, count: int, seed: int) -> list[str]:
         """`count` prompts to learn from, drawn with replacement."""
@@ -47,6 +54,17 @@ class ProceduralTask(ABC):
             prompt: as drawn by this task; anything else is a ValueError, since a reward of 0 would hide the mistake.
             completion: any text at all, without the tokens that end it.
         """
+
+    def _match(self, prompt: str) -> re.Match[str]:
+        """The parts of a prompt; ValueError for a text that has another form."""
+        found = self.PROMPT.fullmatch(prompt)
+        if found is None:
+            raise ValueError(f"{self.name}: a prompt looks like {self.EXAMPLE!r}; got {quote(prompt)}. Is it another task's?")
+        return found
+
+    def _not_drawn(self, prompt: str) -> ValueError:
+        """The error about a prompt that these settings cannot have drawn."""
+        return ValueError(f"{self.name}: {quote(prompt)} is no problem of {self}. Was it drawn with other settings?")
 
     def _draw(self, seed: int, *, held_out: bool) -> Iterator[tuple[str, str]]:
         """Endless (prompt, answer) of one split."""
@@ -87,10 +105,10 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "big")
 
 
-def permutation(count: int, draw: Callable[[], float]) -> list[int]:
-    """0 to count − 1 in a random order."""
-    keys = [draw() for _ in range(count)]
-    return sorted(range(count), key=keys.__getitem__)
+def shuffled(items: Sequence[_Item], task: str, seed: int, *, held_out: bool) -> list[_Item]:
+    """`items` in a random order, the same for the same task, split and seed on every machine."""
+    draw = uniform(task, seed, held_out=held_out)
+    return sorted(items, key=lambda _: draw())
 
 
 def require_count(task: str, count: int) -> int:
@@ -108,12 +126,23 @@ def quote(prompt: str, length: int = 60) -> str:
 OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 OPERATORS = "".join(OPERATIONS)
 
+
+def chain(first: int, steps: Iterable[tuple[str, int]], largest: float = math.inf) -> str | None:
+    """3, (+, 7), (+, 12) → "3+7=10+12=22"; None as soon as a result leaves 0..largest."""
+    text, value = str(first), first
+    for sign, number in steps:
+        value = OPERATIONS[sign](value, number)
+        if not 0 <= value <= largest:
+            return None
+        text += f"{sign}{number}={value}"
+    return text
+
+
 # Numbers carry no leading zeros: they read as people write them, are shorter than two-digit fields (11.9 characters an
 # answer instead of 14 at the default settings), and completions differ in length, as they do in every real task. The result
 # of a step is the left operand of the next without being written twice. Digits are ASCII: \d would also take "٣".
 _NUMBER = re.compile(r"[1-9][0-9]*")
-_COUNTDOWN_PROMPT = re.compile(r"([1-9][0-9]{0,4}(?: [1-9][0-9]{0,4})+)>(0|[1-9][0-9]{0,4}):")
-_STEP = re.compile(r"([+*-])([1-9][0-9]*)=(0|[1-9][0-9]*)")
+_STEP = re.compile(r"([+*-])([1-9][0-9]*)=")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +158,8 @@ class Countdown(ProceduralTask):
 
     name: ClassVar[str] = "countdown"
     NO_PROBLEM: ClassVar[str] = "Try a smaller `n` or a larger `value_max`."
+    PROMPT: ClassVar[re.Pattern[str]] = re.compile(r"([1-9][0-9]{0,4}(?: [1-9][0-9]{0,4})+)>(0|[1-9][0-9]{0,4}):")
+    EXAMPLE: ClassVar[str] = "3 7 12>22:"
 
     n: int = 3
     """How many numbers there are; a completion has n − 1 steps."""
@@ -164,40 +195,29 @@ class Countdown(ProceduralTask):
         first = _NUMBER.match(completion)
         if first is None or len(completion) > self.max_completion_length:  # nothing below reads an enormous number
             return 0.0
-        used, value, at = [int(first[0])], int(first[0]), first.end()
-        while step := _STEP.match(completion, at):
-            sign, number, result = step.groups()
-            used.append(int(number))
-            value = OPERATIONS[sign](value, used[-1])
-            if result != str(value) or value > self.value_max:
-                return 0.0
-            at = step.end()
-        return float(at == len(completion) and sorted(used) == sorted(numbers) and value == target)
+        # An answer is its numbers and signs: it is right iff it is what they give, written anew.
+        start, steps = int(first[0]), [(sign, int(number)) for sign, number in _STEP.findall(completion)]
+        same_numbers = sorted([start, *(number for _, number in steps)]) == sorted(numbers)
+        written = same_numbers and completion == chain(start, steps, self.value_max)
+        return float(written and completion.endswith(f"={target}"))
 
     def parse_prompt(self, prompt: str) -> tuple[list[int], int]:
         """The numbers and the target of a prompt; ValueError where these settings could not have drawn it."""
-        match = _COUNTDOWN_PROMPT.fullmatch(prompt)
-        if match is None:
-            raise ValueError(f"countdown: a prompt looks like '3 7 12>22:'; got {quote(prompt)}. Is it another task's?")
-        numbers, target = [int(number) for number in match[1].split(" ")], int(match[2])
+        found = self._match(prompt)
+        numbers, target = [int(number) for number in found[1].split(" ")], int(found[2])
         if len(numbers) != self.n or max(numbers) > self.n_max or target > self.value_max:
-            raise ValueError(f"countdown: {prompt!r} is no problem of {self}. Was it drawn with other settings?")
+            raise self._not_drawn(prompt)
         return numbers, target
 
     def _propose(self, draw: Callable[[], float], wanted: Callable[[str], bool]) -> tuple[str, str] | None:
         """Uniform numbers and operators, where all fits; so an answer is drawn uniformly from all that reach its target."""
         numbers = [1 + int(draw() * self.n_max) for _ in range(self.n)]
-        value, answer = numbers[0], str(numbers[0])
-        for number in numbers[1:]:
-            sign = OPERATORS[int(draw() * len(OPERATORS))]
-            value = OPERATIONS[sign](value, number)
-            if not 0 <= value <= self.value_max:
-                return None
-            answer += f"{sign}{number}={value}"
-        if not wanted(canonical(numbers, value)):
+        steps = ((OPERATORS[int(draw() * len(OPERATORS))], number) for number in numbers[1:])
+        answer = chain(numbers[0], steps, self.value_max)
+        if answer is None or not wanted(canonical(numbers, target := int(answer.rpartition("=")[2]))):
             return None
         numbers.sort(key=lambda _: draw())  # the order of the numbers must not give the answer away
-        return f"{' '.join(map(str, numbers))}>{value}:", answer
+        return f"{' '.join(map(str, numbers))}>{target}:", answer
 
 
 def canonical(numbers: Sequence[int], target: int) -> str:
@@ -205,7 +225,6 @@ def canonical(numbers: Sequence[int], target: int) -> str:
     return f"{' '.join(map(str, sorted(numbers)))}>{target}"
 
 
-_EXPRESSION_PROMPT = re.compile(r"[1-9]>-?[0-9]{1,4}(?: [1-9]>-?[0-9]{1,4})*:")
 _ALLOWED = re.compile(r"(?:[0-9]{1,4}|x|//|[-+*%()])*")
 BOUND = 9999
 """The largest absolute value of anything on the way."""
@@ -237,6 +256,8 @@ class Expression(ProceduralTask):
     """
 
     name: ClassVar[str] = "expression"
+    PROMPT: ClassVar[re.Pattern[str]] = re.compile(r"[1-9]>-?[0-9]{1,4}(?: [1-9]>-?[0-9]{1,4})*:")
+    EXAMPLE: ClassVar[str] = "1>3 2>5 3>7 4>9:"
 
     pairs: int = 4
     """How many inputs are shown."""
@@ -267,18 +288,14 @@ class Expression(ProceduralTask):
         """1.0 iff `completion` is an expression that gives every output of `prompt`; 0.0 for any other text."""
         outputs = self.parse_prompt(prompt)
         tree = parse(completion, self.max_length)
-        if tree is None:
-            return 0.0
-        return float(all(evaluate(tree, x) == output for x, output in enumerate(outputs, 1)))
+        return float(tree is not None and [evaluate(tree, x) for x in range(1, self.pairs + 1)] == outputs)
 
     def parse_prompt(self, prompt: str) -> list[int]:
         """f(1), f(2), …; ValueError where these settings could not have drawn it."""
-        if _EXPRESSION_PROMPT.fullmatch(prompt) is None:
-            raise ValueError(f"expression: a prompt looks like '1>3 2>5 3>7 4>9:'; got {quote(prompt)}. Is it another task's?")
-        pairs = [pair.split(">") for pair in prompt[:-1].split(" ")]
-        outputs = [int(output) for _, output in pairs]
+        self._match(prompt)
+        outputs = [int(pair.partition(">")[2]) for pair in prompt[:-1].split(" ")]
         if prompt != format_prompt(outputs) or len(outputs) != self.pairs or max(map(abs, outputs)) > self.value_max:
-            raise ValueError(f"expression: {quote(prompt)} is no problem of {self}. Was it drawn with other settings?")
+            raise self._not_drawn(prompt)
         return outputs
 
     def _propose(self, draw: Callable[[], float], wanted: Callable[[str], bool]) -> tuple[str, str] | None:
@@ -316,40 +333,37 @@ def parse(text: str, max_length: int) -> ast.expr | None:
 
 
 def _is_allowed(node: ast.AST) -> bool:
-    if isinstance(node, ast.Constant):
-        return type(node.value) is int
-    if isinstance(node, ast.Name):
-        return node.id == "x"
+    """Whether a node of a tree is a whole number, x, an operation of the grammar or a minus sign."""
+    match node:
+        case ast.Constant(value=value):
+            return type(value) is int
+        case ast.Name(id=name):
+            return name == "x"
     return isinstance(node, (ast.BinOp, ast.UnaryOp, ast.USub, ast.Load, *_OPERATIONS))
 
 
 def evaluate(tree: ast.expr, x: int) -> int | None:
     """The value of a tree that `parse` allowed; None where it divides by zero or leaves ±BOUND."""
-    if isinstance(tree, ast.Constant):
-        assert isinstance(tree.value, int)
-        value = tree.value
-    elif isinstance(tree, ast.Name):
-        value = x
-    elif isinstance(tree, ast.UnaryOp):
-        inner = evaluate(tree.operand, x)
-        if inner is None:
-            return None
-        value = -inner
-    else:
-        assert isinstance(tree, ast.BinOp)
-        left, right = evaluate(tree.left, x), evaluate(tree.right, x)
-        if left is None or right is None:
-            return None
-        try:
-            value = _OPERATIONS[type(tree.op)](left, right)
-        except ZeroDivisionError:
-            return None
-    return value if abs(value) <= BOUND else None
+    try:
+        return _value(tree, x)
+    except ArithmeticError:
+        return None
 
 
-_ARITHMETIC_PROMPT = re.compile(r"([1-9][0-9]{0,5})([+*-])([1-9][0-9]{0,5}):")
-_CHAIN = re.compile(r"([+-])([1-9][0-9]*)=(0|[1-9][0-9]*)")
-_EQUATION = re.compile(r"(0|[1-9][0-9]*)([+*])(0|[1-9][0-9]*)=(0|[1-9][0-9]*)")
+def _value(tree: ast.expr, x: int) -> int:
+    """The value of a tree; an ArithmeticError where there is none."""
+    match tree:
+        case ast.Constant(value=int(value)):
+            pass
+        case ast.UnaryOp(operand=inner):
+            value = -_value(inner, x)
+        case ast.BinOp(left=left, op=operation, right=right):
+            value = _OPERATIONS[type(operation)](_value(left, x), _value(right, x))
+        case _:
+            value = x
+    if abs(value) > BOUND:
+        raise OverflowError
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,6 +378,8 @@ class Arithmetic(ProceduralTask):
     """
 
     name: ClassVar[str] = "arithmetic"
+    PROMPT: ClassVar[re.Pattern[str]] = re.compile(r"([1-9][0-9]{0,5})([+*-])([1-9][0-9]{0,5}):")
+    EXAMPLE: ClassVar[str] = "47+85:"
 
     operations: str = "+-*"
     """Which of + - * occur."""
@@ -385,24 +401,22 @@ class Arithmetic(ProceduralTask):
     def max_completion_length(self) -> int:
         """Characters of the longest right answer: every number in it is as long as can be for 99+99, 99*99 and 99-11."""
         largest, ones = 10**self.digits - 1, int("1" * self.digits)
-        return max(len(_solution(largest, sign, ones if sign == "-" else largest)) for sign in self.operations)
+        return max(len(_solution(largest, sign, places(ones if sign == "-" else largest))) for sign in self.operations)
 
     def verify(self, prompt: str, completion: str) -> float:
         """1.0 iff `completion` is a right answer to `prompt`, to the letter; 0.0 for any other text."""
         left, operation, right = self.parse_prompt(prompt)
         if len(completion) > self.max_completion_length:  # nothing below reads an enormous number
             return 0.0
-        steps = _product_steps(left, completion) if operation == "*" else _chain_steps(left, operation, completion)
-        return float(steps is not None and sorted(steps) == sorted(places(right)))
+        order = [int(number) for sign, number in _STEP.findall(completion) if sign == operation]
+        return float(sorted(order) == sorted(places(right)) and completion == _solution(left, operation, order))
 
     def parse_prompt(self, prompt: str) -> tuple[int, str, int]:
         """a, the operation and b; ValueError where these settings could not have drawn it."""
-        match = _ARITHMETIC_PROMPT.fullmatch(prompt)
-        if match is None:
-            raise ValueError(f"arithmetic: a prompt looks like '47+85:'; got {quote(prompt)}. Is it another task's?")
-        left, operation, right = int(match[1]), match[2], int(match[3])
+        found = self._match(prompt)
+        left, operation, right = int(found[1]), found[2], int(found[3])
         if operation not in self.operations or max(left, right) >= 10**self.digits or (operation == "-" and left < right):
-            raise ValueError(f"arithmetic: {prompt!r} is no problem of {self}. Was it drawn with other settings?")
+            raise self._not_drawn(prompt)
         return left, operation, right
 
     def _propose(self, draw: Callable[[], float], wanted: Callable[[str], bool]) -> tuple[str, str] | None:
@@ -414,7 +428,7 @@ class Arithmetic(ProceduralTask):
             left, right = high, low  # nothing is negative
         if not wanted(f"{low}{operation}{high}"):
             return None
-        return f"{left}{operation}{right}:", _solution(left, operation, right)
+        return f"{left}{operation}{right}:", _solution(left, operation, places(right))
 
 
 def places(number: int) -> list[int]:
@@ -423,52 +437,17 @@ def places(number: int) -> list[int]:
     return [int(digit) * 10 ** (len(digits) - 1 - at) for at, digit in enumerate(digits) if digit != "0"]
 
 
-def _solution(left: int, operation: str, right: int) -> str:
-    """The answer with every step, places from the highest to the lowest."""
+def _solution(left: int, operation: str, order: Sequence[int]) -> str:
+    """The answer with every step, for the places of the right operand in this order."""
     if operation != "*":
-        text, value = str(left), left
-        for place in places(right):
-            value = OPERATIONS[operation](value, place)
-            text += f"{operation}{place}={value}"
+        text = chain(left, ((operation, place) for place in order))
+        assert text is not None  # a is no smaller than b, so no difference is negative
         return text
-    products = [left * place for place in places(right)]
-    lines = [f"{left}*{place}={product}" for place, product in zip(places(right), products, strict=True)]
-    total = products[0]
-    for product in products[1:]:
-        lines.append(f"{total}+{product}={total + product}")
-        total += product
+    products = [left * place for place in order]
+    lines = [f"{left}*{place}={product}" for place, product in zip(order, products, strict=True)]
+    totals = accumulate(products)
+    lines += [f"{total}+{product}={total + product}" for total, product in zip(totals, products[1:], strict=False)]
     return ",".join(lines)
-
-
-def _chain_steps(left: int, operation: str, text: str) -> list[int] | None:
-    """What "47+80=127+5=132" adds to 47, or subtracts from it; None where a step or the format is wrong."""
-    if not text.startswith(str(left)):
-        return None
-    taken, value, at = [], left, len(str(left))
-    while step := _CHAIN.match(text, at):
-        taken.append(int(step[2]))
-        value = OPERATIONS[operation](value, taken[-1])
-        if step[1] != operation or step[3] != str(value):
-            return None
-        at = step.end()
-    return taken if at == len(text) else None
-
-
-def _product_steps(left: int, text: str) -> list[int] | None:
-    """What "23*40=920,23*7=161,920+161=1081" multiplies 23 by; None where a step, the sum or the format is wrong."""
-    steps = [_EQUATION.fullmatch(part) for part in text.split(",")]
-    if not all(step and step[4] == str(OPERATIONS[step[2]](int(step[1]), int(step[3]))) for step in steps):
-        return None
-    products = [step for step in steps if step and step[2] == "*"]
-    sums = [step for step in steps[len(products) :] if step and step[2] == "+"]
-    if len(products) + len(sums) < len(steps) or len(sums) != len(products) - 1:
-        return None
-    if any(int(step[1]) != left for step in products):
-        return None
-    totals = [products[0][4], *(step[4] for step in sums)]
-    if any((total, product[4]) != (step[1], step[3]) for total, product, step in zip(totals, products[1:], sums, strict=False)):
-        return None
-    return [int(step[3]) for step in products]
 
 
 _STORIES: tuple[tuple[str, Callable[[int, int], int]], ...] = (
@@ -527,10 +506,10 @@ class TwoNumbers(ProceduralTask):
 
     def _parse(self, prompt: str) -> tuple[Callable[[int, int], int], int, int]:
         """What to compute of which numbers; ValueError where these settings could not have drawn it."""
-        for pattern, (_, compute) in zip(_PATTERNS, _STORIES, strict=True):
+        for pattern, (text, compute) in zip(_PATTERNS, _STORIES, strict=True):
             if found := pattern.fullmatch(prompt):
                 a, b = int(found[1]), int(found[2])
-                if prompt in (text.format(a=a, b=b) for text, _ in _STORIES) and 2 <= b <= a <= self._largest(compute):
+                if prompt == text.format(a=a, b=b) and 2 <= b <= a <= self._largest(compute):
                     return compute, a, b
         raise ValueError(f"two_numbers: {quote(prompt)} is no problem of {self}. Is it another task's, or of other settings?")
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from corral.lab.tasks.grader import grader_pool
 from corral.lab.tasks.imports import library
-from corral.lab.tasks.procedural import digest, in_held_out_share, permutation, quote, require_count, uniform
+from corral.lab.tasks.procedural import digest, in_held_out_share, quote, require_count, shuffled
 from corral.validate import nearest, require
 
 LITERALS = {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"}
@@ -103,9 +103,8 @@ class ReasoningGym(_Slots):
             return drawn
         if not drawn:
             raise ValueError(f"reasoning_gym: {self.generator} with {self.settings} has no question to train on.")
-        orders = (permutation(len(drawn), uniform(f"{self.name} {epoch}", seed, held_out=False)) for epoch in from_zero())
-        again = (drawn[index] for index in chain.from_iterable(orders))
-        return [*drawn, *islice(again, count - len(drawn))]
+        again = (shuffled(drawn, f"{self.name} {epoch}", seed, held_out=False) for epoch in from_zero())
+        return [*drawn, *islice(chain.from_iterable(again), count - len(drawn))]
 
     def held_out_prompts(self, count: int, seed: int) -> list[str]:
         """`count` questions to evaluate on, all different: fewer where there are fewer. None occurs in training."""

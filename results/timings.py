@@ -1,26 +1,24 @@
-"""Write what benchmarks/results holds of the head into docs/performance.md, docs/design/head.md, docs/results/index.md
-and README.md.
+"""docs/performance.md, docs/design/head.md, and docs/environments.md: what the rows of benchmarks/results say."""
 
-A block between `<!-- measured: NAME -->` and `<!-- /measured -->` is written anew; whatever else a page says stays.
-
-    python benchmarks/head_page.py
-"""
-
-import re
+import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
+from results.pages import DOCS, ROOT, Texts, fill, markdown
+
+sys.path.append(str(ROOT / "benchmarks"))  # whose files run as programs, and find each other there
+
 from head_contenders import CLIP, GEMM, HEADS, OLD, TROLL
 from head_union import UNIONS
-from rows import FOLDER, Row, markdown, read_rows
+from robot_rate import FILE as ROBOT_RATE
+from robot_rate import WAYS
+from rows import FOLDER, Row, read_rows
 from update_phase import CONTENDERS
 
-from corral.lab.run.files import write_whole
-
-ROOT = Path(__file__).parents[1]
-PAGES = tuple(ROOT / name for name in ("docs/performance.md", "docs/design/head.md", "docs/results/index.md", "README.md"))
-BLOCK = re.compile(r"<!-- measured: (\w+) -->\n.*?<!-- /measured -->", re.DOTALL)
+HEAD_PAGES = (DOCS / "performance.md", DOCS / "design/head.md", DOCS / "results/index.md")
+table = partial(markdown, rule=" --- ")
 WIDTHS = (4096, 896)
 USUAL = {"N": 8192, "V": 151936, "K": 64}
 Rows = list[Row]
@@ -81,7 +79,7 @@ def gains(rows: Rows) -> str:
             pair = [f"{figure(row['ms'])} ms, {mebibytes(row['mib'])}" for row in (full, mine) if row]
             cells += [*pair, f"{full['ms'] / mine['ms']:.1f} ×"] if len(pair) == 2 else [""] * 3
         lines.append(cells)
-    return f"{markdown(head, lines)}\n{source(rows, 'usual')}"
+    return f"{table(head, lines)}\n{source(rows, 'usual')}"
 
 
 def on_cpu(rows: Rows) -> str:
@@ -95,7 +93,7 @@ def on_cpu(rows: Rows) -> str:
             cells.append(f"{x['ms'] / y['ms']:.2f} × the time, {x['mib'] / y['mib']:.2f} × the memory" if x and y else "")
         lines.append([f"{threads} thread{'s' if threads > 1 else ''}, {dtype}", *cells])
     shape = ", ".join(f"{name} = {measured[0][name]}" for name in "NVH") if measured else ""
-    return f"{markdown([f'CPU, {shape}, against full logits', *tasks], lines)}\n{source(rows, 'cpu')}"
+    return f"{table([f'CPU, {shape}, against full logits', *tasks], lines)}\n{source(rows, 'cpu')}"
 
 
 Find = Callable[[Rows, int, str], float | None]
@@ -167,7 +165,7 @@ def goals(rows: Rows) -> str:
             said = ("" if v is None else f"**{v:{form}}**" if v <= goal else f"{v:{form}}" for v in values)
             cells += [f"≤ {goal:{form}}", *said]
         lines.append(cells)
-    return f"{markdown(head, lines)}\n{source(rows, 'usual', 'heads')}"
+    return f"{table(head, lines)}\n{source(rows, 'usual', 'heads')}"
 
 
 def heads(rows: Rows) -> str:
@@ -179,7 +177,7 @@ def heads(rows: Rows) -> str:
         if any(found):
             lines.append([name, *(f"{row['x']:.2f}, {mebibytes(row['mib'])}" if row else "" for row in found)])
     head = ["clip update, × one GEMM and memory", *(f"H = {width}, {policy}" for width, policy in cases)]
-    return f"{markdown(head, lines)}\n{source(rows, 'usual', 'heads')}"
+    return f"{table(head, lines)}\n{source(rows, 'usual', 'heads')}"
 
 
 def updates(rows: Rows) -> str:
@@ -192,7 +190,7 @@ def updates(rows: Rows) -> str:
             size, last = f"{three[0]['sequences']} × {three[0]['tokens']}", f"{three[0]['ms'] / three[-1]['ms']:.2f}"
             times, mib = [f"{figure(row['ms'])} ms" for row in three], ", ".join(f"{row['mib']:.0f}" for row in three)
             lines.append([f"{model}, {policy}", size, *times, last, mib])
-    return f"{markdown(head, lines)}\n{source(rows, 'update')}"
+    return f"{table(head, lines)}\n{source(rows, 'update')}"
 
 
 def shapes(rows: Rows) -> str:
@@ -207,7 +205,7 @@ def shapes(rows: Rows) -> str:
             multiples.append(x[TROLL, "corral, exact"]["x"] / x[GEMM, "three GEMMs"]["x"])
             one, cells = figure(x[GEMM, "one GEMM"]["ms"]), [f"{multiple:.2f}" for multiple in multiples]
             lines.append([*map(str, shape), one, *cells, *(f"{x[t, 'full logits']['x']:.2f}" for t in (OLD, TROLL, CLIP))])
-    return f"{markdown([*head, 'full logits: old pass', 'TROLL', 'clip'], lines)}\n{source(rows, 'usual', 'shapes')}"
+    return f"{table([*head, 'full logits: old pass', 'TROLL', 'clip'], lines)}\n{source(rows, 'usual', 'shapes')}"
 
 
 def unions(rows: Rows) -> str:
@@ -226,7 +224,7 @@ def unions(rows: Rows) -> str:
     called = [name.removeprefix("corral, ") for name in names]
     said = ["dH off by: old, union, torch", "KL seen: old, union", "missed: old, union"]
     head = ["TROLL, × one GEMM and memory", *called, *said]
-    return f"{markdown(head, lines)}\n{source(rows, 'union')}"
+    return f"{table(head, lines)}\n{source(rows, 'union')}"
 
 
 IN_SHORT = [
@@ -247,48 +245,39 @@ def in_short(rows: Rows, width: int = 4096) -> str:
             # Of a clipped loss, rows whose ratio is rounded across the threshold would be most of the error.
             error = f"{100 * row['gradient_error']:.2g} %" if spot[1] == TROLL else ""
             lines.append([what, f"{figure(row['ms'])} ms", "" if beyond is None else mebibytes(beyond), error])
-    return markdown(["", "time", "peak memory beyond dH and dW", "dH off by"], lines)
-
-
-def in_a_sentence(rows: Rows, width: int = 4096) -> str:
-    """Time and memory of a peaked TROLL update, for README."""
-    spots = (PEAKED, ONE, ("peaked", TROLL, "full logits"))
-    mine, gemm, full = (ours(rows, width, *spot) for spot in spots)
-    if not (mine and gemm and full):
-        return "Not measured yet."
-    times = [figure(row["ms"]) for row in (mine, gemm, full)]
-    memories = [mebibytes(beyond_gradients(row) or 0.0) for row in (mine, full)]
-    return (
-        f"Without the logits, a TROLL update of {USUAL['N']:,} tokens × {USUAL['V']:,} words takes {times[0]} ms on one "
-        f"{mine['gpu']}: one GEMM takes {times[1]}, full logits {times[2]}.\n"
-        f"Beyond the gradients it needs {memories[0]} instead of {memories[1]} "
-        f"(H = {width:,}, peaked policy: [performance](docs/performance.md))."
-    )
+    return table(["", "time", "peak memory beyond dH and dW", "dH off by"], lines)
 
 
 BLOCKS: dict[str, Callable[[Rows], str]] = {
     "gains": gains, "cpu": on_cpu, "goals": goals, "heads": heads, "updates": updates, "shapes": shapes, "head": in_short,
-    "unions": unions, "front": in_a_sentence,
+    "unions": unions,
 }  # fmt: skip
 
 
-def page(old: str, rows: Rows) -> str:
-    """A page with its measured blocks written anew, from the rows of a CPU and of the GPU that was measured last."""
+def robot_rates(rows: Rows) -> str:
+    """Control steps a second of the simulated tasks, by cores, copies, threads and way of playing."""
+    head = ["task", "cores", "copies", "threads", "", "steps/s", "× one thread's batch", "× one thread, step by step"]
+    lines = []
+    for row in rows:
+        if "task" in row:
+            times = [f"{row[key]:.2f}" if (key := f"times_one_{way}") in row else "–" for way in ("batch", "steps")]
+            rate = f"{row['steps_per_second']:,.0f}".replace(",", " ")
+            sizes = [str(row[key]) for key in ("cores", "episodes", "workers")]
+            lines.append([row["task"], *sizes, WAYS[row["way"]], rate, *times])
+    return table(head, lines) if lines else "Not measured yet."
+
+
+def of_one_gpu(rows: Rows) -> Rows:
+    """Rows of a CPU, and of the GPU that was measured last."""
     gpu = [None, *(row["gpu"] for row in rows if row["gpu"])][-1]
-    listed = [row for row in rows if row["gpu"] in (None, gpu)]
-
-    def write(match: re.Match[str]) -> str:
-        return f"<!-- measured: {match[1]} -->\n\n{BLOCKS[match[1]](listed).rstrip()}\n\n<!-- /measured -->"
-
-    return BLOCK.sub(write, old)
+    return [row for row in rows if row["gpu"] in (None, gpu)]
 
 
-def main() -> None:
-    rows = read_rows(FOLDER / "head.jsonl")
-    for path in PAGES:
-        text = page(path.read_text(), rows)
-        write_whole(path, lambda beside, text=text: beside.write_text(text))
-
-
-if __name__ == "__main__":
-    main()
+def pages(read: Callable[[Path], str]) -> Texts:
+    """The pages as the raw rows have them."""
+    rows = of_one_gpu(read_rows(FOLDER / "head.jsonl"))
+    rates = {"rate": lambda: robot_rates(read_rows(ROBOT_RATE))}
+    return {
+        **fill(read, HEAD_PAGES, "measured", {name: partial(block, rows) for name, block in BLOCKS.items()}),
+        **fill(read, (DOCS / "environments.md",), "measured", rates),
+    }

@@ -1,4 +1,4 @@
-"""Covariances between the old and the new one, by their precisions: the factor of each, and its implicit gradient."""
+"""Cholesky factors of covariances between the old and the new one, with their implicit gradients."""
 
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ from torch.autograd.function import once_differentiable
 
 
 class RelativePrecision(NamedTuple):
-    """Q = L_oᵀ Σ⁻¹ L_o − I: how the new precision differs from the old, in the frame where the old one is I."""
+    """Difference Q = L_oᵀ Σ⁻¹ L_o − I of the new precision from the old, in the frame where the old precision is I."""
 
     gap: Tensor
     """Q [*, D, D], or its diagonal [*, D]; 0 on rows where it is not finite."""
@@ -19,7 +19,7 @@ class RelativePrecision(NamedTuple):
 
 
 def relative_precision(chol: Tensor, old: Tensor, diagonal: bool) -> RelativePrecision:
-    """Q and its eigenvalues, from G = L⁻¹ L_o − I = L⁻¹ (L_o − L): what is small is not what is left of I − I.
+    """Compute Q and its eigenvalues from G = L⁻¹ (L_o − L): small differences are not left over from I − I.
 
     The precision and not the covariance: a projection needs r_i = 1 + t q_i, and t max|q| is of the order of √ε however
     ill-conditioned the policies are. Rounding Q by eps |Q| rounds r by eps.
@@ -40,7 +40,7 @@ def relative_precision(chol: Tensor, old: Tensor, diagonal: bool) -> RelativePre
 def tilted_factor(
     chol: Tensor, old: Tensor, precision: RelativePrecision, t: Tensor, log_scale: Tensor, diagonal: bool
 ) -> Tensor:
-    """The lower factor of c ((1 − t) Σ_o⁻¹ + t Σ⁻¹)⁻¹ on rows [n], with the gradient of the constraints that chose t and c.
+    """Lower factor of c ((1 − t) Σ_o⁻¹ + t Σ⁻¹)⁻¹ on rows [n], differentiable through the constraints that determine t and c.
 
     KL(Σ̃‖Σ_o) is held, and det Σ̃ where log c = `log_scale` > 0; t = 0 has gradient 0.
     """
@@ -49,7 +49,7 @@ def tilted_factor(
 
 
 class _Tilt(torch.autograd.Function):
-    """L [n, D, D] → L̃ [n, D, D]. First with c = 1:
+    """Map of factors, L [n, D, D] → L̃ [n, D, D]. First with c = 1:
 
     Forward.   R = I + t Q and Σ̃ = L_o R⁻¹ L_oᵀ. Write R = W Wᵀ with W upper triangular (a Cholesky factor, taken from the
                last row to the first); N = W⁻ᵀ is lower, R⁻¹ = N Nᵀ, and L̃ = L_o N.
@@ -87,7 +87,7 @@ class _Tilt(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         chol, projected, h, t, log_scale = ctx.saved_tensors
-        psi = factor_pullback(projected, grad)
+        psi = _factor_pullback(projected, grad)
         eye = torch.eye(h.shape[-1], dtype=h.dtype, device=h.device).expand_as(h)
         tangent = _tangent(psi.flatten(1), h.flatten(1), eye.flatten(1), log_scale).view_as(psi)
         v = torch.linalg.solve_triangular(chol, projected, upper=False)
@@ -97,7 +97,7 @@ class _Tilt(torch.autograd.Function):
 
 
 class _DiagonalTilt(torch.autograd.Function):
-    """`_Tilt` for standard deviations [n, D]: every matrix there is diagonal, and a vector here."""
+    """Map of standard deviations [n, D]: `_Tilt` with diagonal matrices, held as vectors."""
 
     @staticmethod
     def forward(std: Tensor, old: Tensor, gap: Tensor, t: Tensor, log_scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,14 +117,14 @@ class _DiagonalTilt(torch.autograd.Function):
         return torch.where((t > 0)[:, None], grad_std, 0.0), None, None, None, None
 
 
-def factor_pullback(factor: Tensor, grad: Tensor) -> Tensor:
-    """Ψ of step 1 above, for a Cholesky factor and the gradient in it: ⟨Ḡ, dL⟩ = ⟨Ψ, L⁻¹ dΣ L⁻ᵀ⟩."""
+def _factor_pullback(factor: Tensor, grad: Tensor) -> Tensor:
+    """Compute Ψ of step 1 above from a Cholesky factor and the gradient in it: ⟨Ḡ, dL⟩ = ⟨Ψ, L⁻¹ dΣ L⁻ᵀ⟩."""
     lower = (factor.mT @ grad).tril()
     return 0.5 * (lower + lower.mT - torch.diag_embed(lower.diagonal(dim1=-2, dim2=-1)))
 
 
 def _tangent(psi: Tensor, h: Tensor, eye: Tensor, log_scale: Tensor) -> Tensor:
-    """Ψ without its parts along what each row's constraints hold: H, and I where log c > 0. All [n, entries]."""
+    """Remove from Ψ its parts along each row's constraints: H, and I where log c > 0. All [n, entries]."""
     held = (log_scale > 0)[:, None]
     size = eye.sum(-1, keepdim=True)
     psi = torch.where(held, psi - eye * (psi * eye).sum(-1, keepdim=True) / size, psi)
@@ -134,3 +134,28 @@ def _tangent(psi: Tensor, h: Tensor, eye: Tensor, log_scale: Tensor) -> Tensor:
     binds = length > (16 * torch.finfo(h.dtype).eps) ** 2 * h.square().sum(-1, keepdim=True)
     along = (psi * direction).sum(-1, keepdim=True) / torch.where(binds, length, 1.0)
     return torch.where(binds, psi - along * direction, psi)
+
+
+def factor_of(move: Tensor, factor: Tensor) -> Tensor:
+    """`factor`, a Cholesky factor of a constant plus `move`, with its gradient in `move`."""
+    out: Tensor = _FactorOf.apply(move, factor)
+    return out
+
+
+class _FactorOf(torch.autograd.Function):
+    """Identity of the factor, whose gradient in `move` is that of a Cholesky factor: ⟨Ψ, L̃⁻¹ dΣ̃ L̃⁻ᵀ⟩ = ⟨Ḡ, dL̃⟩."""
+
+    @staticmethod
+    def forward(move: Tensor, factor: Tensor) -> Tensor:
+        return factor.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (factor,) = ctx.saved_tensors
+        half = torch.linalg.solve_triangular(factor.mT, _factor_pullback(factor, grad), upper=True)
+        return torch.linalg.solve_triangular(factor, half, upper=False, left=False), None
