@@ -352,6 +352,33 @@ def test_a_critic_in_float32_leaves_the_policy_in_float64(algorithm: str) -> Non
         assert_close(one, other, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("decay_over", "left"),
+    [(None, [1.0, 0.505, 0.01]), (4.0, [1.0, 0.7525, 0.505]), (math.inf, [1.0, 1.0, 1.0])],
+)
+def test_golden_learning_rates(decay_over: float | None, left: list[float]) -> None:
+    # 1 − 0.99 k / K in batch k; K = 2 batches of the run, 4 whatever the run's length, or infinitely many.
+    settings = {"iterations": 2, "policy_epochs": 1, "critic_epochs": 1, "policy_rate": 1e-3, "critic_rate": 2e-3}
+    agent = learner("bbrl", episodes=4, decay_over=decay_over, **settings)
+    for share in left:
+        agent.step()
+        rates = [optimizer.param_groups[0]["lr"] for optimizer in (agent.policy_optimizer, agent.critic_optimizer)]
+        assert rates == pytest.approx([1e-3 * share, 2e-3 * share], rel=1e-12)
+
+
+def test_a_critic_may_see_its_inputs_as_they_are() -> None:
+    for normalised in (True, False):
+        agent = learner("bbrl", episodes=8, policy_epochs=1, critic_epochs=1, normalise_critic=normalised)
+        agent.step()
+        contexts = agent.sample()[0].observations[:, 0]
+        seen = agent.critic.normalise(contexts)
+        if normalised:
+            assert float(seen.mean(0).abs().max()) < 2  # about 0 in units of standard deviations
+            assert float((seen - contexts).abs().max()) > 0.5
+        else:
+            assert_close(seen, contexts, rtol=1e-7)
+
+
 def test_a_set_covariance_is_the_projected_one_and_moves() -> None:
     agent = learner("bbrl", set_covariance=True, policy_epochs=20, policy_rate=1e-2, cov_bound=0.002)
     old = agent.policy.cholesky().detach()

@@ -24,7 +24,7 @@ class BBRLConfig(LearnerConfig):
 
 
 class BBRL(Learner):
-    """Black-box learning of plans: what happens on the way is not looked at.
+    """Black-box learning of plans: whole plans are credited, without a look at the steps between.
 
         ρ = N(w; π̃) / N(w; π_old)          A = Σ_t r_t − V(c)
 

@@ -1,4 +1,4 @@
-"""Settings that TCE and BBRL share, validated."""
+"""Settings shared by TCE and BBRL, validated."""
 
 import math
 from collections.abc import Callable
@@ -28,7 +28,7 @@ DEVICES = ("cpu", "cuda")
 
 
 def check_device(owner: str, device: str) -> None:
-    """A ValueError for a GPU that is not there."""
+    """Raise a ValueError for a GPU that is not there."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"{owner}: device='cuda', but torch finds no GPU. Leave it at 'cpu'.")
 
@@ -55,8 +55,11 @@ class LearnerConfig:
     """Learning rate of the policy's Adam."""
     critic_rate: float = 1e-3
     """Learning rate of the critic's Adam."""
+    decay_over: float | None = None
+    """Batches over which both learning rates fall linearly to a hundredth: the run's without it, 10,000 as published for TCE,
+    whatever the run's length. inf keeps them constant, as published for BBRL."""
     weight_decay: float = 0.0
-    """L2 penalty of both."""
+    """L2 penalty on the weights of both networks."""
     projection: Literal["kl", "wasserstein", "frobenius"] = "kl"
     """Measure of the trust region."""
     mean_bound: float = 0.05
@@ -81,23 +84,25 @@ class LearnerConfig:
     replan_every: int | None = None
     """Steps after which the policy looks again and plans anew, a divisor of the episode's; one plan per episode without it."""
     replan_from: PlanStart = "desired"
-    """Where a new plan begins: where the one before it wanted to be by then, position and velocity, so that the controller
-    follows a smooth curve; or "state", where the joints are."""
+    """Start of a new plan: "desired" is the desired position and velocity of the plan before it, so that the controller follows
+    a smooth curve; "state" is that of the joints."""
     deployed_bound: float = math.inf
     """Mean KL per plan of the network after a batch's updates from the network before them that is allowed; what goes further
     is retracted. inf measures alone."""
     hidden: tuple[int, ...] = (64, 64)
     """Widths of the policy's layers."""
     critic_hidden: tuple[int, ...] = (64, 64)
-    """Widths of the critic's."""
+    """Widths of the critic's layers."""
+    normalise_critic: bool = True
+    """The critic's inputs are normalised by their running mean and standard deviation; False as published for BBRL."""
     critic_dtype: Literal["float64", "float32"] | None = None
-    """Precision of the critic's network, that of the run without it. Its updates are most of TCE's arithmetic, and a baseline
-    needs no sixteen digits: float32 takes less than half the time."""
+    """Precision of the critic's network; the run's precision by default. The critic's updates are most of TCE's arithmetic, and
+    a baseline needs no sixteen digits: float32 takes less than half the time."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where the networks are; environments stay on the CPU, and what is random is drawn there. A run from a GPU can be
+    """Device of the networks; environments stay on the CPU, and random numbers are drawn there. A run from a GPU can be
     evaluated without one."""
     activation: str = "tanh"
-    """Of both networks."""
+    """Activation function of both networks."""
     std: float = 1.0
     """First standard deviation of every parameter."""
     min_std: float = 1e-4
@@ -130,6 +135,7 @@ class LearnerConfig:
         require(self, "mean_bound", "cov_bound", above=0, note="inf switches it off")
         require(self, "deployed_bound", above=0, what="a divergence", note="inf measures alone")
         require(self, "policy_rate", "critic_rate", above=0, finite=True)
+        require(self, "decay_over", above=0, optional=True, what="a number of batches", note="inf keeps the rates constant")
         require(self, "regression", "weight_decay", at_least=0, finite=True)
         require(self, "replan_every", at_least=1, integer=True, optional=True)
         require(self, "replan_from", one_of=get_args(PlanStart))

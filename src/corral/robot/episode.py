@@ -1,7 +1,7 @@
-"""Plans or policies → episodes: every episode is played to its end, all environments at once."""
+"""Plays plans or policies: every episode to its end, all environments at once."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,19 +9,16 @@ import torch
 from gymnasium.spaces import Box
 from gymnasium.vector import AutoresetMode, VectorEnv
 from jaxtyping import Bool, Float
-from numpy.typing import NDArray
 from torch import Tensor
 
 from corral.robot.tracking import Array, Tracking
 from corral.robot.vector import Plan, Simulator, nan_in_step, play_plans, reset_each, simulated_copies
 
-_Flags = NDArray[np.bool_]
-
 _INFO_KEYS = ("success", "event")
-"""Entries of the last step's info that are read."""
+"""Entries that are read from the last step's info."""
 
 _CONTEXTS, PLANS, SEGMENTS, UPDATES, _HELD_OUT, STATISTICS = range(6)
-"""What random numbers are for; each purpose has its own."""
+"""Purposes of random numbers; each purpose has its own."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,9 +32,9 @@ class Episodes:
     actions: Float[Tensor, "E T D"]
     """As the environment received them, after clipping."""
     success: Float[Tensor, "E"]
-    """From the last step's info; NaN where the environment does not say."""
+    """`success` of the last step's info; NaN where the environment does not say."""
     event: Float[Tensor, "E"]
-    """The same: the step in which something happened that decided what was paid later, such as a take-off."""
+    """`event` of the last step's info: the step that decided later rewards, such as a take-off; NaN where there is none."""
 
     @property
     def returns(self) -> Float[Tensor, "E"]:
@@ -46,9 +43,12 @@ class Episodes:
 
     @staticmethod
     def cat(parts: "Sequence[Episodes]") -> "Episodes":
-        """One after the other."""
-        # getattr: of its own fields
-        return Episodes(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Episodes)))
+        """Join batches of episodes, one after the other."""
+        return Episodes(*map(torch.cat, zip(*(vars(part).values() for part in parts), strict=True)))
+
+    def to(self, device: str) -> "Episodes":
+        """The same episodes on a device."""
+        return Episodes(*(x.to(device) for x in vars(self).values()))
 
 
 def episode_seeds(seed: int, iteration: int, count: int, purpose: int = _CONTEXTS) -> list[int]:
@@ -64,8 +64,8 @@ def held_out_seeds(count: int) -> list[int]:
 class Plant:
     """Vectorised environments and the controller that follows plans in them.
 
-    Up to as many episodes as there are environments at a time. Environments without one repeat the last, and nobody looks.
-    Another `simulator` than MuJoCo plays the plans that are learned from; what is measured is always MuJoCo's.
+    At most one episode per environment is played at a time. Environments without an episode repeat the last one; their results
+    are dropped. A `simulator` other than MuJoCo plays the plans that are learned from; measurements are always MuJoCo's.
     """
 
     def __init__(self, envs: VectorEnv, tracking: Tracking, steps: int, simulator: Simulator | None = None) -> None:
@@ -101,11 +101,11 @@ class Plant:
             )
 
     def rounds(self, count: int) -> list[slice]:
-        """Which of `count` episodes are played together."""
+        """Slices of `count` episodes that are played together."""
         return [slice(first, min(first + self.envs.num_envs, count)) for first in range(0, count, self.envs.num_envs)]
 
     def start(self, seeds: Sequence[int]) -> Array:
-        """New episodes, at most one per environment; their first observations [E O] are the contexts."""
+        """Begin episodes, at most one per environment; their first observations [E O] are the contexts."""
         if not 1 <= len(seeds) <= self.envs.num_envs:
             raise ValueError(f"Plant: from 1 to {self.envs.num_envs} episodes at a time, one an environment; got {len(seeds)}.")
         observation, _ = reset_each(self.envs, [*seeds, *[seeds[-1]] * (self.envs.num_envs - len(seeds))])
@@ -118,22 +118,29 @@ class Plant:
     def follow_anew(self, context: Array, plan: Plan, every: int, *, learned_from: bool = False) -> Episodes:
         """Follow plans that are made as the episodes go on, `plan(observations)` for the next `every` steps, from where `start`
         left off: as one batch where the task allows it, else step by step."""
-        if self._copies:
-            return self._play(context, plan, every, self._simulator if learned_from else None)
-        positions: Array = np.empty(0)
-        velocities: Array = positions
+        if not self._copies:
+            positions: Array = np.empty(0)
+            velocities: Array = positions
 
-        def action(t: int, observation: Array) -> Array:
-            nonlocal positions, velocities
-            if t % every == 0:
-                positions, velocities = plan(observation)
-            return self.tracking.action(positions[:, t % every], velocities[:, t % every], observation)
+            def action(t: int, observation: Array) -> Array:
+                nonlocal positions, velocities
+                if t % every == 0:
+                    positions, velocities = plan(observation)
+                return self.tracking.action(positions[:, t % every], velocities[:, t % every], observation)
 
-        return self.act(context, action)
+            return self.act(context, action)
+        simulator = self._simulator if learned_from else None
+        actions, scored = play_plans(self.envs, self._copies, self.tracking, context, plan, every, simulator)
+        observations = np.concatenate([context[:, None], scored.observations], 1)
+        check_finite(observations, scored.rewards)
+        last_info = (scored.info.get(name, np.full(len(context), np.nan)) for name in _INFO_KEYS)
+        arrays = (observations, scored.rewards, np.ones_like(scored.rewards, bool), actions, *last_info)
+        return Episodes(*map(torch.from_numpy, arrays))
 
     def act(self, context: Array, policy: Callable[[int, Array], Array]) -> Episodes:
         """Let `policy(t, observations [E O])` choose the actions [E D] from where `start` left off; they are clipped."""
         space, steps, count = self.action_space, self.steps, len(context)
+        idle = self.envs.num_envs - count  # environments without an episode repeat the last one's actions
         observations = np.repeat(context[:, None], steps + 1, 1)
         rewards, actions = np.zeros((count, steps)), np.zeros((count, steps, space.shape[0]))
         mask, last_info = np.zeros((count, steps), bool), {name: np.full(count, np.nan) for name in _INFO_KEYS}
@@ -142,12 +149,14 @@ class Plant:
             action = np.asarray(policy(t, observations[:, t])).clip(space.low, space.high).astype(space.dtype)
             if np.isnan(action[playing]).any():
                 raise nan_in_step(t)
-            observation, reward, over, info = self._step(action)
+            filled = np.concatenate([action, np.repeat(action[-1:], idle, 0)])
+            observation, reward, terminated, truncated, info = self.envs.step(filled)
+            over = (terminated | truncated)[:count]
             mask[:, t], actions[:, t] = playing, np.where(playing[:, None], action, 0.0)
-            rewards[:, t] = np.where(playing, reward, 0.0)
-            observations[:, t + 1] = np.where(playing[:, None], observation, observations[:, t])
+            rewards[:, t] = np.where(playing, reward[:count], 0.0)
+            observations[:, t + 1] = np.where(playing[:, None], observation[:count], observations[:, t])
             for name in _INFO_KEYS:
-                last_info[name] = np.where(playing & over, read_info(info, name, self.envs.num_envs)[:count], last_info[name])
+                last_info[name] = np.where(playing & over, read_info(info, name, count + idle)[:count], last_info[name])
             playing &= ~over
             if not playing.any():
                 observations[:, t + 2 :] = observations[:, t + 1, None]
@@ -155,29 +164,13 @@ class Plant:
         check_finite(observations, rewards)
         return Episodes(*map(torch.from_numpy, (observations, rewards, mask, actions, *last_info.values())))
 
-    def _play(self, context: Array, plan: Plan, every: int, simulator: Simulator | None) -> Episodes:
-        """What `act` returns of plans, of tasks whose episodes can be played as a batch."""
-        actions, scored = play_plans(self.envs, self._copies, self.tracking, context, plan, every, simulator)
-        observations = np.concatenate([context[:, None], scored.observations], 1)
-        check_finite(observations, scored.rewards)
-        mask = np.ones_like(scored.rewards, bool)
-        last_info = (scored.info.get(name, np.full(len(context), np.nan)) for name in _INFO_KEYS)
-        return Episodes(*map(torch.from_numpy, (observations, scored.rewards, mask, actions, *last_info)))
-
-    def _step(self, action: Array) -> tuple[Array, Array, _Flags, dict[str, Any]]:
-        """Observations, rewards, over or not, of the first len(action) environments, and the info of all."""
-        count = len(action)
-        filled = np.concatenate([action, np.repeat(action[-1:], self.envs.num_envs - count, 0)])
-        observation, reward, terminated, truncated, info = self.envs.step(filled)
-        return observation[:count], reward[:count], (terminated | truncated)[:count], info
-
     def close(self) -> None:
-        """End the environments' processes."""
+        """Close the environments."""
         self.envs.close()
 
 
 def read_info(info: Mapping[str, Any], name: str, count: int) -> Array:
-    """An entry of the info for each of `count` environments [E]; NaN where one does not have it."""
+    """Read an entry of the info for each of `count` environments [E]; NaN where an environment lacks it."""
     if name not in info:
         return np.full(count, np.nan)
     present = np.asarray(info.get(f"_{name}", True))  # Gymnasium's mask of who has the entry

@@ -1,10 +1,9 @@
-"""One life of an episodic learner: draw plans, execute them, update policy and critic inside the trust region."""
+"""The loop of an episodic learner: draw plans, play them, update critic and policy inside the trust region."""
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from corral.deployed import retract, snapshot
 from corral.divergence.gaussian import gaussian_entropy, gaussian_kl
-from corral.objective.ratio import clamp_log_ratio
+from corral.numerics import LOG_RATIO_MAX
 from corral.projection.entropy import project_entropy_floor
 from corral.projection.gaussian import GaussianProjection
 from corral.robot.config import DTYPES, PROJECTIONS, LearnerConfig, check_device
@@ -24,55 +23,17 @@ from corral.robot.prodmp import ProDMP
 from corral.robot.segment import normalise_advantages
 from corral.validate import number_in
 
-
-def mirror(noise: Float[Tensor, "E *w"]) -> Float[Tensor, "E *w"]:
-    """Every second row the negative of the one before it, so that plans come in pairs μ ± L ε.
-
-    Each is drawn from the policy, though not independently: what a pair earns alike says nothing of where the mean should go,
-    and drops out exactly. Where the reward is nearly linear in a plan, half as many directions are the price.
-    """
-    return torch.stack([noise[::2], -noise[::2]], 1).flatten(0, 1)
-
-
-def leave_one_out(credit: Float[Tensor, "E N"], plans: int, *, mirrored: bool = False) -> Float[Tensor, "E N"]:
-    """What each plan earned less the mean of the other plans for its context, segment by segment.
-
-        A_i = R_i − mean_{j∉i} R_j          j ∉ i: other plans; with mirrored pairs, plans of other pairs
-
-    Those others are independent of what plan i drew, so the baseline biases no gradient. A fitted V is only as exact as its
-    fit: once exploration has narrowed, plans of a context differ by less than V's error.
-
-    Args:
-        credit: of E episodes, the P plans of a context one after the other, mirrored ones in pairs [E N].
-        plans: P ≥ 2; where mirrored, even and ≥ 4.
-    Returns:
-        [E N].
-    Ref:
-        Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free!". Invariant: a context's advantages sum to 0.
-    """
-    unit = 2 if mirrored else 1
-    if plans < 2 * unit or plans % unit or len(credit) % plans:
-        raise ValueError(
-            f"leave_one_out: episodes are contexts × `plans`, of which there are at least 2, or two pairs; got {len(credit)} "
-            f"episodes, {plans} plans a context{' in pairs' if mirrored else ''}."
-        )
-    units = credit.unflatten(0, (-1, plans // unit, unit))
-    own = units.sum(2, keepdim=True)
-    others = (own.sum(1, keepdim=True) - own) / (plans - unit)
-    return (units - others).flatten(0, 2)
-
-
 _LAST_RATE = 0.01
-"""Learning rates fall linearly to this share of their first value."""
+"""Share of its first value to which a learning rate falls."""
 
 _RESETS = 256
-"""How many contexts their mean and standard deviation are taken from, where the policy sees them normalised."""
+"""Number of contexts whose mean and standard deviation normalise a policy's inputs."""
 
 _PIECE = 2000
 """States of a batch that go through the critic together on a CPU: 128 numbers of each are 1 MB in float32."""
 
 _ENTROPY_OF_ONE = 0.5 * math.log(2 * math.pi * math.e)
-"""Of a Gaussian with standard deviation 1: what is left of an entropy per parameter is the logarithm of a mean deviation."""
+"""Entropy of a Gaussian with standard deviation 1; an entropy per parameter less this is the logarithm of a mean deviation."""
 
 
 class Credit(NamedTuple):
@@ -80,10 +41,10 @@ class Credit(NamedTuple):
 
     advantages: Float[Tensor, "E N"]
     mask: Bool[Tensor, "E N"]
-    """Which of them count."""
+    """True for advantages that count."""
     inputs: Float[Tensor, "S O"] | None = None
     targets: Float[Tensor, "S"] | None = None
-    """What V should have been at `inputs`; nothing where no critic is fitted."""
+    """Values that V should have had at `inputs`; None where no critic is fitted."""
 
 
 class Learner(ABC):
@@ -93,8 +54,8 @@ class Learner(ABC):
         L = − mean ρ Â + α KL(π_θ‖sg π̃)
 
     Subclasses say what a likelihood and an advantage belong to: the segments of an episode (TCE) or the whole of it (BBRL).
-    The old policy is the network that drew the plans, not a projection of it: the regression alone keeps the two close. How
-    close is measured after every batch, and held where `deployed_bound` is finite.
+    The old policy is the network that drew the plans, not a projection of it: the regression alone keeps the two close. Their
+    divergence is measured after every batch, and bounded where `deployed_bound` is finite.
     Everything random is a function of (seed, iteration), so a resumed run needs only `state`.
     """
 
@@ -158,7 +119,7 @@ class Learner(ABC):
         """Advantages and critic targets of this batch, from the critic before it is fitted."""
 
     def critic_size(self, observation: int) -> int:
-        """How many numbers V sees, where an observation has this many."""
+        """Number of V's inputs where an observation has `observation` numbers."""
         return observation
 
     def begin_batch(self, plans: Plans) -> None:  # noqa: B027  # not every learner decides anything
@@ -166,7 +127,8 @@ class Learner(ABC):
 
     def step(self) -> dict[str, float]:
         """One batch of episodes and its updates; returns metrics."""
-        left = 1 - (1 - _LAST_RATE) * self.progress
+        decay_over = self.config.decay_over or self.config.iterations
+        left = 1 - (1 - _LAST_RATE) * min(1.0, self.iteration / decay_over)
         self.policy_optimizer.param_groups[0]["lr"] = self.config.policy_rate * left
         self.critic_optimizer.param_groups[0]["lr"] = self.config.critic_rate * left
         episodes, plans = self.sample()
@@ -175,11 +137,6 @@ class Learner(ABC):
         metrics |= self.improve(episodes, plans)
         self.iteration += 1
         return {"env_steps": float(self.env_steps), **metrics}
-
-    @property
-    def progress(self) -> float:
-        """From 0 to 1 over the run, and 1 after."""
-        return min(1.0, self.iteration / self.config.iterations)
 
     def sample(self) -> tuple[Episodes, Plans]:
         """This batch's episodes, of plans drawn for new contexts."""
@@ -191,7 +148,7 @@ class Learner(ABC):
 
     def evaluate(self, seeds: list[int]) -> Episodes:
         """Episodes of the mean plans: the policy without exploration."""
-        return self.planner.play(seeds, self.planner.no_noise(len(seeds)))[0]
+        return self.planner.play(seeds, None)[0]
 
     def explore(self, seeds: list[int]) -> Episodes:
         """Episodes of plans drawn as in training."""
@@ -199,8 +156,8 @@ class Learner(ABC):
 
     def improve(self, episodes: Episodes, plans: Plans) -> dict[str, float]:
         """Credit, then the critic's updates, then the policy's; metrics are those of the last of each."""
-        episodes, plans = self.on_device(episodes, plans)
-        if self.config.plans_per_context == 1:
+        episodes, plans = episodes.to(self.config.device), plans.to(self.config.device)  # they were played on the CPU
+        if self.config.plans_per_context == 1 and self.config.normalise_critic:
             self.critic.normaliser.update(self.states(episodes))
         self.begin_batch(plans)
         with torch.no_grad():
@@ -221,13 +178,6 @@ class Learner(ABC):
                 self.policy.set_cholesky(self.project(mean, chol, plans)[1])
         certificate = retract(self.policy, old, lambda: self.deployed_kl(context, plans), bound=self.config.deployed_bound)
         return {key: float(value) for key, value in metrics.items()} | certificate.metrics()
-
-    def on_device(self, episodes: Episodes, plans: Plans) -> tuple[Episodes, Plans]:
-        """A batch where the networks are; it was played on the CPU."""
-        device = self.config.device
-        moved = {name: values.to(device) for name, values in vars(episodes).items()}
-        params, mean, chol = (x.to(device) for x in plans[:3])
-        return replace(episodes, **moved), Plans(params, mean, chol, plans.sizes)
 
     @torch.no_grad()
     def deployed_kl(self, context: Float[Tensor, "E C"], old: Plans) -> Float[Tensor, " E"]:
@@ -261,7 +211,7 @@ class Learner(ABC):
         mean, chol = self.gaussians(context)
         projected, factor = self.project(mean, chol, plans)
         log_ratio = self.log_prob(plans.params, projected.mean, factor) - log_old
-        ratio = clamp_log_ratio(torch.where(credit.mask, log_ratio, 0.0)).exp()
+        ratio = torch.where(credit.mask, log_ratio, 0.0).clamp(max=LOG_RATIO_MAX).exp()
         gain = torch.where(credit.mask, ratio * credit.advantages, 0.0).sum() / credit.mask.sum().clamp(min=1)
         distance = gaussian_kl(mean, chol, projected.mean.detach(), factor.detach())
         # A covariance that will be set needs no regression.
@@ -299,7 +249,7 @@ class Learner(ABC):
         if config.entropy_floor is None:
             return projected, projected.chol
         last = config.entropy_floor * self.prodmp.parameters
-        floor = self.first_entropy + (last - self.first_entropy) * self.progress
+        floor = self.first_entropy + (last - self.first_entropy) * min(1.0, self.iteration / config.iterations)
         inside = config.floor_in_region and config.projection == "kl"
         old_chol, cov_bound = (old.chol, config.cov_bound) if inside else (None, None)
         factor = project_entropy_floor(projected.chol, floor, old_chol=old_chol, cov_bound=cov_bound).chol
@@ -327,3 +277,40 @@ class Learner(ABC):
             "policy_optimizer": self.policy_optimizer,
             "critic_optimizer": self.critic_optimizer,
         }
+
+
+def mirror(noise: Float[Tensor, "E *w"]) -> Float[Tensor, "E *w"]:
+    """Make every second row the negative of the row before it, so that plans come in pairs μ ± L ε.
+
+    Each plan is drawn from the policy, though not independently: what a pair earns alike says nothing of where the mean should
+    go, and drops out exactly. Where the reward is nearly linear in a plan, half as many directions are the price.
+    """
+    return torch.stack([noise[::2], -noise[::2]], 1).flatten(0, 1)
+
+
+def leave_one_out(credit: Float[Tensor, "E N"], plans: int, *, mirrored: bool = False) -> Float[Tensor, "E N"]:
+    """Return of each plan less the mean return of the other plans for its context, segment by segment.
+
+        A_i = R_i − mean_{j∉i} R_j          j ∉ i: other plans; with mirrored pairs, plans of other pairs
+
+    The other plans are independent of what plan i drew, so the baseline biases no gradient. A fitted V is only as exact as its
+    fit: once exploration has narrowed, plans of a context differ by less than V's error.
+
+    Args:
+        credit: of E episodes, the P plans of a context one after the other, mirrored ones in pairs [E N].
+        plans: P ≥ 2; where mirrored, even and ≥ 4.
+    Returns:
+        [E N].
+    Ref:
+        Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free!". Invariant: a context's advantages sum to 0.
+    """
+    unit = 2 if mirrored else 1
+    if plans < 2 * unit or plans % unit or len(credit) % plans:
+        raise ValueError(
+            f"leave_one_out: episodes are contexts × `plans`, of which there are at least 2, or two pairs; got {len(credit)} "
+            f"episodes, {plans} plans a context{' in pairs' if mirrored else ''}."
+        )
+    units = credit.unflatten(0, (-1, plans // unit, unit))
+    own = units.sum(2, keepdim=True)
+    others = (own.sum(1, keepdim=True) - own) / (plans - unit)
+    return (units - others).flatten(0, 2)

@@ -1,6 +1,5 @@
 """Contexts → plans → episodes: one plan per episode, or a new one every so many steps from the state reached by then."""
 
-from collections.abc import Sequence
 from typing import Literal, NamedTuple, cast
 
 import torch
@@ -26,11 +25,15 @@ class Plans(NamedTuple):
     chol: Float[Tensor, "*c W W"]
     """One factor for all, or one for each plan."""
     sizes: tuple[int, ...]
-    """How many first, second, … plans there are."""
+    """Numbers of first plans, second plans, …"""
+
+    def to(self, device: str) -> "Plans":
+        """The same plans on a device."""
+        return Plans(self.params.to(device), self.mean.to(device), self.chol.to(device), self.sizes)
 
 
 def split_plans(sizes: tuple[int, ...], params: Tensor, mean: Tensor, chol: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Parameters, means and factors of the first plans, of the second, …; none of those that nobody began."""
+    """Parameters, means and factors of the first plans, of the second ones, …"""
     factors = chol.split(sizes) if chol.ndim == 3 else [chol] * len(sizes)
     return list(zip(params.split(sizes), mean.split(sizes), factors, strict=True))
 
@@ -82,42 +85,33 @@ class Planner:
         drawn = torch.randn((count, self.count * self.prodmp.parameters), generator=generator, dtype=self.dtype)
         return drawn.unflatten(1, (self.count, -1))
 
-    def no_noise(self, count: int) -> Float[Tensor, "E P W"]:
-        """For episodes of the mean plans."""
-        return torch.zeros((count, self.count, self.prodmp.parameters), dtype=self.dtype)
-
     @torch.no_grad()
-    def play(self, seeds: list[int], noise: Float[Tensor, "E P W"], *, learned_from: bool = False) -> tuple[Episodes, Plans]:
-        """Episodes of the plans μ(s) + L · noise, in several rounds where there are fewer environments than seeds."""
-        rounds = []
+    def play(
+        self, seeds: list[int], noise: Float[Tensor, "E P W"] | None, *, learned_from: bool = False
+    ) -> tuple[Episodes, Plans]:
+        """Episodes of the plans μ(s) + L · noise, or without noise of the mean plans.
+
+        They are played in several rounds where there are fewer environments than seeds.
+        """
+        episodes, drawn = list[Episodes](), list[list[Tensor]]()
         for rows in self.plant.rounds(len(seeds)):
-            context, hand = self.plant.start(seeds[rows]), _Round(self, noise[rows])
-            rounds.append((self.plant.follow_anew(context, hand.plan, self.every, learned_from=learned_from), hand.drawn))
-        parts = [
-            [_select(drawn[index], self.begun(episodes)[index]) for episodes, drawn in rounds if index < len(drawn)]
-            for index in range(self.count)
-        ]
-        params, mean, chol = zip(*(one for plans in parts for one in plans), strict=True)
-        sizes = tuple(sum(len(one[0]) for one in plans) for plans in parts)
-        factor = torch.cat(chol) if chol[0].ndim == 3 else chol[0]
-        return Episodes.cat([episodes for episodes, _ in rounds]), Plans(torch.cat(params), torch.cat(mean), factor, sizes)
-
-    def trajectory(self, index: int, params: Tensor, position: Tensor, velocity: Tensor) -> tuple[Tensor, Tensor]:
-        """Desired positions and velocities [E R D] of an episode's plan number `index`, from this state [E D] on."""
-        times = self.times[index * self.every : (index + 1) * self.every]
-        return self.prodmp.trajectory(times, params, position, velocity, self.starts[index])
-
-    def joints(self, observation: Array) -> tuple[Tensor, Tensor]:
-        """Positions and velocities [E D] of the joints in observations [E O]."""
-        position, velocity = (torch.from_numpy(x).to(self.dtype) for x in self.plant.tracking.state(observation))
-        return position, velocity
+            context, hand = self.plant.start(seeds[rows]), _Round(self, None if noise is None else noise[rows])
+            episodes.append(self.plant.follow_anew(context, hand.plan, self.every, learned_from=learned_from))
+            # If all episodes end early, the last plans are never drawn: copies stand in for them, and `begun` drops the copies.
+            plans = hand.drawn + hand.drawn[-1:] * (self.count - len(hand.drawn))
+            drawn.append([torch.stack(part) for part in zip(*plans, strict=True)])  # [P E …]
+        played, (params, mean, chol) = Episodes.cat(episodes), zip(*drawn, strict=True)
+        begun = self.begun(played)
+        factor = torch.cat(chol, 1)[begun] if chol[0].ndim == 4 else chol[0][0]
+        sizes = tuple(begun.sum(-1).tolist())
+        return played, Plans(torch.cat(params, 1)[begun], torch.cat(mean, 1)[begun], factor, sizes)
 
     def begun(self, episodes: Episodes) -> Bool[Tensor, "P E"]:
-        """Whether an episode was still played when its first plan, its second, … was due."""
+        """The plans that were begun: episodes that were still played when their first plan, their second one, … was due."""
         return episodes.mask[:, :: self.every].T
 
     def contexts(self, episodes: Episodes) -> Float[Tensor, "N O"]:
-        """What the policy saw, row by row as in `Plans`."""
+        """The observations that the policy planned from, row by row as in `Plans`."""
         return episodes.observations[:, : -1 : self.every].transpose(0, 1)[self.begun(episodes)]
 
     def cut(self, episodes: Episodes, values: Tensor) -> Tensor:
@@ -128,7 +122,7 @@ class Planner:
 class _Round:
     """The plans of episodes that are played together, made as the episodes go on."""
 
-    def __init__(self, planner: Planner, noise: Tensor) -> None:
+    def __init__(self, planner: Planner, noise: Tensor | None) -> None:
         self.planner, self.noise, self.drawn = planner, noise, list[tuple[Tensor, Tensor, Tensor]]()
         self.reached: tuple[Tensor, Tensor] | None = None
 
@@ -136,17 +130,17 @@ class _Round:
     def plan(self, observation: Array) -> tuple[Array, Array]:
         """The next plans [E R D] in these states [E O]. The policy answers where it is; all that follows is on the CPU."""
         planner, index = self.planner, len(self.drawn)
-        noise = self.noise[:, index]
         mean, chol = (x.cpu() for x in planner.policy(torch.from_numpy(observation).to(planner.policy.log_diagonal)))
-        params = mean + ((chol @ noise[..., None])[..., 0] if chol.ndim == 3 else noise @ chol.mT)
-        state = planner.joints(observation) if self.reached is None or planner.start == "state" else self.reached
-        positions, velocities = planner.trajectory(index, params, *state)
+        params = mean
+        if self.noise is not None:
+            noise = self.noise[:, index]
+            params = mean + ((chol @ noise[..., None])[..., 0] if chol.ndim == 3 else noise @ chol.mT)
+        if self.reached is None or planner.start == "state":
+            position, velocity = (torch.from_numpy(x).to(planner.dtype) for x in planner.plant.tracking.state(observation))
+        else:
+            position, velocity = self.reached
+        times = planner.times.split(planner.every)[index]
+        positions, velocities = planner.prodmp.trajectory(times, params, position, velocity, planner.starts[index])
         self.drawn.append((params, mean, chol))
         self.reached = positions[:, -1], velocities[:, -1]
         return cast(tuple[Array, Array], (positions.double().numpy(), velocities.double().numpy()))
-
-
-def _select(drawn: Sequence[Tensor], rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Parameters, means and factors of these rows; a factor that all share stays one."""
-    params, mean, chol = drawn
-    return params[rows], mean[rows], chol[rows] if chol.ndim == 3 else chol

@@ -1,4 +1,4 @@
-"""Context → a Gaussian over trajectory parameters, and state → value: the two networks of an episodic learner."""
+"""The two networks of an episodic learner: context → Gaussian over trajectory parameters, state → value."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -82,7 +82,7 @@ class GaussianPolicy(nn.Module):
         self.context_std.copy_(torch.where(std > _CONSTANT, std, 1.0))
 
     def normalise(self, context: Float[Tensor, "*e C"]) -> Float[Tensor, "*e C"]:
-        """What the networks see."""
+        """Normalise the networks' inputs."""
         return (context - self.context_mean) / self.context_std if self.normalised else context
 
     def cholesky(self, context: Float[Tensor, "*e C"] | None = None) -> Float[Tensor, "*c W W"]:
@@ -116,9 +116,10 @@ def _inverse_softplus(x: Tensor) -> Tensor:
 
 
 class Normaliser(nn.Module):
-    """Running mean and standard deviation of what it has seen, entry by entry (Chan's parallel update).
+    """Running mean and standard deviation of its inputs, entry by entry (Chan's parallel update).
 
-    In float64 whatever comes in: a float32 count stands still from 2²⁴ on, and its means of constants are not those constants.
+    In float64 whatever the inputs are: a float32 count stands still from 2²⁴ on, and its means of constants are not those
+    constants.
     """
 
     count: Tensor
@@ -133,7 +134,7 @@ class Normaliser(nn.Module):
 
     @torch.no_grad()
     def update(self, values: Float[Tensor, "N S"]) -> None:
-        """Learn from a batch."""
+        """Add a batch to the running mean and variance."""
         values = values.double()
         count, mean, variance = len(values), values.mean(0), values.var(0, unbiased=False)
         total = self.count + count
@@ -160,7 +161,7 @@ class Critic(nn.Module):
         self.value = mlp(observation, hidden, 1, activation, gain=1.0)
 
     def normalise(self, observations: Float[Tensor, "*b O"]) -> Float[Tensor, "*b O"]:
-        """What the network reads, in its precision."""
+        """Normalise the network's inputs, in its precision."""
         return self.normaliser(observations).to(self.value[0].weight)
 
     def forward(self, observations: Float[Tensor, "*b O"]) -> Float[Tensor, "*b"]:

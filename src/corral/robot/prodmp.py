@@ -48,7 +48,7 @@ class Design:
     """∂(y, v)/∂(y_b, v_b)."""
 
     def to(self, like: Tensor) -> "Design":
-        """The same on another tensor's device and in its dtype."""
+        """Move the map to another tensor's device and dtype."""
         return Design(self.position.to(like), self.velocity.to(like), self.start.to(like))
 
 
@@ -90,9 +90,9 @@ class ProDMP:
     delay: float = 0.0
     """Seconds at rest before the motion begins."""
     weights_scale: float = 1.0
-    """What a weight of 1 stands for."""
+    """Value that a weight of 1 stands for."""
     goal_scale: float = 1.0
-    """What a goal of 1 stands for."""
+    """Value that a goal of 1 stands for."""
     auto_scale: bool = False
     """Divide each column by its largest value over the horizon first, so that all parameters matter alike."""
     relative_goal: bool = False
@@ -135,7 +135,12 @@ class ProDMP:
         self._check("params", params, self.parameters)
         self._check("position", position, self.dof)
         self._check("velocity", velocity, self.dof)
-        self._check_wait(velocity, start_time)
+        waits = torch.as_tensor(start_time, device=velocity.device) < self.delay
+        if self.delay and bool((waits[..., None] & (velocity != 0)).any()):
+            raise ValueError(
+                f"ProDMP: a plan rests until its delay of {self.delay:g} s is over and cannot start earlier with a velocity; "
+                f"got up to {velocity.abs().max().item():g}. Pass zeros, or a later start_time."
+            )
         params = at_least_float32(params)
         design = self._design(times, start_time).to(params)
         weights = params.unflatten(-1, (self.dof, self.columns))
@@ -207,18 +212,14 @@ class ProDMP:
 
     def _push(self, begin: Tensor, u: Tensor) -> Tensor:
         """∫₀ᵘ (G, G′)(u − z) x ψ_i(x) dz [*, 2, n] with x at begin + z: what the force of one panel adds to Φ and Φ′."""
-        node, weight = self._rule
+        (node, weight), (centre, precision) = self._rule, self._gaussians
         rest = u[..., None] * (1 - node)  # u − z
         green = _free(rest, self.alpha / 2)[..., 1]  # (G, G′) is the answer to a unit velocity
-        return torch.einsum("...mk,...mi->...ki", green * (u[..., None] * weight)[..., None], self._force(begin, u, node))
-
-    def _force(self, begin: Tensor, u: Tensor, node: Tensor) -> Tensor:
-        """x ψ_i(x) [*, m, n] at scaled times begin + u·node."""
         x = torch.exp(-self.alpha_phase * (begin[..., None] + u[..., None] * node))[..., None]
-        centre, precision = self._gaussians
         log_psi = -0.5 * precision * (x - centre) ** 2
         # Normalised by softmax: past the end all of many narrow ψ underflow, and 0/0 would follow. One alone is not normalised.
-        return x * (log_psi.softmax(-1) if self.basis > 1 else log_psi.exp())
+        force = x * (log_psi.softmax(-1) if self.basis > 1 else log_psi.exp())  # [* m n]
+        return torch.einsum("...mk,...mi->...ki", green * (u[..., None] * weight)[..., None], force)
 
     @_constant
     def _rule(self) -> tuple[Tensor, Tensor]:
@@ -274,15 +275,6 @@ class ProDMP:
             raise ValueError(
                 f"ProDMP: `{name}` has {size} entries on its last axis for {self.dof} joints and {self.basis} weights each, "
                 f"floating point; got {list(x.shape)} {x.dtype}."
-            )
-
-    def _check_wait(self, velocity: Tensor, start_time: float | Tensor) -> None:
-        """A plan that waits for its delay cannot be moving."""
-        waits = torch.as_tensor(start_time, device=velocity.device) < self.delay
-        if self.delay and bool((waits[..., None] & (velocity != 0)).any()):
-            raise ValueError(
-                f"ProDMP: a plan rests until its delay of {self.delay:g} s is over and cannot start earlier with a velocity; "
-                f"got up to {velocity.abs().max().item():g}. Pass zeros, or a later start_time."
             )
 
 

@@ -76,8 +76,9 @@ class TCEConfig(LearnerConfig):
     """Where the environment tells of an event, such as a take-off, what is paid after it counts as paid at it; published for
     the hopper."""
     critic_inputs: Literal["state", "context"] = "state"
-    """What V sees: the state, as published, or the episode's first observation and the elapsed share. The second knows nothing
-    of the plan that was drawn, a baseline that biases no gradient; but no segment has credit for what it changes later."""
+    """Inputs of V: the state, as published, or the episode's first observation and the elapsed share. The second does not
+    depend on the plan that was drawn, so it is a baseline that biases no gradient; but no segment has credit for what it
+    changes later."""
     jitter: float = 1e-4
     """Added to a segment's variances, relative to the largest of them."""
     common_jitter: bool = False
@@ -133,7 +134,7 @@ class TCE(Learner):
             )
 
     def begin_batch(self, plans: Plans) -> None:
-        """Segments of this batch, and what regularises their likelihoods under both policies."""
+        """Draw the segments of this batch, and set the regulariser of their likelihoods under both policies."""
         generator = torch.Generator().manual_seed(episode_seeds(self.seed, self.iteration, 1, SEGMENTS)[0])
         self.pairs = draw_pairs(self.reach, self.points, generator=generator)
         self.rows = [position[self.pairs].to(plans.params) for position in self.planner.positions]
@@ -142,14 +143,13 @@ class TCE(Learner):
         self.sizes = plans.sizes
 
     def log_prob(self, params: Tensor, mean: Tensor, chol: Tensor) -> Tensor:
-        parts = zip(self.rows, self.jitter, split_plans(self.sizes, params, mean, chol), strict=True)
-        return torch.cat([self._log_prob(rows, jitter, *part) for rows, jitter, part in parts if len(part[0])])
-
-    def _log_prob(self, rows: Tensor, jitter: Tensor, params: Tensor, mean: Tensor, chol: Tensor) -> Tensor:
-        """Of the first plans, or the second, …: all have the same columns of the trajectory."""
-        if self.config.common_jitter:
-            jitter = segment_jitter(rows.flatten(0, 1)[None], chol, self.config.jitter).expand_as(jitter)
-        return segment_log_prob(rows, params, mean, chol, jitter)
+        found = []  # of the first plans, of the second ones, …: each have the same columns of the trajectory
+        for rows, jitter, part in zip(self.rows, self.jitter, split_plans(self.sizes, params, mean, chol), strict=True):
+            if self.config.common_jitter:
+                jitter = segment_jitter(rows.flatten(0, 1)[None], part[2], self.config.jitter).expand_as(jitter)
+            if len(part[0]):
+                found.append(segment_log_prob(rows, *part, jitter))
+        return torch.cat(found)
 
     def critic_size(self, observation: int) -> int:
         return observation + (self.config.critic_inputs == "context")
@@ -158,7 +158,7 @@ class TCE(Learner):
         return self._inputs(episodes)[episodes.mask]
 
     def _inputs(self, episodes: Episodes) -> Tensor:
-        """What V sees at every step [E T ·]."""
+        """Inputs of V at every step [E T ·]."""
         states = episodes.observations[:, :-1]
         if self.config.critic_inputs == "state":
             return states
@@ -187,7 +187,7 @@ class TCE(Learner):
         return Credit(normalise_advantages(advantages, mask), mask, self.states(episodes), targets[played])
 
     def _with_next_value(self, rewards: Tensor, values: Tensor, played: Tensor) -> Tensor:
-        """Rewards [E T] where a plan's last step also earns γ V of the state in which the next plan is made."""
+        """Add γ V of the state in which the next plan is made to the reward of a plan's last step [E T]."""
         every = self.planner.every
         last = torch.arange(every - 1, rewards.shape[1] - 1, every, device=rewards.device)
         rewards = rewards.clone()

@@ -29,15 +29,15 @@ class Tracking:
     joints: tuple[int, int]
     """First entry of the joint positions in the observation, and the one after the last."""
     velocities: tuple[int, int]
-    """The same for the joint velocities."""
+    """First entry of the joint velocities in the observation, and the one after the last."""
     command: Literal["torque", "velocity", "position"] = "torque"
-    """What an action is."""
+    """Meaning of an action."""
     p: float | Sequence[float] = 0.0
     """Gain on the position's error, one number or one per joint."""
     d: float | Sequence[float] = 0.0
     """Gain on the velocity's error; torque only."""
     scale: float | Sequence[float] = 1.0
-    """What an action of 1 stands for."""
+    """Value that an action of 1 stands for."""
 
     def __post_init__(self) -> None:
         require(self, "command", one_of=_COMMANDS)

@@ -17,7 +17,38 @@ from numpy.typing import NDArray
 from corral.cores import cores
 from corral.robot.tracking import Array, Tracking
 
+try:
+    from mujoco.batch import Batch
+except ImportError:  # MuJoCo before 4.0, or none, which the planar arm does not need: plans are then followed step by step
+    Batch = None
+
 AnyArray = NDArray[Any]
+Plan = Callable[[Array], tuple[Array, Array]]
+"""Observations [E O] → the desired positions and velocities [E R D] of the next R steps."""
+Simulator = Callable[[Any, int, int], Any]
+"""An MjModel, a number of copies and of threads → their batch, at rest at time 0: `mujoco.batch.Batch`, or one like it."""
+
+_PLAIN = (PassiveEnvChecker, OrderEnforcing, TimeLimit)
+"""Wrappers that Gymnasium adds by itself and that change no number."""
+_STATE = ("qpos", "qvel", "mocap_pos", "mocap_quat")
+"""Fields of MjData that a reset sets."""
+
+
+def make_envs(name: str, count: int, *, workers: int | None = None, **kwargs: Any) -> VectorEnv:
+    """`count` copies of an environment, in the form that steps fastest.
+
+    An environment of ours that moves all copies in one array does so; any other is split among `workers` threads, one per core
+    by default. Copy i draws from seed + i (or from the i-th of a list of seeds) in every form, and sees the same.
+    """
+    if count < 1 or (workers is not None and workers < 1):
+        raise ValueError(f"make_envs: `count` and `workers` are at least 1; got {count} and {workers}.")
+    spec = registry.get(name)
+    if name.startswith("corral/") and spec is not None and spec.vector_entry_point:
+        return gymnasium.make_vec(name, count, vectorization_mode="vector_entry_point", **kwargs)
+    workers = min(count, workers or cores())
+    sizes = [count // workers + (index < count % workers) for index in range(workers)]
+    blocks = [gymnasium.make_vec(name, size, vectorization_mode="sync", **kwargs) for size in sizes]
+    return Threads(blocks) if workers > 1 else blocks[0]
 
 
 class Threads(VectorEnv):
@@ -67,7 +98,7 @@ class Threads(VectorEnv):
             block.close()
 
     def _join_infos(self, infos: Sequence[dict[str, Any]]) -> dict[str, AnyArray]:
-        """Infos of all blocks, key by key; zeros (and so False in the mask `_key`) where a block does not say."""
+        """Join the infos of all blocks, key by key; zeros (and so False in the mask `_key`) where a block lacks the key."""
         whole: dict[str, AnyArray] = {}
         for info, part in zip(infos, self._slices, strict=True):
             for key, value in info.items():
@@ -82,42 +113,8 @@ def reset_each(
     return envs.reset(seed=seeds, options=options)  # type: ignore[arg-type]  # all take a list; their base class says int
 
 
-def make_envs(name: str, count: int, *, workers: int | None = None, **kwargs: Any) -> VectorEnv:
-    """`count` copies of an environment, in the form that steps fastest.
-
-    An environment of ours that moves all copies in one array does so; any other is split among `workers` threads, one per core
-    by default. Copy i draws from seed + i (or from the i-th of a list of seeds) in every form, and sees the same.
-    """
-    if count < 1 or (workers is not None and workers < 1):
-        raise ValueError(f"make_envs: `count` and `workers` are at least 1; got {count} and {workers}.")
-    spec = registry.get(name)
-    if name.startswith("corral/") and spec is not None and spec.vector_entry_point:
-        return gymnasium.make_vec(name, count, vectorization_mode="vector_entry_point", **kwargs)
-    workers = min(count, workers or cores())
-    sizes = [count // workers + (index < count % workers) for index in range(workers)]
-    blocks = [gymnasium.make_vec(name, size, vectorization_mode="sync", **kwargs) for size in sizes]
-    return Threads(blocks) if workers > 1 else blocks[0]
-
-
-try:
-    from mujoco.batch import Batch
-except ImportError:  # MuJoCo before 4.0, or none, which the planar arm does not need: plans are then followed step by step
-    Batch = None
-
-_PLAIN = (PassiveEnvChecker, OrderEnforcing, TimeLimit)
-"""Wrappers that Gymnasium adds by itself: they change no number."""
-_STATE = ("qpos", "qvel", "mocap_pos", "mocap_quat")
-"""What a reset decides."""
-
-
-Plan = Callable[[Array], tuple[Array, Array]]
-"""Observations [E O] → the desired positions and velocities [E R D] of the next R steps."""
-Simulator = Callable[[Any, int, int], Any]
-"""An MjModel, a number of copies and of threads → their batch, at rest at time 0: `mujoco.batch.Batch`, or one like it."""
-
-
 class Scored(NamedTuple):
-    """Whole episodes as Gymnasium would have told them, step by step."""
+    """Per-step results of whole episodes, as `env.step` returns them."""
 
     observations: Array
     """After every step [E T O]."""
@@ -128,12 +125,12 @@ class Scored(NamedTuple):
 
 
 class Simulated(gymnasium.Env):
-    """A task whose physics and rewards can be asked for apart, so that many copies share the calls of both."""
+    """A task whose physics and rewards are functions of their own, so that many copies share the calls of both."""
 
     STEPS: ClassVar[int]
     """T: steps of an episode."""
     FIELDS: ClassVar[tuple[str, ...]]
-    """What `advance` reads of MjData besides the state."""
+    """Fields of MjData that `advance` reads besides the state."""
     data: Any
     """The MjData of a copy that steps by itself; a batch begins where its reset has left it."""
     time: int
@@ -164,9 +161,9 @@ class Simulated(gymnasium.Env):
 
 
 def simulated_copies(envs: VectorEnv, steps: int) -> list[Simulated]:
-    """The copies behind vectorised environments if their episodes of `steps` steps can be played as a batch; else none.
+    """List the copies behind vectorised environments if episodes of `steps` steps can be played as a batch; else return none.
 
-    They cannot where a wrapper stands between that may change what is seen or paid, nor without MuJoCo's batch.
+    They cannot where a wrapper may change observations or rewards, nor without MuJoCo's batch.
     """
     copies: list[Simulated] = []
     for block in envs.blocks if isinstance(envs, Threads) else [envs]:
@@ -188,15 +185,15 @@ def play_plans(
     every: int,
     simulator: Simulator | None = None,
 ) -> tuple[Array, Scored]:
-    """Whole episodes from the states that a reset has left, whose observations are `context` [E O].
+    """Play whole episodes from the states that a reset has left, whose observations are `context` [E O].
 
     Python's lock is free while the batch simulates: one call a step moves all copies on as many threads as `envs` has.
 
     Args:
-        plan: asked at every `every`-th step.
+        plan: called at every `every`-th step.
         simulator: other than MuJoCo's own batch.
     Returns:
-        Actions [E T D], clipped, and what came of them.
+        Actions [E T D], clipped, and the episodes' results.
     """
     count, copies = len(context), copies[: len(context)]
     if any(copy.time for copy in copies):
@@ -224,5 +221,5 @@ def play_plans(
 
 
 def nan_in_step(t: int) -> ValueError:
-    """The error of a policy that does not know what it wants."""
+    """The error for an action that is NaN."""
     return ValueError(f"Plant: the policy asked for NaN in step {t}. Have its parameters, or its plans, become NaN?")

@@ -1,6 +1,8 @@
 """Step-based baselines: the same contexts, steps and evaluation as TCE; runs repeat and resume; they learn."""
 
+import importlib
 import io
+import sys
 from typing import Any
 
 import gymnasium
@@ -283,3 +285,11 @@ def test_an_environment_that_breaks_is_told_apart_from_a_policy_that_does(monkey
     monkeypatch.setattr(Arms, "step", lambda arms, action: step(arms, action) * (np.nan if arms.time == 70 else 1.0))
     with pytest.raises(ValueError, match="an environment returned NaN or infinite"):
         baseline("sb3-ppo").step()
+
+
+def test_without_stable_baselines3_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("noise", "sac", "stable", "trpl"):
+        monkeypatch.delitem(sys.modules, f"corral.lab.baselines.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "stable_baselines3", None)
+    with pytest.raises(ImportError, match=r"stable needs stable-baselines3: .*corral\[robot\]"):
+        importlib.import_module("corral.lab.baselines.stable")

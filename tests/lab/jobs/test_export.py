@@ -48,7 +48,8 @@ def test_exported_trajectories_are_torch_s(
     y, v, _ = plan(contexts)
     with torch.no_grad():
         params = learner.policy(torch.from_numpy(contexts))[0]
-        expected = learner.planner.trajectory(0, params, *learner.planner.joints(contexts))
+        start = map(torch.from_numpy, learner.plant.tracking.state(contexts))
+        expected = learner.prodmp.trajectory(learner.planner.times, params, *start)
     np.testing.assert_allclose(y, expected[0].numpy(), rtol=0, atol=1e-9)
     np.testing.assert_allclose(v, expected[1].numpy(), rtol=0, atol=1e-9)
     np.testing.assert_allclose(plan(contexts[2])[0], y[2], rtol=0, atol=1e-12)  # one context alone

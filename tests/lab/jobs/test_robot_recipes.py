@@ -1,19 +1,20 @@
 """Recipes for robots: one screen each, every algorithm runs from them, and published ones say what was published."""
 
+import math
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from corral.lab.jobs.robot.prepare import EPISODIC, prepare
-from corral.lab.jobs.robot.settings import ALGORITHMS, RECIPES, coerce_fields, read_recipe, resolve
+from corral.lab.jobs.robot.prepare import EPISODIC, learner_config, prepare
+from corral.lab.jobs.robot.settings import ALGORITHMS, RECIPES, read_recipe, resolve
 from corral.lab.jobs.robot.smoke import TRAINING
 from corral.lab.jobs.robot.train import train
 from corral.lab.run.settings import recipes
 from corral.robot.tce import AS_PUBLISHED
 from corral.validate import RunError
 
-NAMES = [name for name in sorted(recipes(RECIPES)) if name != "metaworld" or find_spec("metaworld")]
+NAMES = [name for name in sorted(recipes(RECIPES)) if "metaworld" not in name or find_spec("metaworld")]
 OURS = [name for name in NAMES if not name.endswith("_published")]
 
 
@@ -49,16 +50,29 @@ def test_published_sizes() -> None:
         assert agent.prodmp.parameters == parameters
 
 
-def test_metaworld_s_recipe_fits_and_has_the_published_trajectory() -> None:
-    # Its environment is not here; what can be said without it: 4 joints × (8 weights + goal) = 36 parameters.
-    assert len((RECIPES / "metaworld.toml").read_text().splitlines()) <= 46
-    settings = resolve([read_recipe("metaworld")])
+@pytest.mark.parametrize("name", ["metaworld", "metaworld_published"])
+def test_metaworld_s_recipes_fit_and_have_the_published_trajectory(name: str) -> None:
+    # The environment is not here; what can be said without it: 4 joints × (8 weights + goal) = 36 parameters.
+    assert len((RECIPES / f"{name}.toml").read_text().splitlines()) <= 46
+    settings = resolve([read_recipe(name)])
     assert 4 * (settings.prodmp["basis"] + 1) == 36
     for algorithm in EPISODIC:
-        config_cls = EPISODIC[algorithm][1]
-        config_cls(
-            **coerce_fields(algorithm, config_cls, resolve([read_recipe("metaworld"), {"algorithm": algorithm}]).learner)
-        )
+        learner_config(resolve([read_recipe(name), {"algorithm": algorithm}]))
+
+
+def test_metaworld_as_published() -> None:
+    # 7600 × 16 × 500 = 60.8 million interactions.
+    config = learner_config(resolve([read_recipe("metaworld_published")]))
+    assert {key: getattr(config, key) for key in AS_PUBLISHED} == AS_PUBLISHED
+    assert config.iterations * config.episodes * 500 == 60_800_000
+    assert (config.policy_epochs, config.critic_epochs, config.mean_bound, config.cov_bound) == (50, 50, 0.005, 0.0005)
+    assert (config.entropy_floor, config.decay_over) == (0.0, 10_000)
+
+
+@pytest.mark.parametrize("name", ["box_pushing_published", "metaworld_published"])
+def test_bbrl_as_published_has_constant_rates_and_raw_contexts(name: str) -> None:
+    config = learner_config(resolve([read_recipe(name), {"algorithm": "bbrl"}]))
+    assert (config.decay_over, config.normalise_critic, config.set_covariance) == (math.inf, False, True)
 
 
 def test_a_recipe_that_is_none() -> None:

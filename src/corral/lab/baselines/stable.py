@@ -1,9 +1,10 @@
-"""stable-baselines3 behind the same interface as corral's learners, with environments that are stepped."""
+"""Baselines on stable-baselines3, trained and evaluated through the methods that corral's learners have."""
 
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import fields
 from functools import partial
 from typing import Any, Literal
 
@@ -11,10 +12,8 @@ import gymnasium
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from stable_baselines3.common.vec_env import VecEnv
 
 from corral.lab.baselines.config import BaselineConfig
-from corral.lab.baselines.noise import EpisodeNoise
 from corral.robot.config import check_device
 from corral.robot.episode import UPDATES, Episodes, Plant, check_finite, episode_seeds, read_info
 from corral.robot.tracking import Array
@@ -24,6 +23,7 @@ from corral.validate import pip_install
 try:
     from stable_baselines3 import PPO, SAC
     from stable_baselines3.common.buffers import ReplayBuffer
+    from stable_baselines3.common.vec_env import VecEnv
 
     from corral.lab.baselines.noise import EpisodeNoise, colour_actions
     from corral.lab.baselines.sac import GraphedSAC
@@ -40,8 +40,8 @@ BASELINES: dict[str, tuple[Any, Literal["white", "gsde", "coloured"]]] = {
     "sb3-sac-pink": (GraphedSAC, "coloured"),
     "sb3-trpl": (TRPL, "white"),
 }
-"""Algorithm, and its exploration noise: drawn anew at every step, a function of the state that stays the same throughout an
-episode (gSDE), or coloured, which remembers."""
+"""Class of each algorithm, and its exploration noise: white is drawn anew at every step, gSDE is a function of the state
+that is fixed throughout an episode, coloured noise is correlated from step to step."""
 _REPLAY_SIZE = 1_000_000
 """Size of SAC's replay buffer in steps: its own default."""
 REPLAY_FIELDS = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
@@ -64,18 +64,20 @@ class Baseline:
         kind, exploration = BASELINES[algorithm]
         with _seed_generators(episode_seeds(seed, 0, 1, UPDATES)[0], config.device):
             self.model = self._make_model(kind, gsde=exploration == "gsde")
-        self.noise = None
         if exploration == "coloured":
-            self.noise = EpisodeNoise(config.noise_colour, plant.steps, plant.tracking.dof)
-            self.envs.noise = self.noise
-            colour_actions(self.model, self.noise)
+            self.envs.noise = EpisodeNoise(config.noise_colour, plant.steps, plant.tracking.dof)
+            colour_actions(self.model, self.envs.noise)
 
     def _make_model(self, kind: Any, *, gsde: bool) -> Any:
         """The algorithm of stable-baselines3, or TRPL on its PPO."""
         config, plant = self.config, self.plant
-        common: dict[str, Any] = {"learning_rate": config.rate, "gamma": config.gamma, "use_sde": gsde}
-        common |= {"device": config.device if kind is GraphedSAC else "cpu"}
-        common |= {"policy_kwargs": {"net_arch": list(config.hidden)}}
+        common: dict[str, Any] = {
+            "learning_rate": config.rate,
+            "gamma": config.gamma,
+            "use_sde": gsde,
+            "device": config.device if kind is GraphedSAC else "cpu",
+            "policy_kwargs": {"net_arch": list(config.hidden)},
+        }
         if kind is GraphedSAC:
             each = plant.steps * self.envs.num_envs
             return GraphedSAC(
@@ -94,13 +96,8 @@ class Baseline:
                 f"minibatches. Choose another number."
             )
         if kind is TRPL:
-            common["region"] = Region(
-                projection=config.projection,
-                mean_bound=config.mean_bound,
-                cov_bound=config.cov_bound,
-                regression=config.regression,
-                deployed_bound=config.deployed_bound,
-            )
+            region = {field.name for field in fields(Region)}
+            common["region"] = Region(**{name: value for name, value in vars(config).items() if name in region})
         steps = plant.steps * self.envs.rounds
         return kind("MlpPolicy", self.envs, n_steps=steps, batch_size=batch, n_epochs=config.epochs, **common)
 
@@ -142,16 +139,16 @@ class Baseline:
             context = self.plant.start(seeds[rows])
             if self.model.use_sde and not deterministic:
                 (self.model.actor if isinstance(self.model, SAC) else self.model.policy).reset_noise(len(context))
-            if self.noise is not None:
-                self.noise.begin(len(context))
+            if self.envs.noise is not None:
+                self.envs.noise.begin(len(context))
             parts.append(self.plant.act(context, partial(self._act, context, deterministic)))
         return Episodes.cat(parts)
 
     def _act(self, first: Array, deterministic: bool, _: int, seen: Array) -> Array:
         """The environments' actions in states [E O] of episodes that began in `first` [E O]."""
         action, _ = self.model.predict(seen.astype(np.float32), deterministic=deterministic)
-        if self.noise is not None:
-            self.noise.advance(np.zeros(len(seen), bool))
+        if self.envs.noise is not None:
+            self.envs.noise.advance(np.zeros(len(seen), bool))
         return self.envs.commands(action, first, seen)
 
     def state(self) -> dict[str, Any]:
@@ -188,7 +185,7 @@ def _sac_state(model: SAC) -> tuple[ReplayBuffer, torch.Tensor]:
 
 @contextmanager
 def _seed_generators(seed: int, device: str) -> Iterator[None]:
-    """stable-baselines3 draws from the global generators: seed them for a while, then put them back."""
+    """Seed the global generators, from which stable-baselines3 draws, and restore them afterwards."""
     numpy_state, python_state = np.random.get_state(), random.getstate()
     with torch.random.fork_rng(devices=[] if device == "cpu" else [torch.cuda.current_device()]):
         torch.manual_seed(seed)
@@ -202,7 +199,7 @@ def _seed_generators(seed: int, device: str) -> Iterator[None]:
 
 
 class StepEnvironments(VecEnv):
-    """A `Plant`'s environments as stable-baselines3 wants them: what is over starts anew in the same step."""
+    """The environments of a `Plant` in stable-baselines3's form: a new episode begins in the step that ends one."""
 
     def __init__(self, plant: Plant, episodes: int, seed: int, controller_span: float | None = None) -> None:
         space, actions = plant.envs.single_observation_space, plant.envs.single_action_space

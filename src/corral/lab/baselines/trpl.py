@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from corral.deployed import retract
 from corral.divergence.gaussian import gaussian_kl
-from corral.numerics import in_one_dtype, without_autocast
-from corral.objective.ratio import clamp_log_ratio
+from corral.numerics import LOG_RATIO_MAX, in_one_dtype, without_autocast
 from corral.robot.config import PROJECTIONS
 
 
@@ -64,7 +63,7 @@ def trpl_loss(
     bounds = {"mean_bound": region.mean_bound, "cov_bound": region.cov_bound}
     near = PROJECTIONS[region.projection](new.mean, new.std, old.mean, old.std, diagonal=True, **bounds)
     projected = StepGaussian(near.mean, near.chol)
-    ratio = clamp_log_ratio(projected.log_prob(actions) - old.log_prob(actions)).exp()
+    ratio = (projected.log_prob(actions) - old.log_prob(actions)).clamp(max=LOG_RATIO_MAX).exp()
     apart = gaussian_kl(new.mean, new.std, near.mean.detach(), near.chol.detach(), diagonal=True).total.mean()
     loss = region.regression * apart - (ratio * advantages).mean()
     metrics = {

@@ -66,6 +66,12 @@ def _distances(box: Array, target: Array) -> tuple[Any, Any]:
     return np.linalg.norm(box[..., :3] - target[..., :3], axis=-1), rotation_distance(box[..., 3:], target[..., 3:])
 
 
+def _outcome(box: Array, target: Array) -> dict[str, Any]:
+    """Info of the last step, from poses [* 7]: success, and the distances to the target."""
+    p, theta = _distances(box, target)
+    return {"success": 1.0 * ((p < _REACHED[0]) & (theta < _REACHED[1])), "distance": p, "rotation_distance": theta}
+
+
 def limit_excess(q: Array, velocity: Array) -> Any:
     """e: by how much angles and velocities [* 7] exceed Franka's limits, summed over the joints."""
     return (np.maximum(q - HIGH, 0) + np.maximum(LOW - q, 0) + np.maximum(np.abs(velocity) - _SPEED, 0)).sum(-1)
@@ -168,17 +174,15 @@ class BoxPushing(Simulated):
 
     @staticmethod
     def score(copies: "Sequence[BoxPushing]", readings: Array, actions: Array) -> Scored:
-        """The same as `step` would have told."""
+        """Observations, rewards and last info, as `step` returns them."""
         q, velocity, box, tip, rod, stable = np.split(readings, [7, 14, 21, 24, 28], -1)
         target, step = np.array([[copy.target()] for copy in copies]), np.arange(1, STEPS + 1)
         paid = push_reward(
             copies[0].reward, q=q, velocity=velocity, box=box, target=target, tip=tip, rod=rod, torque=_TORQUE * actions,
             last=step == STEPS,
         )  # fmt: skip
-        p, theta = _distances(box[:, -1], target[:, 0])
-        info = {"success": 1.0 * ((p < _REACHED[0]) & (theta < _REACHED[1])), "distance": p, "rotation_distance": theta}
         seen = BoxPushing.observations(copies, readings, step)
-        return Scored(seen, np.where(stable[..., 0] > 0, paid, UNSTABLE), info)
+        return Scored(seen, np.where(stable[..., 0] > 0, paid, UNSTABLE), _outcome(box[:, -1], target[:, 0]))
 
     def joints_above(self, place: Array, rounds: int = 50) -> Array:
         """Angles [7] that put the grip `_ABOVE` a place with the rod upright, near `_POSTURE`.
@@ -221,12 +225,7 @@ class BoxPushing(Simulated):
 
     def outcome(self) -> dict[str, float]:
         """Info of the last step: success, and the distances to the target."""
-        p, theta = _distances(self.box(), self.target())
-        return {
-            "success": float(p < _REACHED[0] and theta < _REACHED[1]),
-            "distance": float(p),
-            "rotation_distance": float(theta),
-        }
+        return {name: float(value) for name, value in _outcome(self.box(), self.target()).items()}
 
     def render(self) -> NDArray[np.uint8]:
         """From above and from the front, the target translucent; 480 × 360."""

@@ -141,7 +141,7 @@ class HopperJump(Simulated):
 
     @staticmethod
     def score(copies: "Sequence[HopperJump]", readings: Array, actions: Array) -> Scored:
-        """The same as `step` would have told."""
+        """Observations, rewards and last info, as `step` returns them."""
         state, torso, _, _, contacts = np.split(readings, [12, 15, 18, 27], -1)
         height, contact, distance = torso[..., 2], contacts[..., 0] > 0, np.linalg.norm(_offsets(copies, readings), axis=-1)
         highest = np.maximum.accumulate(height, 1)

@@ -19,7 +19,8 @@ ALGORITHMS: tuple[str, ...] = get_args(_Algorithm)
 TABLES = ("environment_config", "prodmp", "learner")
 """Settings that are tables: layers add to them, key by key. The command line asks for them by this name, of either kind."""
 
-_OF_THE_CRITIC = {f"learner.critic_{name}" for name in ("epochs", "rate", "hidden", "dtype", "inputs")} | {"learner.lam"}
+_OF_THE_CRITIC = {f"learner.critic_{name}" for name in ("epochs", "rate", "hidden", "dtype", "inputs")}
+_OF_THE_CRITIC |= {"learner.lam", "learner.normalise_critic"}
 
 _ELSEWHERE = {
     "steps": "iterations",
