@@ -1,4 +1,4 @@
-"""Divergences of Gaussians from Cholesky factors, the mean's part and the covariance's apart."""
+"""Divergences of Gaussians from Cholesky factors, separately for the mean and the covariance."""
 
 import math
 from typing import Any, Literal, NamedTuple, get_args
@@ -14,16 +14,16 @@ WassersteinForm = Literal["commuting", "bures"]
 
 
 class GaussianDistance(NamedTuple):
-    """A divergence of two Gaussians: the means' part and the covariances' part."""
+    """A divergence of two Gaussians, split into the means' part and the covariances' part."""
 
     mean: Tensor
     """The means' part [*b]."""
     cov: Tensor
-    """The covariances' part [*c]: one number where the covariance is shared."""
+    """The covariances' part [*c]: a single number if the covariance is shared."""
 
     @property
     def total(self) -> Tensor:
-        """Both parts together [*]."""
+        """Sum of both parts [*]."""
         return self.mean + self.cov
 
 
@@ -99,7 +99,7 @@ def gaussian_frobenius(
     *,
     diagonal: bool = False,
 ) -> GaussianDistance:
-    """Squared Frobenius distance of the covariances, and the means' in units of q.
+    """Squared Frobenius distance of the covariances, and the squared distance of the means in units of q.
 
         mean  |L_q⁻¹ (μ_p − μ_q)|²          cov  |Σ_p − Σ_q|²
 
@@ -188,11 +188,13 @@ class _WassersteinLine(NamedTuple):
     step: Tensor
     """Difference of a square root of Σ_p from `start`."""
     distance: Tensor
-    """Squared length [*] in the chosen form; t of the way is t² of it."""
+    """Squared length [*] of the line in the chosen form; a share t of the way has t² of it."""
 
 
 def wasserstein_line(chol_p: Tensor, chol_q: Tensor, form: WassersteinForm, scaled: bool, diagonal: bool) -> _WassersteinLine:
-    """Line between two covariances whose length is their distance. With "bures" and `scaled` its start is I, in the frame of q.
+    """Line between two covariances whose length is their distance.
+
+    With "bures" and `scaled` its start is I, in the frame of q.
 
     The optimal map from q to p is T = L_q⁻ᵀ (L_qᵀ Σ_p L_q)^½ L_q⁻¹, so T L_q is a root of Σ_p, and |(T − I) L_q|² is the
     squared distance: the Bures geodesic is the straight line from L_q to T L_q.

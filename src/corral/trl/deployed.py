@@ -309,7 +309,10 @@ class DeployedCallback(TrainerCallback):
         logger.warning("Update %d: %s. %s", self.trainer.state.global_step, why, then)
 
     def _start_over(self, moved: float, aim: float) -> None:
-        """A rate that would have gone about as far as was meant, and an optimizer that has seen nothing."""
+        """Lower the learning rate so that the step would have moved the network about as far as intended.
+
+        The optimizer is reset.
+        """
         factor = max(math.sqrt(aim / moved), LEAST_FACTOR) if math.isfinite(moved) else LEAST_FACTOR
         self.controller.scale *= factor
         self._scale(factor)

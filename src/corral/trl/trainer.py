@@ -235,7 +235,7 @@ class CorralTrainer(GRPOTrainer):
         return generated
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        """TRL scores the completions; scores are kept for corral's advantages, and a batch without any is a RewardError."""
+        """Score completions with TRL, and keep the scores for corral's advantages; a batch without scores is a RewardError."""
         self._rewards = super()._calculate_rewards(*args, **kwargs)
         if bool(self._rewards.isnan().all()):
             raise RewardError(
