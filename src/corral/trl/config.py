@@ -328,7 +328,7 @@ each. They are refused with anchors for which this matters."""
 
 
 def _of_generation(config: GRPOConfig, given: dict[str, Any]) -> _Refusals:
-    """Refuse a `repetition_penalty` and `given` generation_kwargs that change the sampling distribution, for every sampler."""
+    """Refusals of a `repetition_penalty` and of `given` generation_kwargs that change the sampling distribution."""
     neutral = _NEUTRAL | {"temperature": config.temperature}
     known = (*_HARMLESS, *_TRUNCATIONS, "logprobs")
     changing = [key for key in given if key not in known and neutral.get(key) != given[key]]

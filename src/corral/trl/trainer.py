@@ -278,7 +278,7 @@ class CorralTrainer(GRPOTrainer):
         return output
 
     def _own_advantages(self, local: int) -> Tensor:
-        """Advantages of corral's, over all processes; 0 where nothing scored a completion, or any other of its group."""
+        """Compute corral's advantages over all processes; 0 for a completion without a score, or without a scored peer."""
         assert self._rewards is not None
         rewards = (self._rewards * self.reward_weights.to(self._rewards.device)).nansum(-1)
         size = self.num_generations if self.model.training else self.num_generations_eval
