@@ -18,7 +18,7 @@ _NEEDED: dict[Kind, tuple[str, ...]] = {
 
 
 def all_recipes() -> dict[str, Path]:
-    """List every built-in recipe with its kind, from the folder recipes/<kind>."""
+    """Find every built-in recipe, name → path, in the folders recipes/<kind>."""
     folder = Path(__file__).parents[1] / "recipes"
     return {name: path for kind in _NEEDED for name, path in recipes(folder / kind).items()}
 

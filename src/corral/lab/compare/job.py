@@ -181,7 +181,7 @@ def _show_runs(comparison: Comparison, progress: dict[str, Progress], view: Comp
 
 
 def findings(comparison: Comparison, warn: Callable[[str], object]) -> list[str]:
-    """Write the page and return its findings for printing. Without a finished run there is no page."""
+    """Write the page and return its findings for printing; without runs there is no page."""
     try:
         report, page = write_report(comparison)
     except RunError as error:

@@ -93,7 +93,8 @@ _SAMPLED = {
     "tr/kl_before": "; {names}: k3's estimate from the sampled tokens, not to be compared with the largest KL",
     "tr/kl_max": "; {names}: of the sampled token against all others, a lower bound",
 }
-"""Additional captions for objectives that read the sampled token only: there the mean may exceed the largest value."""
+"""Additional captions for objectives that read the sampled token only. Mean and maximum are different estimates there, and the
+mean may exceed the maximum."""
 
 
 def select_metrics(runs: Sequence[Run]) -> list[Metric]:

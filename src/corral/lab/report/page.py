@@ -266,7 +266,7 @@ def _result_table(report: RunReport) -> Safe:
 
 
 def _overall_table(report: RunReport) -> Safe | None:
-    """Build the table over several tasks, one row per contestant; empty for a single task."""
+    """Build the table over several tasks, one row per contestant; None for a single task."""
     rows = report.tables["overall"]
     columns: _Columns = {
         "Objective": _cell("objective"), "Tasks": _cell("tasks"), "Seeds": _cell("seeds"),
@@ -497,7 +497,7 @@ def _completions(report: RunReport, most: int) -> list[_Row]:
 
 
 def _tokens(report: RunReport, most: int) -> list[_Row]:
-    """Token-by-token data: text, the region's effect, and the step before it. Every run has an equal share of `most`."""
+    """Token-by-token data: text, effect of the region, KLs and log-ratio. Every run has an equal share of `most`."""
     kept = {index: run.tokens for index, run in enumerate(report.runs) if run.tokens}
     found = []
     for index, rows in kept.items():

@@ -527,7 +527,7 @@ class SavedComparison:
 
 
 def read_comparisons(folders: Iterable[Path], runs: Sequence[Run]) -> tuple[list[SavedComparison], list[str]]:
-    """Read the comparisons in these folders and in their parents, with notes about unreadable files."""
+    """Read the comparisons in these folders and in the parent folders of `runs`, with notes about unreadable files."""
     places = {path.resolve(): path for path in [*folders, *(run.path.parent for run in runs)] if (path / FILE).is_file()}
     found, notes = [], []
     for path in places.values():
