@@ -1,4 +1,4 @@
-"""Numerical helpers: precision, and logarithms that stay exact at both ends."""
+"""Numerical helpers: precision, and logarithms that are exact both near 0 and for large arguments."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -61,7 +61,7 @@ def without_autocast(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
 
 
 def log1mexp(x: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
-    """Compute log(1 − eˣ) for x ≤ 0, exact at both ends: the log-probability of "any other token".
+    """Compute log(1 − eˣ) for x ≤ 0, exact near 0 and for large −x: the log-probability of "any other token".
 
     Near 0 it is log(−expm1(x)), far below 0 it is log1p(−eˣ). Gives −inf with gradient 0 at x = 0 (and above, where only
     rounding can put a log-probability).

@@ -227,7 +227,7 @@ class LogpTolerance(NamedTuple):
 
     @classmethod
     def of(cls, *policies: Tensor | SparseDist | None) -> "LogpTolerance":
-        """Tolerances for policies in these precisions; the lowest precision decides."""
+        """Build the tolerances for policies in these precisions; the lowest precision decides."""
         half = any(
             x.dtype in (torch.float16, torch.bfloat16)
             for policy in policies
@@ -272,7 +272,7 @@ def check_id_dtype(where: str, what: str, ids: Tensor) -> None:
 
 
 def refuse_ids(where: str, what: str, low: int, high: int, *, lowest: int, vocabulary: int) -> None:
-    """Raise if the least or the largest id lies outside `lowest` … V − 1."""
+    """Raise if the smallest or largest id lies outside `lowest` … V − 1."""
     if low < lowest or high >= vocabulary:
         ignored = " At padding put any token, such as 0: the mask leaves it out." if low < lowest == 0 else ""  # labels of −100
         raise ValueError(

@@ -140,9 +140,9 @@ class TokenBatch(Tensors):
     """
 
     logp_new: Float[Tensor, "B T"]
-    """log π of the sampled tokens under the policy being trained; the gradient flows here."""
+    """Log-probs log π of the sampled tokens under the policy in training; the gradient flows here."""
     logp_old: Float[Tensor, "B T"]
-    """log π_old of the sampled tokens: the anchor, centre of the region and denominator of the ratio."""
+    """Log-probs log π_old of the sampled tokens: the anchor, centre of the region and denominator of the ratio."""
     advantages: Float[Tensor, "B T"] | Float[Tensor, " B"]
     mask: Bool[Tensor, "B T"]
     """True at tokens that are trained on."""

@@ -8,7 +8,7 @@ from corral.numerics import NEAR, at_least_float32, expm1_minus_series, require_
 
 
 def categorical_kl(logp_p: Float[Tensor, "*#b K"], logp_q: Float[Tensor, "*#b K"]) -> Float[Tensor, "*b"]:
-    """KL(p‖q), summed so that no two terms cancel.
+    """Compute KL(p‖q) as a sum of nonnegative terms, so that nothing cancels.
 
         KL(p‖q) = Σ p (log p − log q) = Σ p (eˣ − 1 − x)          x = log q − log p
 

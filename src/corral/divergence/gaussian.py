@@ -23,7 +23,7 @@ class GaussianDistance(NamedTuple):
 
     @property
     def total(self) -> Tensor:
-        """Sum of both parts [*]."""
+        """Sum of the means' part and the covariances' part [*]."""
         return self.mean + self.cov
 
 
@@ -148,12 +148,12 @@ def _whiten(x: Tensor, chol: Tensor, diagonal: bool) -> Tensor:
 
 
 def mahalanobis(gap: Tensor, chol: Tensor, diagonal: bool) -> Tensor:
-    """Squared length |L⁻¹ gap|² [*] in units of the Gaussian."""
+    """Squared Mahalanobis length |L⁻¹ gap|² [*], for the Cholesky factor L of a covariance."""
     return _whiten(gap, chol, diagonal).square().sum(-1)
 
 
 def kl_of_covariances(chol_p: Tensor, chol_q: Tensor, diagonal: bool) -> Tensor:
-    """The KL's covariance part ½ (tr A − D − log det A) [*].
+    """Covariance part of the KL, ½ (tr A − D − log det A) [*].
 
     It is NaN where a factor has a negative diagonal entry, and inf where p's has a zero.
     """
@@ -184,7 +184,7 @@ class _WassersteinLine(NamedTuple):
     """A straight line between square roots of two covariances, F_t F_tᵀ with F_t = F_q + t (F_p − F_q)."""
 
     start: Tensor
-    """A square root of Σ_q, in the frame of the line."""
+    """Square root of Σ_q, in the frame of the line."""
     step: Tensor
     """Difference of a square root of Σ_p from `start`."""
     distance: Tensor
@@ -192,7 +192,7 @@ class _WassersteinLine(NamedTuple):
 
 
 def wasserstein_line(chol_p: Tensor, chol_q: Tensor, form: WassersteinForm, scaled: bool, diagonal: bool) -> _WassersteinLine:
-    """Line between two covariances whose length is their distance.
+    """Line from one covariance to another, with their distance as its length.
 
     With "bures" and `scaled` its start is I, in the frame of q.
 
@@ -228,7 +228,7 @@ def symmetric_root(factor: Tensor) -> Tensor:
 
 
 class _SymmetricRoot(torch.autograd.Function):
-    """Root R = U S Uᵀ from F = U S Vᵀ, without squaring F and its condition number.
+    """Autograd function for the symmetric root R = U S Uᵀ of F = U S Vᵀ, without squaring F's condition number.
 
     Gradient. R R = F Fᵀ, so R dR + dR R = dF Fᵀ + F dFᵀ, which in the basis U is (σ_i + σ_j) dR_ij on the left. With
     Z_ij = Ḡ_ij / (σ_i + σ_j) in that basis, Ḡ symmetrised, ⟨Ḡ, dR⟩ = ⟨Z, dF Fᵀ + F dFᵀ⟩ = ⟨2 Z F, dF⟩. Sums of singular

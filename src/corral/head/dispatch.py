@@ -110,7 +110,7 @@ SMALL_TILES = {
 
 
 def tile_of(x: Tensor) -> Tile:
-    """The tile for this dtype on this device."""
+    """Tile of the GEMM for this dtype on this device."""
     return (SMALL_TILES if x.is_cuda and _little_memory(x.device) else TILES)[x.dtype]
 
 

@@ -1,4 +1,4 @@
-"""The language-model head: hidden states → log-probs, entropy and a sparse support, one block of logits at a time."""
+"""Language-model head: hidden states → log-probs, entropy and a sparse support, one block of logits at a time."""
 
 from dataclasses import dataclass, replace
 
@@ -25,7 +25,7 @@ class HeadOutput:
     entropy: Float[Tensor, "*b"] | None
     """Entropy, if requested."""
     dist: SparseDist | None
-    """The policy on a sparse support, if `top_k` or `ids` was given."""
+    """Next-token distribution on a sparse support, if `top_k` or `ids` was given."""
     report: Float[Tensor, "2"] | None = None
     """Share of dense rows, and largest gradient share left out. A sparse backward pass writes both; NaN until then."""
 
@@ -48,7 +48,7 @@ def lm_head(
     group: torch.distributed.ProcessGroup | None = None,
     tolerance: float = 0.0,
 ) -> HeadOutput:
-    """Log-probs, entropy and support of the next-token distribution, without ever holding [N V] logits.
+    """Compute log-probs, entropy and support of the next-token distribution, without materialised logits [N V].
 
         z = softcap(scale · (h Wᵀ + b)) / temperature          log p = z − logsumexp z
 

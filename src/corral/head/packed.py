@@ -111,7 +111,7 @@ class FusedLoss:
 
     packing: Packing
     total: Tensor
-    """Σ w (c · policy + regression)."""
+    """Weighted sum of the loss, Σ w (c · policy + regression)."""
     rows: HeadRows
     output: ObjectiveOutput
     """Output of the objective for packed tokens [1, N], with metrics."""

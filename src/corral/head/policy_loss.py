@@ -28,7 +28,7 @@ class PolicyLoss:
     """A reduced loss, with per-token results [B T] as constants that are 0 at masked tokens."""
 
     loss: Float[Tensor, ""]
-    """Σ w (c · policy + regression): the only field with a gradient."""
+    """Reduced loss Σ w (c · policy + regression): the only field with a gradient."""
     per_token: Float[Tensor, "B T"]
     """Unweighted loss of every token, policy + regression."""
     logp: Float[Tensor, "B T"]

@@ -24,14 +24,14 @@ class HeadRows(Tensors):
     """Results of the head for n tokens."""
 
     lse: Tensor
-    """Log of the normaliser [n]."""
+    """Log of the softmax's normaliser [n]."""
     logp: Tensor
     """Log-probability of the sampled token [n]."""
     ids: Tensor
     kept: Tensor
     """The support and its log-probabilities [n, K]."""
     rest: Tensor
-    """Log mass of everything outside the support [n]."""
+    """Log tail mass, over all tokens outside the support [n]."""
     entropy: Tensor
     """Entropy [n]; zeros unless requested."""
     rest_max: Tensor

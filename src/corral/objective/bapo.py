@@ -1,4 +1,4 @@
-"""BAPO: widen PPO's clip range until positive advantages have their share of the batch's surrogate."""
+"""BAPO: widen PPO's clip range until positive advantages have a set share of the batch's surrogate."""
 
 import math
 

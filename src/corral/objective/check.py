@@ -136,7 +136,7 @@ def _dists(batch: TokenBatch) -> list[tuple[str, SparseDist]]:
 
 
 def _bad_values(batch: TokenBatch, limits: LogpTolerance) -> Iterable[_Check]:
-    """Checks of the sampled tokens; padding may hold anything."""
+    """Checks of the sampled tokens; padding may have any value."""
     mask = batch.mask
     yield _Check(~mask.any().expand_as(mask), "mask has no unmasked token, so there is nothing to train on. Skip this batch.")
     given = (("logp_new", batch.logp_new), ("logp_old", batch.logp_old), ("logp_rollout", batch.logp_rollout))

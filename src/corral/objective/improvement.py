@@ -1,4 +1,4 @@
-"""DPPO's finite-horizon policy-improvement bound."""
+"""Policy-improvement bound of DPPO, for a finite horizon."""
 
 from dataclasses import dataclass
 

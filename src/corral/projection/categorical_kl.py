@@ -20,18 +20,18 @@ RULED_OUT = -1e4
 
 @dataclass(frozen=True, eq=False)
 class CategoricalProjection:
-    """The projected policy, and what the projection did to each row."""
+    """Projected policy with its status for each row."""
 
     logp: Float[Tensor, "*b K"]
-    """log r, the only field that carries a gradient, in `logp_new` alone."""
+    """Log-probs log r of the projection; gradients flow to `logp_new` only."""
     dual: Float[Tensor, "*b"]
     """η ≥ 0, the multiplier of the bound: 0 where it does not bind, inf where r is the old policy."""
     active: Bool[Tensor, "*b"]
     """True where the new policy lay outside the ball."""
     kl_before: Float[Tensor, "*b"]
-    """KL(new‖old)."""
+    """KL(new‖old) before the projection."""
     kl_after: Float[Tensor, "*b"]
-    """KL(r‖old), equal to the bound where it binds."""
+    """KL(r‖old) after the projection, equal to the bound where it binds."""
     converged: Bool[Tensor, "*b"]
     """False where no policy satisfies the bound, or rounding stopped the solver before it."""
 
@@ -83,7 +83,7 @@ def project_categorical_kl(
 
 
 def _normalise(logp_new: Tensor, logp_old: Tensor, bound: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Both policies as log-softmax in one dtype and shape, and one bound per row."""
+    """Convert both policies to log-softmax in one dtype and shape, with one bound per row."""
     require_tensors("project_categorical_kl", logp_new=logp_new, logp_old=logp_old)
     for name, x in (("logp_new", logp_new), ("logp_old", logp_old)):
         if not x.is_floating_point():
@@ -173,7 +173,7 @@ class _Projection(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor, None, None, None, None]:
-        """Gradient t [v_j − r_j (Σ v + z_j Σ v z)] where active, v_j where not: three reductions, no solve."""
+        """Compute the gradient: t [v_j − r_j (Σ v + z_j Σ v z)] in active rows, v_j elsewhere; three reductions, no solve."""
         new, old, logp, t, binding, active = ctx.saved_tensors
         with torch.no_grad():
             common = _common(new, old)

@@ -24,14 +24,14 @@ class EntropyProjection:
     """Covariance with sufficient entropy, and the projection's status for each row."""
 
     chol: Float[Tensor, "... D"]
-    """L̃ [*, D, D], or standard deviations [*, D]; the only field that carries a gradient, in `chol` alone."""
+    """Projected Cholesky factor L̃ [*, D, D], or standard deviations [*, D]; gradients flow to `chol` only."""
     active: Bool[Tensor, "*c"]
     """True where the covariance was changed."""
     entropy_before: Float[Tensor, "*c"]
     entropy_after: Float[Tensor, "*c"]
     converged: Bool[Tensor, "*c"]
-    """False where the KL bound leaves no room for the floor, rounding keeps the result from that bound, or an input was not a
-    Gaussian."""
+    """False where the entropy floor cannot be reached within the KL bound or an input was not a Gaussian. Also false where
+    rounding keeps the result from that bound."""
 
 
 @without_autocast

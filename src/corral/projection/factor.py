@@ -11,9 +11,9 @@ class RelativePrecision(NamedTuple):
     """Difference Q = L_oᵀ Σ⁻¹ L_o − I of new and old precision, in the frame where the old precision is I."""
 
     gap: Tensor
-    """Q [*, D, D], or its diagonal [*, D]; 0 on rows where it is not finite."""
+    """Difference Q [*, D, D], or its diagonal [*, D]; 0 on rows with non-finite values."""
     values: Tensor
-    """q [*, D], its eigenvalues, ≥ −1."""
+    """Eigenvalues q of Q, all ≥ −1 [*, D]."""
     finite: Tensor
     """True on rows whose values are finite [*]."""
 
@@ -143,7 +143,10 @@ def factor_of(move: Tensor, factor: Tensor) -> Tensor:
 
 
 class _FactorOf(torch.autograd.Function):
-    """Identity of the factor, whose gradient in `move` is that of a Cholesky factor: ⟨Ψ, L̃⁻¹ dΣ̃ L̃⁻ᵀ⟩ = ⟨Ḡ, dL̃⟩."""
+    """Autograd function that returns `factor` and gives `move` the gradient of a Cholesky factor.
+
+    In formulas: ⟨Ψ, L̃⁻¹ dΣ̃ L̃⁻ᵀ⟩ = ⟨Ḡ, dL̃⟩.
+    """
 
     @staticmethod
     def forward(move: Tensor, factor: Tensor) -> Tensor:

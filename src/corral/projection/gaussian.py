@@ -26,15 +26,15 @@ _MAX_STEPS = 64
 
 @dataclass(frozen=True, eq=False)
 class GaussianProjection:
-    """The projected policy, and what the projection did to each row.
+    """Projected policy with its status for each row.
 
     Means have rows *b and covariances rows *c: a covariance that all means share is projected once, and stays one.
     """
 
     mean: Float[Tensor, "*b D"]
-    """μ̃, differentiable in the new policy's mean."""
+    """Projected mean μ̃, differentiable in the new policy's mean."""
     chol: Float[Tensor, "... D"]
-    """L̃ [*c, D, D], or standard deviations [*c, D]; differentiable in the new policy's factor."""
+    """Projected Cholesky factor L̃ [*c, D, D], or standard deviations [*c, D]; differentiable in the new policy's factor."""
     dual_mean: Float[Tensor, "*b"]
     """η ≥ 0, the multiplier of the mean's bound: 0 where it does not bind, inf where μ̃ is the old mean."""
     dual_cov: Float[Tensor, "*c"]
@@ -52,8 +52,8 @@ class GaussianProjection:
     after_cov: Float[Tensor, "*c"]
     """The covariance's part after the projection."""
     converged: Bool[Tensor, "*d"]
-    """Rows of both parts: False where an input was not a Gaussian, or the solver stopped short of the bound; in KL also
-    where rounding keeps the result from its bound, and `after_…` is then what was measured."""
+    """True per row of both parts if the solver converged; False where an input was not a Gaussian, or the solver stopped early.
+    In KL also False where rounding keeps the result from its bound; `after_…` then has the actual value."""
 
 
 class _Gaussians(NamedTuple):
@@ -79,7 +79,7 @@ class _Gaussians(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """One part of a projection."""
+    """Projection of the mean or of the covariance."""
 
     value: Tensor
     t: Tensor
@@ -244,7 +244,7 @@ def solve_tilt(precision: RelativePrecision, bound: Tensor) -> tuple[Tensor, Ten
 
 
 def _confirm(step: _Part, measured: Tensor, bound: Tensor, error: Tensor) -> _Part:
-    """Mark a step as not converged unless its value is known to lie at its bound to within `TOLERANCE`.
+    """Mark a step as not converged unless its value certainly equals its bound to within `TOLERANCE`.
 
     Args:
         measured: distance [*] of `step.value` from the old policy, taken from the value itself: rounding a factor by eps moves

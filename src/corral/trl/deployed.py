@@ -405,7 +405,7 @@ class _Rollouts:
     ids: Int[Tensor, "b L"]
     """Token ids of prompt and completion."""
     seen: Int[Tensor, "b L"]
-    """Attention mask."""
+    """Attention mask of `ids`."""
     live: Bool[Tensor, "b T"]
     """True at completion tokens that the network sampled."""
     old: _Scored | None
@@ -651,7 +651,7 @@ class RateSearch:
     """Number of updates in a step; the probe measures after every `per_pass` of them."""
     per_pass: int
     bound: float
-    """δ at the schedule's peak."""
+    """Bound δ at the peak of the schedule."""
     aim: float
     """Intended mean KL of a step at the schedule's peak. During warm-up the aim is lower, like the bound."""
     tried: list[Trial] = field(default_factory=list)

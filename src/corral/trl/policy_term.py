@@ -236,7 +236,7 @@ class _Entry:
 
 
 class Ledger:
-    """Metrics of the micro-batches since the last `flush`."""
+    """Collection of the metrics of all micro-batches since the last `flush`."""
 
     def __init__(self) -> None:
         self._entries: list[_Entry] = []

@@ -61,7 +61,7 @@ def is_alone_by_mistake() -> bool:
 
 
 def base_model(model: Any) -> PreTrainedModel:
-    """The model inside an adapter, or the model itself. `Any`: torch types whatever a module holds as a tensor or a module."""
+    """Unwrap the model from an adapter, if there is one. `Any`: torch types submodules as tensor or module."""
     return model.get_base_model() if is_peft_model(model) else model
 
 

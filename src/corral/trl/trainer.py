@@ -328,7 +328,7 @@ class CorralTrainer(GRPOTrainer):
         return policy + 0.0 * scoring.logp.sum()  # the hooks of distributed training sit on what the model returned
 
     def _score(self, model: Any, inputs: dict[str, Any]) -> None:
-        """Run the scoring pass with which TRL's loss begins, and nothing after it."""
+        """Run only the scoring pass at the beginning of TRL's loss."""
         ids, mask = (torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], dim=1) for x in ("ids", "mask"))
         others = {name: inputs[name] for name in _SCORING_INPUTS if name in inputs}
         tokens = inputs["completion_ids"].size(1)

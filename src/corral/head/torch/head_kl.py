@@ -70,7 +70,7 @@ def head_kl_both_ways(
 
 
 class _Network(NamedTuple):
-    """One side of a comparison: its last hidden states [*, H] and its head."""
+    """One of the two networks to compare: its last hidden states [*, H] and its head."""
 
     name: str
     hidden: Tensor

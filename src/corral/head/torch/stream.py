@@ -18,7 +18,7 @@ from corral.tensors import Tensors
 
 @dataclass(frozen=True)
 class Shard:
-    """This process's shard of the vocabulary: ids from `start` on, out of `vocabulary` ids.
+    """This process's shard of a vocabulary of size `vocabulary`; its ids begin with `start`.
 
     The parts follow one another in the order of the ranks, and need not be of one size. A logit is known to one process alone
     and −inf to the others, so a maximum collects them.

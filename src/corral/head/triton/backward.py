@@ -133,7 +133,7 @@ class Routes:
     """Routes of the backward pass for N rows with S explicit entries each."""
 
     route: Tensor
-    """DEAD, SPARSE or DENSE [N]."""
+    """Route of each row, DEAD, SPARSE or DENSE [N]."""
     key: Tensor
     """Tokens of the entries in a sparse gradient [N, S] int32; V where there is none."""
     counts: Tensor
@@ -831,7 +831,7 @@ def _weight_kernel(
 
 @dataclass(frozen=True, eq=False)
 class PendingGradients:
-    """Gradients whose kernels are queued up to the first one that needs a number from the device."""
+    """Gradients whose kernels are queued, except those that need the number of dense rows from the device."""
 
     routes: Routes
     finish: Callable[[], Gradients]

@@ -60,7 +60,7 @@ def _extend(
 @triton.jit
 @no_type_check
 def _logits(hidden, weight, bias, id, row, vocabulary, width, before, cap, after, BLOCK: tl.constexpr):
-    """Logits of some tokens [1, n] of one row."""
+    """Compute the logits of some tokens [1, n] for one row."""
     dots, member = tl.zeros(id.shape, tl.float32), (id >= 0) & (id < vocabulary)
     for begin in range(0, width, BLOCK):
         column = begin + tl.arange(0, BLOCK)

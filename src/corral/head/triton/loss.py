@@ -340,7 +340,7 @@ def _metrics_kernel(fields, rest, rest_new, max_new, max_old, weights, policy_we
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLoss(TokenRule):
-    """A token rule as a function of new and old rows."""
+    """Per-token loss by a token rule, as a function of new and old rows."""
 
     projects: ClassVar[bool] = False
 
@@ -522,7 +522,7 @@ def _put(at, count, mask, loss, log_rho, acted, kl_mean, kl_max, kl_after, dual,
 
 @dataclass(frozen=True, kw_only=True)
 class TrollLoss(ProjectionRule):
-    """A projection rule as a function of new and old rows."""
+    """Per-token loss by a projection rule, as a function of new and old rows."""
 
     projects: ClassVar[bool] = True
     needs_support: ClassVar[bool] = True

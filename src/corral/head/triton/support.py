@@ -48,12 +48,12 @@ class RecomputePlan:
     """Recompute plan: the tiles of N rows to recompute. Memory fits any number, so that the host need not wait for it."""
 
     state: Tensor
-    """LEFT_ALONE, LARGEST_TAKEN or RECOMPUTED [N, tiles] uint8."""
+    """State of each tile, LEFT_ALONE, LARGEST_TAKEN or RECOMPUTED [N, tiles] uint8."""
     queue: Tensor
     length: Tensor
     """Rows queued for each tile of the vocabulary [tiles, N], and their number [tiles]."""
     listed: Tensor
-    """For a given support: id · M + slot, ascending [N, M]. For an own support: rank keys of candidates [N, room]."""
+    """Candidates: id · M + slot of a given support, ascending [N, M], or rank keys for an own support [N, room]."""
     filled: Tensor
     """For an own support: the number of candidates [N]; more than `room` if they did not fit."""
     floor: Tensor

@@ -109,7 +109,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def refuse_busy(folder: Path) -> None:
-    """Raise a RunError if another process writes this run, such as one that outlived its killed comparison."""
+    """Raise a RunError if another process writes this run, for example after its comparison was killed."""
     if (folder / ".lock").is_file():
         os.close(lock(folder))
 

@@ -1,4 +1,4 @@
-"""A comparison from plan to page: check, run side by side, report."""
+"""Execution of a comparison: check the plan, run the jobs side by side, and write the report."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,7 +44,7 @@ class ExecutionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """Preparation for the first run: a checked budget, an engine, and an estimate of the time."""
+    """A comparison that is ready to run: checked budget, engine, and estimate of the time."""
 
     budget: Budget
     engine: Engine

@@ -78,7 +78,7 @@ def make_report(
     threshold: float | None = None,
     notes: Sequence[str] = (),
 ) -> RunReport:
-    """Group runs, and compute every table.
+    """Build the report: group the runs, and compute every table.
 
     Args:
         comparisons: what `corral compare` wrote beside the runs, from `read_comparisons`.

@@ -161,7 +161,7 @@ def _label(text: str) -> str:
 def draw_curves(
     axes: Any, curves: Sequence[tuple[Group, pd.DataFrame]], metric: Metric, look: dict[int, Any], axis: str
 ) -> None:
-    """Draw a metric over the run."""
+    """Draw the curves of a metric over the run."""
     scale = 100.0 if metric.percent else 1.0
     for group, points in curves:
         at, every, style = points[axis], max(1, len(points) // 12), look[group.key]

@@ -8,7 +8,7 @@ from corral.lab.report.looks import SHAPES, Look, short_labels
 from corral.lab.report.statistics import plain, signed
 
 _FEW = 8
-"""Largest number of pairs that are all drawn unfolded; of more pairs, those without a claim are folded."""
+"""Largest number of pairs that are all shown; with more pairs, pairs without a claim are folded."""
 
 _MOST = 40
 """Largest number of ties that are drawn; the table has all of them."""

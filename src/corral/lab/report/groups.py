@@ -76,7 +76,7 @@ def group_runs(runs: Sequence[Run], chosen: Chosen | None = None) -> list[Group]
 
 
 def split_runs(runs: Sequence[Run], comparisons: Sequence[SavedComparison]) -> tuple[list[Run], list[Run], Chosen]:
-    """Split runs into those to report and those of finished sweeps, with the chosen settings of the reported runs.
+    """Separate the reported runs from the runs of finished sweeps, and find the chosen settings of the reported runs.
 
     As long as a comparison has no reported run, those of its sweep are all there is to look at, and stay.
     """

@@ -474,7 +474,7 @@ class PlannedRun:
     stage: str
     """Purpose of the run: "sweep" to choose a setting, or "report"."""
     state: str = "waiting"
-    """ "waiting", "running", "finished", "collapsed", "interrupted" or "failed"."""
+    """State of the run: "waiting", "running", "finished", "collapsed", "interrupted" or "failed"."""
     error: str | None = None
     """Reason for a failure, in one line."""
 
