@@ -111,7 +111,7 @@ class Outside(Tensors):
     mass: Tensor
     """e^(z − m) [n, V]; 0 on the support, if there is one."""
     peak: Tensor
-    """m [n], the reference logit of each row."""
+    """Reference logit m of each row [n]."""
 
 
 def scan_rows(source: HeadInput, shard: Shard, *, outside: bool = False) -> Iterator[tuple[slice, HeadRows, Outside | None]]:

@@ -27,7 +27,7 @@ UNCHECKED = LogpTolerance()
 LOSS, LOG_RHO, ACTED, KL_MEAN, KL_MAX, KL_AFTER, DUAL, CONVERGED, MISMATCH, FLAWED, REGRESSION = map(tl.constexpr, range(11))
 """Row indices of `LossRows.fields`. Without a support, KL_MEAN and KL_MAX use two different estimates."""
 REST_MAX_RATIO, HIDDEN_KL_MAX = tl.constexpr(11), tl.constexpr(12)
-"""Indices of the metrics that follow the rows of `LossRows.fields`."""
+"""Indices of two further metrics, after the rows of `LossRows.fields`."""
 LANES = 256
 """Rows times slots that one program processes."""
 

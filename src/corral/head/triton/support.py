@@ -29,7 +29,7 @@ WARPS = 4
 LOWEST: tl.constexpr = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
 NOTHING: tl.constexpr = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 LEFT_ALONE, LARGEST_TAKEN, RECOMPUTED = map(tl.constexpr, range(3))
-"""States of a row's tile: all logits left in it, only its largest taken out, or any taken out after recomputing it."""
+"""States of a row's tile: no logit taken out, its largest taken out, or any number after recomputing the tile."""
 
 ROWS_AT_ONCE = 8192
 """Number of tokens whose tile statistics are stored at once."""

@@ -52,7 +52,7 @@ def _threshold_table(summary: Summary) -> Table:
 
 
 def _verdict_table(summary: Summary) -> Table:
-    """Table of each rule against the ball of true KL."""
+    """Table of each rule's decisions compared with a trust region in true KL."""
     table = _table("", "would act on", "inside KL ball", "missed outside")
     for name, title in RULES.items():
         ball = summary.verdicts[name]["kl"]
