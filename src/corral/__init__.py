@@ -101,11 +101,11 @@ _MODULES = (
     *("advantage", "deployed", "divergence", "head", "objective", "objective.config", "objective.correction"),
     *("objective.improvement", "objective.reduction", "projection", "support", "tensors"),
 )
-"""Where the public names are."""
+"""Modules that define the public names."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch and the public names when the first of them is used: `corral --version` needs none of them."""
+    """Import torch and the public names on first use: `corral --version` needs none of them."""
     if name not in __all__ and name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     for module in _MODULES:

@@ -1,4 +1,4 @@
-"""Old module paths and where they are now: imports of released docs, of users' settings and of saved checkpoints go on working.
+"""Old module paths and their present ones, so that imports of released docs, settings and checkpoints keep working.
 
 This table is the one place in the library that names the lab, and nothing in it is imported before somebody asks for it.
 """
@@ -49,11 +49,11 @@ MOVED = {
     "task.tool": "lab.tasks.imports",
     "types": "tensors",
 }
-"""Old path → new path below `corral`; what lies inside a moved package moves with it."""
+"""Old path → new path below `corral`; the modules inside a moved package move with it."""
 
 
 def new_path(name: str) -> str | None:
-    """The present path of a module by its old one; None if the name never was a path that is kept."""
+    """Return the present path of an old module path; None for a name without an entry."""
     old = name.removeprefix("corral.")
     for known in sorted(MOVED, key=len, reverse=True):
         if old == known or old.startswith(f"{known}."):
@@ -62,17 +62,17 @@ def new_path(name: str) -> str | None:
 
 
 class MovedFinder(MetaPathFinder, Loader):
-    """Import hook: an old path is another name of the module at its new path."""
+    """Import hook that makes an old path another name of the module at its new path."""
 
     def find_spec(
         self, fullname: str, path: Iterable[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """A spec for an old path; None for any other, and for `corral.llm` and `corral.task`, which are modules themselves."""
+        """Find a spec for an old path; None for any other, including the real modules `corral.llm` and `corral.task`."""
         moved = fullname.startswith("corral.") and fullname not in ("corral.llm", "corral.task") and new_path(fullname)
         return ModuleSpec(fullname, self) if moved else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The module at the new path; a ModuleNotFoundError that names it where there is none."""
+        """Import the module at the new path; a missing one is a ModuleNotFoundError with that path."""
         path = new_path(spec.name)
         assert path is not None
         module = import_module(path)
@@ -80,11 +80,11 @@ class MovedFinder(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module its own spec back, which the import system has replaced: it was executed at its new path."""
+        """Restore the module's own spec, which the import system has replaced."""
         module.__spec__ = self._own
 
 
 def install() -> None:
-    """Add the hook, once, before all others: an updated checkout may have empty folders where packages were."""
+    """Install the hook once, before all others: an updated checkout may have empty folders of moved packages."""
     if not any(isinstance(finder, MovedFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, MovedFinder())

@@ -1,4 +1,4 @@
-"""Advantages from rewards: relative to a group of completions of one prompt, or step by step with a critic."""
+"""Advantages from rewards: relative to a group of completions for one prompt, or step by step with a critic."""
 
 from typing import Literal, get_args
 
@@ -18,7 +18,7 @@ _STD_FLOOR = 1e-4
 def group_advantages(
     rewards: Float[Tensor, " B"], group: Int[Tensor, " B"], how: Advantage, *, mask: Bool[Tensor, "B T"] | None = None
 ) -> Float[Tensor, " B"]:
-    """Advantage of each completion relative to its group.
+    """Compute the advantage of each completion relative to its group.
 
         grpo           (R − mean_g) / (std_g + 1e-4), unbiased std; 0 in a group of one
         dr_grpo        R − mean_g
@@ -85,7 +85,7 @@ def group_advantages(
 
 
 def _check_mask(mask: Tensor, completions: int, how: Advantage) -> None:
-    """Refuse a mask that whitening over tokens cannot read, or that `how` does not use."""
+    """Refuse a mask that whitening over tokens cannot use, or that `how` ignores."""
     require_tensors("group_advantages", mask=mask)
     if how != "reinforce++":
         raise ValueError(f"group_advantages: `mask` is what reinforce++ whitens over, and {how} reads none. Leave it out.")
@@ -101,7 +101,7 @@ def _check_mask(mask: Tensor, completions: int, how: Advantage) -> None:
 def gae(
     rewards: Float[Tensor, "B T"], values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], gamma: float, lam: float
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
-    """Generalised advantage estimation over the unmasked tokens; an episode ends with its last one.
+    """Generalised advantage estimation over the unmasked tokens; the last unmasked token ends an episode.
 
         δ_t = r_t + γ V_{t+1} − V_t          Â_t = δ_t + γ λ Â_{t+1}          returns_t = Â_t + V_t
 

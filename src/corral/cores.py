@@ -1,4 +1,4 @@
-"""CPU cores that this process may use."""
+"""Number of CPU cores that this process may use."""
 
 import math
 import os
@@ -6,13 +6,13 @@ from pathlib import Path
 
 
 def cores() -> int:
-    """Cores that this process may use: its CPU affinity, limited by the quota of its control group."""
+    """Number of usable cores: the process's CPU affinity, limited by the quota of its control group."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has no affinity
     return max(1, math.floor(min(allowed, share_of_time())))
 
 
 def share_of_time(own: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup")) -> float:
-    """CPU quota in cores (cpu.max of cgroup v2, the least of all groups around); inf without one.
+    """CPU quota in cores: the smallest cpu.max (cgroup v2) of all enclosing groups; inf without a quota.
 
     A container that sees 64 cores and has the time of two would else start 64 programs, of which all but two wait: their time
     limits, which count by the clock, would end them.

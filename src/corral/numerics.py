@@ -1,4 +1,4 @@
-"""Numerical helpers: precision, and logarithms that stay exact at both ends."""
+"""Numerical helpers: precision, and logarithms that are exact both near 0 and for large arguments."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -14,29 +14,29 @@ _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
 
 NEAR = 0.5
-"""Largest |x| for which eˣ − 1 − x is summed as a series; above it the plain form loses three bits at most."""
+"""Largest |x| for which eˣ − 1 − x is summed as a series; above it the plain formula loses at most three bits."""
 
 
 LOG_RATIO_MAX = 20.0
-"""Largest log-ratio that exp is taken of: a blocked token's ratio may overflow, and 0 · inf is NaN."""
+"""Largest log-ratio passed to exp: a blocked token's ratio may overflow, and 0 · inf is NaN."""
 
 CERTAIN = -1e-8
-"""Largest sampled log-prob that a KL reads. A rounded 0 in float32 would be infinitely far from any other policy."""
+"""Largest sampled log-prob that a KL reads. A log-prob rounded to 0 in float32 would have infinite KL to any other policy."""
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Convert half precision to float32: it is for storage, and nothing is computed in it."""
+    """Convert half precision to float32: half precision is for storage only."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Convert all tensors to the best precision among them, float32 at least."""
+    """Convert all tensors to the highest precision among them, at least float32."""
     dtype = reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
     return tuple(x.to(dtype) for x in tensors)
 
 
 def require_tensors(where: str, **given: object) -> None:
-    """Raise a ValueError unless every argument is a tensor, by its name: NumPy arrays and lists are not converted silently."""
+    """Raise a ValueError with the argument's name unless every argument is a tensor: arrays and lists are not converted."""
     for name, value in given.items():
         if not isinstance(value, Tensor):
             raise ValueError(
@@ -46,7 +46,7 @@ def require_tensors(where: str, **given: object) -> None:
 
 
 def without_autocast(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
-    """Decorator that switches autocast off: it would round the factors of float32 products to half precision."""
+    """Decorator that disables autocast, which would round the factors of float32 GEMMs to half precision."""
 
     @wraps(function)
     def exact(*args: _P.args, **kwargs: _P.kwargs) -> _Result:
@@ -61,7 +61,7 @@ def without_autocast(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
 
 
 def log1mexp(x: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
-    """Compute log(1 − eˣ) for x ≤ 0, exact at both ends: the log-probability of "any other token".
+    """Compute log(1 − eˣ) for x ≤ 0, exact near 0 and for large −x: the log-probability of "any other token".
 
     Near 0 it is log(−expm1(x)), far below 0 it is log1p(−eˣ). Gives −inf with gradient 0 at x = 0 (and above, where only
     rounding can put a log-probability).
@@ -87,14 +87,14 @@ def logsumexp(x: Float[Tensor, "*b K"]) -> Float[Tensor, "*b"]:
 
 
 def expm1_minus(x: Tensor) -> Tensor:
-    """Compute eˣ − 1 − x ≥ 0 to full relative precision, however small x is."""
+    """Compute eˣ − 1 − x ≥ 0 to full relative precision for any small x."""
     near = x.abs() < NEAR
     far = torch.where(near, 1.0, x)
     return torch.where(near, expm1_minus_series(torch.where(near, x, 0.0)), torch.expm1(far) - far)
 
 
 def expm1_minus_series(x: Tensor) -> Tensor:
-    """Compute eˣ − 1 − x for |x| < ½ as the series x² Σ xⁿ/(n+2)!: the plain form loses its digits to cancellation."""
+    """Compute eˣ − 1 − x for |x| < ½ as the series x² Σ xⁿ/(n+2)!, which avoids cancellation."""
     terms = 15 if x.dtype == torch.float64 else 8
     # One tensor for all coefficients: making fourteen takes longer than the sum.
     first, *others = x.new_tensor([1 / math.factorial(n) for n in range(terms + 1, 1, -1)]).unbind()
@@ -105,7 +105,7 @@ def expm1_minus_series(x: Tensor) -> Tensor:
 
 
 def gradient_state(parameters: Iterable[Tensor]) -> tuple[bool, bool]:
-    """(all gradients are finite, all are exactly 0); (True, False) if there are no gradients.
+    """(all gradients are finite, all gradients are 0), or (True, False) without gradients.
 
     For a sharded gradient it reads this process's part. Both flags leave the device in one transfer.
     """

@@ -1,4 +1,4 @@
-"""What a run records of its origin: versions of packages, the commit of a checkout, and values in the form that JSON holds."""
+"""Provenance of a run: package versions, the commit of a checkout, and values in JSON form."""
 
 import platform
 import subprocess
@@ -15,7 +15,7 @@ _PACKAGES = (
 
 
 def versions() -> dict[str, str | None]:
-    """Python's and the packages' versions; None for what is not installed."""
+    """Versions of Python and packages; None for a package that is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version(), "corral": corral.__version__}
     for name in _PACKAGES:
         try:
@@ -26,7 +26,7 @@ def versions() -> dict[str, str | None]:
 
 
 def commit() -> str | None:
-    """The commit of corral's own checkout, with a + if files differ from it; None if this is no checkout."""
+    """Commit of corral's own checkout, with a + if files differ from it; None outside a checkout."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(corral.__file__).parent), *arguments]
@@ -40,7 +40,7 @@ def commit() -> str | None:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON can hold it."""
+    """Convert a value to one that JSON supports."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

@@ -11,13 +11,13 @@ from corral.tensors import SparseDist
 from corral.validate import number_in
 
 ANCHOR_TOLERANCE = 1e-3
-"""The largest difference, in nats, between an old policy's log-prob of the sampled token and that in its support."""
+"""Largest difference, in nats, between an old policy's log-prob of the sampled token and its entry in the support."""
 _LOGP_MAX = 1e-3
-"""The largest log-probability that rounding explains."""
+"""Largest log-probability that rounding can explain."""
 _MASS_TOLERANCE, _MASS_TOLERANCE_HALF = 1e-3, 5e-2
-"""The largest error of a distribution's mass, and that of a distribution with log-probabilities in half precision."""
+"""Largest error of a distribution's mass, in float32 and in half precision."""
 LEAST_LEFT = 1e-6
-"""The least share of a tail's mass that remains after tokens have been taken out of it."""
+"""Smallest share of a tail's mass that remains after tokens have been taken out of it."""
 
 
 def top_k_support(
@@ -29,7 +29,7 @@ def top_k_support(
     ids: Int[Tensor, "*b K"] | None = None,
     check: bool = True,
 ) -> SparseDist:
-    """A support: the fewest most likely tokens that reach `mass`, at most k, and always the sampled token.
+    """Compute a support: the fewest most likely tokens that reach `mass`, at most k, and always the sampled token.
 
         S = {sampled} ∪ {the first n of the ranking},   n = min(k, fewest with Σ p ≥ mass)
 
@@ -76,7 +76,7 @@ def top_k_support(
 
 
 def gather_support(logp: Float[Tensor, "*b V"], ids: Int[Tensor, "*b K"], *, check: bool = True) -> SparseDist:
-    """Another policy on a given support: its log-probabilities there and its own mass everywhere else.
+    """Evaluate another policy on a given support: its log-probabilities there, and its own tail mass.
 
     Args:
         logp: log-probabilities of the full softmax [*, V].
@@ -96,7 +96,7 @@ def gather_support(logp: Float[Tensor, "*b V"], ids: Int[Tensor, "*b K"], *, che
 
 
 def extend_support(dist: SparseDist, ids: Int[Tensor, "*b K"], logp: Float[Tensor, "*b M"]) -> SparseDist:
-    """The same policy on a larger support, given its log-probabilities of the tokens that are new in it.
+    """Extend a policy to a larger support, given its log-probabilities of the added tokens.
 
         rest′ = log(e^rest − Σ_new p)
 
@@ -125,7 +125,7 @@ def extend_support(dist: SparseDist, ids: Int[Tensor, "*b K"], logp: Float[Tenso
 def hidden_kl(
     rest_new: Float[Tensor, "*b"], max_new: Float[Tensor, "*b"], rest_old: Float[Tensor, "*b"], max_old: Float[Tensor, "*b"]
 ) -> Float[Tensor, "*b"]:
-    """A lower bound on the part of KL(new‖old) that is hidden in the tail when a support has one bucket for it.
+    """Lower bound on the part of KL(new‖old) that a support hides by merging its tail into one bucket.
 
         r (q log(q/b) − q + b)          where q > b, else 0
 
@@ -141,7 +141,7 @@ def hidden_kl(
 
 @torch.no_grad()
 def tail_gap(new: Float[Tensor, "*b"], old: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
-    """log (max π / max π_old) over the tokens outside a support, from both `rest_max`; 0 without a tail.
+    """Compute log (max π / max π_old) over the tokens outside a support, from both `rest_max`; 0 without a tail.
 
     It is a lower bound on the largest log-ratio outside the support.
     """
@@ -149,7 +149,7 @@ def tail_gap(new: Float[Tensor, "*b"], old: Float[Tensor, "*b"]) -> Float[Tensor
 
 
 def _check_given(where: str, logp: Tensor, ids: Tensor) -> None:
-    """Refuse ids that are no support [*, K] of a policy [*, V]."""
+    """Refuse ids [*, K] that are not a valid support of a policy [*, V]."""
     require_tensors(where, ids=ids)
     if ids.shape[:-1] != logp.shape[:-1]:
         raise ValueError(
@@ -166,7 +166,7 @@ def choose_support(
     mass: float,
     given: Int[Tensor, "*b K"] | None = None,
 ) -> Int[Tensor, "*b slots"]:
-    """Ids of a support: the sampled token or a given support, then ranked tokens until they reach `mass`."""
+    """Choose the ids of a support: the sampled token or a given support, then ranked tokens until they reach `mass`."""
     first = tokens.unsqueeze(-1) if given is None else given.long()
     known = (ranked.unsqueeze(-1) == first.unsqueeze(-2)).any(-1)
     ids = torch.cat([first, torch.where(_reached_before(logp, mass) | known, -1, ranked)], dim=-1)
@@ -174,7 +174,7 @@ def choose_support(
 
 
 def _gather(logp: Tensor, ids: Tensor) -> SparseDist:
-    """A policy on a support that has been checked."""
+    """Evaluate a policy on a validated support."""
     logp = at_least_float32(logp)
     padding = ids < 0
     kept = torch.where(padding, -torch.inf, logp.gather(-1, torch.where(padding, 0, ids).long()))
@@ -186,7 +186,7 @@ def _gather(logp: Tensor, ids: Tensor) -> SparseDist:
 
 
 def rank_top_k(logp: Float[Tensor, "*b V"], k: int) -> Int[Tensor, "*b k"]:
-    """Ids of the k largest entries, largest first, ties by lower id.
+    """Rank the k largest entries and return their ids, largest first, ties by lower id.
 
     `torch.topk` finds the right values, but the device decides which of several equal entries it returns, and in which order.
     So the lowest ids are taken where the k-th value equals the next one, and then all are put in order.
@@ -204,7 +204,7 @@ def rank_top_k(logp: Float[Tensor, "*b V"], k: int) -> Int[Tensor, "*b k"]:
 
 
 def _reached_before(ranked: Tensor, mass: float) -> Tensor:
-    """True where the tokens ranked above already hold `mass`, up to the rounding of their probabilities."""
+    """True where the higher-ranked tokens already reach `mass`, up to the rounding of their probabilities."""
     if mass == 1.0:
         return torch.zeros_like(ranked, dtype=torch.bool)
     p = ranked.double().exp()
@@ -220,14 +220,14 @@ def _check_logp(where: str, logp: Tensor) -> None:
 
 
 class LogpTolerance(NamedTuple):
-    """Tolerances for log-probs: the largest value, and the largest error of their mass."""
+    """Tolerances for log-probs: the largest allowed value, and the largest error of their mass."""
 
     logp: float = torch.inf
     mass: float = torch.inf
 
     @classmethod
     def of(cls, *policies: Tensor | SparseDist | None) -> "LogpTolerance":
-        """Tolerances for policies in these precisions; the lowest precision decides."""
+        """Build the tolerances for policies in these precisions; the lowest precision decides."""
         half = any(
             x.dtype in (torch.float16, torch.bfloat16)
             for policy in policies
@@ -238,7 +238,7 @@ class LogpTolerance(NamedTuple):
 
 
 def _check_mass(where: str, dist: SparseDist) -> None:
-    """Refuse rows whose support and tail together do not hold 1. NaN passes, since padding may hold it.
+    """Refuse rows whose support and tail mass do not sum to 1. NaN passes, since padding may contain it.
 
     The tolerance is that of float32, which `dist` is in, also for log-probs that were rounded to half precision before: an
     objective would refuse the support otherwise.
@@ -272,7 +272,7 @@ def check_id_dtype(where: str, what: str, ids: Tensor) -> None:
 
 
 def refuse_ids(where: str, what: str, low: int, high: int, *, lowest: int, vocabulary: int) -> None:
-    """Raise if the least or the largest id lies outside `lowest` … V − 1."""
+    """Raise if the smallest or largest id lies outside `lowest` … V − 1."""
     if low < lowest or high >= vocabulary:
         ignored = " At padding put any token, such as 0: the mask leaves it out." if low < lowest == 0 else ""  # labels of −100
         raise ValueError(
@@ -282,14 +282,14 @@ def refuse_ids(where: str, what: str, low: int, high: int, *, lowest: int, vocab
 
 
 def check_unique(where: str, what: str, ids: Tensor) -> None:
-    """Refuse supports [* K] with a token twice; −1 may repeat."""
+    """Refuse supports [* K] that contain a token twice; −1 may repeat."""
     if not torch.compiler.is_compiling():
         ordered = ids.sort(-1).values
         refuse_repeats(where, what, bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any()))
 
 
 def refuse_repeats(where: str, what: str, repeated: bool) -> None:
-    """Raise if a token is twice in one row: its mass would count twice."""
+    """Raise if a row contains a token twice: its mass would count twice."""
     if repeated:
         raise ValueError(
             f"{where}: `{what}` has a token twice in one row. A support is a set: keep one of them, −1 pads the row."

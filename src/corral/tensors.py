@@ -1,4 +1,4 @@
-"""The nouns: a distribution on a sparse support, a batch of tokens, what an objective returns."""
+"""Records of tensors: a distribution on a sparse support, a batch of tokens, and an objective's output."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,13 +15,13 @@ _Record = TypeVar("_Record", bound="Tensors")
 
 @dataclass(frozen=True, eq=False)
 class Tensors:
-    """A record of tensors: rows are picked, moved or joined in all of its fields at once. Other fields stay as they are."""
+    """Record of tensors: indexing, moving and joining act on all of its tensor fields. Other fields stay as they are."""
 
     SHARED: ClassVar[tuple[str, ...]] = ()
-    """Fields without the leading axes of the others, such as a weight for all rows: they are moved, but not indexed."""
+    """Fields without the common leading axes, such as a weight for all rows: they are moved, but not indexed."""
 
     def map(self: _Record, change: Callable[[Tensor], Tensor], *, shared: bool = False) -> _Record:
-        """The same change made to every field, to the fields of records in it, and with `shared` to those in `SHARED`."""
+        """Apply a function to every tensor field, also in nested records, and with `shared` to the fields in `SHARED`."""
 
         def changed(x: Any) -> Any:
             return change(x) if isinstance(x, Tensor) else x.map(change, shared=shared) if isinstance(x, Tensors) else x
@@ -29,20 +29,20 @@ class Tensors:
         return replace(self, **{name: changed(x) for name, x in vars(self).items() if shared or name not in self.SHARED})
 
     def __getitem__(self: _Record, index: Any) -> _Record:
-        """Some of the rows: `index` goes to every field."""
+        """Select rows: `index` applies to every field."""
         return self.map(lambda x: x[index])
 
     def detach(self: _Record) -> _Record:
-        """The same record as constants for autograd."""
+        """Return the record with its tensors as constants for autograd."""
         return self.map(Tensor.detach, shared=True)
 
     def to(self: _Record, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> _Record:
-        """The same record on another device; `dtype` changes floating-point fields alone."""
+        """Move the record to another device; `dtype` converts floating-point fields only."""
         return self.map(lambda x: x.to(device=device, dtype=dtype if x.is_floating_point() else None), shared=True)
 
     @classmethod
     def cat(cls: type[_Record], parts: Sequence[_Record], dim: int = 0) -> _Record:
-        """Records joined along an axis; fields that hold no tensor are those of the first."""
+        """Join records along an axis; fields without tensors come from the first record."""
         if len(parts) == 1:
             return parts[0]
 
@@ -55,7 +55,7 @@ class Tensors:
 
 @dataclass(frozen=True, eq=False)
 class SparseDist(Tensors):
-    """A next-token distribution on a sparse support, with the exact mass of its tail.
+    """Next-token distribution on a sparse support, with the exact mass of its tail.
 
     Slot 0 is the sampled token; the other slots hold the rest of the support, most likely first, ties by lower id, padding
     last. Built by :func:`corral.top_k_support`; the same support under another policy by :func:`corral.gather_support`.
@@ -66,9 +66,9 @@ class SparseDist(Tensors):
     logp: Float[Tensor, "*b K"]
     """Log-probabilities of the full softmax; −inf at padding."""
     rest: Float[Tensor, "*b"]
-    """Log mass of every token outside the support, a logsumexp over them; −inf only where nothing is left."""
+    """Log mass of all tokens outside the support; −inf only if there are none."""
     rest_max: Float[Tensor, "*b"] | None = None
-    """Largest log-probability outside the support, a constant for autograd; None where it is unknown."""
+    """Largest log-probability outside the support, a constant for autograd; None if unknown."""
 
     def __post_init__(self) -> None:
         if self.ids.dtype not in (torch.int64, torch.int32):
@@ -87,11 +87,11 @@ class SparseDist(Tensors):
             )
 
     def with_rest(self) -> Float[Tensor, "*b K_plus_rest"]:
-        """Log-probabilities with the tail as one more category: a complete distribution, [*, K + 1]."""
+        """Log-probabilities with the tail as one more category [*, K + 1], which is a complete distribution."""
         return at_least_float32(torch.cat([self.logp, self.rest.unsqueeze(-1)], dim=-1))
 
     def pack(self, device: torch.device | str = "cpu") -> "PackedSparseDist":
-        """Jagged int32 + float32 storage without the padding, on the CPU by default; detached."""
+        """Pack into jagged int32 and float32 storage without padding, detached, on the CPU by default."""
         kept = self.ids >= 0
         return PackedSparseDist(
             ids=self.ids[kept].to(device, torch.int32),
@@ -105,25 +105,25 @@ class SparseDist(Tensors):
 
 @dataclass(frozen=True, eq=False)
 class PackedSparseDist(Tensors):
-    """A :class:`SparseDist` as a rollout buffer stores it: 8 bytes per token of the support and 12 per position."""
+    """Packed form of :class:`SparseDist` for rollout buffers: 8 bytes per token of the support and 12 per position."""
 
     ids: Int[Tensor, " n"]
     logp: Float[Tensor, " n"]
     rest: Float[Tensor, "*b"]
     counts: Int[Tensor, "*b"]
-    """Tokens of the support at each position; the rows of `ids` and `logp` follow one another in this order."""
+    """Number of support tokens at each position; `ids` and `logp` list the positions' tokens in this order."""
     slots: int
-    """K of the distribution that was packed, padding included."""
+    """K of the packed distribution, with padding."""
     rest_max: Float[Tensor, "*b"] | None = None
 
     @property
     def bytes_per_token(self) -> float:
-        """Storage per position of the batch."""
+        """Bytes of storage per position of the batch."""
         stored = sum(x.numel() * x.element_size() for x in vars(self).values() if isinstance(x, Tensor))
         return stored / max(self.counts.numel(), 1)
 
     def unpack(self, device: torch.device | str | None = None) -> SparseDist:
-        """The distribution that was packed, exactly as it was up to float32."""
+        """Restore the packed distribution, exact up to float32."""
         here = self.map(lambda x: x.to(device or x.device, copy=True))
         kept = torch.arange(self.slots, device=here.counts.device) < here.counts.unsqueeze(-1)
         ids = torch.full(kept.shape, -1, dtype=torch.int64, device=kept.device)
@@ -134,26 +134,26 @@ class PackedSparseDist(Tensors):
 
 @dataclass(frozen=True, eq=False)
 class TokenBatch(Tensors):
-    """Everything an objective may read: B completions of T tokens. Padding may hold anything, NaN included.
+    """Inputs of an objective: B completions of T tokens. Padding may hold any value, also NaN.
 
     :mod:`corral.objective.check` has what objectives refuse.
     """
 
     logp_new: Float[Tensor, "B T"]
-    """log π of the sampled tokens under the policy being trained; the gradient flows here."""
+    """Log-probs log π of the sampled tokens under the policy in training; the gradient flows here."""
     logp_old: Float[Tensor, "B T"]
-    """log π_old of the same tokens: the anchor, centre of the region and denominator of the ratio."""
+    """Log-probs log π_old of the sampled tokens: the anchor, centre of the region and denominator of the ratio."""
     advantages: Float[Tensor, "B T"] | Float[Tensor, " B"]
     mask: Bool[Tensor, "B T"]
-    """True where a token is trained on."""
+    """True at tokens that are trained on."""
     dist_new: SparseDist | None = None
     dist_old: SparseDist | None = None
-    """Both policies on ONE shared support, [B T K]."""
+    """Both policies on ONE shared support [B T K]."""
     logp_rollout: Float[Tensor, "B T"] | None = None
-    """What the sampler reported: sampler corrections and `tr/mismatch` read it."""
+    """Log-probs reported by the sampler, for sampler corrections and `tr/mismatch`."""
     dist_teacher: SparseDist | None = None
-    """A third policy, a constant, on the same support [B T K]: the teacher of `distill`, or the reference that `troll` with
-    centre="reference" stays near."""
+    """Third policy, a constant, on the same support [B T K]. It is the teacher of `distill`, or the reference of `troll` with
+    centre="reference"."""
 
     @classmethod
     def on_support(
@@ -164,44 +164,44 @@ class TokenBatch(Tensors):
         mask: Bool[Tensor, "B T"],
         logp_rollout: Float[Tensor, "B T"] | None = None,
     ) -> "TokenBatch":
-        """A batch of two policies on one support: the log-probs of the sampled tokens are those in slot 0."""
+        """Build a batch from two policies on one support, whose slot 0 is the sampled token."""
         return cls(new.logp[..., 0], old.logp[..., 0], advantages, mask, new, old, logp_rollout)
 
 
 @dataclass(frozen=True, eq=False)
 class ObjectiveOutput(Tensors):
-    """An objective's result: a loss per token, unreduced and 0 where masked out, and metrics to log."""
+    """Output of an objective: a loss per token, unreduced and 0 at masked tokens, and metrics to log."""
 
     loss: Float[Tensor, "B T"]
-    """Policy term and regression together."""
+    """Policy term plus regression."""
     metrics: dict[str, Tensor]
     acted: Bool[Tensor, "B T"] | None = None
-    """Where the region acted: `tr/active_frac` is their share. None where it is not recorded, as in a fused kernel."""
+    """True where the region acted; `tr/active_frac` is the mean. None if it is not recorded, as in a fused kernel."""
     kl_after: Float[Tensor, "B T"] | None = None
     """KL(projected‖old), for objectives that project."""
     regression: Float[Tensor, "B T"] | None = None
-    """The part of the loss that pulls the network back to the region. Corrections for the sampler, which weigh the policy
-    gradient, leave it alone. None where there is none, or where a fused kernel has it in the loss only."""
+    """Part of the loss that pulls the network back to the region. Sampler corrections weigh the policy gradient and leave this
+    part alone. None if there is none, or if a fused kernel includes it in the loss only."""
 
     def weigh(self, weights: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-        """The loss with its policy term multiplied by `weights`: a sampler correction, importance weights, an entropy mask."""
+        """Multiply the policy term by `weights`, such as a sampler correction, and return the loss."""
         if self.regression is None:
             return torch.where(weights == 0, 0.0, self.loss * weights)
         return torch.where(weights == 0, 0.0, (self.loss - self.regression) * weights) + self.regression
 
     def total(self, weights: Float[Tensor, "B T"], policy_weights: Float[Tensor, "B T"] | None = None) -> Float[Tensor, ""]:
-        """Σ w (c · policy + regression), w = `weights` and c = `policy_weights`; tokens with w = 0 do not count, NaN or not."""
+        """Compute Σ w (c · policy + regression) with w = `weights`, c = `policy_weights`; tokens with w = 0 may be NaN."""
         loss = self.loss if policy_weights is None else self.weigh(policy_weights)
         return torch.where(weights == 0, 0.0, loss * weights).sum()
 
 
 def metric_kind(name: str) -> Literal["max", "sum", "mean"]:
-    """The rule that combines a metric of several batches; means are over tokens."""
+    """Rule that combines a metric over several batches; means are over tokens."""
     return "max" if "_max" in name else "sum" if name == "tr/unconverged" else "mean"
 
 
 def join_outputs(parts: Sequence[ObjectiveOutput]) -> ObjectiveOutput:
-    """Outputs for some tokens each [1 n], all of them unmasked, as one [1 N]."""
+    """Join outputs for some unmasked tokens each [1 n] into one output [1 N]."""
     if len(parts) == 1:
         return parts[0]
     counts = parts[0].loss.new_tensor([float(part.loss.numel()) for part in parts])

@@ -1,4 +1,4 @@
-"""Refusals that users read: two errors, misspelt names answered with the nearest one, and `require` for fields of settings."""
+"""Validation of user input: two error types, nearest matches for misspelt names, and `require` for fields of settings."""
 
 import dataclasses
 import math
@@ -12,15 +12,15 @@ from typing import Any, get_args
 
 
 class RunError(Exception):
-    """A run cannot start or continue. The message says what is wrong, why, and what to do."""
+    """Raised if a run cannot start or continue. The message has the problem, its reason, and a remedy."""
 
 
 class RewardError(RunError):
-    """A reward function failed; the cause is chained."""
+    """Raised if a reward function failed; the cause is chained."""
 
 
 def pip_install(extra: str) -> str:
-    """The commands that install an extra of corral, from the package index and in a checkout of the source."""
+    """Commands that install an extra of corral, from the package index and in a source checkout."""
     return f"pip install 'corral[{extra}]', or in a checkout pip install -e '.[{extra}]'"
 
 
@@ -31,11 +31,11 @@ _ALSO_CALLED = {
     "delta": ["bound"], "epsilon_low": ["clip_low"], "epsilon_high": ["clip_high"], "lr": ["learning_rate"],
     "rate": ["learning_rate"], "batch_size": ["per_device_train_batch_size"], "max_tokens": ["max_completion_length"],
 }  # fmt: skip
-"""Names of papers and other libraries, and what they are called here, the likeliest first. Their letters would mislead."""
+"""Names from papers and other libraries → their names here, most likely first. Spelling alone would find wrong ones."""
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the nearest match, and all known names."""
+    """End of a message about an unknown name: the nearest match, and all known names."""
     known = sorted(known)
     typed = str(name).lower().replace("-", "_")
     meant = [other for other in _ALSO_CALLED.get(typed, ()) if other in known][:1]
@@ -46,18 +46,18 @@ def nearest(name: object, known: Iterable[str]) -> str:
 
 
 def suggest(name: object, known: Iterable[str]) -> str:
-    """The nearest match alone, for messages where the known names are hundreds."""
+    """Nearest match alone, for messages in which the known names are hundreds."""
     return nearest(name, known).split(" There are:")[0]
 
 
 def build_config(owner: str, config_cls: type, settings: Mapping[str, Any]) -> Any:
-    """`config_cls(**settings)`, or a ValueError that names a setting which it does not have."""
+    """Build `config_cls(**settings)`; an unknown setting is a ValueError that names it."""
     check_keys(owner, config_cls, settings)
     return config_cls(**settings)
 
 
 def check_keys(owner: str, config_cls: type, settings: Iterable[str]) -> None:
-    """Raise a ValueError for the first setting that a dataclass does not have."""
+    """Raise a ValueError for the first setting that is not a field of a dataclass."""
     known = [field.name for field in dataclasses.fields(config_cls) if field.init]
     for key in settings:
         if key not in known:
@@ -89,7 +89,7 @@ def require(
     name: str | None = None,
     error: type[Exception] = ValueError,
 ) -> None:
-    """Raise unless each of these fields is what it must be: a number in a range, or one of some values.
+    """Raise unless each of these fields is valid: a number in a range, or one of some values.
 
         require(self, "bound", "bound_low", at_least=0, what="a divergence", note="inf switches it off")
         ValueError: dppo: `bound` is a divergence and must be ≥ 0 (inf switches it off); got -1.
@@ -149,11 +149,11 @@ def require_words(owner: object, *fields: str) -> None:
 
 
 _Limits = tuple[float | None, float | None]
-"""A limit that is allowed itself, and a limit that is not."""
+"""Limit that is itself allowed, and limit that is not."""
 
 
 def _condition(integer: bool, finite: bool, low: _Limits, high: _Limits) -> str:
-    """The condition as the message has it: "is a whole number ≥ 1", "must be finite and > 0", "must lie in (0, 1]"."""
+    """Condition in words, for messages: "is a whole number ≥ 1", "must be finite and > 0", "must lie in (0, 1]"."""
     (at_least, above), (at_most, below) = low, high
     least, most = at_least if above is None else above, at_most if below is None else below
     kind = "whole number" if integer else "finite number" if finite else "number"
@@ -170,7 +170,7 @@ _WORD_START = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 
 def owner_name(owner: object) -> str:
-    """Name of an object in messages: its `name`, else its class. `PPOClipConfig` is ppo_clip, `ProDMP` is itself."""
+    """Name of an object in messages: its `name`, else its class. `PPOClipConfig` becomes ppo_clip, `ProDMP` stays."""
     given = getattr(owner, "name", None)  # tasks have a name; most settings do not
     if isinstance(given, str):
         return given

@@ -26,10 +26,10 @@ class RateController:
             raise ValueError(f"RateController: 0 < `low` ≤ 1 ≤ `high`, both finite; got {low!r} and {high!r}.")
         self.power, self.low, self.high = power, low, high
         self.scale = 1.0
-        """Factor by which the initial learning rate is multiplied now."""
+        """Current factor on the initial learning rate."""
 
     def update(self, distance: float, bound: float) -> float:
-        """Factor for the learning rate after a batch that moved the network by `distance` instead of `bound`.
+        """Compute the factor for the learning rate after a batch that moved the network by `distance` instead of `bound`.
 
         A network that did not move gets the largest factor, a distance of NaN or inf the smallest.
         """
@@ -45,7 +45,7 @@ class RateController:
         return factor
 
     def state_dict(self) -> dict[str, float]:
-        """State that a resumed run needs."""
+        """Return the state that a resumed run needs."""
         return {"scale": self.scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -16,21 +16,21 @@ from corral.validate import number_in
 logger = logging.getLogger(__name__)
 
 AIM = 0.97
-"""Share of the bound that a guess aims at: a probe just above the bound would be wasted."""
+"""Share of the bound that an estimate aims at: a probe just above the bound would be wasted."""
 CAREFUL = 0.7
-"""Share of the bound that the last guess aims at: if it fails, only the old weights are left."""
+"""Share of the bound that the last estimate aims at: if it fails, the old weights are restored."""
 ENOUGH = 0.8
 """Share of the bound above which a step is kept without another probe."""
 LOST = 0.1
-"""Factor on the share of the step after a distance that is NaN or inf."""
+"""Factor on the share of the step after a measured distance that is NaN or inf."""
 LEAST = 1e-6
-"""Least share of a step that is probed; below it nothing is kept."""
+"""Smallest share of a step that is probed; below it the old weights are restored."""
 FEW = 5000
-"""Least number of tokens for which the 99.9th percentile is reported: with fewer it is one of the five largest values."""
+"""Smallest number of tokens for which the 99.9th percentile is reported; with fewer it is among the five largest."""
 _INTERPOLATED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Types of weights and buffers that lie between the old and the new ones."""
+"""Types of weights and buffers that are interpolated between their old and new values."""
 _told: set[str] = set()
-"""Warnings that were already given: each is given once."""
+"""Warnings that were already logged: each is logged once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Certificate:
     share: float
     """Share of the step that was kept: θ_old + share · (θ_new − θ_old)."""
     probes: int
-    """Number of measurements, with the one at the old weights if nothing else fitted."""
+    """Number of measurements, including the one at the old weights if nothing else fitted."""
     value_before: float
     """Statistic after the updates, before anything was undone; NaN if a weight was NaN or inf."""
     value_after: float
@@ -170,7 +170,7 @@ def retract(
 
 @dataclass(frozen=True)
 class _Probe:
-    """One measurement: the share of the step, the statistic, and all numbers."""
+    """One measurement: the share of the step, the bounded statistic, and all statistics."""
 
     share: float
     value: float
@@ -178,7 +178,7 @@ class _Probe:
 
     @classmethod
     def of(cls, share: float, measured: Tensor | BatchKL, statistic: str) -> "_Probe":
-        """Summarise a measurement. One NaN makes every statistic NaN: a quantile would not notice it."""
+        """Summarise a measurement. A single NaN makes every statistic NaN, since a quantile would hide it."""
         found = TokenKL.of(measured)
         kl = measured.new_old if isinstance(measured, BatchKL) else measured
         lost = math.isnan(found.mean)
@@ -186,7 +186,7 @@ class _Probe:
 
 
 def _next_share(tried: list[_Probe], bound: float, *, last: bool) -> float | None:
-    """Next share to measure, as if the statistic were a power of the share; None if no probe is worth its cost."""
+    """Compute the next share to measure, as if the statistic were a power of the share; None if no probe is worthwhile."""
     fits = max((one for one in tried if one.value <= bound), key=lambda one: one.share, default=None)
     if fits is not None and (fits.share == 1.0 or fits.value >= ENOUGH * bound):
         return None
@@ -232,7 +232,7 @@ def _is_finite(weight: Tensor) -> bool:
 
 
 def _forget_copies(module: nn.Module) -> None:
-    """Drop autocast's half-precision copies and FSDP2's gathered weights, before weights are read and after writing them."""
+    """Drop autocast's half-precision copies and FSDP2's gathered weights, before reading weights and after writing them."""
     torch.clear_autocast_cache()
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported, so not used
     for part in module.modules():
@@ -241,13 +241,13 @@ def _forget_copies(module: nn.Module) -> None:
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name; a shared buffer under each of its names."""
+    """Parameters and buffers by name; a shared buffer appears under each of its names."""
     return dict(module.named_parameters()) | dict(module.named_buffers(remove_duplicate=False))
 
 
 @torch.no_grad()
 def _place(module: nn.Module, old: Mapping[str, Tensor], new: Mapping[str, Tensor], share: float) -> None:
-    """Write θ_old + share · (θ_new − θ_old) into parameters and buffers, rounded once; at 0 the old ones, even from NaN."""
+    """Write θ_old + share · (θ_new − θ_old) into parameters and buffers, rounded once; share 0 copies the old values."""
     _forget_copies(module)  # a gathered weight is another tensor than its part
     live = _tensors(module)  # looked up every time: a forward pass may register a buffer anew
     for name, x in old.items():
@@ -256,7 +256,7 @@ def _place(module: nn.Module, old: Mapping[str, Tensor], new: Mapping[str, Tenso
 
 
 def _between(old: Tensor, new: Tensor, share: float) -> Tensor:
-    """Interpolate θ_old + share · (θ_new − θ_old), half precision in float32; tensors of other types are taken from the new."""
+    """Interpolate θ_old + share · (θ_new − θ_old), half precision in float32; tensors of other types take the new value."""
     if share == 1 or new.dtype not in _INTERPOLATED:
         return new
     return torch.where(old == new, new, torch.lerp(old, new, share))  # the difference of equal infinities is no number

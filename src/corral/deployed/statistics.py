@@ -9,11 +9,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 Statistic = Callable[[Float[Tensor, " N"]], Tensor]
-"""Function of per-token KLs [N] to a scalar that grows with each of them."""
+"""Function from per-token KLs [N] to a scalar that is increasing in each of them."""
 
 
 def quantile(kl: Float[Tensor, " N"], level: float) -> Tensor:
-    """The smallest value that at least a share `level` of the tokens do not exceed (nearest rank, no interpolation)."""
+    """Smallest value that at least a share `level` of the tokens do not exceed (nearest rank, no interpolation)."""
     return kl.flatten().kthvalue(max(1, math.ceil(level * kl.numel()))).values
 
 
@@ -38,11 +38,11 @@ class BatchKL:
     new_old: Float[Tensor, " N"]
     """KL(new‖old) at each token, which is bounded."""
     old_new: Float[Tensor, " N"]
-    """KL(old‖new): tokens were drawn from the old network, so a sequence's sum estimates the KL of whole sequences."""
+    """KL(old‖new). Tokens were drawn from the old network, so that a sequence's sum estimates the KL of the whole sequence."""
     sequence: Int[Tensor, " N"]
-    """The sequence that each token belongs to; any whole numbers."""
+    """Sequence number of each token; any integers."""
     log_ratio: Float[Tensor, " N"] | None = None
-    """log π_new − log π_old of the token that was drawn, where it is known."""
+    """log π_new − log π_old of the sampled token, if known."""
 
     def effective_sample_size(self) -> float:
         """Effective share of the tokens under importance weights, (Σρ)² / (N Σρ²) in (0, 1]; 1 if no ratio is known."""
@@ -54,22 +54,22 @@ class BatchKL:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenKL:
-    """How far a network moved on the tokens of a batch, in nats per token, and per sequence where these are known."""
+    """Distance that a network moved on the tokens of a batch, in nats per token, and per sequence if sequences are known."""
 
     mean: float
     p999: float
     max: float
     tokens: int
     se: float | None = None
-    """Standard error of the mean: sequences are taken as independent, or tokens where no sequences are known; None of one."""
+    """Standard error of the mean over independent sequences, or over tokens if sequences are unknown. None for a single one."""
     seq_mean: float | None = None
-    """Σ_t KL(old‖new) of a sequence, the mean over sequences: an estimate of the KL of whole sequences."""
+    """Mean over sequences of Σ_t KL(old‖new): an estimate of the KL of whole sequences."""
     seq_max: float | None = None
-    """Σ_t KL(old‖new) of the sequence that moved furthest."""
+    """Σ_t KL(old‖new) of the sequence with the largest sum."""
 
     @classmethod
     def of(cls, found: "Float[Tensor, ' N'] | BatchKL") -> "TokenKL":
-        """Summarise per-token KLs; one NaN makes all numbers NaN. Numbers of sequences need a `BatchKL`."""
+        """Summarise per-token KLs; one NaN makes every statistic NaN. Statistics of sequences need a `BatchKL`."""
         batch = found if isinstance(found, BatchKL) else None
         kl = (found.new_old if isinstance(found, BatchKL) else found).detach().double()
         if not kl.numel():

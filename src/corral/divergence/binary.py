@@ -1,4 +1,4 @@
-"""Divergences of "this token or any other", from two sampled-token log-probabilities."""
+"""Divergences of the two-way distribution "this token or any other", from two log-probabilities of the sampled token."""
 
 import torch
 from jaxtyping import Float
@@ -42,7 +42,11 @@ def binary_tv(logp_p: Float[Tensor, "*#b"], logp_q: Float[Tensor, "*#b"]) -> Flo
 
 
 def _rest_gap(logp_p: Tensor, logp_q: Tensor, gap: Tensor) -> Tensor:
-    """Log-ratio log (1 − q)/(1 − p), from the sampled token if it is small: in `gap` two rounded logarithms would cancel.
+    """Log-ratio log (1 − q)/(1 − p).
+
+    Small values are computed from the sampled token's log-ratio: the direct difference `gap` of two logarithms cancels.
+
+    A small log-ratio is computed from `gap`, the log-ratio of the sampled token.
 
     1 − q = (1 − p) − p (e^(log q − log p) − 1), so the ratio is 1 − p expm1(log q − log p) / (1 − p).
     """

@@ -1,4 +1,4 @@
-"""Divergences of Gaussians from Cholesky factors, the mean's part and the covariance's apart."""
+"""Divergences of Gaussians from Cholesky factors, separately for the mean and the covariance."""
 
 import math
 from typing import Any, Literal, NamedTuple, get_args
@@ -14,16 +14,16 @@ WassersteinForm = Literal["commuting", "bures"]
 
 
 class GaussianDistance(NamedTuple):
-    """A divergence of two Gaussians: the means' part and the covariances' part."""
+    """A divergence of two Gaussians, split into the means' part and the covariances' part."""
 
     mean: Tensor
     """The means' part [*b]."""
     cov: Tensor
-    """The covariances' part [*c]: one number where the covariance is shared."""
+    """The covariances' part [*c]: a single number if the covariance is shared."""
 
     @property
     def total(self) -> Tensor:
-        """Both parts together [*]."""
+        """Sum of the means' part and the covariances' part [*]."""
         return self.mean + self.cov
 
 
@@ -99,7 +99,7 @@ def gaussian_frobenius(
     *,
     diagonal: bool = False,
 ) -> GaussianDistance:
-    """Squared Frobenius distance of the covariances, and the means' in units of q.
+    """Squared Frobenius distance of the covariances, and the squared distance of the means in units of q.
 
         mean  |L_q⁻¹ (μ_p − μ_q)|²          cov  |Σ_p − Σ_q|²
 
@@ -148,12 +148,12 @@ def _whiten(x: Tensor, chol: Tensor, diagonal: bool) -> Tensor:
 
 
 def mahalanobis(gap: Tensor, chol: Tensor, diagonal: bool) -> Tensor:
-    """Squared length |L⁻¹ gap|² [*] in units of the Gaussian."""
+    """Squared Mahalanobis length |L⁻¹ gap|² [*], for the Cholesky factor L of a covariance."""
     return _whiten(gap, chol, diagonal).square().sum(-1)
 
 
 def kl_of_covariances(chol_p: Tensor, chol_q: Tensor, diagonal: bool) -> Tensor:
-    """The KL's covariance part ½ (tr A − D − log det A) [*].
+    """Covariance part of the KL, ½ (tr A − D − log det A) [*].
 
     It is NaN where a factor has a negative diagonal entry, and inf where p's has a zero.
     """
@@ -184,15 +184,17 @@ class _WassersteinLine(NamedTuple):
     """A straight line between square roots of two covariances, F_t F_tᵀ with F_t = F_q + t (F_p − F_q)."""
 
     start: Tensor
-    """A square root of Σ_q, in the frame of the line."""
+    """Square root of Σ_q, in the frame of the line."""
     step: Tensor
     """Difference of a square root of Σ_p from `start`."""
     distance: Tensor
-    """Squared length [*] in the chosen form; t of the way is t² of it."""
+    """Squared length [*] of the line in the chosen form; a share t of the way has t² of it."""
 
 
 def wasserstein_line(chol_p: Tensor, chol_q: Tensor, form: WassersteinForm, scaled: bool, diagonal: bool) -> _WassersteinLine:
-    """Line between two covariances whose length is their distance. With "bures" and `scaled` its start is I, in the frame of q.
+    """Line from one covariance to another, with their distance as its length.
+
+    With "bures" and `scaled` its start is I, in the frame of q.
 
     The optimal map from q to p is T = L_q⁻ᵀ (L_qᵀ Σ_p L_q)^½ L_q⁻¹, so T L_q is a root of Σ_p, and |(T − I) L_q|² is the
     squared distance: the Bures geodesic is the straight line from L_q to T L_q.
@@ -226,7 +228,7 @@ def symmetric_root(factor: Tensor) -> Tensor:
 
 
 class _SymmetricRoot(torch.autograd.Function):
-    """Root R = U S Uᵀ from F = U S Vᵀ, without squaring F and its condition number.
+    """Autograd function for the symmetric root R = U S Uᵀ of F = U S Vᵀ, without squaring F's condition number.
 
     Gradient. R R = F Fᵀ, so R dR + dR R = dF Fᵀ + F dFᵀ, which in the basis U is (σ_i + σ_j) dR_ij on the left. With
     Z_ij = Ḡ_ij / (σ_i + σ_j) in that basis, Ḡ symmetrised, ⟨Ḡ, dR⟩ = ⟨Z, dF Fᵀ + F dFᵀ⟩ = ⟨2 Z F, dF⟩. Sums of singular

@@ -1,4 +1,4 @@
-"""The loss of an objective on a batch whose new policy a head has just computed: one kernel on a GPU, if it has one.
+"""The loss of an objective on a batch, given the head's results: one fused kernel on a GPU if the objective has a kernel.
 
 `policy_loss_from_hidden` is head and loss in one call. A trainer that needs log-probs and entropy besides, for terms of its
 own, calls `lm_head` and then this.
@@ -19,7 +19,7 @@ from corral.tensors import ObjectiveOutput, TokenBatch
 
 
 def batch_loss(objective: TokenObjective, batch: TokenBatch, *, kernels: bool | None = None) -> ObjectiveOutput:
-    """objective(batch), differentiable in its new policy.
+    """Compute the objective of a batch, differentiable in the new policy.
 
     Args:
         objective: from `make_objective`, or any function TokenBatch → ObjectiveOutput.
@@ -38,7 +38,10 @@ def batch_loss(objective: TokenObjective, batch: TokenBatch, *, kernels: bool | 
 
 
 def _in_one_kernel(objective: Any, batch: TokenBatch) -> ObjectiveOutput | None:
-    """The loss by the objective's kernel; None if it has none, or if the batch is empty or lacks what the kernel reads."""
+    """Compute the loss in the objective's kernel.
+
+    None if there is no kernel, the batch is empty, or an input of the kernel is missing.
+    """
     from corral.head.triton.loss import LOSS, OldRows, rule_of, summarize
 
     rule, old, new = rule_of(objective), batch.dist_old, batch.dist_new
@@ -77,7 +80,7 @@ def _in_one_kernel(objective: Any, batch: TokenBatch) -> ObjectiveOutput | None:
 
 @dataclass(frozen=True, eq=False)
 class _Check:
-    """Refuses a batch in which a value is not finite, or no log-probability, in the objective's own words."""
+    """Validation of rows: a value that is not finite, or no log-probability, raises the objective's own message."""
 
     objective: TokenObjective
     batch: TokenBatch
@@ -93,7 +96,7 @@ class _Check:
 
 
 class _RowGradients(torch.autograd.Function):
-    """Losses of rows with gradients that the kernel computed beside them; the backward pass scales each row's own."""
+    """Autograd function for row losses whose gradients the kernel has computed; the backward pass only scales them."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, gradients: tuple[Tensor | None, ...], check: _Check, *inputs: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which implementation runs: the only place that chooses."""
+"""Choice of the implementation: torch or Triton."""
 
 import functools
 import importlib.util
@@ -13,17 +13,17 @@ Impl = Literal["auto", "torch", "triton"]
 Chosen = Literal["torch", "triton"]
 
 MAX_TOP_K = 1024
-"""The most slots of one row that registers hold."""
+"""Largest support of one row that fits in registers, in tokens."""
 MAX_GIVEN = MAX_TOP_K + 1
-"""The most slots of a given support: another policy's own, and the sampled token."""
+"""Largest given support: the old policy's own tokens and the sampled token."""
 OWN_SUPPORT = 64
-"""Size of the policy's own support that carries a sparse gradient if no support is given."""
+"""Size of the new policy's own support that carries a sparse gradient when no support is given."""
 
 _log = logging.getLogger(__name__)
 
 
 def choose(where: str, impl: str, hidden: Tensor, weight: Tensor, top_k: int | None = None, given: int = 0) -> Chosen:
-    """The implementation for `impl`; "auto" takes Triton on a GPU if it can, and logs its choice once.
+    """Choose the implementation for `impl`. `"auto"` takes Triton on a GPU that supports it, and logs its choice once.
 
     Args:
         where: the public function that calls, for messages.
@@ -48,7 +48,7 @@ def choose(where: str, impl: str, hidden: Tensor, weight: Tensor, top_k: int | N
 
 
 def obstacle(hidden: Tensor, weight: Tensor, top_k: int | None, given: int = 0, *, interpret: bool = False) -> str | None:
-    """Why the Triton kernels cannot run on these tensors; None if they can. `interpret` accepts Triton's interpreter."""
+    """Return the reason why Triton kernels cannot run on these tensors, or None. `interpret` accepts Triton's interpreter."""
     if not has_triton():
         return "Triton is not installed"
     if not hidden.is_cuda and not (interpret and _interpreting()):
@@ -79,13 +79,13 @@ def obstacle(hidden: Tensor, weight: Tensor, top_k: int | None, given: int = 0, 
 
 
 def own_top_k(hidden: Tensor, vocabulary: int, top_k: int = OWN_SUPPORT) -> int:
-    """The part of `top_k` that kernels find: no more than there are tiles, since each tile keeps its largest logit."""
+    """Limit `top_k` to the number of tiles: the kernels keep the largest logit of each tile."""
     return min(top_k, MAX_TOP_K, -(-vocabulary // tile_of(hidden).columns))
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Tokens × vocabulary × hidden of one tile of the GEMM, and the warps and pipeline stages for it."""
+    """Shape of one GEMM tile (tokens × vocabulary × hidden), with its number of warps and pipeline stages."""
 
     rows: int
     columns: int
@@ -99,18 +99,18 @@ TILES = {
     torch.float16: Tile(128, 256, 64, stages=4),
     torch.float32: Tile(64, 128, 32, warps=4),
 }
-"""Measured best on an H200. A tile is at most 256 columns wide, so that a place in it fits a byte."""
+"""Fastest tiles on an H200, by dtype. A tile has at most 256 columns, so that a column index fits in a byte."""
 
 SMALL_TILES = {
     torch.bfloat16: Tile(64, 128, 64, warps=4, stages=2),
     torch.float16: Tile(64, 128, 64, warps=4, stages=2),
     torch.float32: Tile(32, 64, 32, warps=4, stages=2),
 }
-"""For GPUs whose blocks get less than 160 KiB of shared memory."""
+"""Tiles for GPUs with less than 160 KiB of shared memory per block."""
 
 
 def tile_of(x: Tensor) -> Tile:
-    """The tile for this dtype on this device."""
+    """Tile of the GEMM for this dtype on this device."""
     return (SMALL_TILES if x.is_cuda and _little_memory(x.device) else TILES)[x.dtype]
 
 

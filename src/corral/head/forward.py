@@ -1,4 +1,4 @@
-"""The language-model head: hidden states → log-probs, entropy and a sparse support, one block of logits at a time."""
+"""Language-model head: hidden states → log-probs, entropy and a sparse support, one block of logits at a time."""
 
 from dataclasses import dataclass, replace
 
@@ -18,16 +18,16 @@ from corral.validate import number_in
 
 @dataclass(frozen=True, eq=False)
 class HeadOutput:
-    """The head's results for each position's next-token distribution."""
+    """Results of the head for the next-token distribution at each position."""
 
     logp: Float[Tensor, "*b"]
     """Log-probability of the sampled token."""
     entropy: Float[Tensor, "*b"] | None
     """Entropy, if requested."""
     dist: SparseDist | None
-    """The policy on a sparse support, if `top_k` or `ids` was given."""
+    """Next-token distribution on a sparse support, if `top_k` or `ids` was given."""
     report: Float[Tensor, "2"] | None = None
-    """The share of dense rows and the largest share left out, written by a sparse backward pass; NaN until then."""
+    """Share of dense rows, and largest gradient share left out. A sparse backward pass writes both; NaN until then."""
 
 
 def lm_head(
@@ -48,7 +48,7 @@ def lm_head(
     group: torch.distributed.ProcessGroup | None = None,
     tolerance: float = 0.0,
 ) -> HeadOutput:
-    """Log-probs, entropy and support of the next-token distribution, without ever holding [N V] logits.
+    """Compute log-probs, entropy and support of the next-token distribution, without materialised logits [N V].
 
         z = softcap(scale · (h Wᵀ + b)) / temperature          log p = z − logsumexp z
 
@@ -112,7 +112,7 @@ def lm_head(
 
 
 def check_weight(owner: str, weight: object) -> None:
-    """Refuse a layer in place of its weight."""
+    """Refuse a module where its weight tensor is expected."""
     if not isinstance(weight, Tensor):
         raise ValueError(
             f"{owner}: `weight` is the head's matrix [V H]; got {type(weight).__name__}. Of a layer pass layer.weight, and its "
@@ -121,7 +121,7 @@ def check_weight(owner: str, weight: object) -> None:
 
 
 def _check(source: HeadInput, vocabulary: int) -> None:
-    """Refuse shapes, dtypes and settings that do not fit each other."""
+    """Refuse shapes, dtypes and settings that do not match."""
     hidden, weight, tokens, ids, joins = source.hidden, source.weight, source.tokens, source.ids, source.joins
     bias, request = source.bias, source.request
     if weight.ndim != 2 or hidden.shape[-1] != weight.shape[-1] or tokens.shape != hidden.shape[:-1]:

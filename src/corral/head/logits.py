@@ -1,4 +1,4 @@
-"""One block of logits at a time: the only place that multiplies hidden states by the vocabulary, in either direction."""
+"""Blocks of logits: the GEMMs between hidden states and the vocabulary, forward and backward."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -9,12 +9,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 BLOCK = {"cpu": (512, 2048), "cuda": (4096, 16384)}
-"""Tokens × vocabulary of one block: on a CPU what its cache holds, on a GPU what keeps the matrix units busy."""
+"""Tokens × vocabulary of one block: small enough for a CPU's cache, large enough to keep a GPU's matrix units busy."""
 
 
 @dataclass(frozen=True)
 class LogitSpec:
-    """z = softcap(scale · (h Wᵀ + b)) / temperature."""
+    """Transformation from the GEMM's result to logits: z = softcap(scale · (h Wᵀ + b)) / temperature."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -31,34 +31,34 @@ class LogitSpec:
             raise ValueError(f"lm_head: `scale` must be a finite number; got {self.scale}.")
 
     def block(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Float[Tensor, "n v"]:
-        """Logits of some tokens over some of the vocabulary, in float32 or better; both operands as `operand` makes them."""
+        """Compute the logits of a block of tokens and vocabulary, in float32 or better. `operand` prepares both factors."""
         z = _gemm(hidden, weight, out)
         return self.finish_(z if bias is None else z.add_(bias))
 
     def finish_(self, z: Tensor) -> Tensor:
-        """h Wᵀ + b → logits, in place."""
+        """Turn h Wᵀ + b into logits, in place."""
         if self.softcap is not None:
             return z.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
         return z.mul_(self.slope) if self.slope != 1.0 else z
 
     @property
     def slope(self) -> float:
-        """dz / d(h Wᵀ + b) without a soft cap, or far below it."""
+        """Derivative dz / d(h Wᵀ + b) without a soft cap, or far below the cap."""
         return self.scale / self.temperature
 
     @property
     def curve(self) -> float | None:
-        """u / z: the soft cap's part of that derivative is 1 − u². None without a soft cap."""
+        """Ratio u / z for the derivative of the soft cap, which is 1 − u². None without a soft cap."""
         return None if self.softcap is None else self.temperature / self.softcap
 
     def flatten(self, dz: Float[Tensor, "n v"], z: Float[Tensor, "n v"]) -> None:
-        """Multiply `dz` by the soft cap's part of the derivative, in place; `z` is overwritten."""
+        """Multiply `dz` by the derivative of the soft cap, in place; `z` is overwritten."""
         if self.curve is not None:
             dz.mul_(z.mul_(self.curve).square_().neg_().add_(1))
 
 
 def working_dtype(*operands: Tensor) -> torch.dtype:
-    """The dtype in which GEMMs accumulate and logits are held: float32 or better.
+    """Return the dtype in which GEMMs accumulate and logits are stored: float32 or better.
 
     Logits rounded to bfloat16 put an error of several percent on the gradient.
     """
@@ -69,14 +69,14 @@ def working_dtype(*operands: Tensor) -> torch.dtype:
 
 
 def operand(x: Tensor, dtype: torch.dtype, scratch: "Scratch | None" = None) -> Tensor:
-    """An operand of a GEMM: half precision stays on a GPU, whose matrix units accumulate in float32 anyway."""
+    """Prepare a factor of a GEMM. Half precision stays on a GPU, whose matrix units accumulate in float32."""
     if x.dtype == dtype or _stays_half(x):
         return x
     return x.to(dtype) if scratch is None else scratch("operand", x.shape, dtype).copy_(x)
 
 
 def accumulate(into: Tensor, left: Tensor, right: Tensor, *, fresh: bool = False) -> None:
-    """into += left @ right, the left factor being a gradient in the working dtype; `fresh` where nothing is in it yet.
+    """Compute `into += left @ right`, where `left` is a gradient in the working dtype; `fresh` overwrites `into`.
 
     If the right factor is bfloat16, the gradient is rounded to it before the GEMM on a GPU. Float16 would lose its small parts.
     """
@@ -101,14 +101,14 @@ def _stays_half(x: Tensor) -> bool:
 
 
 class Scratch:
-    """Memory for blocks, reused from one to the next: fresh pages cost a CPU more than what is done in them."""
+    """Reusable memory for blocks: on a CPU, fresh pages cost more than the work in them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._memory: dict[str, Tensor] = {}
 
     def __call__(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Uninitialised memory of some shape, the same each time a name is used."""
+        """Return uninitialised memory of this shape; a name always gets the same memory."""
         size = math.prod(shape)
         memory = self._memory.get(name)
         if memory is None or memory.numel() < size or memory.dtype != dtype:
@@ -117,7 +117,10 @@ class Scratch:
 
 
 def slices(total: int, size: int, first: int | None = None) -> Iterator[slice]:
-    """Slices of 0 … total of at most `size`; with `first` they start at that size, each at most twice all before it."""
+    """Split 0 … total into slices of at most `size`.
+
+    `first` limits the first slice; each later slice is then at most twice all before it.
+    """
     start, width = 0, size if first is None else first
     while start < total:
         stop = min(start + min(width, size), total)
@@ -126,6 +129,6 @@ def slices(total: int, size: int, first: int | None = None) -> Iterator[slice]:
 
 
 def block_size(device: torch.device, tokens: int) -> tuple[int, int]:
-    """Tokens and vocabulary entries of one block on this device; wider, up to four times, where there are few tokens."""
+    """Return tokens and vocabulary entries per block on this device. Few tokens get wider blocks, up to four times."""
     rows, columns = BLOCK.get(device.type, BLOCK["cpu"])
     return rows, columns * max(1, min(4, rows // max(tokens, 1)))

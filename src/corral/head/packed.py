@@ -1,4 +1,4 @@
-"""Batches as packed rows: unmasked tokens alone, with what a loss precomputes for them."""
+"""Packed batches: unmasked tokens only, with the loss terms that can be precomputed for them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -16,14 +16,17 @@ from corral.numerics import at_least_float32
 from corral.tensors import ObjectiveOutput, SparseDist, Tensors, TokenBatch
 
 TokenObjective = Callable[[TokenBatch], ObjectiveOutput]
-"""The type of `make_objective`'s result: a batch of tokens → a loss per token."""
+"""Type of `make_objective`'s result: a batch of tokens → a loss per token."""
 
 
 class Packing:
-    """[B T …] → packed rows [N …] of the unmasked tokens, and back."""
+    """Conversion of [B T …] to packed rows [N …] of the unmasked tokens, and back."""
 
     def __init__(self, mask: Bool[Tensor, "B T"], rows: Int[Tensor, " N"] | None = None, *, in_order: bool = True) -> None:
-        """`rows` are the unmasked tokens' places in the flattened mask, where they are known; `in_order` if they ascend."""
+        """Store the shape and the indices of unmasked tokens.
+
+        `rows` are these indices in the flattened mask, if known; `in_order` is true if they ascend.
+        """
         self.shape = mask.shape
         if rows is None:
             rows = mask.flatten().nonzero().squeeze(-1)
@@ -31,47 +34,47 @@ class Packing:
         self.rows = None if self.count == mask.numel() and in_order else rows  # all of them: nothing to copy
 
     def pack(self, x: Tensor) -> Tensor:
-        """[B T …] → [N …]."""
+        """Pack [B T …] into [N …]."""
         flat = x.flatten(0, 1)
         return flat if self.rows is None else flat[self.rows]
 
     def unpack(self, x: Tensor, fill: float = 0) -> Tensor:
-        """[N …] → [B T …], with `fill` at masked tokens."""
+        """Unpack [N …] into [B T …], with `fill` at masked tokens."""
         if self.rows is not None:
             out = x.new_full((self.shape.numel(), *x.shape[1:]), fill)
             x = out.index_copy_(0, self.rows, x)
         return x.reshape(*self.shape, *x.shape[1:])
 
     def unpack_dist(self, dist: SparseDist) -> SparseDist:
-        """[N K] → [B T K], with an empty support at masked tokens."""
+        """Unpack supports [N K] into [B T K], empty at masked tokens."""
         return replace(dist.map(self.unpack), ids=self.unpack(dist.ids, -1), logp=self.unpack(dist.logp, -torch.inf))
 
 
 @dataclass(frozen=True, eq=False)
 class LossTerms(Tensors):
-    """All parts of a loss Σ w (c · policy + regression) but the new policy."""
+    """Every term of a loss Σ w (c · policy + regression) except the new policy."""
 
     objective: TokenObjective
     batch: TokenBatch
-    """`logp_new` and `dist_new` are not read."""
+    """The batch; its `logp_new` and `dist_new` are ignored."""
     weights: Float[Tensor, "B T"]
-    """w: the reduction's factor of each token's loss."""
+    """w: the reduction's weight of each token's loss."""
     policy_weights: Float[Tensor, "B T"] | None
-    """c: the factor of the policy term alone; 1 where None."""
+    """c: the weight of the policy term alone; None means 1 everywhere."""
     on_policy: bool
-    """The new policy is its own anchor: the head's log-probs take the place of `logp_old`."""
+    """True on-policy: the head's log-probs replace `logp_old`."""
     union: UnionSupport | None = None
     spec: LogitSpec = field(default_factory=LogitSpec)
-    """For a union of supports: the old head, and how both heads make logits."""
+    """Transformation from the GEMM's result to logits, for both heads. A union of supports needs it and the old head."""
 
     def pack(self, packing: Packing) -> "LossTerms":
-        """The terms of the unmasked tokens, as one sequence [1 N]."""
+        """Pack the terms of the unmasked tokens into one sequence [1 N]."""
         b = self.batch
         given = replace(b, logp_new=b.logp_old, dist_new=None, advantages=token_advantages(b))
         return replace(self, batch=given).map(lambda x: packing.pack(x)[None])
 
     def __call__(self, logp: Float[Tensor, "B T"], new: SparseDist | None) -> tuple[Float[Tensor, ""], ObjectiveOutput]:
-        """The sum over the tokens, and the objective's output, given the new policy."""
+        """Compute the weighted sum over tokens and the objective's output for a new policy."""
         b, old = self.batch, self.batch.dist_old
         if self.union is not None and old is not None and new is not None:
             old = self.union.extend(old, new.ids, self.spec)
@@ -81,44 +84,47 @@ class LossTerms(Tensors):
 
 
 def has_token_shapes(batch: TokenBatch) -> bool:
-    """True if shapes and dtypes are as every objective wants them; otherwise the objective refuses them in its own words."""
+    """True if shapes and dtypes fit every objective; if not, the objective raises its own error."""
     shape, given = batch.mask.shape, [x for x in (batch.logp_old, batch.logp_rollout) if x is not None]
     fit = batch.advantages.shape in (shape, shape[:1]) and all(x.shape == shape for x in given)
     return fit and all(x.is_floating_point() for x in (*given, batch.advantages))
 
 
 def token_advantages(batch: TokenBatch) -> Tensor:
-    """Advantages of the tokens [B T]; every token of a sequence gets the sequence's own."""
+    """Advantages of the tokens [B T]; an advantage per sequence is repeated for each of its tokens."""
     return batch.advantages[:, None].expand(batch.mask.shape) if batch.advantages.ndim == 1 else batch.advantages
 
 
 Scale = Callable[[Tensor, Tensor], None]
-"""(x, factor): x times the only element of a tensor, in place."""
+"""Function (x, factor) that multiplies x in place by a one-element tensor."""
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:
-    """Multiply in place; on a CPU nothing is touched where the factor is 1, as in a plain `backward()`."""
+    """Multiply in place; on a CPU a factor of 1, as in a plain `backward()`, is skipped."""
     if x.is_cuda or float(factor) != 1.0:
         x.mul_(factor)
 
 
 @dataclass(frozen=True, eq=False)
 class FusedLoss:
-    """The results of a fused path for packed tokens."""
+    """Results of a fused path for packed tokens."""
 
     packing: Packing
     total: Tensor
-    """Σ w (c · policy + regression)."""
+    """Weighted sum of the loss, Σ w (c · policy + regression)."""
     rows: HeadRows
     output: ObjectiveOutput
-    """[1 N], and metrics."""
+    """Output of the objective for packed tokens [1, N], with metrics."""
     finish: Callable[[], Gradients] | None
-    """Waits for the gradients of packed hidden states, weight and bias, and returns them; None where none is needed."""
+    """Waits for the gradients of packed hidden states, weight and bias, and returns them; None if no gradient is needed."""
     scale: Scale = scale_
 
 
 class PrecomputedGradients(torch.autograd.Function):
-    """A value whose gradients in `inputs` are `unit`, or 1, times those that `finish` returns, once."""
+    """Autograd function with precomputed gradients: the upstream gradient scales the result of `finish`.
+
+    The gradient in each of `inputs` is `unit`, or 1, times that result. It can be used once.
+    """
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, finish: Any, unit: Tensor | None, scale: Scale, *inputs: Tensor | None) -> Tensor:

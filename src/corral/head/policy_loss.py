@@ -1,4 +1,4 @@
-"""Hidden states → loss and gradient together, once: head, objective and reduction, never holding the logits."""
+"""Loss and gradient of a policy from hidden states, in one fused pass of head, objective and reduction."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,33 +20,33 @@ from corral.support import check_ids, check_unique
 from corral.tensors import SparseDist, TokenBatch
 
 TOLERANCE = 1e-3
-"""Share of a token's gradient, in Σ |dz|, that the sparse backward may leave out: half of what rounding to bfloat16 costs."""
+"""Share of a token's gradient, Σ |dz|, that the sparse backward pass may drop: half the error of rounding to bfloat16."""
 
 
 @dataclass(frozen=True, eq=False)
 class PolicyLoss:
-    """A reduced loss, and constants behind it; [B T], 0 at masked tokens."""
+    """A reduced loss, with per-token results [B T] as constants that are 0 at masked tokens."""
 
     loss: Float[Tensor, ""]
-    """Σ w (c · policy + regression): the only field with a gradient."""
+    """Reduced loss Σ w (c · policy + regression): the only field with a gradient."""
     per_token: Float[Tensor, "B T"]
-    """policy + regression of every token, unweighted."""
+    """Unweighted loss of every token, policy + regression."""
     logp: Float[Tensor, "B T"]
     """New log-probs of the sampled tokens."""
     metrics: dict[str, Tensor]
-    """The objective's, with `head/dense_share` and `head/dropped_max`, unless `report` has these."""
+    """Metrics of the objective, with `head/dense_share` and `head/dropped_max` unless they are in `report`."""
     entropy: Float[Tensor, "B T"] | None = None
     dist: SparseDist | None = None
-    """The new policy on the support of `dist_old`, or on its union with the new one's."""
+    """The new policy on the old policy's support, or on the union of both supports."""
     acted: Bool[Tensor, "B T"] | None = None
-    """Where the region acted."""
+    """True where the trust region acted."""
     kl_after: Float[Tensor, "B T"] | None = None
     """KL(projected‖old), for objectives that project."""
     regression: Float[Tensor, "B T"] | None = None
-    """The part of `per_token` that pulls the network back to the region, for objectives that have one."""
+    """Part of `per_token` that pulls the network back to the region, for objectives with a regression."""
     report: Float[Tensor, "2"] | None = None
-    """The share of dense rows and the largest share dropped, if the loss is built from `lm_head` with a sparse backward pass,
-    which writes them; NaN until then."""
+    """Share of dense rows and largest share dropped. Set if the loss comes from `lm_head` with a sparse backward pass, which
+    writes them; NaN until then."""
 
 
 def policy_loss_from_hidden(
@@ -68,7 +68,7 @@ def policy_loss_from_hidden(
     temperature: float = 1.0,
     impl: str = "auto",
 ) -> PolicyLoss:
-    """An objective's loss of a batch, reduced, with its gradient, from the last hidden states.
+    """Compute an objective's reduced loss and its gradient from the last hidden states.
 
         hidden → log π, and π on the support of dist_old → objective → L = Σ w_t (c_t · policy_t + regression_t) → dH, dW, db
 
@@ -126,7 +126,7 @@ def policy_loss_from_hidden(
 
 
 def _unit_scale(weights: Tensor, mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Weights and one factor for all of them: small weights would take float16 gradients below the range of float16."""
+    """Factor one common scale out of the weights: small weights would underflow float16 gradients."""
     weights = at_least_float32(weights.detach())
     if dtype != torch.float16 or not weights.numel():
         return weights, None
@@ -136,7 +136,7 @@ def _unit_scale(weights: Tensor, mask: Tensor, dtype: torch.dtype) -> tuple[Tens
 
 
 def _fused(source: HeadInput, terms: LossTerms, tolerance: float, impl: Chosen) -> FusedLoss | None:
-    """Loss and gradient together; None if no fused path computes them, or if the objective refuses the batch."""
+    """Compute loss and gradient in one fused pass; None if no fused path supports the objective or the batch."""
     inputs = (source.hidden, source.weight, source.bias)
     needed = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
     source = source.detach()
@@ -149,8 +149,10 @@ def _fused(source: HeadInput, terms: LossTerms, tolerance: float, impl: Chosen) 
 
 
 def _fused_torch(source: HeadInput, terms: LossTerms, needed: Sequence[bool]) -> FusedLoss | None:
-    """Loss and gradient together, some rows at a time; None if the objective refuses rows, since it then gets the whole batch
-    and its message covers that."""
+    """Compute loss and gradient in torch, block of rows by block of rows.
+
+    None if the objective refuses a row: it then gets the whole batch, so that its message covers the whole batch.
+    """
     packing = Packing(terms.batch.mask)
     if not packing.count:
         return None
@@ -170,12 +172,12 @@ def _fused_torch(source: HeadInput, terms: LossTerms, needed: Sequence[bool]) ->
 
 
 def _all_dense(like: Tensor) -> dict[str, Tensor]:
-    """Metrics of a backward pass in which every row is dense, and nothing is left out."""
+    """Metrics of a backward pass in which every row is dense and nothing is dropped."""
     return {"head/dense_share": like.new_ones(()), "head/dropped_max": like.new_zeros(())}
 
 
 def _attach(fused: FusedLoss, source: HeadInput, unit: Tensor | None) -> PolicyLoss:
-    """A fused path's results with autograd attached, unpacked."""
+    """Unpack the results of a fused path and attach their gradients to autograd."""
     packing, rows, loss = fused.packing, fused.rows, fused.total if unit is None else fused.total * unit
     if (finish := fused.finish) is not None:
 
@@ -196,7 +198,7 @@ def _attach(fused: FusedLoss, source: HeadInput, unit: Tensor | None) -> PolicyL
 
 
 def _from_blocks(source: HeadInput, terms: LossTerms, tolerance: float, impl: Chosen) -> PolicyLoss:
-    """The loss by autograd: `lm_head`, then the objective of the whole batch."""
+    """Compute the loss with autograd: `lm_head`, then the objective on the whole batch."""
     packing = Packing(terms.batch.mask)
     packed = source.map(packing.pack)
     _check_support(packed.ids, packed.tokens)
@@ -216,7 +218,7 @@ def _from_blocks(source: HeadInput, terms: LossTerms, tolerance: float, impl: Ch
 
 
 def _check(hidden: Tensor, weight: Tensor, tokens: Tensor, terms: LossTerms) -> None:
-    """Refuse shapes that do not fit each other, and a union without an old support or for another head or batch."""
+    """Refuse shapes that do not match, and a union without an old support or for a different head or batch."""
     batch, union = terms.batch, terms.union
     shape = batch.mask.shape
     for name, x in (("weights", terms.weights), ("policy_weights", terms.policy_weights)):
@@ -263,7 +265,7 @@ def _check(hidden: Tensor, weight: Tensor, tokens: Tensor, terms: LossTerms) -> 
 
 
 def _check_support(ids: Tensor | None, tokens: Tensor) -> None:
-    """Refuse a support [N K] of other tokens than those sampled [N]: no later check sees both."""
+    """Refuse a support [N K] that belongs to other tokens than the sampled ones [N]: no later check compares both."""
     if ids is not None and (wrong := int((ids[:, :1] != tokens[:, None]).all(-1).sum())):
         raise ValueError(
             f"policy_loss_from_hidden: slot 0 of dist_old.ids is not the sampled token at {wrong} of {len(tokens)} unmasked "

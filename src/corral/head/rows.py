@@ -1,4 +1,4 @@
-"""Rows of tokens for the head: what goes in, what comes out, and copies to the host that nothing waits for."""
+"""Rows of tokens for the head: its inputs, its results, and asynchronous copies of results to the host."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -12,7 +12,7 @@ from corral.tensors import Tensors
 
 @dataclass(frozen=True)
 class HeadRequest:
-    """A request to the head: which numbers to compute of each token's distribution."""
+    """Request to the head: the numbers to compute for each token's distribution."""
 
     top_k: int | None = None
     mass: float = 1.0
@@ -21,26 +21,26 @@ class HeadRequest:
 
 @dataclass(frozen=True, eq=False)
 class HeadRows(Tensors):
-    """The head's results for n tokens."""
+    """Results of the head for n tokens."""
 
     lse: Tensor
-    """Log of the normaliser [n]."""
+    """Log of the softmax's normaliser [n]."""
     logp: Tensor
     """Log-probability of the sampled token [n]."""
     ids: Tensor
     kept: Tensor
     """The support and its log-probabilities [n, K]."""
     rest: Tensor
-    """Log mass of everything outside the support [n]."""
+    """Log tail mass, over all tokens outside the support [n]."""
     entropy: Tensor
-    """Entropy [n]; zeros unless asked for."""
+    """Entropy [n]; zeros unless requested."""
     rest_max: Tensor
     """Largest log-probability outside the support [n]."""
 
 
 @dataclass(frozen=True, eq=False)
 class HeadInput(Tensors):
-    """A head, and rows of its input."""
+    """Head weights and rows of hidden states."""
 
     SHARED: ClassVar[tuple[str, ...]] = ("weight", "bias")
 
@@ -55,15 +55,15 @@ class HeadInput(Tensors):
     spec: LogitSpec
     request: HeadRequest
     joins: Tensor | None = None
-    """Where the policy's own support joins the one given [n] bool; everywhere if None."""
+    """True where the policy's own support joins the given support [n]; None means everywhere."""
 
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Gradients of hidden states, weight and bias; None where one is not needed."""
+"""Gradients of hidden states, weight and bias; None if one is not needed."""
 
 
 class AsyncCopy:
-    """An asynchronous device-to-host copy of a small tensor: only reading it waits, and only for work queued before it."""
+    """An asynchronous device-to-host copy of a small tensor: reading waits only for work queued before the copy."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -74,7 +74,7 @@ class AsyncCopy:
             self._event = torch.cuda.current_stream(numbers.device).record_event()  # which the copy is on
 
     def wait(self) -> Any:
-        """The numbers, as nested lists; a tensor without axes as a number."""
+        """Wait for the copy and return nested lists, or a number if the tensor has no axes."""
         if self._event is not None:
             self._event.synchronize()
         return self._numbers.tolist()

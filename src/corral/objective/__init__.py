@@ -1,4 +1,4 @@
-"""Advantages under a trust region → a loss per token. Importing this package does not import torch."""
+"""Objectives: advantages under a trust region → a loss per token. Importing this package does not import torch."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -30,27 +30,27 @@ _BUILT_IN = frozenset(OBJECTIVES)
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """A named objective with its settings: a checked batch → ObjectiveOutput."""
+    """A named objective with its settings: validates a batch and computes an ObjectiveOutput."""
 
     name: str
     function: ObjectiveFunction
     config: ObjectiveConfig
     check: bool = True
-    """True refuses logits, probabilities and other numbers that are not log-probabilities."""
+    """True refuses values that cannot be log-probabilities, such as logits or probabilities."""
 
     @property
     def needs(self) -> frozenset[str]:
-        """Fields of TokenBatch that a batch must have."""
+        """Required fields of TokenBatch."""
         return self.config.needs
 
     @property
     def kernel(self) -> TokenRule | ProjectionRule | None:
-        """Rule for the fused kernel. A function registered under the same settings has none: it may compute anything."""
+        """Rule for the fused kernel. None for a custom function registered with the same settings."""
         return self.config.kernel if self.name in _BUILT_IN else None
 
     @property
     def plain_on_policy(self) -> bool:
-        """True if at π = π_old this is known to be the plain policy gradient, whatever the support."""
+        """True if this is certain to be the plain policy gradient at π = π_old, for any support."""
         return self.name in _BUILT_IN and self.config.plain_on_policy
 
     def __call__(self, batch: "TokenBatch") -> "ObjectiveOutput":
@@ -61,7 +61,7 @@ class Objective:
 
 
 def make_objective(name: str, /, *, check: bool = True, **config: Any) -> Objective:
-    """The objective `name` with these settings; `objective_names()` lists all of them.
+    """Build the objective `name` with these settings; `objective_names()` lists all names.
 
     Args:
         name: a registered name.
@@ -76,7 +76,7 @@ def make_objective(name: str, /, *, check: bool = True, **config: Any) -> Object
 
 
 def make_config(name: str, settings: Mapping[str, Any]) -> ObjectiveConfig:
-    """The checked settings of the objective `name`, without its function: torch is not imported."""
+    """Build the validated settings of the objective `name` without importing torch."""
     if not isinstance(name, str) or name not in OBJECTIVES:
         raise ValueError(f"make_objective: {unknown_objective(name)}")
     config: ObjectiveConfig = build_config(name, OBJECTIVES[name][1], settings)
@@ -84,7 +84,7 @@ def make_config(name: str, settings: Mapping[str, Any]) -> ObjectiveConfig:
 
 
 def objective_function(name: str) -> ObjectiveFunction:
-    """The function of a registered objective, imported when it is first asked for."""
+    """Return the function of a registered objective, importing its module on first use."""
     function = OBJECTIVES[name][0]
     if isinstance(function, str):
         found: ObjectiveFunction = vars(import_module(f"{__name__}.{function}"))[function]
@@ -93,22 +93,22 @@ def objective_function(name: str) -> ObjectiveFunction:
 
 
 def plain_objective() -> Objective:
-    """The policy gradient without a region: most objectives have its gradient at π = π_old."""
+    """Build the policy gradient without a trust region, which most objectives equal at π = π_old."""
     return make_objective("reinforce")
 
 
 def objective_names() -> list[str]:
-    """Every registered objective, in alphabetical order."""
+    """Names of all registered objectives, in alphabetical order."""
     return sorted(OBJECTIVES)
 
 
 def unknown_objective(name: object) -> str:
-    """The sentence about a name that no objective has: the nearest match, and all names."""
+    """Message about an unknown objective, with the nearest match and all names."""
     return f"there is no objective {name!r}.{nearest(name, OBJECTIVES)}"
 
 
 def register_objective(name: str, function: ObjectiveFunction, config_cls: type[ObjectiveConfig]) -> None:
-    """Add an objective of your own: trainers, engines and reports then find it by its name.
+    """Register an objective of your own: trainers, engines and reports then find it by its name.
 
     Args:
         name: what `make_objective` will call it; a name that is taken is refused.

@@ -1,4 +1,4 @@
-"""BAPO: widen PPO's clip range until positive advantages have their share of the batch's surrogate."""
+"""BAPO: widen PPO's clip range until positive advantages have a set share of the batch's surrogate."""
 
 import math
 
@@ -39,7 +39,7 @@ def bapo(batch: TokenBatch, config: BAPOConfig) -> ObjectiveOutput:
 
 
 def _find_bounds(ratio: Tensor, advantages: Tensor, config: BAPOConfig) -> tuple[Tensor, Tensor]:
-    """The bounds l and h. Raising l raises N alone and never balances a batch, so l is one of its two ends."""
+    """Find the bounds l and h. Raising l only raises N and never balances a batch, so that l is one of its two ends."""
     steps = math.ceil((config.high_end - config.high) / _STEP - 1e-9)  # the last one may be short
     highs = ratio.new_tensor([min(config.high + _STEP * i, config.high_end) for i in range(steps + 1)])
     positive = (torch.minimum(ratio.flatten(), highs[:, None]) * advantages.clamp(min=0).flatten()).sum(-1)

@@ -1,4 +1,4 @@
-"""Settings of every objective, what each declares about itself, and the one registry. Nothing here imports torch."""
+"""Settings and declared properties of every objective, and the registry. Nothing here imports torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,13 +19,13 @@ NEEDS_TOKENS = frozenset({"logp_new", "logp_old", "advantages", "mask"})
 """Fields of a batch that every objective needs."""
 
 NEEDS_SUPPORT = frozenset({"dist_new", "dist_old"})
-"""Fields of a batch that an objective needs besides if it reads more than the sampled token."""
+"""Further fields of a batch, needed by objectives that read more than the sampled token."""
 
 _SUM_FIRST: tuple[Reduction, ...] = ("seq-mean-token-sum-norm", "seq-mean-token-sum", "token-mean", "seq-mean-token-mean")
-"""For papers that sum over a sequence: over a fixed length the gradient is the same, at the size of a mean's."""
+"""Reductions for papers that sum over a sequence. With a fixed length the gradient is equal, at the scale of a mean's."""
 
 _MEAN_FIRST: tuple[Reduction, ...] = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
-"""For papers that take the mean over a sequence, then over sequences."""
+"""Reductions for papers that take the mean over a sequence, then over sequences."""
 
 FILL = 1e-12
 """Probability of every token outside the support in the published form of TROLL."""
@@ -33,7 +33,7 @@ FILL = 1e-12
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRule:
-    """A loss that follows from a token's ratio, advantage and divergence: the objectives that one kernel computes."""
+    """Loss as a function of a token's ratio, advantage and divergence: the objectives that one kernel computes."""
 
     rule: Literal["clip", "mask", "weight", "gate", "penalty", "flip"]
     low: float
@@ -50,14 +50,14 @@ class TokenRule:
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectionRule:
-    """A projection onto the KL ball around the old policy with a regression onto it: what the second kernel computes."""
+    """Projection onto the KL ball around the old policy with a regression onto it, for the second kernel."""
 
     bound: float
     regression: float
     gradient: Literal["exact", "constant_dual", "unprojected"]
     ratio_cap: float | None
     outward: bool
-    """True if tokens stay as they are whose own gradient step lowers the KL."""
+    """True if tokens whose own gradient step lowers the KL are not projected."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,20 +69,20 @@ class ObjectiveConfig:
     """
 
     anchor: ClassVar[Anchor] = "old"
-    """Policy that a trainer should pass as `logp_old`: "old" is recomputed by the trainer, "rollout" is the sampler's."""
+    """Policy to pass as `logp_old`: "old" is recomputed by the trainer, "rollout" is the sampler's."""
 
     action: ClassVar[Action] = "clipped"
-    """Word for what happens to a token that leaves the region."""
+    """Word for the effect on a token that leaves the region."""
 
     has_region: ClassVar[bool] = True
     """False if nothing keeps the new policy near the old one."""
 
     corrects_sampler: ClassVar[bool] = False
-    """True if the loss weighs the old policy against the sampler itself: a correction would do it twice."""
+    """True if the loss already weighs the old policy against the sampler, so that a correction would do so twice."""
 
     @property
     def tokenwise(self) -> bool:
-        """True if a token's loss depends on no other token: then gradients may be computed a few tokens at a time."""
+        """True if a token's loss depends on no other token, so that gradients can be computed a few tokens at a time."""
         return True
 
     @property
@@ -116,23 +116,23 @@ class ObjectiveConfig:
 
     @property
     def third_policy(self) -> Literal["teacher", "reference"] | None:
-        """Role of the policy that the loss reads as `dist_teacher`; None if it reads no third policy."""
+        """Role of the policy passed as `dist_teacher`; None if the loss reads no third policy."""
         return None
 
     @property
     def needs(self) -> frozenset[str]:
-        """Fields of TokenBatch that must be there. A door that cannot supply one says so at start-up."""
+        """Required fields of TokenBatch. A trainer or engine that cannot supply one of them refuses at start-up."""
         needs = NEEDS_TOKENS if self.support == "none" else NEEDS_TOKENS | NEEDS_SUPPORT
         return needs | {"dist_teacher"} if self.third_policy else needs
 
     @property
     def plain_on_policy(self) -> bool:
-        """True if at π = π_old the loss is the plain policy gradient whatever the support: then none is needed."""
+        """True if the loss is the plain policy gradient at π = π_old for any support, so that no support is needed."""
         return False
 
     @property
     def regresses(self) -> bool:
-        """True if the loss has a part beside the policy gradient, `ObjectiveOutput.regression`."""
+        """True if the loss has a regression besides the policy gradient, `ObjectiveOutput.regression`."""
         return False
 
     @property
@@ -143,7 +143,7 @@ class ObjectiveConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class JointConfig(ObjectiveConfig):
-    """Base of settings where a token's loss depends on other tokens of the call, and any reduction may average it."""
+    """Base of settings for losses in which tokens of a call depend on each other. Any reduction may average them."""
 
     reductions: ClassVar[tuple[Reduction, ...]] = get_args(Reduction)
 
@@ -684,7 +684,7 @@ OBJECTIVES: dict[str, tuple[str | ObjectiveFunction, type[ObjectiveConfig]]] = {
     "topr": ("topr", TOPRConfig),
     "vespo": ("vespo", VESPOConfig),
 }
-"""Function and settings of every objective. A name stands for the function of that name in the module of that name.
+"""Function and settings of every objective. A name stands for the function and the module of that name.
 
 Reports give colours in this order, so a new objective comes last.
 """

@@ -1,4 +1,4 @@
-"""Corrections for sampler mismatch: weights c from what the sampler reported, for any objective's policy term.
+"""Corrections for sampler mismatch: weights c from the sampler's log-probs, for any objective's policy term.
 
     loss = objective(batch).weigh(correction(batch))
 
@@ -106,7 +106,7 @@ class Correction:
     name: str
     config: Any
     check: bool = True
-    """Refuse numbers that are no log-probabilities, as objectives do."""
+    """True refuses values that cannot be log-probabilities, as in objectives."""
 
     def __call__(self, batch: TokenBatch) -> Float[Tensor, "B T"]:
         check_batch(self.name, batch, {"logp_rollout"}, check=self.check)
@@ -116,7 +116,7 @@ class Correction:
 
 
 def make_correction(name: str, /, *, check: bool = True, **config: Any) -> Correction:
-    """The correction `name` with these settings: "tis", "seq_tis", "icepop" or "trm"; `check` as in `make_objective`."""
+    """Build the correction `name`: "tis", "seq_tis", "icepop" or "trm"; `check` as in `make_objective`."""
     if not isinstance(name, str) or name not in CORRECTIONS:
         raise ValueError(f"make_correction: there is no correction {name!r}.{nearest(name, CORRECTIONS)}")
     return Correction(name, build_config(name, CORRECTIONS[name][1], config), check)

@@ -43,7 +43,7 @@ def dppo(batch: TokenBatch, config: DPPOConfig) -> ObjectiveOutput:
 
 
 def divergence(batch: TokenBatch, log_rho: Float[Tensor, "B T"], config: DPPOConfig) -> Float[Tensor, "B T"]:
-    """Divergence D_t of the old policy and the new one, 0 at padding. Merging tokens only lowers it: binary ≤ topk ≤ full."""
+    """Divergence D_t between old and new policy, 0 at padding. Merging tokens can only lower it: binary ≤ topk ≤ full."""
     mask = batch.mask
     if config.divergence == "ratio":
         return torch.expm1(clamp_log_ratio(log_rho)).abs()

@@ -1,4 +1,4 @@
-"""DPPO's finite-horizon policy-improvement bound."""
+"""Policy-improvement bound of DPPO, for a finite horizon."""
 
 from dataclasses import dataclass
 
@@ -22,13 +22,13 @@ class ImprovementBound:
     surrogate: Float[Tensor, ""]
     """First-order gain L′ = E[R Σ_t (ρ_t − 1)]."""
     penalty_max: Float[Tensor, ""]
-    """Penalty 2 ξ T (T − 1) max_s TV(s)², quadratic in the step, but in the worst state and with T²."""
+    """Penalty 2 ξ T (T − 1) max_s TV(s)²: quadratic in the step, but for the worst state and with T²."""
     penalty_mean: Float[Tensor, ""]
-    """Penalty 4 ξ E[Σ_t TV_t], linear in the step."""
+    """Penalty 4 ξ E[Σ_t TV_t]: linear in the step."""
 
     @property
     def bound(self) -> Float[Tensor, ""]:
-        """The better of the two lower bounds on J(π) − J(π_old)."""
+        """Larger of the two lower bounds on J(π) − J(π_old)."""
         return self.surrogate - torch.minimum(self.penalty_max, self.penalty_mean)
 
 
@@ -87,7 +87,7 @@ def improvement_bound(
 
 
 def _at_least(name: str, value: float | None, own: Tensor, rounding: float = 0.0) -> Tensor | float:
-    """Checked `value`, or the batch's own if it is None. A smaller value would bound nothing."""
+    """Validate `value`, or take the batch's own if it is None. A smaller value would bound nothing."""
     if value is None:
         return own
     if not (number_in(value, own.item() * (1 - rounding)) and value < torch.inf):

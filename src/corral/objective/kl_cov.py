@@ -48,5 +48,5 @@ def token_covariance(batch: TokenBatch) -> Float[Tensor, "B T"]:
 
 
 def share_count(batch: TokenBatch, share: float) -> Tensor:
-    """Number of unmasked tokens in a share of them, rounded down and at least 1; a scalar on the device."""
+    """Number of tokens in a share of the unmasked tokens, rounded down and at least 1; a scalar on the device."""
     return (batch.mask.sum().double() * share).long().clamp(min=1)

@@ -13,7 +13,7 @@ from corral.tensors import TokenBatch
 
 
 def _fraction(part: Bool[Tensor, "B T"], whole: Bool[Tensor, "B T"]) -> Float[Tensor, ""]:
-    """Share of the tokens of `whole` that are in `part`."""
+    """Share of the tokens in `whole` that are also in `part`."""
     return (part & whole).sum() / whole.sum().clamp(min=1)
 
 

@@ -16,7 +16,7 @@ def credit(batch: TokenBatch) -> Float[Tensor, "B T"]:
 
 
 def zero_padding(x: Tensor, mask: Bool[Tensor, "B T"]) -> Tensor:
-    """Replace padding of `x` [B T] or [B T K] by 0: it may hold anything, and must not reach a value or a gradient."""
+    """Replace padding of `x` [B T] or [B T K] by 0, so that arbitrary values there reach no result and no gradient."""
     return torch.where(mask if x.ndim == mask.ndim else mask[..., None], at_least_float32(x), 0.0)
 
 
@@ -26,7 +26,7 @@ def log_ratio(batch: TokenBatch) -> Float[Tensor, "B T"]:
 
 
 def sampled_kl(batch: TokenBatch) -> Float[Tensor, "B T"]:
-    """KL(old‖new) of "the sampled token or any other", 0 at padding. Both policies leave any other at least 1e-8."""
+    """KL(old‖new) of "the sampled token or any other", 0 at padding. Any other token has at least 1e-8 in both policies."""
     old, new = zero_padding(batch.logp_old, batch.mask), zero_padding(batch.logp_new, batch.mask)
     return binary_kl(old.clamp(max=CERTAIN), new.clamp(max=CERTAIN))
 
@@ -48,7 +48,7 @@ def capped_ratio(log_rho: Float[Tensor, "B T"], cap: float | None) -> Float[Tens
 
 
 def own_gradient(log_rho: Tensor) -> Tensor:
-    """Factor ρ/sg[ρ]: the value 1 with the gradient of log ρ."""
+    """Factor ρ/sg[ρ], with the value 1 and the gradient of log ρ."""
     return (log_rho - log_rho.detach()).exp()
 
 
@@ -59,7 +59,7 @@ def clip_surrogate(
     high: float | Tensor,
     dual: float | None = None,
 ) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
-    """PPO's min(ρ Â, clip(ρ, low, high) Â), and the tokens it clips: past the bound on the side the advantage pushes to.
+    """PPO's min(ρ Â, clip(ρ, low, high) Â), and the clipped tokens: past the bound on the side that the advantage pushes to.
 
     With a dual clip c = `dual` the surrogate is at least c Â where Â < 0, and tokens with ρ > c are clipped there too.
     """
@@ -72,7 +72,9 @@ def clip_surrogate(
 
 
 def sequence_log_ratio(log_rho: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    """Sequence log-ratio (1/|o|) Σ_t log ρ_t, at most 20, on every token, each with its own gradient (straight through).
+    """Sequence log-ratio (1/|o|) Σ_t log ρ_t, at most 20, repeated for every token.
+
+    Each token has its own gradient (straight through).
 
     Averaged over the tokens, Σ_t ∇ log ρ_t / |o| is the gradient of the mean itself.
     """

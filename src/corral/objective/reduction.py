@@ -1,4 +1,4 @@
-"""Per-token losses → one number, with explicit totals so that a split batch has the gradient of the whole."""
+"""Reductions of per-token losses to one number, with explicit totals so that a split batch has the whole batch's gradient."""
 
 from typing import get_args
 

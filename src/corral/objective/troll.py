@@ -66,7 +66,7 @@ def troll(batch: TokenBatch, config: TROLLConfig) -> ObjectiveOutput:
 
 
 def _whole(dist: SparseDist, mask: Tensor, config: TROLLConfig) -> Float[Tensor, "B T K1"]:
-    """A distribution over the support and everything else, up to normalisation."""
+    """Join the support and the tail into one distribution, up to normalisation."""
     if config.filled_tail is None:
         return dist.with_rest()
     assert config.vocab_size is not None
@@ -81,7 +81,7 @@ def _whole(dist: SparseDist, mask: Tensor, config: TROLLConfig) -> Float[Tensor,
 
 @torch.no_grad()
 def _leads_back(new: Tensor, centre: Tensor, batch: TokenBatch) -> Bool[Tensor, "B T"]:
-    """Tokens whose own step, z ← z + s Â (e_a − π), lowers KL(π‖π_c).
+    """True for tokens whose own step, z ← z + s Â (e_a − π), lowers KL(π‖π_c).
 
     ∂KL/∂z_j = π_j (d_j − KL) with d = log π − log π_c, so that dKL/ds = Â (π_a (d_a − KL) − Σ_j π_j² (d_j − KL)). Never where
     the centre rules out what the new policy allows: there the KL is infinite.
@@ -96,7 +96,7 @@ def _leads_back(new: Tensor, centre: Tensor, batch: TokenBatch) -> Bool[Tensor, 
 
 
 def _pull(new: Tensor, projection: CategoricalProjection, mask: Tensor) -> Float[Tensor, "B T"]:
-    """Regression KL(π‖sg[π̃]) where the projection moved π, and exactly 0 elsewhere, without rounding."""
+    """Regression KL(π‖sg[π̃]) where the projection changed π, and exactly 0 elsewhere, without rounding."""
     allowed = torch.where(new > RULED_OUT, new, -torch.inf)  # or what a finite logit mask rules out would be infinitely far
     distance = torch.where(projection.active, categorical_kl(allowed, projection.logp.detach()), 0.0)
     if not torch.compiler.is_compiling() and bool((mask & distance.isinf()).any()):

@@ -1,4 +1,4 @@
-"""Projections: the policy inside the trust region that is nearest to the new one."""
+"""Projections of the new policy onto the nearest policy inside the trust region."""
 
 from corral.projection.categorical_kl import CategoricalProjection, project_categorical_kl
 from corral.projection.entropy import EntropyProjection, project_entropy_floor

@@ -15,25 +15,25 @@ from corral.validate import number_in
 _Gradient = Literal["exact", "constant_dual"]
 
 RULED_OUT = -1e4
-"""Log-probability below which a token counts as ruled out: logit masks hold −1e9 or the least float32 in the place of −inf."""
+"""Log-probability below which a token counts as ruled out. Logit masks use −1e9 or the smallest float32 instead of −inf."""
 
 
 @dataclass(frozen=True, eq=False)
 class CategoricalProjection:
-    """The projected policy, and what the projection did to each row."""
+    """Projected policy with its status for each row."""
 
     logp: Float[Tensor, "*b K"]
-    """log r, the only field that carries a gradient, in `logp_new` alone."""
+    """Log-probs log r of the projection; gradients flow to `logp_new` only."""
     dual: Float[Tensor, "*b"]
     """η ≥ 0, the multiplier of the bound: 0 where it does not bind, inf where r is the old policy."""
     active: Bool[Tensor, "*b"]
     """True where the new policy lay outside the ball."""
     kl_before: Float[Tensor, "*b"]
-    """KL(new‖old)."""
+    """KL(new‖old) before the projection."""
     kl_after: Float[Tensor, "*b"]
-    """KL(r‖old), equal to the bound where it binds."""
+    """KL(r‖old) after the projection, equal to the bound where it binds."""
     converged: Bool[Tensor, "*b"]
-    """False where no policy satisfies the bound, or rounding stopped the solver short of it."""
+    """False where no policy satisfies the bound, or rounding stopped the solver before it."""
 
 
 def project_categorical_kl(
@@ -83,7 +83,7 @@ def project_categorical_kl(
 
 
 def _normalise(logp_new: Tensor, logp_old: Tensor, bound: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Both policies as log-softmax in one dtype and shape, and one bound per row."""
+    """Convert both policies to log-softmax in one dtype and shape, with one bound per row."""
     require_tensors("project_categorical_kl", logp_new=logp_new, logp_old=logp_old)
     for name, x in (("logp_new", logp_new), ("logp_old", logp_old)):
         if not x.is_floating_point():
@@ -109,7 +109,7 @@ def _normalise(logp_new: Tensor, logp_old: Tensor, bound: float | Tensor) -> tup
 
 @torch.no_grad()
 def _are_probabilities(policy: Tensor) -> Tensor:
-    """True if every row is ≥ 0 and sums to 1 within rounding; a flag on the device, which is read with the bound.
+    """True if every row is ≥ 0 and sums to 1 within rounding. The flag stays on the device, and is read with the bound.
 
     Rows of nothing but 0 and 1 may be logits that somebody wrote by hand, and are read as such.
     """
@@ -121,7 +121,7 @@ def _are_probabilities(policy: Tensor) -> Tensor:
 
 
 def _check_scale(mistaken: list[bool]) -> None:
-    """Refuse probabilities in the place of their logarithms."""
+    """Refuse probabilities passed as log-probabilities."""
     for name, found in zip(("logp_new", "logp_old"), mistaken, strict=True):
         if found:
             raise ValueError(
@@ -173,7 +173,7 @@ class _Projection(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor, None, None, None, None]:
-        """Gradient t [v_j − r_j (Σ v + z_j Σ v z)] where active, v_j where not: three reductions, no solve."""
+        """Compute the gradient: t [v_j − r_j (Σ v + z_j Σ v z)] in active rows, v_j elsewhere; three reductions, no solve."""
         new, old, logp, t, binding, active = ctx.saved_tensors
         with torch.no_grad():
             common = _common(new, old)
@@ -191,7 +191,7 @@ class _Projection(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
-        """Rows are independent, so that the mapped axis becomes one more leading axis."""
+        """Vectorise over rows, which are independent: the mapped axis becomes one more leading axis."""
         *tensors, exact = inputs
         front = [
             x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
@@ -202,7 +202,7 @@ class _Projection(torch.autograd.Function):
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """Identity of its first argument; differentiating it raises an error that says why."""
+    """Identity of its first argument. Its derivative raises an error with the reason."""
 
     generate_vmap_rule = True
 
@@ -228,7 +228,7 @@ def _common(new: Tensor, old: Tensor) -> Tensor:
 
 
 def _project_rows(new: Tensor, old: Tensor, bound: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Solve rows that lie outside the ball: log r, t, whether the bound binds, KL(r‖old), converged.
+    """Solve rows that lie outside the ball; returns log r, t, whether the bound binds, KL(r‖old), converged.
 
     r vanishes wherever either policy does, for one of its two KLs would be infinite otherwise. On what is left the old
     policy holds mass e^−c, so KL(r‖old) = KL(r‖old renormalised) + c, and the bound is spent down to ε − c.

@@ -16,22 +16,22 @@ from corral.validate import number_in
 
 _NAME = "project_entropy_floor"
 _MAX_STEPS = 128
-"""Steps of the solver at most. Newton's method needs a few; between far-apart policies the root is found by halving."""
+"""Largest number of solver steps. Newton's method needs a few; between distant policies the root is found by halving."""
 
 
 @dataclass(frozen=True, eq=False)
 class EntropyProjection:
-    """The covariance with enough entropy, and what was done to each row."""
+    """Covariance with sufficient entropy, and the projection's status for each row."""
 
     chol: Float[Tensor, "... D"]
-    """L̃ [*, D, D], or standard deviations [*, D]; the only field that carries a gradient, in `chol` alone."""
+    """Projected Cholesky factor L̃ [*, D, D], or standard deviations [*, D]; gradients flow to `chol` only."""
     active: Bool[Tensor, "*c"]
     """True where the covariance was changed."""
     entropy_before: Float[Tensor, "*c"]
     entropy_after: Float[Tensor, "*c"]
     converged: Bool[Tensor, "*c"]
-    """False where the KL bound leaves no room for the floor, rounding keeps the result from that bound, or an input was not a
-    Gaussian."""
+    """False where the entropy floor cannot be reached within the KL bound or an input was not a Gaussian. Also false where
+    rounding keeps the result from that bound."""
 
 
 @without_autocast
@@ -74,7 +74,7 @@ def project_entropy_floor(
 def _check(
     chol: Tensor, floor: float | Tensor, old_chol: Tensor | None, cov_bound: float | Tensor | None, diagonal: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Checked inputs in one dtype and on one set of rows; the bound is 0, and unused, where there is no old factor."""
+    """Validate inputs and convert them to one dtype and set of rows. Without an old factor the bound is 0 and unused."""
     if (old_chol is None) != (cov_bound is None):
         raise ValueError(f"{_NAME}: `old_chol` and `cov_bound` keep the KL bound together; give both or neither.")
     for key, x in {"chol": chol, "old_chol": chol if old_chol is None else old_chol}.items():
@@ -116,7 +116,7 @@ def _scale(chol: Tensor, floor: Tensor, diagonal: bool) -> EntropyProjection:
 
 
 def _inside_ball(chol: Tensor, floor: Tensor, old: Tensor, bound: Tensor, diagonal: bool) -> EntropyProjection:
-    """Entropy floor inside the KL ball. Rows that the floor alone leaves there need no precision."""
+    """Entropy floor inside the KL ball. Rows that the floor alone leaves inside need no precision matrix."""
     with torch.no_grad():
         known = ~(gaussian_entropy(chol, diagonal=diagonal).isnan() | kl_of_covariances(chol, old, diagonal).isnan())
         lifted = _scale(chol, floor, diagonal)
@@ -140,12 +140,12 @@ def _inside_ball(chol: Tensor, floor: Tensor, old: Tensor, bound: Tensor, diagon
 
 @torch.no_grad()
 def _inside(chol: Tensor, old: Tensor, bound: Tensor, diagonal: bool) -> Tensor:
-    """True for covariances that are known to lie in the ball, by the test of `project_gaussian_kl`."""
+    """True for covariances that certainly lie in the ball, by the test of `project_gaussian_kl`."""
     return kl_of_covariances(chol, old, diagonal) * (1 + whitening_error(old, diagonal)) <= (1 + TOLERANCE) * bound
 
 
 def _solve_both(precision: RelativePrecision, need: Tensor, bound: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Solve for t, log c and convergence where t = 1 is outside.
+    """Solve for t, log c and convergence in rows for which t = 1 is outside.
 
     Along the path of solutions KL(Σ̃‖Σ_o) rises with t whether the floor binds or not.
 

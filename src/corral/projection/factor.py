@@ -8,18 +8,18 @@ from torch.autograd.function import once_differentiable
 
 
 class RelativePrecision(NamedTuple):
-    """Difference Q = L_oᵀ Σ⁻¹ L_o − I of the new precision from the old, in the frame where the old precision is I."""
+    """Difference Q = L_oᵀ Σ⁻¹ L_o − I of new and old precision, in the frame where the old precision is I."""
 
     gap: Tensor
-    """Q [*, D, D], or its diagonal [*, D]; 0 on rows where it is not finite."""
+    """Difference Q [*, D, D], or its diagonal [*, D]; 0 on rows with non-finite values."""
     values: Tensor
-    """q [*, D], its eigenvalues, ≥ −1."""
+    """Eigenvalues q of Q, all ≥ −1 [*, D]."""
     finite: Tensor
-    """[*]"""
+    """True on rows whose values are finite [*]."""
 
 
 def relative_precision(chol: Tensor, old: Tensor, diagonal: bool) -> RelativePrecision:
-    """Compute Q and its eigenvalues from G = L⁻¹ (L_o − L): small differences are not left over from I − I.
+    """Compute Q and its eigenvalues from G = L⁻¹ (L_o − L), which avoids the cancellation in I − I.
 
     The precision and not the covariance: a projection needs r_i = 1 + t q_i, and t max|q| is of the order of √ε however
     ill-conditioned the policies are. Rounding Q by eps |Q| rounds r by eps.
@@ -97,7 +97,7 @@ class _Tilt(torch.autograd.Function):
 
 
 class _DiagonalTilt(torch.autograd.Function):
-    """Map of standard deviations [n, D]: `_Tilt` with diagonal matrices, held as vectors."""
+    """Map of standard deviations [n, D]: `_Tilt` for diagonal matrices, stored as vectors."""
 
     @staticmethod
     def forward(std: Tensor, old: Tensor, gap: Tensor, t: Tensor, log_scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,7 +124,7 @@ def _factor_pullback(factor: Tensor, grad: Tensor) -> Tensor:
 
 
 def _tangent(psi: Tensor, h: Tensor, eye: Tensor, log_scale: Tensor) -> Tensor:
-    """Remove from Ψ its parts along each row's constraints: H, and I where log c > 0. All [n, entries]."""
+    """Remove from Ψ its components along each row's constraints: H, and I if log c > 0. All are [n, entries]."""
     held = (log_scale > 0)[:, None]
     size = eye.sum(-1, keepdim=True)
     psi = torch.where(held, psi - eye * (psi * eye).sum(-1, keepdim=True) / size, psi)
@@ -137,13 +137,16 @@ def _tangent(psi: Tensor, h: Tensor, eye: Tensor, log_scale: Tensor) -> Tensor:
 
 
 def factor_of(move: Tensor, factor: Tensor) -> Tensor:
-    """`factor`, a Cholesky factor of a constant plus `move`, with its gradient in `move`."""
+    """Attach the gradient in `move` to `factor`, a Cholesky factor of a constant plus `move`."""
     out: Tensor = _FactorOf.apply(move, factor)
     return out
 
 
 class _FactorOf(torch.autograd.Function):
-    """Identity of the factor, whose gradient in `move` is that of a Cholesky factor: ⟨Ψ, L̃⁻¹ dΣ̃ L̃⁻ᵀ⟩ = ⟨Ḡ, dL̃⟩."""
+    """Autograd function that returns `factor` and gives `move` the gradient of a Cholesky factor.
+
+    In formulas: ⟨Ψ, L̃⁻¹ dΣ̃ L̃⁻ᵀ⟩ = ⟨Ḡ, dL̃⟩.
+    """
 
     @staticmethod
     def forward(move: Tensor, factor: Tensor) -> Tensor:

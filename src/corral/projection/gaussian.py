@@ -1,4 +1,4 @@
-"""The Gaussian nearest to the new policy inside a ball around the old one: the mean and the covariance each have a bound.
+"""Projection of a Gaussian policy into a ball around the old one, with separate bounds for mean and covariance.
 
 The ball is of the KL (TCE's core), of Wasserstein's distance, or of Frobenius' norm. In all three the mean moves on a straight
 line; the covariance's path differs.
@@ -18,27 +18,27 @@ from corral.projection.root import find_root
 from corral.validate import number_in
 
 TOLERANCE = 0.01
-"""Distance from its bound at which a KL projection still counts as converged, as a share of the bound."""
+"""Largest distance from its bound at which a KL projection counts as converged, as a share of the bound."""
 
 _MAX_STEPS = 64
-"""Steps of the solver at most. A handful is enough up to bounds of a nat; beyond, the root may be found by halving alone."""
+"""Largest number of solver steps. A handful is enough up to bounds of a nat; beyond, halving may be needed."""
 
 
 @dataclass(frozen=True, eq=False)
 class GaussianProjection:
-    """The projected policy, and what the projection did to each row.
+    """Projected policy with its status for each row.
 
     Means have rows *b and covariances rows *c: a covariance that all means share is projected once, and stays one.
     """
 
     mean: Float[Tensor, "*b D"]
-    """μ̃, differentiable in the new policy's mean."""
+    """Projected mean μ̃, differentiable in the new policy's mean."""
     chol: Float[Tensor, "... D"]
-    """L̃ [*c, D, D], or standard deviations [*c, D]; differentiable in the new policy's factor."""
+    """Projected Cholesky factor L̃ [*c, D, D], or standard deviations [*c, D]; differentiable in the new policy's factor."""
     dual_mean: Float[Tensor, "*b"]
     """η ≥ 0, the multiplier of the mean's bound: 0 where it does not bind, inf where μ̃ is the old mean."""
     dual_cov: Float[Tensor, "*c"]
-    """Multiplier of the covariance's bound, likewise."""
+    """Multiplier of the covariance's bound: 0 where it does not bind, inf where the covariance is the old one."""
     active_mean: Bool[Tensor, "*b"]
     """True where the new mean lay outside its bound."""
     active_cov: Bool[Tensor, "*c"]
@@ -52,12 +52,12 @@ class GaussianProjection:
     after_cov: Float[Tensor, "*c"]
     """The covariance's part after the projection."""
     converged: Bool[Tensor, "*d"]
-    """Rows of both parts: False where an input was not a Gaussian, or the solver stopped short of the bound; in KL also
-    where rounding keeps the result from its bound, and `after_…` is then what was measured."""
+    """True per row of both parts if the solver converged; False where an input was not a Gaussian, or the solver stopped early.
+    In KL also False where rounding keeps the result from its bound; `after_…` then has the actual value."""
 
 
 class _Gaussians(NamedTuple):
-    """Checked inputs in one dtype. Factors and their bound have the rows *c in common; nothing old carries a gradient."""
+    """Validated inputs in one dtype. Factors and their bound share the rows *c; old values carry no gradient."""
 
     mean: Tensor
     chol: Tensor
@@ -66,12 +66,12 @@ class _Gaussians(NamedTuple):
     mean_bound: Tensor
     cov_bound: Tensor
     shared_old_chol: Tensor
-    """`old_chol` with the rows that it came with: one factor whitens all means in one solve."""
+    """`old_chol` with its original rows: a single shared factor whitens all means in one solve."""
     diagonal: bool
 
     @property
     def entries(self) -> tuple[Any, ...]:
-        """Index that lines up numbers of rows [*c] with the entries of the factors."""
+        """Index that aligns values per row [*c] with the entries of the factors."""
         return (..., None) if self.diagonal else (..., None, None)
 
 
@@ -79,11 +79,11 @@ class _Gaussians(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """One part of a projection."""
+    """Projection of the mean or of the covariance."""
 
     value: Tensor
     t: Tensor
-    """Place between the old policy (0) and the new one (1)."""
+    """Position between the old policy (0) and the new policy (1)."""
     active: Tensor
     before: Tensor
     after: Tensor
@@ -91,7 +91,7 @@ class _Part(NamedTuple):
 
 
 def _join(mean: _Part, cov: _Part) -> GaussianProjection:
-    """Both parts as one result."""
+    """Combine both parts into one result."""
     return GaussianProjection(
         mean.value, cov.value, (1 - mean.t) / mean.t, (1 - cov.t) / cov.t, mean.active, cov.active,
         mean.before, cov.before, mean.after, cov.after, mean.converged & cov.converged,
@@ -192,7 +192,7 @@ def project_gaussian_kl(
 
 
 def _step_covariance_kl(g: _Gaussians, error: Tensor) -> _Part:
-    """The covariance's part. Rows inside the ball, mostly all, are not solved."""
+    """Project the covariance's part. Rows inside the ball, which are the most frequent, are not solved."""
     chol, bound = g.chol, g.cov_bound
     with torch.no_grad():
         before = kl_of_covariances(chol, g.old_chol, g.diagonal)
@@ -244,7 +244,7 @@ def solve_tilt(precision: RelativePrecision, bound: Tensor) -> tuple[Tensor, Ten
 
 
 def _confirm(step: _Part, measured: Tensor, bound: Tensor, error: Tensor) -> _Part:
-    """Mark a step as not converged unless its value is known to lie at its bound to within `TOLERANCE`.
+    """Mark a step as not converged unless its value certainly equals its bound to within `TOLERANCE`.
 
     Args:
         measured: distance [*] of `step.value` from the old policy, taken from the value itself: rounding a factor by eps moves
@@ -396,7 +396,7 @@ def _check_gaussians(
     cov_bound: float | Tensor,
     diagonal: bool,
 ) -> _Gaussians:
-    """Checked inputs in one dtype and on one set of rows; `ValueError` for what no projection can read."""
+    """Validate inputs and convert them to one dtype and set of rows; `ValueError` for invalid input."""
     tensors = {"mean": mean, "chol": chol, "old_mean": old_mean, "old_chol": old_chol}
     require_tensors(name, **tensors)
     for key, x in tensors.items():
@@ -451,7 +451,7 @@ def check_factor(name: str, key: str, chol: Tensor, dimension: int, diagonal: bo
 
 
 def check_bound(name: str, key: str, bound: float | Tensor, like: Tensor) -> Tensor:
-    """The bound as a tensor without gradient, ≥ 0."""
+    """Convert the bound to a tensor ≥ 0 without gradient."""
     valid = bool((bound >= 0).all()) if isinstance(bound, Tensor) else number_in(bound, 0)
     if not valid:
         worst = bound.min().item() if isinstance(bound, Tensor) else bound

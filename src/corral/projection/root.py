@@ -1,4 +1,4 @@
-"""Batched root finding for increasing functions: Newton's method that cannot leave its bracket."""
+"""Batched root finding for increasing functions: Newton's method inside a bracket."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Root:
-    """The zero of each row's function, with steps and convergence."""
+    """Root of each row's function, with steps and convergence."""
 
     x: Float[Tensor, "*b"]
     converged: Bool[Tensor, "*b"]
     steps: Int[Tensor, "*b"]
-    """Evaluations of the function that each row needed."""
+    """Number of function evaluations for each row."""
 
 
 def find_root(
@@ -25,7 +25,7 @@ def find_root(
     scale: Float[Tensor, "*b"],
     max_steps: int = 24,
 ) -> Root:
-    """Root of an increasing function on (0, 1], row by row.
+    """Find the root of an increasing function on (0, 1], row by row.
 
         x ← x − f(x)/f′(x),   or the middle of the bracket where that step would leave it, or would not
                               be half as long as the last but one: a row may otherwise jump to and fro for ever

@@ -1,24 +1,24 @@
-"""The TRL integration: `CorralTrainer` is GRPOTrainer with a trust region. Facts here are read without importing TRL."""
+"""TRL integration: `CorralTrainer` is GRPOTrainer with a trust region. The constants here do not import TRL."""
 
 TRL_RANGE = ("1.7", "1.17")
-"""First release of TRL that works, and the first that was never tested. Reading it imports nothing."""
+"""First supported release of TRL, and first untested release. The constant is available without importing TRL."""
 
 LAST_TESTED = "1.16"
-"""Releases of TRL up to this minor version are run by `make test-trl-versions`."""
+"""Newest minor version of TRL that `make test-trl-versions` runs."""
 
 TEACHER_PROMPT = "teacher_prompt"
-"""A dataset's column that the teacher of a distillation reads in the place of `prompt`."""
+"""Dataset column that the teacher of a distillation reads instead of `prompt`."""
 
 MODEL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""What a model's own generation_config decides: nothing else of it is followed."""
+"""Fields that are taken from a model's own generation_config; its other fields are ignored."""
 
 
 class IncompatibleTRL(ImportError):
-    """This TRL is too old, or changed what corral builds on."""
+    """Raised if the installed TRL is too old, or its overridden methods have changed."""
 
 
 def is_untested(version: str) -> bool:
-    """Whether a release of TRL, or what leads up to it, is newer than those that were tested."""
+    """True if a release of TRL, or a pre-release of it, is newer than the tested releases."""
     from packaging.version import InvalidVersion, Version  # comes with transformers
 
     try:

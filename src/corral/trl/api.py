@@ -1,4 +1,4 @@
-"""TRL as corral uses it: accepted releases, loss types as reductions, and a check of the methods that are overridden."""
+"""Compatibility with TRL: supported releases, loss types as reductions, and a check of the overridden methods."""
 
 import ast
 import inspect
@@ -19,20 +19,21 @@ from corral.trl import LAST_TESTED, TRL_RANGE, IncompatibleTRL, is_untested
 
 @dataclass(frozen=True)
 class Clause:
-    """What one function, method or class of TRL's must keep: words of a string are its names."""
+    """Requirements on one function, method or class of TRL; each string is a list of names separated by spaces."""
 
     parameters: str
-    """In order. A final `*` lets others follow, each with a default: corral's override passes on whatever it is given."""
+    """Names of the parameters, in order. A final `*` allows more parameters, each with a default: the override passes on its
+    arguments unchanged."""
 
     names: str = ""
-    """Attributes, keys and functions that appear in its code; of a class, parameters in any order."""
+    """Names of attributes, keys and functions in the code; for a class, parameters in any order."""
 
     returns: str = ""
-    """Names in its last `return`, in order. A final `*` lets others follow."""
+    """Names in the last `return`, in order. A final `*` allows more."""
 
 
 _ROLLOUTS = "prompt_ids prompt_mask completion_ids completion_mask advantages old_per_token_logps"
-"""Keys of a batch of rollouts that corral reads; others are there in some runs alone."""
+"""Keys that corral reads from a batch of rollouts; some kinds of runs have further keys."""
 
 CONTRACT = {
     "trl.GRPOConfig": Clause(
@@ -112,16 +113,16 @@ CONTRACT = {
     "transformers.Trainer._load_rng_state": Clause("self checkpoint"),
     "transformers.Trainer._save_checkpoint": Clause("self model trial", "_get_output_dir PREFIX_CHECKPOINT_DIR global_step"),
 }
-"""As in the newest release that was tested; older ones have forms of their own, which the tests run."""
+"""Requirements on the newest tested release. Older releases may differ, and are covered by the version tests."""
 
 
 def breaches() -> list[str]:
-    """What the installed TRL and transformers do otherwise than corral's overrides assume, each as half a sentence."""
+    """List the ways in which the installed TRL and transformers violate corral's assumptions, each as half a sentence."""
     return [f"{place} {what}" for place, clause in CONTRACT.items() for what in _breaches(place, clause)]
 
 
 def _breaches(place: str, clause: Clause) -> Iterator[str]:
-    """Differences from a clause, of one function, method or class; "is gone" alone if it does not exist."""
+    """Compare one function, method or class with its clause; a missing one gives "is gone" alone."""
     try:
         found: Any = resolve_name(place)
     except (AttributeError, ImportError):
@@ -148,13 +149,13 @@ def _breaches(place: str, clause: Clause) -> Iterator[str]:
 
 
 def _is_prefix(expected: str, found: list[str]) -> bool:
-    """Whether `found` is what was expected, up to its `*`."""
+    """True if `found` begins with the expected names, up to the `*`."""
     names = expected.removesuffix("*").split()
     return found[: len(names)] == names and (expected.endswith("*") or len(found) == len(names))
 
 
 def _names(body: ast.AST) -> set[str]:
-    """Variables, attributes, parameters, keyword arguments and strings of a piece of source."""
+    """Collect variables, attributes, parameters, keyword arguments and strings of a piece of source."""
     found: set[str] = set()
     for node in ast.walk(body):
         match node:
@@ -166,7 +167,7 @@ def _names(body: ast.AST) -> set[str]:
 
 
 def _returned(body: ast.AST) -> list[str]:
-    """Names in the last `return` of a function; `?` stands for anything else."""
+    """Names in the last `return` of a function; `?` stands for any other expression."""
     last = max((node for node in ast.walk(body) if isinstance(node, ast.Return)), key=lambda node: node.lineno, default=None)
     value = None if last is None else last.value
     parts = value.elts if isinstance(value, ast.Tuple) else [] if value is None else [value]
@@ -182,20 +183,20 @@ REDUCTIONS: dict[str, Reduction] = {
     "dr_grpo": "seq-mean-token-sum-norm",
     "luspo": "seq-mean-token-sum",
 }
-"""TRL's loss types that differ from PPO's clip in nothing but how they average. "auto" takes the first of its kind."""
+"""Reductions of TRL's loss types that equal PPO's clip except for the averaging. "auto" takes the first of its kind."""
 
 FUSED = Version(trl.__version__) >= Version("1.15")
-"""Whether TRL scores tokens with a fused head, and its loss begins with that pass."""
+"""True if TRL scores tokens with a fused head, and its loss begins with the scoring pass."""
 
 WRONG_BEFORE = {"dapo": "1.10", "luspo": "1.10"}
-"""Reductions that TRL averaged over the wrong count, and the first release that has them right."""
+"""Loss types that older TRL averaged over the wrong count → the first correct release."""
 
 _SHOWN = 3
-"""Changes of TRL that a refusal names."""
+"""Largest number of changes of TRL that an error lists."""
 
 
 def check_trl(version: str) -> None:
-    """Refuse a TRL that is too old, or newer than the tested ones with other methods; warn of one that is only newer."""
+    """Refuse a TRL that is too old, or untested with changed methods; warn if it is only untested."""
     low, high = TRL_RANGE
     tested = f"tested with TRL {low} to {LAST_TESTED}; found {version}"
     install = f"pip install 'trl>={low},<{high}'"
@@ -224,12 +225,12 @@ check_trl(trl.__version__)
 
 
 def steps_per_batch(config: GRPOConfig) -> int:
-    """Micro-batches that are trained on between one batch of rollouts and the next."""
+    """Number of micro-batches per batch of rollouts."""
     assert config.steps_per_generation is not None  # TRL has filled it in
     return config.steps_per_generation * config.num_iterations
 
 
 def updates_per_step(config: GRPOConfig) -> int:
-    """Updates until a batch of rollouts and an update end together: no rollout is half used there."""
+    """Smallest number of updates after which a batch of rollouts and an update end together."""
     every = config.gradient_accumulation_steps
     return math.lcm(every, steps_per_batch(config)) // every

@@ -1,4 +1,4 @@
-"""Callbacks of every CorralTrainer: checks of itself, and a record of its settings in checkpoints."""
+"""Callbacks of every CorralTrainer: self-checks, and a record of the settings in checkpoints."""
 
 import logging
 import sys
@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 
 _HIDDEN_KL = 0.05
-"""KL at one token, certain to have happened outside the support, above which a warning is given: TROLL's bound."""
+"""KL at one token, proven to lie outside the support, above which a warning is logged: TROLL's bound."""
 
 
 def on_any_process(flag: bool) -> bool:
-    """All-reduce of a flag with `or`: every process must call it, and all get the same answer."""
+    """All-reduce a flag with `or`. Every process must call it, and every process gets the same result."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
         return flag
@@ -37,18 +37,18 @@ def on_any_process(flag: bool) -> bool:
 
 
 class SelfCheck(TrainerCallback):
-    """What every CorralTrainer checks of itself: there is something to train, and the region is idle before any update."""
+    """Self-checks of every CorralTrainer: something to train, and no active trust region before the first update."""
 
     def __init__(self, trainer: "CorralTrainer") -> None:
         self.trainer = trainer
         self.say: Callable[[str], object] = logger.warning
         self.drift_reported = False
         self.tail_reported = False
-        """Each warning is given once."""
+        """True once the tail warning has been logged; each warning is logged once."""
         self._before: int | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Refuse to train nothing."""
+        """Refuse to train if no parameter is trainable."""
         model: nn.Module = kwargs["model"]
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError(
@@ -57,13 +57,13 @@ class SelfCheck(TrainerCallback):
             )
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Before the first update on new rollouts, when the new policy is still the old one."""
+        """Start the on-policy check before the first update on new rollouts, when new and old policy are equal."""
         # A teacher is outside the region before any update, and may be.
         fresh = self.trainer._step % steps_per_batch(self.trainer.args) == 0 and self.trainer.teacher is None
         self._before = len(self._active_fractions()) if fresh and not self.drift_reported else None
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Warn if the region acted on-policy: sampler and trainer differ."""
+        """Warn if the trust region was active on-policy: then sampler and trainer differ."""
         active = [] if self._before is None else self._active_fractions()[self._before :]
         share = sum(active) / len(active) if active else 0.0
         if not share > 0:
@@ -76,7 +76,7 @@ class SelfCheck(TrainerCallback):
             )
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Warn if KL was hidden in the tail, which the union of both supports would have seen, and was not retracted."""
+        """Warn if KL was hidden in the tail and not retracted; the union of both supports would have measured it."""
         kept = kwargs["logs"].get("tr/step_share", 1.0)
         hidden = kwargs["logs"].get("tr/hidden_kl_max", 0.0) * kept**2  # near the old weights a KL grows as the square
         if self.tail_reported or not hidden > _HIDDEN_KL or self.trainer.union:
@@ -89,23 +89,26 @@ class SelfCheck(TrainerCallback):
             )
 
     def _active_fractions(self) -> list[float]:
-        """tr/active_frac of the micro-batches since the last log line."""
+        """Values of tr/active_frac of the micro-batches since the last log line."""
         return list(self.trainer._metrics["train"].get("tr/active_frac", ()))
 
 
 _OF_TRL = ("seed", "learning_rate", "num_iterations", "loss_type", "beta", "temperature", "deployed_bound", "advantage")
-"""Settings that runs are told apart by."""
+"""Settings that identify a run."""
 
 
 class RunRecord(TrainerCallback, ExportableState):
-    """Settings of a run; transformers writes the state of such a callback into every checkpoint, under the class's name."""
+    """Settings of a run.
+
+    transformers stores the state of this callback in every checkpoint, under the class's name.
+    """
 
     def __init__(self, about: dict[str, Any] | None = None) -> None:
         self.about = about or {}
 
     @classmethod
     def of(cls, trainer: "CorralTrainer") -> "RunRecord":
-        """The record of a trainer that is made."""
+        """Build the record of a new trainer."""
         args, objective = trainer.args, trainer.objective
         settings = {
             "task": ", ".join(trainer.reward_func_names) or "unknown",
@@ -120,5 +123,5 @@ class RunRecord(TrainerCallback, ExportableState):
         )
 
     def state(self) -> dict[str, Any]:
-        """The record, in the form that `from_state` reads."""
+        """Return the record in the format of `from_state`."""
         return {"args": {"about": self.about}, "attributes": {}}

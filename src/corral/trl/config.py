@@ -1,4 +1,4 @@
-"""CorralConfig: GRPOConfig with an objective, and a sentence for every setting that it refuses."""
+"""CorralConfig: GRPOConfig with an objective, and an error message for every unsupported setting."""
 
 import json
 import math
@@ -23,34 +23,34 @@ from corral.trl.api import REDUCTIONS, WRONG_BEFORE
 from corral.validate import require, suggest
 
 Sampler = Literal["transformers", "vllm", "rollout_func"]
-"""Who draws the completions: the trainer's own model, vLLM, or a function of the user's."""
+"""Sampler of the completions: the trainer's own model, vLLM, or a user's rollout function."""
 
 AUTO_PASSES = 8
-"""Passes over a batch that `reuse="auto"` makes at most, if `num_iterations` is TRL's default of 1."""
+"""Largest number of passes over a batch with `reuse="auto"`, if `num_iterations` is TRL's default of 1."""
 AUTO_RATE, AUTO_BOUND, PASSES_BOUND, REUSE_BOUND = 1e-3, 0.03, 0.01, 0.02
-"""The meaning of `learning_rate="auto"`: the rate that the search on the first batch begins with, and a `deployed_bound`: with
-one pass over each batch, with several, and with `reuse="auto"`."""
+"""Values behind `learning_rate="auto"`: the first rate of the search, and three values of `deployed_bound`. The bounds are for
+one pass over each batch, for several passes, and for `reuse="auto"`."""
 
 
 def _setting(default: Any, about: str) -> Any:
-    """A field of CorralConfig: its default, and what a command line's `--help` says about it."""
+    """Field of CorralConfig with its default and its `--help` text."""
     return field(default=default, metadata={"help": about})
 
 
 @dataclass
 class CorralConfig(GRPOConfig):
-    """GRPOConfig with an objective of corral's. `loss_type` chooses the reduction, `objective` everything before it.
+    """GRPOConfig with a corral objective: `objective` selects the per-token loss, `loss_type` its reduction.
 
     Once made, `loss_type` is one of TRL's: "auto" has become the objective's own. `learning_rate="auto"` has become the
     first rate that is tried on the first batch, and `finds_rate` is True.
     """
 
     finds_rate = False
-    """Whether `learning_rate` was "auto"; no setting of its own."""
+    """True if `learning_rate` was "auto"; not a setting."""
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*GRPOConfig._VALID_DICT_FIELDS, "objective_config", "correction_config"]  # type: ignore[misc]  # TRL leaves ClassVar out
 
     in_corral_trainer: ClassVar[bool] = False
-    """Whether a CorralTrainer is being made with this configuration; it sets this on the instance for as long."""
+    """True on an instance while a CorralTrainer is built from it."""
 
     objective: str = _setting("troll", "Objective: a name from corral.objective_names(), such as troll, dppo or ppo_clip.")
     objective_config: dict[str, Any] | str | None = _setting(
@@ -103,7 +103,7 @@ class CorralConfig(GRPOConfig):
     )
 
     def __new__(cls, *args: Any, **settings: Any) -> "CorralConfig":
-        """Refuse a setting that does not exist, with the nearest name or the objective that has it."""
+        """Refuse an unknown setting, with the nearest name or the objective that has it."""
         known = [item.name for item in fields(cls) if item.init]
         for key in settings:
             if key not in known:
@@ -142,11 +142,11 @@ class CorralConfig(GRPOConfig):
             self.check_sampler("vllm")
 
     def make_objective(self) -> Objective:
-        """The objective with its settings."""
+        """Build the objective with its settings."""
         return make_objective(self.objective, **_settings("objective_config", self.objective_config))
 
     def make_correction(self) -> Correction | None:
-        """The sampler correction with its settings, if any."""
+        """Build the sampler correction with its settings, if there is one."""
         settings = _settings("correction_config", self.correction_config)
         if self.correction is None and settings:
             raise ValueError(f"CorralConfig: `correction_config` is {settings}, but there is no `correction` to set.")
@@ -154,7 +154,7 @@ class CorralConfig(GRPOConfig):
 
     @property
     def place_model_on_device(self) -> bool | None:
-        """transformers' own; raises while any other trainer than CorralTrainer is made with this configuration.
+        """Override of transformers: refuses any trainer other than CorralTrainer.
 
         Every trainer of transformers reads this when it is made, and nothing else does. A stock GRPOTrainer would train with
         TRL's own loss, and say nothing of the objective.
@@ -169,7 +169,7 @@ class CorralConfig(GRPOConfig):
 
     @property
     def other_reduction(self) -> str | None:
-        """A sentence where the reduction that was asked for is none of the objective's own; None where it is."""
+        """Message if the requested reduction is not among the objective's own reductions, else None."""
         own = self.make_objective().config.reductions
         if REDUCTIONS[self.loss_type] in own:
             return None
@@ -180,24 +180,24 @@ class CorralConfig(GRPOConfig):
 
     @property
     def prompts_per_batch(self) -> int:
-        """Prompts of one batch of rollouts, over all processes."""
+        """Number of prompts in one batch of rollouts, over all processes."""
         assert self.generation_batch_size is not None  # TRL has filled it in
         assert self.num_generations is not None
         return self.generation_batch_size // self.num_generations
 
     @property
     def needs_support(self) -> bool:
-        """Whether the objective looks at more than the sampled token."""
+        """True if the objective reads more than the sampled token."""
         return bool(self.make_objective().needs & NEEDS_SUPPORT)
 
     def resolve_anchor(self) -> Anchor:
-        """The anchor, with "auto" resolved: the objective's own, but a support needs the policy that the trainer recomputes."""
+        """Resolve the anchor "auto": the objective's own anchor, or the recomputed policy if a support is needed."""
         if self.anchor != "auto":
             return cast(Anchor, self.anchor)  # nothing else gets through __post_init__
         return "old" if self.needs_support else self.make_objective().config.anchor
 
     def check_sampler(self, sampler: Sampler, generation_config: GenerationConfig | None = None) -> None:
-        """Raise if the sampler cannot supply what the anchor, the objective or the correction needs.
+        """Raise if the sampler cannot supply the data for the anchor, the objective or the correction.
 
         Args:
             generation_config: the model's own, which transformers' generation follows where TRL sets nothing.
@@ -209,7 +209,7 @@ class CorralConfig(GRPOConfig):
 
 
 def _settings(name: str, config: dict[str, Any] | str | None) -> dict[str, Any]:
-    """A setting that is a dictionary, or JSON on a command line, as a dictionary."""
+    """Parse a setting that is a dictionary, or JSON on a command line."""
     if config is None:
         return {}
     if isinstance(config, str):  # from a command line, and transformers has not read it yet
@@ -221,7 +221,7 @@ def _settings(name: str, config: dict[str, Any] | str | None) -> dict[str, Any]:
 
 
 def _check_values(config: CorralConfig) -> None:
-    """Raise for a value that no training could use, before TRL divides by it or torch refuses it in a traceback."""
+    """Raise for invalid values, before TRL divides by them or torch fails with a traceback."""
     check = partial(require, config, name="CorralConfig")
     counts = ("num_iterations", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
     check(*counts, at_least=1, integer=True)
@@ -246,18 +246,18 @@ def _check_values(config: CorralConfig) -> None:
 
 
 _Refusals = dict[str, object]
-"""Sentences, each with the condition that it is refused under."""
+"""Error message → condition under which it is raised."""
 
 
 def _refuse(refusals: _Refusals) -> None:
-    """Raise with the first sentence whose condition holds."""
+    """Raise an error with the first message whose condition holds."""
     for why, applies in refusals.items():
         if applies:
             raise ValueError(f"CorralConfig: {why}")
 
 
 def _of_trl(config: CorralConfig) -> _Refusals:
-    """Settings of TRL's that this trainer does without or has elsewhere, and those that fit none of corral's."""
+    """Refusals of TRL settings that this trainer does not support or replaces, or that conflict with corral's settings."""
     how, every, a_pass = config.loss_type, config.gradient_accumulation_steps, config.steps_per_generation
     assert a_pass is not None  # TRL has filled it in
     unknown, same_name = how not in REDUCTIONS, f" Did you mean objective={how!r}?" if how in objective_names() else ""
@@ -314,21 +314,21 @@ _HARMLESS = (
     "seed", "use_cache", "cache_implementation", "cache_config", "prefill_chunk_size",
     "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
 )  # fmt: skip
-"""Keys of `generation_kwargs`, transformers' and vLLM's, that change no token's probability."""
+"""Keys of `generation_kwargs`, in transformers and vLLM, that change no token's probability."""
 
 _NEUTRAL = {
     "do_sample": True, "num_beams": 1, "repetition_penalty": 1, "frequency_penalty": 0, "presence_penalty": 0,
     "typical_p": 1, "guidance_scale": 1,
 }  # fmt: skip
-"""Keys of `generation_kwargs` that change no token's probability at one value."""
+"""Keys of `generation_kwargs` → the only value that changes no token's probability."""
 
 _TRUNCATIONS = ("top_p", "top_k", "min_p")
-"""Settings that cut unlikely tokens off and scale the others up: the ratio of two policies is then off by the mass that each
-kept. They are refused with an anchor that it matters for."""
+"""Settings that remove unlikely tokens and rescale the others. The ratio of two policies is then wrong by the kept mass of
+each. They are refused with anchors for which this matters."""
 
 
 def _of_generation(config: GRPOConfig, given: dict[str, Any]) -> _Refusals:
-    """`repetition_penalty` and `given` generation_kwargs that change what is drawn, whoever samples."""
+    """Refusals of a `repetition_penalty` and of `given` generation_kwargs that change the sampling distribution."""
     neutral = _NEUTRAL | {"temperature": config.temperature}
     known = (*_HARMLESS, *_TRUNCATIONS, "logprobs")
     changing = [key for key in given if key not in known and neutral.get(key) != given[key]]
@@ -344,7 +344,7 @@ def _of_generation(config: GRPOConfig, given: dict[str, Any]) -> _Refusals:
 _BY_TRL = (
     "do_sample", "max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "disable_compile", *MODEL_IDS,
 )  # fmt: skip
-"""Fields of a generation_config that TRL gives itself, so that the model's are not read."""
+"""Fields of a generation_config that TRL sets itself, so that the model's values are ignored."""
 
 _UNREAD = (
     "max_length", "early_stopping", "length_penalty", "diversity_penalty", "renormalize_logits", "low_memory",
@@ -354,7 +354,7 @@ _UNREAD = (
     "num_assistant_tokens_schedule", "assistant_confidence_threshold", "max_matching_ngram_size", "assistant_lookbehind",
     "target_lookbehind", "_from_model_config", "transformers_version",
 )  # fmt: skip
-"""Fields that change no token: of beams, encoders, assistants, caches, and what is returned besides."""
+"""Fields that change no token: for beams, encoders, assistants, caches and extra outputs."""
 
 _OFF = {
     "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "typical_p": 1, "guidance_scale": 1, "min_p": 0,
@@ -363,11 +363,11 @@ _OFF = {
     "use_mtp": False, "bad_words_ids": [], "suppress_tokens": [], "begin_suppress_tokens": [], "stop_strings": [],
     "penalty_alpha": 0,
 }  # fmt: skip
-"""Values at which all other fields do nothing; None is another such value for each."""
+"""Values that switch the other fields off; None also switches each of them off."""
 
 
 def model_refusals(generation_config: GenerationConfig | None, given: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for each of a model's own settings of generation that changes what transformers draws, or is not known.
+    """Messages about a model's own generation settings that change the sampling distribution, or are unknown.
 
     Args:
         given: settings of the user's own, which come first.
@@ -384,11 +384,11 @@ def model_refusals(generation_config: GenerationConfig | None, given: Mapping[st
 
 
 _VLLM_LOGPROBS = 20
-"""vLLM's own `max_logprobs`, which TRL leaves as it is in the trainer's process; its server has no limit."""
+"""Default `max_logprobs` of vLLM, which TRL keeps for vLLM in the trainer's process; the vLLM server has no limit."""
 
 
 def _of_sampler(config: CorralConfig, sampler: Sampler, generation: dict[str, Any]) -> _Refusals:
-    """Anchors, objectives and corrections that this sampler does not allow; docs/trl.md has the table."""
+    """Refusals of anchors, objectives and corrections that this sampler does not support; docs/trl.md has the table."""
     rollout, reports = config.resolve_anchor() == "rollout", sampler != "transformers"
     on_support = rollout and reports and config.needs_support  # of the sampler's own likeliest tokens
     corrects, correction = config.use_vllm and config.vllm_importance_sampling_correction, config.correction

@@ -1,4 +1,4 @@
-"""The deployed network: measured after every step, bounded if asked for, with a learning rate found on the first batch.
+"""Deployed network in TRL training: measure it after every step, bound it, and find a learning rate on the first batch.
 
 `DeployedCallback` follows a run step by step, `DeployedProbe` measures how far the network has moved, and `RateSearch` tries
 learning rates on the first batch.
@@ -43,38 +43,38 @@ logger = logging.getLogger(__name__)
 # ---------------------------------------------------------------------------------------------------- step after step
 
 AIM = 0.5
-"""The share of the bound that the learning rate aims at: the other half is for steps that go further than most."""
+"""Share of the bound that the learning rate aims at; the rest is room for steps that move further than most."""
 START, PASSES_START = 2.0, 6.0
-"""The KL of the first step that the search for `learning_rate="auto"` aims at, in multiples of the bound: with one pass over
-each batch, and with several. The rates that grids chose move the network by one to five bounds in their first step. That step
-is then retracted to the bound, and the rate comes down to `AIM` over the next ones."""
+"""KL of the first step that the search for `learning_rate="auto"` aims at, in multiples of the bound. The two values are for
+one pass over each batch and for several. Learning rates chosen by grid search move the network by one to five bounds in their
+first step. The step is then retracted to the bound, and the rate falls to `AIM` over the next steps."""
 SPENT = 50.0
-"""Times the bound, before anything is undone, from which on `reuse="auto"` makes no further pass: D grows as the square of what
-is kept, and less than a seventh would be."""
+"""Multiple of the bound, before any retraction, above which `reuse="auto"` makes no further pass. D grows with the square of
+the kept share, so that less than a seventh of the step would be kept."""
 LEAST_ESS = 0.5
-"""The effective sample size, as a share of the tokens, below which `reuse="auto"` makes no further pass."""
+"""Effective sample size, as a share of the tokens, below which `reuse="auto"` makes no further pass."""
 PROBES = 4
-"""Measurements of a step at most; one where the step fits."""
+"""Largest number of measurements of one step; a step within its bound takes one."""
 ROUNDING = 1e-3
-"""Mean KL of unchanged weights that kernels in half precision explain: a bound that follows the schedule to 0 goes below it."""
+"""Mean KL between equal weights due to half-precision kernels. A bound that follows the schedule to 0 falls below it."""
 FAR, LEAST_SHARE = 25.0, 0.05
-"""The optimizer starts over after a step beyond FAR times the bound of which less than LEAST_SHARE is kept."""
+"""Thresholds for resetting the optimizer: a step beyond FAR bounds of which less than LEAST_SHARE is kept."""
 LEAST_FACTOR = 1 / 30
-"""The smallest factor of the learning rate when it does."""
+"""Smallest factor on the learning rate after such a reset."""
 
 
 @dataclass(eq=False)
 class _Step:
-    """A step that is not over: the weights that it began with, and its updates so far."""
+    """An unfinished step: the weights at its start, and its updates so far."""
 
     old: dict[str, Tensor]
     factors: list[float] = field(default_factory=list)
-    """The schedule's factor of the peak rate, for each update."""
+    """Factor of the schedule on the peak learning rate, for each update."""
     updates: int = 0
 
 
 class DeployedCallback(TrainerCallback):
-    """Certifies every step of a CorralTrainer with `deployed_bound`, and holds it where that is finite.
+    """Callback that certifies every step of a CorralTrainer with `deployed_bound`, and bounds it if the bound is finite.
 
         δ_k = bound · (rate_k / peak rate)²          mean KL(π_new ‖ π_old) ≤ δ_k
 
@@ -96,22 +96,22 @@ class DeployedCallback(TrainerCallback):
         self.probe, self.controller = DeployedProbe(trainer), RateController()
         self.per_step = updates_per_step(trainer.args)
         self.per_pass = self.per_step // trainer.args.num_iterations if trainer.args.reuse == "auto" else self.per_step
-        """Updates between measurements."""
+        """Number of updates between measurements."""
         self.searches = False
-        """Whether the rate is still to be found: on the first batch with a gradient."""
+        """True until the learning rate is found, on the first batch with a gradient."""
         self._before: dict[str, Tensor] | None = None
-        """The weights that the last finished step began with; until the next one begins."""
+        """Weights at the start of the last finished step; cleared when the next step begins."""
         self._begin()
 
     def _begin(self) -> None:
-        """Be ready for the next step."""
+        """Prepare for the next step."""
         self._step: _Step | None = None
         self.spent = False
-        """Whether the step is over, though passes over its batch remain: the trainer skips them."""
+        """True if the step is over before all passes over its batch are done: the trainer skips the rest."""
         self.probe.clear()
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """A resumed run finds its scale in the scheduler."""
+        """Restore the learning-rate scale of a resumed run from the scheduler."""
         self.abandon()  # a step that transformers gave up for want of memory, to train with smaller batches
         self._begin()
         if not self.holds:
@@ -129,7 +129,7 @@ class DeployedCallback(TrainerCallback):
         self._check_saves(args, state)
 
     def _check_saves(self, args: TrainingArguments, state: TrainerState) -> None:
-        """Refuse checkpoints inside a step, where bounding the network would change the run. The end of a run is bounded."""
+        """Refuse checkpoints inside a step, where bounding the network would change the run; the end of a run is exempt."""
         of_best = args.save_strategy == SaveStrategy.BEST
         strategy, name = (args.eval_strategy, "eval") if of_best else (args.save_strategy, "save")
         if strategy == "steps":
@@ -150,7 +150,7 @@ class DeployedCallback(TrainerCallback):
             )
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Before an update: at the beginning of a step its weights are kept."""
+        """Called before an update: at the beginning of a step, copies the weights."""
         if self.spent:
             return
         if self._step is None:
@@ -164,12 +164,12 @@ class DeployedCallback(TrainerCallback):
             self._step.factors.append(scheduler.optimizer.param_groups[0]["lr"] / peak if peak > 0 else 0.0)
 
     def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """After an update."""
+        """Called after an update: counts it."""
         if self._step is not None:
             self._step.updates += 1
 
     def _find_rate(self, old: dict[str, Tensor]) -> None:
-        """Start at the rate with which this step moves the network by several bounds; wait where the step has no gradient."""
+        """Find a learning rate that moves the network by several bounds in this step; postponed if the step has no gradient."""
         trainer, scheduler = self.trainer, schedule_of(self.trainer)
         trainer.draw_ahead()
         aim = (START if trainer.args.num_iterations == 1 else PASSES_START) * self.bound
@@ -199,7 +199,10 @@ class DeployedCallback(TrainerCallback):
             )  # fmt: skip
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """At the end of a step, and with `reuse="auto"` of a pass: measure, retract, scale the rate, and log what was done."""
+        """Called at the end of a step: measures, retracts, scales the learning rate, and logs.
+
+        With `reuse="auto"` also at the end of a pass.
+        """
         last = state.global_step % self.per_step == 0
         if state.global_step % self.per_pass == 0 and not self.spent:
             self._end_pass(last=last)
@@ -210,11 +213,11 @@ class DeployedCallback(TrainerCallback):
 
     @property
     def is_inside_step(self) -> bool:
-        """Whether updates of a step have moved the network, which is not bounded yet."""
+        """True inside a step whose updates have moved the network, before it is bounded."""
         return self._step is not None and self._step.updates > 0
 
     def finish(self) -> None:
-        """The run ends here: inside a step the network is measured and bounded as at the step's end."""
+        """Finish the run: inside a step, measure and bound the network as at the step's end."""
         if self.is_inside_step:
             self._end_pass(last=True)
             self.trainer.model.train()  # after an evaluation TRL would log an evaluation's metrics, without the certificate
@@ -223,7 +226,7 @@ class DeployedCallback(TrainerCallback):
             self._step = _Step(snapshot(self.trainer.model))  # as it is saved
 
     def before_save(self) -> None:
-        """Called before a checkpoint is written: it is of a network that is bounded."""
+        """Called before a checkpoint is written, so that the saved network is bounded."""
         trainer = self.trainer
         if trainer.control.should_training_stop:
             self.finish()
@@ -234,7 +237,7 @@ class DeployedCallback(TrainerCallback):
             )
 
     def abandon(self) -> None:
-        """An exception ends the run: inside a step the network is measured and bounded, or the step is undone.
+        """Handle an exception that ends the run: inside a step, measure and bound the network, or undo the step.
 
         Measuring takes all processes. Several of them may have met different exceptions, or none, so each undoes the step.
         """
@@ -254,11 +257,11 @@ class DeployedCallback(TrainerCallback):
         self._begin()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """The weights may be changed after a run: the next one begins with what it finds."""
+        """Forget the step at the end of a run: the weights may change before the next run."""
         self._begin()
 
     def _end_pass(self, *, last: bool) -> None:
-        """Measure the network as it is; then make another pass, or certify it, and the step is over."""
+        """Measure the network after a pass; then start another pass, or certify the network and end the step."""
         trainer, step, metrics = self.trainer, self._step, self.trainer._metrics["train"]
         assert step is not None
         factor = sum(step.factors) / len(step.factors) if step.factors else 1.0
@@ -298,7 +301,7 @@ class DeployedCallback(TrainerCallback):
             metrics["tr/passes"].append(step.updates / self.per_pass)
 
     def _go_back(self, old: dict[str, Tensor], why: str) -> None:
-        """Put the weights from before the step back if a bound is set and the network cannot be measured, and say why."""
+        """Restore the weights from before the step if the network has a bound and cannot be measured, and log the reason."""
         then = "The step is not measured."
         if self.holds:
             restore(self.trainer.model, old)  # bit for bit
@@ -306,7 +309,10 @@ class DeployedCallback(TrainerCallback):
         logger.warning("Update %d: %s. %s", self.trainer.state.global_step, why, then)
 
     def _start_over(self, moved: float, aim: float) -> None:
-        """A rate that would have gone about as far as was meant, and an optimizer that has seen nothing."""
+        """Lower the learning rate so that the step would have moved the network about as far as intended.
+
+        The optimizer is reset.
+        """
         factor = max(math.sqrt(aim / moved), LEAST_FACTOR) if math.isfinite(moved) else LEAST_FACTOR
         self.controller.scale *= factor
         self._scale(factor)
@@ -319,7 +325,7 @@ class DeployedCallback(TrainerCallback):
         )  # fmt: skip
 
     def certify_held_out(self, drawn: list[tuple[list[int], list[int]]]) -> dict[str, float]:
-        """How far the last step went on held-out prompts, from prompts and completions that the network has just drawn.
+        """Measure the distance of the last step on held-out prompts, with completions just sampled from the network.
 
         These are completions of the new network, so that along one of them the sum of KL(new‖old) is an unbiased estimate of
         the KL between whole completions, where training samples at temperature 1 as a measurement does.
@@ -333,7 +339,7 @@ class DeployedCallback(TrainerCallback):
         return {f"tr/deployed_heldout_{name}": value for name, value in numbers.items() if value is not None}
 
     def _scale(self, factor: float) -> None:
-        """Another rate from now on, under the same schedule."""
+        """Set a new learning rate under the same schedule."""
         scheduler = schedule_of(self.trainer)
         scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
         scheduler._last_lr = [rate * factor for rate in scheduler._last_lr]
@@ -342,19 +348,19 @@ class DeployedCallback(TrainerCallback):
 
 
 def _worth_another(found: BatchKL, bound: float) -> bool:
-    """Whether another pass over the batch would still be one on its tokens, and not be undone nearly whole."""
+    """True if another pass would still fit the batch's tokens, and would not be retracted almost completely."""
     near = float(found.new_old.double().mean()) < SPENT * bound  # and a number
     return near and found.effective_sample_size() >= LEAST_ESS
 
 
 def schedule_of(trainer: "CorralTrainer") -> Any:
-    """The trainer's scheduler, which has the base rates: accelerate puts its own around it."""
+    """Scheduler of the trainer that has the base rates, without accelerate's wrapper."""
     scheduler: Any = trainer.lr_scheduler
     return getattr(scheduler, "scheduler", scheduler)
 
 
 def _check_surroundings(trainer: "CorralTrainer") -> None:
-    """Refuse what keeps the weights elsewhere, where a retraction would be undone or would not be whole."""
+    """Refuse setups that store the weights elsewhere, where a retraction would be undone or incomplete."""
     if not FUSED:
         raise ValueError(
             f"CorralTrainer: `deployed_bound` needs hidden states, which TRL {trl.__version__} does not hand over. Install TRL "
@@ -373,19 +379,19 @@ def _check_surroundings(trainer: "CorralTrainer") -> None:
 # ---------------------------------------------------------------------------------------------------- measurements
 
 TOKENS = 3072
-"""About as many tokens of a step are measured, over all processes: whole completions, evenly spread over the rollouts."""
+"""Approximate number of tokens measured per step, over all processes: whole completions, evenly spread over the rollouts."""
 CHEAP = 0.01
-"""The share of a step's cost up to which `FEW` tokens are measured instead, so that a 99.9th percentile means something."""
+"""Share of a step's cost below which `FEW` tokens are measured, enough for a meaningful 99.9th percentile."""
 COMPLETIONS = 8
-"""Completions of a step that are measured at least, however long they are: tokens of one completion move together, so that
-many of them say little about the others."""
+"""Smallest number of completions measured per step, of any length. Tokens of one completion move together, so that many tokens
+of few completions are a poor sample."""
 GOLDEN = 0.618034
-"""Fractional parts of its multiples are evenly spread, however many are taken."""
+"""Golden ratio: the fractional parts of its multiples are evenly spread, for any number of them."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Scored:
-    """A network on the live tokens of some completions."""
+    """Hidden states and head of a network on the unmasked tokens of some completions."""
 
     hidden: Float[Tensor, "N H"]
     logp: Float[Tensor, " N"]
@@ -394,20 +400,20 @@ class _Scored:
 
 @dataclass(eq=False)
 class _Rollouts:
-    """Some completions of a batch, as TRL scores them."""
+    """Some completions of a batch, in TRL's format for scoring."""
 
     ids: Int[Tensor, "b L"]
-    """Prompt and completion."""
+    """Token ids of prompt and completion."""
     seen: Int[Tensor, "b L"]
-    """Attention mask."""
+    """Attention mask of `ids`."""
     live: Bool[Tensor, "b T"]
-    """Tokens of the completion that the network wrote."""
+    """True at completion tokens that the network sampled."""
     old: _Scored | None
-    """Under the weights that the step began with, where TRL's old-policy pass was made with them."""
+    """Results under the weights at the start of the step, if TRL's old-policy pass was made with them."""
 
 
 class DeployedProbe:
-    """Measures KL(now‖old) and KL(old‖now) per token on some of a step's completions, on all processes.
+    """Measures per-token KL(now‖old) and KL(old‖now) on some of a step's completions, on all processes.
 
     The old network's hidden states come from the pass in which TRL scores fresh rollouts, where that was made with the step's
     first weights and without dropout. Elsewhere it takes a pass of its own.
@@ -417,24 +423,24 @@ class DeployedProbe:
         self.trainer = trainer
         self._rollouts: list[_Rollouts] = []
         self.tool_mask: list[list[int]] | None = None
-        """Of the newest rollouts, as TRL's `_generate` returns it: for each completion 1 where the network wrote a token, 0
-        where a tool did. TRL makes its old-policy pass before it hands over the mask with the batch."""
+        """Tool mask of the newest rollouts, from TRL's `_generate`: 1 for a token of the network, 0 for a token of a tool. TRL
+        makes its old-policy pass before it puts the mask into the batch."""
         self._head: HeadInputs | None = None
-        """The old network's, of this step."""
+        """Head of the old network in this step."""
 
     def clear(self) -> None:
-        """A new step begins."""
+        """Clear all state when a new step begins."""
         self._rollouts, self._head = [], None
 
     def watch(self, scoring: ScoringPass) -> None:
-        """Before rollouts are scored: have the old-policy pass keep what a measurement needs."""
+        """Prepare the old-policy pass, before rollouts are scored, to keep the hidden states for a measurement."""
         trainer = self.trainer
         first = trainer.state.global_step % updates_per_step(trainer.args) == 0
         if first and trainer.off_policy and not scoring.keep_hidden:  # on-policy, TRL's first pass may be the reference's
             scoring.keep_hidden, scoring.choose = True, self._choose_early
 
     def _choose_early(self, mask: Bool[Tensor, "B T"]) -> Bool[Tensor, " B"]:
-        """The choice during TRL's old-policy pass, from the mask of the completions and the tool mask of `_generate`."""
+        """Choose completions during TRL's old-policy pass, from the completion mask and the tool mask of `_generate`."""
         if self.tool_mask is None:
             return self.choose(mask)
         rows = pad_sequence([torch.as_tensor(row, dtype=torch.bool) for row in self.tool_mask], batch_first=True)
@@ -443,7 +449,7 @@ class DeployedProbe:
         return self.choose(mask & written)
 
     def choose(self, trained: Bool[Tensor, "B T"], passes: int = 1) -> Bool[Tensor, " B"]:
-        """The completions of a batch of rollouts to measure, given the tokens that are trained on.
+        """Choose the completions of a batch to measure, given the tokens that are trained on.
 
         Only completions with such tokens are chosen, evenly spread, until there are enough tokens and enough completions on
         all processes together. A sharded network needs every process in every pass, so all choose equally many: a process that
@@ -466,7 +472,7 @@ class DeployedProbe:
         return chosen
 
     def _tokens_wanted(self, tokens: int, passes: int) -> int:
-        """`FEW` tokens where measuring them costs at most 1 % of the step, else `TOKENS`.
+        """Number of tokens to measure: `FEW` if that costs at most 1 % of the step, else `TOKENS`.
 
             FEW · passes ≤ 1 % · tokens · (1 + o + 3 p)
 
@@ -478,7 +484,7 @@ class DeployedProbe:
         return FEW if FEW * passes <= CHEAP * tokens * (1 + old + 3 * over_batch) else TOKENS
 
     def add(self, batch: dict[str, Any], scoring: ScoringPass) -> None:
-        """Fresh rollouts of TRL's, of which some are remembered, and the pass that scored them."""
+        """Add new rollouts of TRL, of which some are stored, and the pass that scored them."""
         if "pixel_values" in batch:
             raise ValueError(
                 "CorralTrainer: `deployed_bound` measures text alone, and these prompts have images. Leave it out."
@@ -496,7 +502,7 @@ class DeployedProbe:
         self._rollouts.append(_Rollouts(ids[chosen], seen[chosen], live[chosen], old))
 
     def prepare(self, old: dict[str, Tensor]) -> bool:
-        """Score the old network where it is not known yet, once the step's updates are done; False if there is no token."""
+        """Score the old network if it is not scored yet, after the step's updates; False if there is no token."""
         missing = [some for some in self._rollouts if some.old is None]
         if missing:
             with _weights_of(self.trainer.model, old):
@@ -508,7 +514,7 @@ class DeployedProbe:
         return bool(self.trainer.accelerator.reduce(count.to(self.trainer.accelerator.device)) > 0)
 
     def measure_on(self, rows: list[tuple[list[int], list[int]]], old: dict[str, Tensor]) -> BatchKL:
-        """Measure on other tokens than the step's: prompts and completions as token ids."""
+        """Measure on other tokens than the step's, given as token ids of prompts and completions."""
         # Prompts are padded on the left, completions on the right, as TRL has them. Padding is never looked at.
         before, after = max(len(prompt) for prompt, _ in rows), max(len(completion) for _, completion in rows)
         ids = [[0] * (before - len(a)) + a + b + [0] * (after - len(b)) for a, b in rows]
@@ -525,7 +531,7 @@ class DeployedProbe:
         return self._kl(self._rollouts)
 
     def _kl(self, rollouts: list[_Rollouts]) -> BatchKL:
-        """The network as it is now against the old one, whose hidden states are there; on all processes."""
+        """KL between the current network and the old network, whose hidden states are stored; on all processes."""
         parts, sequences = [], 0
         for some in rollouts:
             new, old = self._score(some), some.old
@@ -546,7 +552,7 @@ class DeployedProbe:
         return BatchKL(new_old=new_old, old_new=old_new, sequence=sequence.long(), log_ratio=log_ratio)
 
     def _score(self, some: _Rollouts) -> _Scored:
-        """The network as it is now on the live tokens, from a scoring pass as every other one."""
+        """Score the current network on the unmasked tokens, in an ordinary scoring pass."""
         trainer, scoring = self.trainer, ScoringPass(keep_hidden=True)
         width, size = some.live.shape[1], trainer.args.per_device_train_batch_size
         with trainer.policy_head.expect(scoring):
@@ -558,7 +564,7 @@ class DeployedProbe:
 
 @contextmanager
 def _weights_of(model: nn.Module, old: dict[str, Tensor]) -> Iterator[None]:
-    """Inside, the model has its old weights."""
+    """Context in which the model has its old weights."""
     new = snapshot(model)
     restore(model, old)
     yield
@@ -568,31 +574,31 @@ def _weights_of(model: nn.Module, old: dict[str, Tensor]) -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------------- the first rate
 
 TRIALS = 6
-"""Trials at most."""
+"""Largest number of trials."""
 NEAR = 1.5
-"""A trial whose KL is within this factor of the aim is near enough: its rate is off by less than a quarter."""
+"""Factor between a trial's KL and the aim that is close enough: the learning rate is then off by less than a quarter."""
 LOST = 1 / 30
-"""The factor of the rate after a trial whose KL is no number."""
+"""Factor on the learning rate after a trial whose KL is NaN or infinite."""
 MOST = 100.0
-"""The largest rate that is tried, in multiples of the first."""
+"""Largest learning rate that is tried, in multiples of the first rate."""
 EDGE = 0.1
-"""An interpolated rate keeps this share of the logarithmic distance from the trials on either side of it."""
+"""Share of the logarithmic distance that an interpolated rate keeps from the trials on either side."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One trial: the rate, in multiples of the first one, and the mean KL that the step moved the network by."""
+    """One trial: its learning rate, in multiples of the first rate, and the mean KL that its step moved the network by."""
 
     scale: float
     moved: float
 
     def is_near(self, aim: float) -> bool:
-        """Whether the KL is near enough to the aim."""
+        """True if the KL is close enough to the aim."""
         return aim / NEAR <= self.moved <= aim * NEAR
 
 
 def next_scale(tried: list[Trial], aim: float) -> float | None:
-    """The rate to try next, as if the KL were a power of the rate; None once the search is over.
+    """Next learning rate to try, as if the KL were a power of the rate; None if the search is over.
 
         scale ← one.scale · (aim / one.moved)^(1/p)      p = log(other.moved / one.moved) / log(other.scale / one.scale)
 
@@ -629,7 +635,7 @@ def next_scale(tried: list[Trial], aim: float) -> float | None:
 
 @dataclass(eq=False)
 class RateSearch:
-    """Tries learning rates on a step's rollouts until the whole step moves the deployed network by the KL that is aimed at.
+    """Search for a learning rate with which a whole step on the rollouts moves the deployed network by the intended KL.
 
     A trial makes all updates of the step as the training loop does: the trainer's own loss, accumulation, clipped gradients,
     optimizer and schedule. It measures the network and takes everything back: weights, buffers, the optimizer's and the
@@ -640,18 +646,21 @@ class RateSearch:
     trainer: "CorralTrainer"
     probe: DeployedProbe
     old: dict[str, Tensor]
-    """The weights that the step begins with."""
+    """Weights at the start of the step."""
     updates: int
-    """Updates of a step; the probe measures after every `per_pass` of them."""
+    """Number of updates in a step; the probe measures after every `per_pass` of them."""
     per_pass: int
     bound: float
-    """δ at the schedule's peak."""
+    """Bound δ at the peak of the schedule."""
     aim: float
-    """The mean KL that a step at the peak should have. A step in a warm-up has less, as its bound."""
+    """Intended mean KL of a step at the schedule's peak. During warm-up the aim is lower, like the bound."""
     tried: list[Trial] = field(default_factory=list)
 
     def find(self) -> Trial | None:
-        """The trial to keep; None if the rollouts have no gradient, or no token to measure, and any rate would do."""
+        """Find the trial to keep.
+
+        None if any rate would do, since the rollouts have no gradient or no token to measure.
+        """
         self.scheduler: LambdaLR = schedule_of(self.trainer)
         scale: float | None = 1.0
         while scale is not None:
@@ -668,7 +677,7 @@ class RateSearch:
         return min(numbers, key=lambda one: abs(math.log(one.moved / self.aim)), default=Trial(1.0, math.nan))
 
     def _try(self, scale: float) -> Trial | None:
-        """One trial, whose KL is what it would be at the schedule's peak; None if nothing would move at any rate."""
+        """Run one trial and scale its KL to the schedule's peak; None if nothing would move at any rate."""
         trainer, factors, learns = self.trainer, list[float](), False
         for update in range(1, self.updates + 1):
             factors.append(self.scheduler.optimizer.param_groups[0]["lr"] / self.scheduler.base_lrs[0])
@@ -691,7 +700,7 @@ class RateSearch:
         raise AssertionError("a step ends with a pass")
 
     def _update(self) -> bool:
-        """One update as transformers' loop makes it; whether it had a gradient."""
+        """Make one update like transformers' training loop; returns True if it had a gradient."""
         trainer, accelerator, model = self.trainer, self.trainer.accelerator, self.trainer.model_wrapped
         batch, count = trainer.next_batches
         steps, always = trainer.args.gradient_accumulation_steps, accelerator.gradient_state.plugin_kwargs
@@ -717,7 +726,7 @@ class RateSearch:
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
-        """Everything that updates change is as before, once the context is left."""
+        """Context that restores at its end everything that updates change."""
         trainer, accelerator, optimizer = self.trainer, self.trainer.accelerator, self.scheduler.optimizer
         device = trainer.args.device
         with ExitStack() as undo:
@@ -747,13 +756,13 @@ class RateSearch:
 
 
 def _reset(target: dict[Any, Any], was: dict[Any, Any]) -> None:
-    """Make a dictionary what it was, in place."""
+    """Restore the content of a dictionary, in place."""
     target.clear()
     target.update(was)
 
 
 def set_scale(scheduler: LambdaLR, scale: float) -> None:
-    """Another peak rate under the same schedule: the one that its optimizer was made with, times `scale`."""
+    """Set the peak learning rate to `scale` times the optimizer's original rate, under the same schedule."""
     groups = scheduler.optimizer.param_groups
     scheduler.base_lrs = [group["initial_lr"] * scale for group in groups]
     now = [base * factor(scheduler.last_epoch) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]

@@ -1,4 +1,4 @@
-"""The old policy of a batch of rollouts: recomputed by the trainer, or as the sampler reported it."""
+"""Old policy of a batch of rollouts: recomputed by the trainer, or reported by the sampler."""
 
 import math
 from collections.abc import Callable
@@ -22,14 +22,15 @@ if TYPE_CHECKING:
     from corral.trl.trainer import CorralTrainer
 
 _KEYS = ("corral_ids", "corral_logp", "corral_rest", "corral_rest_max")
-"""How a support rides along in TRL's buffer of rollouts, which shuffles and slices any tensor by its first axis."""
+"""Keys of a support in TRL's rollout buffer, which shuffles and slices every tensor along its first axis."""
 _ROW = "corral_row"
-"""With a union: where each token's hidden state is kept, [B T]; −1 where its support left less than 1 − `support_mass` out."""
+"""Key for the row of each token's hidden state [B T], used by unions. The row is −1 at tokens whose support left out less than
+1 − `support_mass`."""
 
 
 @dataclass(eq=False)
 class OldPolicy:
-    """The old policy on its support in TRL's buffer and, for unions, the hidden states and the head behind it.
+    """Old policy on its support in TRL's buffer; for unions also its hidden states and its head.
 
     A union needs the old log-probs of tokens that only the new policy thinks likely. They are exact: dot products of the old
     hidden states with the old head's rows. Both are kept for the tokens whose support was cut off at `support_size`: elsewhere
@@ -43,7 +44,7 @@ class OldPolicy:
     hidden: Float[Tensor, "M H"] | None = None
 
     def store(self, output: dict[str, Any], scoring: ScoringPass) -> None:
-        """Write the support that a pass reported into TRL's buffer `output`, and keep what a union needs besides."""
+        """Write the support that a pass reported into TRL's buffer `output`, and store the inputs of a union."""
         dist = scoring.dist()
         assert dist is not None
         write_support(output, dist)
@@ -59,27 +60,27 @@ class OldPolicy:
         output[_ROW] = row.view(dist.rest.shape)
 
     def forget(self, output: dict[str, Any]) -> None:
-        """Drop what a union needs, from TRL's buffer `output` too: no other follows."""
+        """Drop the inputs of a union, also from TRL's buffer `output`."""
         self.head = self.hidden = None
         output.pop(_ROW, None)
 
     @staticmethod
     def support(inputs: dict[str, Any]) -> SparseDist | None:
-        """The old policy on its own support, if it was stored."""
+        """Old policy on its own support, if it was stored."""
         if _KEYS[0] not in inputs:
             return None
         ids, logp, rest = (inputs[key] for key in _KEYS[:3])
         return SparseDist(ids, logp, rest, inputs.get(_KEYS[3]))  # a sampler does not report the last
 
     def union_support(self, inputs: dict[str, Any], top_k: int, mass: float) -> UnionSupport | None:
-        """What a head needs to take the loss on the union itself; None where the old head was not kept."""
+        """Request for the loss on the union of supports; None if the old head was not stored."""
         if self.head is None or self.hidden is None or _ROW not in inputs:
             return None
         head, place = self.head, inputs[_ROW]
         return UnionSupport(top_k=top_k, mass=mass, hidden=self.hidden, weight=head.weight, bias=head.bias, place=place)
 
     def union(self, inputs: dict[str, Any], new: SparseDist, mask: Bool[Tensor, "B T"]) -> tuple[SparseDist, SparseDist]:
-        """Both policies on the union of their supports, where `new` has it; the old one's members come first.
+        """Both policies on the union of their supports, where `new` has it; the old policy's tokens come first.
 
         Where no hidden state was kept, members that only the new policy brings go back to its tail.
         """
@@ -102,7 +103,7 @@ class OldPolicy:
         return SparseDist(ids, logp, rest, new.rest_max), extend_support(old, ids, self._score(inputs, others))
 
     def _score(self, inputs: dict[str, Any], ids: Int[Tensor, "B T M"]) -> Float[Tensor, "B T M"]:
-        """The old policy's log-probs of some tokens [B T M]; −inf where there are none, or where no hidden state was kept."""
+        """Old policy's log-probs of some tokens [B T M]; −inf at padding, and where no hidden state was stored."""
         if self.fill is not None:
             return torch.full(ids.shape, math.log(self.fill), device=ids.device)
         assert self.head is not None
@@ -124,38 +125,38 @@ def write_support(output: dict[str, Any], dist: SparseDist) -> None:
 
 
 _LEAST_TAIL = 1e-8
-"""Mass that a tail of 1 − Σ p has at least: float32 log-probs do not know it any better."""
+"""Smallest mass of a tail computed as 1 − Σ p: float32 log-probs are not more exact."""
 _MOST_MASS = 1 + 1e-3
-"""What rounding leaves the log-probs of a token's likeliest to sum to at most."""
+"""Largest sum of a token's top probabilities that rounding explains."""
 
 _Nested = list[list[list[Any]]]
-"""By completion, by token, the entries of that token."""
+"""Nested lists: completions, their tokens, and the entries of each token."""
 
 
 class _Report(NamedTuple):
-    """The tokens that a sampler drew, and the likeliest ones that it reported at each of them."""
+    """Report of a sampler: the sampled tokens, and the most likely tokens at each position."""
 
     tokens: list[list[int]]
     ids: _Nested
     logprobs: _Nested
-    """None where the sampler could not score a token."""
+    """Log-probs; None at tokens that the sampler could not score."""
 
     def sampled(self) -> list[list[float]]:
-        """Log-probs of the sampled tokens, for TRL; NaN where one could not be scored, or is not among those reported."""
+        """Log-probs of the sampled tokens, for TRL; NaN at tokens that were not scored or not reported."""
         return [[_find(*token) for token in zip(*rows, strict=True)] for rows in zip(*self, strict=True)]
 
 
 def _find(token: int, ids: list[int], logp: list[float | None]) -> float:
-    """The log-prob of a token among those reported; not every release of TRL can read None."""
+    """Find a token's log-prob among the reported ones; NaN instead of None, which some releases cannot read."""
     found = logp[ids.index(token)] if token in ids else None
     return math.nan if found is None else found
 
 
 class RolloutSupport:
-    """Asks the sampler for its likeliest tokens, hands TRL the sampled one of them, and stores the support in TRL's buffer."""
+    """Requests the sampler's most likely tokens, passes the sampled token's log-prob to TRL, and stores the support."""
 
     def __init__(self, trainer: "CorralTrainer") -> None:
-        """Replaces `generate` of the trainer's vLLM, or the trainer's rollout function, of this trainer alone."""
+        """Replace `generate` of this trainer's vLLM, or this trainer's rollout function."""
         if trainer.tools:
             raise ValueError(
                 "CorralTrainer: anchor='rollout' on a support is not supported with tools, whose answers stand between the "
@@ -173,13 +174,13 @@ class RolloutSupport:
             self._sample, sampler.generate = sampler.generate, self._generate
 
     def _generate(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """TRL's vLLM draws completions; of each token's log-probs the sampled one's is left, the others are kept here."""
+        """Override of vLLM sampling: keep all reported log-probs here, and return only the sampled token's."""
         prompts, tokens, logprobs, ids = self._sample(*args, **kwargs)
         self._report = _Report(tokens, ids, logprobs)
         return prompts, tokens, [[[logp] for logp in row] for row in self._report.sampled()], None
 
     def _roll_out(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The user's function draws completions; `logprobs` and `logprob_token_ids` have several entries for each token."""
+        """Override of the rollout function, whose `logprobs` and `logprob_token_ids` have several entries per token."""
         output = dict(self._sample(*args, **kwargs))
         ids = output.pop("logprob_token_ids", None)
         if ids is None or output.get("logprobs") is None:
@@ -214,7 +215,7 @@ class RolloutSupport:
 def sampler_support(
     tokens: Int[Tensor, " N"], ids: Int[Tensor, "N M"], logp: Float[Tensor, "N M"], live: Bool[Tensor, " N"], vocabulary: int
 ) -> SparseDist:
-    """The support that a sampler reported, in any order, with the mass of all other tokens.
+    """Build the support that a sampler reported, in any order, with the mass of all other tokens.
 
         rest = log(1 − Σ p)         of the full softmax's log-probs, at least 1e-8; −inf where every token was reported
 
@@ -253,7 +254,10 @@ def sampler_support(
 
 
 def fill_unscored(dist: SparseDist, logp: Float[Tensor, "*b"]) -> SparseDist:
-    """The support with `logp`, the trainer's own, where the sampler could not score a token: no mismatch there, as in TRL."""
+    """Fill in `logp`, the trainer's own log-prob, at tokens that the sampler could not score, as TRL does.
+
+    These tokens then show no mismatch.
+    """
     unscored = dist.logp[..., 0].isnan()
     tail = torch.log(-torch.expm1(logp.float().clamp(max=-_LEAST_TAIL)))
     own = torch.where(unscored[..., None] & (dist.ids >= 0), logp[..., None].float(), dist.logp)
@@ -261,7 +265,7 @@ def fill_unscored(dist: SparseDist, logp: Float[Tensor, "*b"]) -> SparseDist:
 
 
 def check_server(trainer: "CorralTrainer") -> None:
-    """Refuse a vLLM server whose log-probs are of another policy than the one it draws from, such as before temperature."""
+    """Refuse a vLLM server whose log-probs belong to another policy than its samples, for example before temperature."""
     client: Any = getattr(trainer.vllm_generation, "vllm_client", None)  # the main process has one, with a server
     if not hasattr(client, "get_server_info"):  # a server of TRL's before 1.16 has the right mode
         return

@@ -1,4 +1,4 @@
-"""The policy term of the loss, averaged as `loss_type` says, and its metrics summed over micro-batches."""
+"""Policy term of the loss: averaged according to `loss_type`, with metrics summed over micro-batches."""
 
 import functools
 import math
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class TermOutput(NamedTuple):
-    """The policy term of a micro-batch, and what is reported of it."""
+    """Policy term of a micro-batch, with its metrics."""
 
     loss: Float[Tensor, ""]
     tokens: int
@@ -37,7 +37,7 @@ class TermOutput(NamedTuple):
 
 
 class PolicyTerm:
-    """The policy term of one micro-batch: which scoring pass it needs, and the loss that it makes of the results.
+    """Policy term of one micro-batch: the scoring pass it needs, and the loss computed from the results.
 
         L = Σ w_t (c_t · policy_t + regression_t)        w: TRL's reduction · c: sampler correction, importance ratio, quantile
 
@@ -52,7 +52,7 @@ class PolicyTerm:
         self.weights = _reduction_weights(trainer, inputs, self.mask)
 
     def request(self) -> ScoringPass:
-        """The pass that the term needs: the old policy's support, or on-policy its own, or a loss for the head to compute."""
+        """Request for the scoring pass: the old policy's support, its own support on-policy, or a fused loss."""
         trainer, support = self.trainer, SupportRequest()
         if "corral_ids" in self.inputs:
             support = replace(trainer.own_support() if trainer.union else support, ids=self.inputs["corral_ids"])
@@ -61,7 +61,7 @@ class PolicyTerm:
         return ScoringPass(support=support, loss=self._loss_terms(support), tolerance=TOLERANCE)
 
     def _loss_terms(self, support: SupportRequest) -> LossTerms | None:
-        """The loss for the head to compute; None if it needs more than the head's results for each token alone.
+        """Terms of a loss that the head can fuse; None if it needs more than the head's results for each token.
 
         Other terms read the head's results too, and without an old pass a correction, and the anchor of a token that the
         sampler could not score, are of log-probs that the head has yet to find.
@@ -86,14 +86,14 @@ class PolicyTerm:
         return LossTerms(objective, batch, weights, self._policy_weights(batch, None), on_policy, union)
 
     def loss(self, scoring: ScoringPass) -> TermOutput:
-        """The term, once the pass has been scored."""
+        """Compute the term from the scored pass."""
         first = scoring.results[0] if scoring.results else None
         if first is not None and isinstance(first.output, PolicyLoss):
             return self._from_head(first.output, first.packing)
         return self._from_policies(scoring)
 
     def _from_head(self, out: PolicyLoss, packing: Packing) -> TermOutput:
-        """The loss that the head computed."""
+        """Read the loss that the head computed."""
         tokens = int(self.mask.sum()) if "tool_mask" in self.inputs else packing.count
         batch = self._batch(packing.unpack(out.logp[0]), None)
         if self.trainer.token_observer is not None:
@@ -105,7 +105,7 @@ class PolicyTerm:
         return TermOutput(out.loss, tokens, metrics)
 
     def _from_policies(self, scoring: ScoringPass) -> TermOutput:
-        """The objective's loss of the log-probs and the support that the head reported."""
+        """Compute the objective's loss from the head's log-probs and support."""
         trainer, mask = self.trainer, self.mask
         assert scoring.logp is not None
         tokens, chosen = int(mask.sum()), None
@@ -129,12 +129,12 @@ class PolicyTerm:
         return TermOutput(total, tokens, metrics)
 
     def _objective(self, batch: TokenBatch) -> Objective:
-        """The trainer's; on-policy, where a support changes nothing and none was made, the same gradient without one."""
+        """Objective of the trainer. On-policy without a support, an equivalent objective that needs none."""
         trainer = self.trainer
         return plain_objective() if trainer.needs_support and batch.dist_old is None else trainer.objective
 
     def _metrics(self, found: dict[str, Tensor], batch: TokenBatch) -> dict[str, Tensor]:
-        """The objective's metrics, terms of `tr/ess`, and before any update what should be 0; checks a run's first batch."""
+        """Compute the objective's metrics and the terms of `tr/ess`, and check a run's first batch."""
         self.trainer.first_call.look(self.trainer.objective.name, batch)
         metrics = {**found, **ratio_sums(batch)}
         if self.trainer.before_any_update:
@@ -142,7 +142,7 @@ class PolicyTerm:
         return metrics
 
     def _policy_weights(self, batch: TokenBatch, chosen: Tensor | None) -> Tensor | None:
-        """c: what the policy term of each token [B T] is multiplied with, 0 where masked out; None for 1 everywhere.
+        """c: weight of each token's policy term [B T], 0 at masked tokens; None means 1 everywhere.
 
         A sampler correction, TRL's importance ratio, and whether a token is among the most uncertain. A regression is no
         expectation over the sampler, and pulls every token back.
@@ -155,7 +155,7 @@ class PolicyTerm:
         return torch.where(batch.mask, functools.reduce(torch.mul, factors).float(), 0.0) if factors else None
 
     def _batch(self, logp_new: Tensor, new: SparseDist | None) -> TokenBatch:
-        """What the objective reads, with the new policy on a support where the pass has one."""
+        """Inputs of the objective, with the new policy on a support if the pass has one."""
         trainer, inputs = self.trainer, self.inputs
         logp_old, old = inputs.get("old_per_token_logps", logp_new.detach()), trainer.old_policy.support(inputs)
         if old is not None and trainer.rollout_support is not None:
@@ -182,7 +182,7 @@ class PolicyTerm:
 
 
 def _reduction_weights(trainer: "CorralTrainer", inputs: dict[str, Any], mask: Tensor) -> float | Tensor:
-    """w: what TRL multiplies every unmasked token's loss with before it adds them up: a number, or [B 1], or [B T]."""
+    """w: weight of every unmasked token's loss in TRL's reduction, as a number, [B 1] or [B T]."""
     accumulation = trainer.accumulation
     if trainer.loss_type == "dapo":
         # The count spans the batch of rollouts, so it is scaled to one optimizer step.
@@ -200,33 +200,33 @@ def _reduction_weights(trainer: "CorralTrainer", inputs: dict[str, Any], mask: T
 
 
 _RATIO_SUMS = ("Σρ", "Σρ²")
-"""Terms of `tr/ess`, which is of all micro-batches of an update together."""
+"""Terms of `tr/ess`, which is computed over all micro-batches of an update."""
 
 
 @torch.no_grad()
 def ratio_sums(batch: TokenBatch) -> dict[str, Tensor]:
-    """Σρ and Σρ² over the unmasked tokens, for the ledger: effective sample sizes of micro-batches cannot be averaged."""
+    """Compute Σρ and Σρ² over the unmasked tokens: effective sample sizes of micro-batches cannot be averaged."""
     rho = torch.where(batch.mask, clamp_log_ratio(log_ratio(batch)).exp(), 0.0)
     return dict(zip(_RATIO_SUMS, (rho.sum(), rho.square().sum()), strict=True))
 
 
 _Line = tuple[str, int, dict[str, float]]
-"""Mode (train or eval), number of unmasked tokens, and metrics of them."""
+"""Mode (train or eval), number of unmasked tokens, and their metrics."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Entry:
-    """Metrics of one micro-batch, still being copied to the host."""
+    """Metrics of one micro-batch, in an asynchronous device-to-host copy."""
 
     mode: str
     tokens: int
     names: list[str]
     values: AsyncCopy | None
     backward: AsyncCopy | None
-    """Reports of earlier backward passes [n 2]: share of dense rows and the largest dropped share of a gradient."""
+    """Metrics of earlier backward passes [n 2]: share of dense rows, and largest dropped share of a gradient."""
 
     def line(self) -> _Line:
-        """The numbers, once the copy is done."""
+        """Return the metrics once the copy is done."""
         found = dict(zip(self.names, self.values.wait(), strict=True)) if self.values is not None else {}
         reports = [] if self.backward is None else self.backward.wait()
         if over := [report for report in reports if not math.isnan(report[0])]:  # a pass may have had no backward
@@ -236,14 +236,14 @@ class _Entry:
 
 
 class Ledger:
-    """Metrics of the micro-batches since the last `flush`."""
+    """Collection of the metrics of all micro-batches since the last `flush`."""
 
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
         self._reports: list[Tensor] = []
 
     def add(self, mode: str, tokens: int, metrics: dict[str, Tensor], reports: list[Tensor]) -> None:
-        """Add an entry, for every micro-batch and on every process, even without metrics.
+        """Add a micro-batch's entry; every process adds one for every micro-batch, even without metrics.
 
         `reports` [2] each are written by the backward pass that follows, and go into the next entry.
         """
@@ -253,7 +253,7 @@ class Ledger:
         self._entries.append(_Entry(mode, tokens, list(metrics), values, backward))
 
     def flush(self) -> list[tuple[str, str, float]]:
-        """(mode, name, value) of every entry, over the unmasked tokens of all processes; `tr/ess` once for all entries."""
+        """Return (mode, name, value) of all metrics over all processes; `tr/ess` is computed once over all entries."""
         entries, self._entries = self._entries, []
         everyone: list[list[_Line]] = gather_object([[entry.line() for entry in entries]]) if entries else []
         found = [
@@ -274,7 +274,7 @@ class Ledger:
 
 
 def _over_all(name: str, found: list[tuple[int, float]]) -> float:
-    """A metric of several processes, from its (unmasked tokens, value) on each: a maximum, a sum or a mean over tokens."""
+    """Combine a metric of several processes, given as (unmasked tokens, value): maximum, sum, or mean over tokens."""
     kind = metric_kind(name)
     if kind != "mean":
         return (max if kind == "max" else sum)(value for _, value in found)

@@ -1,4 +1,4 @@
-"""Processes and sharded weights: which process prints, how all fail together, and what no sharding allows."""
+"""Multiple processes and sharded weights: which process prints, how errors end all of them, and what is unsupported."""
 
 import os
 from collections.abc import Callable
@@ -25,12 +25,12 @@ _OF_GLOO = ("Connection closed by peer", "Connection reset by peer", "gloo")
 
 
 def is_main() -> bool:
-    """Whether this process writes files and prints: rank 0, which launchers set in RANK."""
+    """True in the process that writes files and prints: rank 0, from the launcher's variable RANK."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def run_together(job: Callable[[], _Result], *, cpu: bool) -> _Result:
-    """`job` in every process of a launcher. Where it raised a RunError in some, all end, and rank 0 says the first one's."""
+    """Run `job` in every process of a launcher. A RunError in one of them ends all, and rank 0 prints the first."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return job()
     PartialState(cpu=cpu)  # joins the processes, as the trainer would
@@ -48,25 +48,25 @@ def run_together(job: Callable[[], _Result], *, cpu: bool) -> _Result:
 
 
 def lost_process(error: BaseException) -> bool:
-    """Whether an error says no more than that another process is gone."""
+    """True if an error only reports that another process is gone."""
     known = isinstance(error, torch.distributed.DistError)
     return known or (isinstance(error, RuntimeError) and any(word in str(error) for word in _OF_GLOO))
 
 
 def is_alone_by_mistake() -> bool:
-    """Whether `accelerate launch --cpu --num_processes N` has started one process: on CPUs it leaves the others to MPI."""
+    """True if `accelerate launch --cpu --num_processes N` started one process: on CPUs it relies on MPI for the others."""
     environment = os.environ
     on_cpu = environment.get("ACCELERATE_USE_CPU", "").lower() == "true"
     return on_cpu and "MASTER_PORT" in environment and not {"WORLD_SIZE", "RANK", "PMI_SIZE"} & environment.keys()
 
 
 def base_model(model: Any) -> PreTrainedModel:
-    """The model inside an adapter, or the model itself. `Any`: torch types whatever a module holds as a tensor or a module."""
+    """Unwrap the model from an adapter, if there is one. `Any`: torch types submodules as tensor or module."""
     return model.get_base_model() if is_peft_model(model) else model
 
 
 def check_processes(trainer: "CorralTrainer") -> None:
-    """Refuse parallelism in which TRL's GRPO is wrong, wherever it was configured: TRL itself reads its own arguments alone."""
+    """Refuse parallelism in which TRL's GRPO is wrong, in any configuration: TRL only checks its own arguments."""
     tp_size = trainer.get_tp_size()
     if tp_size > 1:
         raise ValueError(
@@ -86,7 +86,7 @@ def check_processes(trainer: "CorralTrainer") -> None:
 
 
 def check_teacher(trainer: "CorralTrainer") -> None:
-    """Refuse a teacher where models are loaded in parts: each process scores with a whole one."""
+    """Refuse a teacher if models are loaded in parts: each process scores with a whole teacher."""
     plugin, why = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None, ""
     if is_zero3(trainer):
         why = "with DeepSpeed ZeRO-3 models are loaded in parts. Use ZeRO-2 or FSDP2."
@@ -97,31 +97,31 @@ def check_teacher(trainer: "CorralTrainer") -> None:
 
 
 def is_zero3(trainer: "CorralTrainer") -> bool:
-    """Whether DeepSpeed partitions the weights themselves."""
+    """True if DeepSpeed partitions the weights."""
     plugin = trainer.args.deepspeed_plugin
     return plugin is not None and plugin.zero_stage == 3
 
 
 def is_sharded(trainer: "CorralTrainer") -> bool:
-    """Whether a forward pass talks to the other processes, so that all of them have to make one."""
+    """True if a forward pass communicates with the other processes, so that every process must make one."""
     return trainer.is_fsdp_enabled or is_zero3(trainer)
 
 
 def root_weights(model: nn.Module) -> AbstractContextManager[None]:
-    """Context in which the weights that FSDP 1 keeps outside its layers are whole, for calls that are no forward pass."""
+    """Context that gathers the weights that FSDP 1 keeps outside its layers, for calls other than the forward pass."""
     sharded = isinstance(model, FullyShardedDataParallel)
     return FullyShardedDataParallel.summon_full_params(model, recurse=False, writeback=False) if sharded else nullcontext()
 
 
 def vocabulary_size(model: Any) -> int:
-    """Rows of a model's head, whole or partitioned. `Any`: torch types whatever a module holds as a tensor or a module."""
+    """Vocabulary size of a model's head, whole or partitioned. `Any`: torch types submodules as tensor or module."""
     weight = model.get_output_embeddings().weight
     shape = getattr(weight, "ds_shape", weight.shape)  # of the whole weight, under ZeRO-3, which leaves an empty one
     return int(shape[0])
 
 
 def one_autocast(trainer: "CorralTrainer") -> AbstractContextManager[None]:
-    """One autocast around all of a generation: it keeps the rounded copy of each weight until it ends.
+    """Context with one autocast for a whole generation, which keeps the rounded copy of each weight until the end.
 
     Accelerate puts an autocast around each forward pass, which rounds every weight anew for every token, and which peft's
     generation goes past. Tokens are the same bit for bit. Rounding the weights themselves would not be the same: embeddings

@@ -1,4 +1,4 @@
-"""Scoring passes: TRL calls its head once, and corral keeps the log-probs, supports and hidden states it needs."""
+"""Scoring passes: corral keeps log-probs, supports and hidden states while TRL calls its head once."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +24,7 @@ from corral.trl.api import FUSED
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SupportRequest:
-    """Which support a pass reports: the policy's own top-k, given ids [B T K], the union of both, or none."""
+    """Request for a support: the policy's own top-k, given ids [B T K], the union of both, or none."""
 
     top_k: int | None = None
     mass: float = 1.0
@@ -33,14 +33,14 @@ class SupportRequest:
 
 @dataclass(frozen=True, eq=False)
 class HeadInputs:
-    """The head of one pass: what turns a hidden state into logits."""
+    """Parameters of the head in one pass: the map from a hidden state to logits."""
 
     weight: Tensor
     bias: Tensor | None
     spec: LogitSpec
 
     def freeze(self, *, shares: bool = True) -> "HeadInputs":
-        """A copy that later updates leave as it is; with `shares`, parameters that are not trained are not copied."""
+        """Copy the parameters, safe from later updates; with `shares`, untrained parameters are not copied."""
 
         def copy(x: Tensor) -> Tensor:
             return x if shares and not x.requires_grad else x.detach().clone()
@@ -50,28 +50,28 @@ class HeadInputs:
 
 @dataclass(frozen=True, eq=False)
 class HiddenStates:
-    """Last hidden states of some tokens of a pass, and the head that they went through."""
+    """Last hidden states of some tokens of a pass, and the head applied to them."""
 
     states: Float[Tensor, "M H"]
     places: Int[Tensor, " M"]
-    """Index of each token in the flattened [B T]; ascending."""
+    """Index of each token in the flattened [B T], ascending."""
     head: HeadInputs
 
 
 @dataclass(frozen=True, eq=False)
 class HeadResult:
-    """The head's results for some completions of a pass, packed: log-probs and a support [N …], or a loss of them [1 N]."""
+    """Packed results of the head for some completions: log-probs and a support [N …], or their loss [1 N]."""
 
     output: HeadOutput | PolicyLoss
     packing: Packing
-    """Places of the packed rows in [B T]."""
+    """Indices of the packed rows in [B T]."""
     hidden: HiddenStates | None = None
-    """Hidden states, if the pass keeps them."""
+    """Hidden states, if the pass stores them."""
 
 
 @dataclass(eq=False, kw_only=True)
 class ScoringPass:
-    """One pass of TRL's over completions [B T]: a request to the head, filled with the head's results, read by the loss.
+    """One scoring pass of TRL over completions [B T]: a request, and the head's results for the loss.
 
     TRL hands log-probs and entropy from the model to its loss, and nothing else. Everything more travels in this object:
 
@@ -86,28 +86,28 @@ class ScoringPass:
 
     support: SupportRequest = field(default_factory=SupportRequest)
     loss: LossTerms | None = None
-    """The loss of the completions [B T], for the head to compute with its gradient; None if the head cannot."""
+    """Loss of the completions [B T], for the head to fuse with its gradient; None if the head cannot."""
     tolerance: float = 0.0
-    """Share of a token's gradient that a sparse backward pass may leave out."""
+    """Share of a token's gradient that a sparse backward pass may drop."""
     keep_hidden: bool = False
-    """Whether results hold the hidden states and the head."""
+    """True if results include the hidden states and the head."""
     choose: Callable[[Bool[Tensor, "B T"]], Bool[Tensor, " B"]] | None = None
-    """Picks the sequences whose hidden states are kept, given the mask of the completions; None keeps all."""
+    """Function from the completion mask to the sequences whose hidden states are stored; None stores all."""
     chosen: Bool[Tensor, " B"] | None = None
-    """The choice, made before the model is called."""
+    """Chosen sequences, known before the model is called."""
     drew_random: bool = False
-    """Whether the pass drew random numbers, as dropout does; known if hidden states are kept."""
+    """True if the pass drew random numbers, as in dropout; recorded if hidden states are stored."""
     tokens: int = 0
-    """Number of tokens that are scored, the last ones of each sequence."""
+    """Number of scored tokens at the end of each sequence."""
     head: HeadInputs | None = None
-    """The head of the kept hidden states."""
+    """Head of the stored hidden states."""
     results: list[HeadResult] = field(default_factory=list)
-    """One for every slice of the batch; none if TRL computed all logits and no support was wanted."""
+    """One result per slice of the batch; empty if TRL computed all logits and no support was requested."""
     logp: Float[Tensor, "B T"] | None = None
     entropy: Float[Tensor, "B T"] | None = None
 
     def dist(self) -> SparseDist | None:
-        """The policy on the support of every token [B T K], empty at masked tokens, if a support was wanted."""
+        """Policy on the support of every token [B T K], empty at masked tokens, if a support was requested."""
         dists = [x.packing.unpack_dist(x.output.dist) for x in self.results if x.output.dist is not None]
         if len(dists) < 2:
             return dists[0] if dists else None
@@ -116,7 +116,7 @@ class ScoringPass:
         return SparseDist(ids, logp, rest, torch.cat(rest_max) if rest_max else None)
 
     def keep(self, states: Float[Tensor, "N H"], packing: Packing, head: HeadInputs) -> HiddenStates | None:
-        """The hidden states that the next result holds, given those of a slice's packed rows; None if the pass keeps none."""
+        """Select the hidden states to store with the next result, from a slice's packed rows; None if none are stored."""
         if not self.keep_hidden:
             return None
         if self.head is None:  # among several processes a sharded head is whole in this pass alone
@@ -129,14 +129,14 @@ class ScoringPass:
         return HiddenStates(states.detach(), places, self.head)
 
     def hidden(self) -> HiddenStates | None:
-        """The hidden states of all slices, if the pass keeps them."""
+        """Join the hidden states of all slices, if the pass stores them."""
         kept = [result.hidden for result in self.results if result.hidden is not None]
         if not kept:
             return None
         return HiddenStates(torch.cat([x.states for x in kept]), torch.cat([x.places for x in kept]), kept[0].head)
 
     def backward_reports(self) -> list[Tensor]:
-        """[2] for each slice: its backward pass will write the share of dense rows and the most that it left out there."""
+        """Reports of the backward pass, [2] for each slice: share of dense rows, and largest share left out."""
         reports = [result.output.report for result in self.results]
         return [x for x in reports if x is not None and torch.is_grad_enabled()]
 
@@ -145,7 +145,7 @@ _trl_utils: Any = trl.trainer.utils  # one of its names is replaced while a pass
 
 
 class PolicyHead:
-    """The head that scores every pass of the policy and of its reference.
+    """Head for every scoring pass of the policy and its reference.
 
     TRL's fused head finds the hidden states, the weight and everything that model families do to logits (soft caps, scales,
     sharded weights) and hands them to one function. In scoring passes, that function is corral's: old, new and reference
@@ -154,13 +154,13 @@ class PolicyHead:
     """
 
     def __init__(self, models: Iterable[nn.Module], temperature: float, own: SupportRequest, *, union: bool) -> None:
-        """`own` is the support of old passes; with `union`, updates ask for it beside the old policy's."""
+        """Store the support of old passes, `own`. With `union` it joins the old policy's support in updates."""
         self.models, self.temperature, self.own, self.union = list(models), temperature, own, union
         self._expected: ScoringPass | None = None
 
     @contextmanager
     def expect(self, scoring: ScoringPass) -> Iterator[None]:
-        """Inside, the first pass that TRL makes is `scoring`; others, such as a reference's after it, want no support."""
+        """Context in which TRL's first pass is `scoring`; later passes, such as a reference's, need no support."""
         self._expected = scoring
         try:
             yield
@@ -169,7 +169,7 @@ class PolicyHead:
 
     @contextmanager
     def run(self, mask: Bool[Tensor, "B T"]) -> Iterator[ScoringPass]:
-        """Inside, models are scored by corral's head, on the completions, whose mask is given.
+        """Context in which corral's head scores the unmasked tokens of the completions.
 
         The hooks are of this pass alone. So is the name in TRL's module: TRL has no argument for its head function, and
         looks it up there, behind whatever accelerate, PEFT or FSDP have wrapped around the model's forward.
@@ -196,20 +196,20 @@ class PolicyHead:
 
 
 class FusedHead:
-    """Stands in for TRL's chunked log-prob function in one pass: same call, corral's head inside."""
+    """Replacement for TRL's chunked log-prob function in one pass, with corral's head inside."""
 
     def __init__(self, scoring: ScoringPass, policy: PolicyHead) -> None:
         self.scoring, self.policy = scoring, policy
         self.scored: Tensor | None = None
 
     def read_labels(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook: which positions [B L−1] TRL is about to have scored."""
+        """Forward pre-hook that reads the positions [B L−1] that TRL is about to score."""
         self.scored = kwargs["labels"][:, 1:] != -100
 
     def apply(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, temperature: float, *how: Any
     ) -> tuple[Tensor | None, ...]:
-        """Log-probs and entropy of the rows that TRL passes: all of them on a CPU, the scored ones alone on a GPU."""
+        """Compute log-probs and entropy of TRL's rows: all rows on a CPU, only scored rows on a GPU."""
         _, softcap, scale, outputs = how
         scoring, scored, rows = self.scoring, self.scored, None
         assert scored is not None, "TRL scored a model that is neither the policy nor its reference"
@@ -262,7 +262,7 @@ class FusedHead:
         return (*found, None, None, None)
 
     def one_implementation(self, hidden: Tensor, weight: Tensor) -> dict[str, Any]:
-        """On a GPU the torch path for every pass if one of them has no kernel: two heads would round differently."""
+        """Choose the torch path for all passes on a GPU if one of them has no kernel: mixed heads would round differently."""
         if not hidden.is_cuda:
             return {}
         own = self.policy.own.top_k
@@ -272,14 +272,14 @@ class FusedHead:
 
 
 def _random_state() -> list[Tensor]:
-    """The random state of the CPU, and of this process's GPU if it has one."""
+    """Random state of the CPU, and of this process's GPU if it has one."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
 
 
 def _read_logits(
     scoring: ScoringPass, temperature: float, _: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
 ) -> None:
-    """Forward hook that takes a support from all logits, for TRL before 1.15."""
+    """Forward hook that computes a support from all logits, for TRL before 1.15."""
     tokens, support = scoring.tokens, scoring.support
     logp = (output.logits[:, :-1][:, -tokens:].float() / temperature).log_softmax(-1)
     if support.top_k is None:

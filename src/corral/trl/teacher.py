@@ -1,4 +1,4 @@
-"""The teacher of a distillation, or the reference of a region: another model, or the policy as it was.
+"""Teacher of a distillation, or reference of a trust region: another model, or an earlier copy of the policy.
 
 It is scored on the student's completions. The policy as it was teaches only what it is shown besides; as a reference it reads
 what the student reads.
@@ -26,19 +26,21 @@ if TYPE_CHECKING:
     from corral.trl.trainer import CorralTrainer
 
 _KEYS = ("corral_teacher_logp", "corral_teacher_rest")
-"""How the teacher rides along in TRL's buffer of rollouts, on the ids of the old policy's support."""
+"""Keys of the teacher in TRL's rollout buffer, on the ids of the old policy's support."""
 
 
 class Teacher:
-    """Scores the student's completions under the teacher, on the union of both policies' likeliest tokens.
+    """Scores the student's completions under the teacher, on the union of both policies' most likely tokens.
 
     Without a model of its own it is a frozen copy of the policy that training began with, shown `teacher_prompt`. One that
     moved with the student would forget how to read it: no loss holds it there (docs/objectives/distill.md has the run).
     """
 
     def __init__(self, trainer: "CorralTrainer", model: PreTrainedModel | str | None) -> None:
-        """`model`, or the model of that name, is frozen, moved to the trainer's device, and given TRL's head, as a reference
-        would be. None is the policy as it is now."""
+        """Freeze the teacher, move it to the trainer's device, and give it TRL's head, like a reference model.
+
+        `model` is a model or its name; None copies the current policy.
+        """
         if not FUSED:
             raise ValueError(
                 f"CorralTrainer: objective={trainer.objective.name!r} needs hidden states, which TRL {trl.__version__} does "
@@ -68,7 +70,7 @@ class Teacher:
 
     @torch.no_grad()
     def store(self, rows: list[dict[str, Any]], output: dict[str, Any], scoring: ScoringPass) -> None:
-        """Write the old policy and the teacher, both on the union of their supports, into TRL's buffer `output`.
+        """Write old policy and teacher, both on the union of their supports, into TRL's buffer `output`.
 
         Args:
             rows: of the dataset, one for each completion.
@@ -103,7 +105,7 @@ class Teacher:
 
     @staticmethod
     def support(inputs: dict[str, Any], old: SparseDist | None) -> SparseDist | None:
-        """The teacher on the old policy's support, if it was stored."""
+        """Teacher on the old policy's support, if it was stored."""
         if _KEYS[0] not in inputs:
             return None
         assert old is not None
@@ -112,7 +114,7 @@ class Teacher:
     def _score(
         self, model: Any, prompt: tuple[Tensor, Tensor], output: dict[str, Any], scoring: ScoringPass, part: slice = slice(None)
     ) -> None:
-        """One pass over some of the completions after these prompts: ids and mask, padded on the left."""
+        """Score some of the completions after these prompts in one pass; ids and masks are padded on the left."""
         ids, mask = (torch.cat([x, output[f"completion_{y}"]], 1)[part] for x, y in zip(prompt, ("ids", "mask"), strict=True))
         tokens = output["completion_ids"].shape[1]
         with self.trainer.policy_head.expect(scoring):
@@ -120,12 +122,12 @@ class Teacher:
 
     @property
     def _batch_size(self) -> int:
-        """Completions that TRL scores at a time."""
+        """Number of completions that TRL scores at a time."""
         args = self.trainer.args
         return args.per_device_train_batch_size if self.trainer.model.training else args.per_device_eval_batch_size
 
     def _prompts(self, rows: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
-        """What the teacher reads: ids and mask, padded on the left."""
+        """Prompts of the teacher: ids and mask, padded on the left."""
         trainer = self.trainer
         missing = sum(row.get(TEACHER_PROMPT) is None for row in rows)
         if missing:

@@ -31,10 +31,10 @@ from corral.validate import RewardError
 logger = logging.getLogger(__name__)
 
 _SCORING_INPUTS = tuple(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)[5:]
-"""Optional arguments of TRL's scoring pass; images and the like have the same names in a batch of rollouts."""
+"""Optional arguments of TRL's scoring pass, such as images; they have the same names in a batch of rollouts."""
 
 TokenObserver = Callable[[dict[str, Any], TokenBatch, Objective], None]
-"""Is called with TRL's inputs, the batch and the objective of every micro-batch."""
+"""Function called for every micro-batch with TRL's inputs, the batch and the objective."""
 
 
 class CorralTrainer(GRPOTrainer):
@@ -55,9 +55,9 @@ class CorralTrainer(GRPOTrainer):
     objective: Objective
     token_observer: TokenObserver | None = None
     next_batches: tuple[list[Any], Any]
-    """What transformers' loop has fetched for the next update: rows of the dataset, and their count of tokens."""
+    """Rows for the next update, fetched by transformers' loop, and their token count."""
     _drawn_at: int | None = None
-    """`_step` at which rollouts were drawn ahead."""
+    """Value of `_step` at which rollouts were drawn ahead."""
     _tag_names: ClassVar[list[str]] = ["trl", "corral"]  # type: ignore[misc]  # TRL leaves ClassVar out
     _name = "corral"
     _paper: ClassVar[dict[str, str]] = {}  # type: ignore[misc]  # as above; objectives have theirs in docs/objectives
@@ -71,8 +71,10 @@ class CorralTrainer(GRPOTrainer):
         teacher: PreTrainedModel | str | None = None,
         **kwargs: Any,
     ) -> None:
-        """GRPOTrainer's own arguments, and for `objective="distill"` a `teacher`: a model, its name, or None for a frozen
-        copy of the model itself, shown the dataset's `teacher_prompt`."""
+        """Accept GRPOTrainer's arguments and, for `objective="distill"`, a `teacher`.
+
+        The teacher is a model, its name, or None for a frozen copy of the model that reads the dataset's `teacher_prompt`.
+        """
         args = CorralConfig() if args is None else args
         if not isinstance(args, CorralConfig):
             raise ValueError(
@@ -129,54 +131,54 @@ class CorralTrainer(GRPOTrainer):
 
     @property
     def mode(self) -> Literal["train", "eval"]:
-        """As TRL tells them apart."""
+        """Mode of TRL: "train" or "eval"."""
         return "train" if self.model.training else "eval"
 
     @property
     def accumulation(self) -> float:
-        """Micro-batches that TRL's loss is divided by."""
+        """Number of micro-batches by which TRL divides its loss."""
         return self.current_gradient_accumulation_steps if self.model.training else 1.0
 
     @property
     def off_policy(self) -> bool:
-        """Whether a batch of rollouts outlives an update, so that its policy is an old one: then TRL keeps its log-probs."""
+        """True if a batch of rollouts serves several updates, so that TRL keeps its old log-probs."""
         return self.args.gradient_accumulation_steps % steps_per_batch(self.args) != 0
 
     @property
     def on_policy(self) -> bool:
-        """Whether no region acts: one update per batch, no other sampler for an anchor, and no teacher to hold back."""
+        """True if the region is inactive: one update per batch, no other sampler as the anchor, and no teacher target."""
         return not self.off_policy and not (self.anchor == "rollout" and self.reports_logps) and self.teacher is None
 
     @property
     def before_any_update(self) -> bool:
-        """Whether no update has followed on the rollouts yet, so that every ratio to the old policy should be 1."""
+        """True before the first update on the rollouts, when every ratio to the old policy should be 1."""
         done, every = self._step, self.args.gradient_accumulation_steps
         started = done - done % steps_per_batch(self.args)
         return self.off_policy and done // every == started // every
 
     @property
     def has_other_terms(self) -> bool:
-        """Whether TRL's loss reads the head's results elsewhere than in its policy term."""
+        """True if TRL's loss uses the head's results outside its policy term."""
         bonus = vars(self).get("_entropy_bonus_enabled", False)  # not every release has one
         return self.beta != 0 or self.top_entropy_quantile < 1.0 or bonus
 
     @property
     def skips_trl_loss(self) -> bool:
-        """Whether TRL's loss would have nothing to add once the tokens are scored."""
+        """True if TRL's loss adds nothing to the scored tokens."""
         return FUSED and not self.has_other_terms and not self.aux_loss_enabled
 
     @property
     def union(self) -> bool:
-        """Whether the new policy's likeliest tokens join the old policy's support in an update."""
+        """True if the new policy's most likely tokens join the old policy's support in an update."""
         return self.args.support == "union" and self.needs_support and self.off_policy
 
     @property
     def old_policy(self) -> OldPolicy:
-        """What is stored of the policy that drew the rollouts at hand."""
+        """Stored data of the policy that drew the current rollouts."""
         return self._old_policies[self.mode]
 
     def own_support(self) -> SupportRequest:
-        """The support that an old pass keeps of its own policy; none if the objective reads none."""
+        """Support that an old pass stores of its own policy; none if the objective reads none."""
         if not self.needs_support:
             return SupportRequest()
         if self.objective.config.support == "full":
@@ -184,7 +186,7 @@ class CorralTrainer(GRPOTrainer):
         return SupportRequest(top_k=self.args.support_size, mass=self.args.support_mass)
 
     def _announce(self) -> None:
-        """Warn of settings with which the region cannot act, or the loss is none of the objective's own."""
+        """Warn of settings with which the region cannot act, or the loss differs from the objective's own."""
         if is_alone_by_mistake():
             logger.warning(ALONE)
         if self.args.other_reduction:
@@ -198,32 +200,34 @@ class CorralTrainer(GRPOTrainer):
             logger.warning("The sampler is the trainer's own model, so its recomputed log-probs are the rollout anchor.")
 
     def create_accelerator_and_postprocess(self) -> None:
-        """transformers wraps the model for its processes; its `use_cache`, which is overwritten later, is read before that,
-        and parallelism that GRPO cannot have is refused."""
+        """Check the model before transformers wraps it for its processes.
+
+        Reads `use_cache`, which is overwritten later, and refuses parallelism that GRPO does not support.
+        """
         if self.args.use_cache is None:
             self.args.use_cache = getattr(self.model.config, "use_cache", False)  # not every family has one
         super().create_accelerator_and_postprocess()
         check_processes(self)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
-        """transformers fetches the batches of the next update; they are kept for `draw_ahead`."""
+        """Fetch the batches of the next update with transformers, and keep them for `draw_ahead`."""
         self.next_batches = super().get_batch_samples(*args, **kwargs)
         return self.next_batches
 
     def draw_ahead(self) -> None:
-        """Draw and score the rollouts that the next update begins with, as it would; it then uses these."""
+        """Draw and score the rollouts of the next update in advance; the update then uses them."""
         self.model_wrapped.train()
         self._prepare_inputs(self.next_batches[0][0])
         self._drawn_at = self._step
 
     def _prepare_inputs(self, batch: Any) -> Any:
-        """TRL draws rollouts, or takes a micro-batch of them; rollouts that were drawn ahead are not drawn again."""
+        """Get a micro-batch as in TRL, without drawing again rollouts that were drawn ahead."""
         if self.model.training and self._step == self._drawn_at:
             return self._buffered_inputs[self._step % len(self._buffered_inputs)]
         return super()._prepare_inputs(batch)
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL draws completions; trained weights are rounded once for all tokens if forward passes are in half precision."""
+        """Draw completions with TRL; in half precision, trained weights are rounded once for all tokens."""
         with one_autocast(self):
             generated = super()._generate(*args, **kwargs)
         if self.deployed is not None:
@@ -231,7 +235,7 @@ class CorralTrainer(GRPOTrainer):
         return generated
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        """TRL scores the completions; scores are kept for corral's advantages, and a batch without any is a RewardError."""
+        """Score completions with TRL, and keep the scores for corral's advantages; a batch without scores is a RewardError."""
         self._rewards = super()._calculate_rewards(*args, **kwargs)
         if bool(self._rewards.isnan().all()):
             raise RewardError(
@@ -242,7 +246,7 @@ class CorralTrainer(GRPOTrainer):
         return self._rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """TRL makes a batch of rollouts; the old policy's support and corral's own advantages are added where needed."""
+        """Make a batch of rollouts with TRL, then add the old policy's support and corral's advantages where needed."""
         if self.use_vllm and self.vllm_generation.logprobs and self.rollout_support is None:
             raise ValueError(
                 f"CorralTrainer: vllm_generation.logprobs is {self.vllm_generation.logprobs}. vLLM then ranks tokens by "
@@ -274,7 +278,7 @@ class CorralTrainer(GRPOTrainer):
         return output
 
     def _own_advantages(self, local: int) -> Tensor:
-        """Advantages of corral's, over all processes; 0 where nothing scored a completion, or any other of its group."""
+        """Compute corral's advantages over all processes; 0 for a completion without a score, or without a scored peer."""
         assert self._rewards is not None
         rewards = (self._rewards * self.reward_weights.to(self._rewards.device)).nansum(-1)
         size = self.num_generations if self.model.training else self.num_generations_eval
@@ -294,7 +298,7 @@ class CorralTrainer(GRPOTrainer):
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """TRL scores completions under the old, the new or the reference policy; its head is replaced by corral's."""
+        """Score completions under the old, new or reference policy as in TRL, with corral's head."""
         given = (model, input_ids, attention_mask, logits_to_keep, *args)
         with self.policy_head.run(attention_mask[:, -logits_to_keep:].bool()) as scoring:
             result = super()._get_per_token_logps_and_entropies(*given, **kwargs)
@@ -302,7 +306,7 @@ class CorralTrainer(GRPOTrainer):
         return result
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """TRL computes a micro-batch's loss; its policy term is made zero, and corral's is added."""
+        """Compute a micro-batch's loss with TRL, with its policy term replaced by corral's."""
         term, other = PolicyTerm(self, inputs), None
         scoring = term.request()
         with self.policy_head.expect(scoring):
@@ -324,14 +328,14 @@ class CorralTrainer(GRPOTrainer):
         return policy + 0.0 * scoring.logp.sum()  # the hooks of distributed training sit on what the model returned
 
     def _score(self, model: Any, inputs: dict[str, Any]) -> None:
-        """Run the scoring pass with which TRL's loss begins, and nothing after it."""
+        """Run only the scoring pass at the beginning of TRL's loss."""
         ids, mask = (torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], dim=1) for x in ("ids", "mask"))
         others = {name: inputs[name] for name in _SCORING_INPUTS if name in inputs}
         tokens = inputs["completion_ids"].size(1)
         self._get_per_token_logps_and_entropies(model, ids, mask, tokens, compute_entropy=True, **others)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """TRL trains on a micro-batch; metrics are written after each update, and a batch that is used up is skipped."""
+        """Train on a micro-batch as in TRL, skip exhausted batches, and write metrics after each update."""
         if self.deployed is not None and self.deployed.spent:
             self._step += 1  # as TRL counts micro-batches; without a gradient, the optimizer's step changes nothing
             return torch.zeros((), device=self.args.device)
@@ -341,14 +345,14 @@ class CorralTrainer(GRPOTrainer):
         return loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """TRL logs a line; it has all metrics until now, and the last line of a run its last network's certificate."""
+        """Log a line as in TRL, with all metrics so far; a run's last line includes the last network's certificate."""
         if self.deployed is not None and "train_runtime" in logs:
             self.deployed.finish()
         self.flush_metrics()
         super().log(logs, *args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL trains; a run that an exception ends leaves a bounded network too."""
+        """Train as in TRL; a run that ends with an exception also leaves a bounded network."""
         try:
             return super().train(*args, **kwargs)
         except BaseException:  # Ctrl-C among them
@@ -357,24 +361,24 @@ class CorralTrainer(GRPOTrainer):
             raise
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """transformers logs, evaluates and saves; at the end of a run the network is bounded before that."""
+        """Log, evaluate and save as in transformers; at the end of a run the network is bounded first."""
         if self.deployed is not None and self.control.should_training_stop:
             self.deployed.finish()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """TRL writes a checkpoint; the network is bounded before that, as a run may have been stopped since it logged."""
+        """Write a checkpoint as in TRL, of a bounded network: a run may have been stopped since it logged."""
         if self.deployed is not None:
             self.deployed.before_save()
         super()._save_checkpoint(*args, **kwargs)
 
     def flush_metrics(self) -> None:
-        """Write metrics since the last call into `_metrics`, over all processes, each of which has to call this."""
+        """Write the metrics since the last call into `_metrics`, over all processes; every process must call this."""
         for mode, name, value in self.ledger.flush():
             self._metrics[mode][name].append(value)
 
     def _mend_metrics(self, policy: Tensor) -> None:
-        """What TRL reported of a policy term that it thought was zero."""
+        """Correct the metrics that TRL reported for its zeroed policy term."""
         metrics = self._metrics[self.mode]
         for name in [name for name in metrics if name.startswith("clip_ratio/")]:
             del metrics[name]  # TRL's clip never acts here; tr/active_frac says what does

@@ -1,1 +1,1 @@
-"""The head in torch: any device, any dtype, a vocabulary split over processes."""
+"""The head in torch, for any device and dtype, with a vocabulary that may be sharded over processes."""

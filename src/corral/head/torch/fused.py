@@ -1,4 +1,4 @@
-"""Loss and gradient together on the torch path: three GEMMs, where recomputing the logits in a backward pass takes four.
+"""Fused loss and gradient in torch: three GEMMs. Recomputing the logits in a backward pass takes a fourth.
 
 Some rows at a time: their logits are made, the objective computes its loss from them, and its gradient is computed from the
 same logits before they are dropped. Every token passes the objective once.
@@ -17,7 +17,7 @@ from corral.tensors import ObjectiveOutput, SparseDist, join_outputs
 
 
 def can_fuse(spec: LogitSpec, objective: object) -> bool:
-    """True if the forward pass's logits are enough for gradients: the objective works token by token, without a soft cap."""
+    """True if gradients follow from the forward pass's logits: the objective works token by token, without a soft cap."""
     config = getattr(objective, "config", None)  # an objective may be any function of a batch
     return spec.softcap is None and getattr(config, "tokenwise", False)
 
@@ -25,7 +25,7 @@ def can_fuse(spec: LogitSpec, objective: object) -> bool:
 def fused_loss(
     source: HeadInput, terms: LossTerms, needed: Sequence[bool]
 ) -> tuple[Tensor, HeadRows, ObjectiveOutput, Gradients]:
-    """The sum, the head's results, the objective's output [1 N], and the gradients that are needed."""
+    """Compute the weighted sum, the head's results, the objective's output [1 N], and the needed gradients."""
     total, found, outputs = source.hidden.new_zeros((), dtype=working_dtype(source.hidden, source.weight)), [], []
     into, trained = _GradientSum(source, needed), any(needed)
     for part, rows, outside in scan_rows(source, Shard(), outside=trained):
@@ -46,7 +46,7 @@ def fused_loss(
 
 
 class _GradientSum:
-    """Sums of dH, dW and db over the rows so far, in the working dtype."""
+    """Running sums of dH, dW and db, in the working dtype."""
 
     def __init__(self, source: HeadInput, needed: Sequence[bool]) -> None:
         hidden, weight, bias = source.hidden, source.weight, source.bias
@@ -83,7 +83,7 @@ class _GradientSum:
         self.fresh = False
 
     def gradients(self) -> Gradients:
-        """dH, dW and db in the dtypes of what they are gradients of."""
+        """Return dH, dW and db in the dtypes of their parameters."""
         if self.fresh and self.weight is not None:
             self.weight.zero_()
         inputs = (self.source.hidden, self.source.weight, self.source.bias)

@@ -1,4 +1,4 @@
-"""The exact KL of two networks, token by token, from their hidden states: a few rows of logits at a time."""
+"""Exact per-token KL between two networks from their hidden states, a few rows of logits at a time."""
 
 from typing import NamedTuple
 
@@ -63,14 +63,14 @@ def head_kl_both_ways(
     softcap: float | None = None,
     temperature: float = 1.0,
 ) -> tuple[Float[Tensor, "*b"], Float[Tensor, "*b"]]:
-    """KL(new‖old) and KL(old‖new) from the same two GEMMs; each equals the result of `head_kl`."""
+    """KL(new‖old) and KL(old‖new) from the two GEMMs of `head_kl`, with equal results."""
     new, old = _Network("new", hidden_new, weight_new, bias_new), _Network("old", hidden_old, weight_old, bias_old)
     there, back = _measure(new, old, LogitSpec(scale, softcap, temperature), both=True)
     return there, back
 
 
 class _Network(NamedTuple):
-    """One side of a comparison: its last hidden states [*, H] and its head."""
+    """One of the two networks to compare: its last hidden states [*, H] and its head."""
 
     name: str
     hidden: Tensor
@@ -79,7 +79,7 @@ class _Network(NamedTuple):
 
 
 def _measure(new: _Network, old: _Network, spec: LogitSpec, *, both: bool) -> list[Tensor]:
-    """[KL(new‖old)], or with `both` [KL(new‖old), KL(old‖new)]."""
+    """Compute [KL(new‖old)], or with `both` [KL(new‖old), KL(old‖new)]."""
     for name, hidden, weight, bias in (new, old):
         require_tensors("head_kl", **{f"hidden_{name}": hidden, f"weight_{name}": weight})
         if weight.ndim != 2 or hidden.shape[-1:] != weight.shape[-1:]:
@@ -109,7 +109,7 @@ def _measure(new: _Network, old: _Network, spec: LogitSpec, *, both: bool) -> li
 
 
 def _log_softmax(side: _Network, part: slice, spec: LogitSpec, dtype: torch.dtype, scratch: Scratch) -> Tensor:
-    """Log-probs of some rows [n, V], n padded to a multiple of `ROWS`, in memory that the next rows overwrite."""
+    """Log-probs of some rows [n, V], with n padded to a multiple of `ROWS`. The next call overwrites the memory."""
     _, hidden, weight, bias = side
     hidden = hidden.reshape(-1, hidden.shape[-1])[part]
     h = pad(operand(hidden, dtype), (0, 0, 0, -len(hidden) % ROWS))

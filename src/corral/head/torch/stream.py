@@ -1,4 +1,4 @@
-"""The head in plain torch, chunk by chunk over the vocabulary: the reference that kernels are tested against."""
+"""The head in plain torch, chunk by chunk over the vocabulary: the reference for the kernels."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,20 +18,20 @@ from corral.tensors import Tensors
 
 @dataclass(frozen=True)
 class Shard:
-    """This process's part of the vocabulary: ids `start` … `start` + its own rows − 1, of `vocabulary` in all.
+    """This process's shard of a vocabulary of size `vocabulary`; its ids begin with `start`.
 
     The parts follow one another in the order of the ranks, and need not be of one size. A logit is known to one process alone
     and −inf to the others, so a maximum collects them.
     """
 
     group: dist.ProcessGroup | None = field(default=None, repr=False)
-    """None where the vocabulary is whole."""
+    """Process group; None if the vocabulary is not sharded."""
     start: int = 0
     vocabulary: int = 0
 
     @classmethod
     def of(cls, weight: Tensor, group: dist.ProcessGroup | None) -> "Shard":
-        """The shard of this process, from the sizes of all processes' weights."""
+        """Compute this process's shard from the sizes of all processes' weights."""
         if group is None:
             return cls(vocabulary=len(weight))
         own = torch.tensor([len(weight)], device=weight.device)
@@ -39,30 +39,30 @@ class Shard:
         return cls(group, sum(sizes[: dist.get_rank(group)]), sum(sizes))
 
     def sum_(self, x: Tensor) -> Tensor:
-        """Add up over the processes, in place."""
+        """All-reduce a sum, in place."""
         if self.group is not None:
             dist.all_reduce(x, group=self.group)
         return x
 
     def largest(self, z: Tensor) -> Tensor:
-        """The largest logit of each row [n, v]; −inf where all are."""
+        """Largest logit of each row [n, v]; −inf if all are −inf."""
         return self._maximum(z.amax(-1) if z.shape[-1] else z.new_full(z.shape[:1], -torch.inf))
 
     def pick(self, z: Tensor, ids: Tensor) -> Tensor:
-        """Logits [n, K] of some tokens, −inf where the id is −1."""
+        """Logits [n, K] of the given tokens, −inf where the id is −1."""
         place, here = self._places(z, ids)
         if not z.shape[-1]:
             return self._maximum(z.new_full(ids.shape, -torch.inf))
         return self._maximum(torch.where(here, z.gather(-1, torch.where(here, place, 0)), -torch.inf))
 
     def drop_(self, z: Tensor, ids: Tensor) -> None:
-        """Make some tokens impossible, in place."""
+        """Set the logits of the given tokens to −inf, in place."""
         place, here = self._places(z, ids)
         row, slot = here.nonzero(as_tuple=True)
         z[row, place[row, slot]] = -torch.inf
 
     def rank(self, z: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Ids and logits of the k largest of each row, largest first, ties by lower id."""
+        """Ids and logits of the k largest of each row, in descending order, ties by lower id."""
         ids = rank_top_k(z, min(k, z.shape[-1])) if z.shape[-1] else z.new_empty((len(z), 0), dtype=torch.int64)
         values, ids = z.gather(-1, ids), ids + self.start
         if self.group is None:
@@ -76,7 +76,7 @@ class Shard:
         return ids.gather(-1, order), values.gather(-1, order)
 
     def _places(self, z: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Columns of tokens in this part, and a mask of those that are in it."""
+        """Columns of tokens in this shard, and a mask of the tokens that lie in it."""
         place = ids - self.start
         return place, (ids >= 0) & (place >= 0) & (place < z.shape[-1])
 
@@ -93,29 +93,29 @@ def _gather(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 ROWS = 32
-"""Rows of a GEMM are padded to a multiple of this: below about 16 BLAS takes other kernels, which round differently."""
+"""Number of rows to which a GEMM is padded: below about 16 rows, BLAS uses other kernels that round differently."""
 MOST_ROWS = 2048
-"""Rows at once where the vocabulary is small."""
+"""Largest number of rows at once when the vocabulary is small."""
 HELD = {"cpu": 2**24, "cuda": 2**27}
-"""Logits that are held at once: 64 MiB on a CPU, 512 MiB on a GPU."""
+"""Number of logits stored at once: 64 MiB on a CPU, 512 MiB on a GPU."""
 COLUMNS = 4096
-"""Logits of a row that are exponentiated at once, in memory that stays in the cache."""
+"""Logits of a row that are exponentiated at once, so that they stay in the cache."""
 IMPOSSIBLE = -1e4
-"""A gap to the largest logit at which eˣ and x eˣ are 0 in every dtype, and 0 · x is still 0: it stands for −inf."""
+"""Finite stand-in for −inf, as a gap to the largest logit: eˣ and x eˣ are 0 in every dtype, and 0 · x is still 0."""
 
 
 @dataclass(frozen=True, eq=False)
 class Outside(Tensors):
-    """The logits outside the support, exponentiated; the next rows overwrite this memory."""
+    """Exponentials of the logits outside the support; the next rows overwrite this memory."""
 
     mass: Tensor
     """e^(z − m) [n, V]; 0 on the support, if there is one."""
     peak: Tensor
-    """m [n]."""
+    """Reference logit m of each row [n]."""
 
 
 def scan_rows(source: HeadInput, shard: Shard, *, outside: bool = False) -> Iterator[tuple[slice, HeadRows, Outside | None]]:
-    """Results for some rows at a time, with the logits outside their support if `outside`.
+    """Iterate over blocks of rows with their results, and with the logits outside their support if `outside`.
 
     The support is the policy's own with `request.top_k`, the given one with `ids`, and their union with both, in rows that
     `joins` marks.
@@ -138,14 +138,14 @@ def scan_rows(source: HeadInput, shard: Shard, *, outside: bool = False) -> Iter
 
 
 def head_forward(source: HeadInput, shard: Shard) -> HeadRows:
-    """The head's results for all rows."""
+    """Compute the head's results for all rows."""
     return HeadRows.cat([rows for _, rows, _ in scan_rows(source, shard)])
 
 
 def make_logits(
     h: Tensor, weight: Tensor, bias: Tensor | None, spec: LogitSpec, dtype: torch.dtype, scratch: Scratch
 ) -> Tensor:
-    """Logits [n, V], in memory that the next rows overwrite; a weight in another precision is converted a piece at a time."""
+    """Compute logits [n, V] in reused memory; a weight in another precision is converted piece by piece."""
     z = scratch("z", (len(h), len(weight)), dtype)
     whole = operand(weight[:0], dtype).dtype == weight.dtype
     for block in slices(len(weight), len(weight) if whole else COLUMNS):
@@ -164,7 +164,7 @@ def _read(
     scratch: Scratch,
     outside: bool,
 ) -> tuple[HeadRows, Outside | None]:
-    """Results for n tokens from their logits [n, V], which are overwritten."""
+    """Compute results for n tokens from their logits [n, V], which are overwritten."""
     whole = _Normaliser(z, request.entropy, shard, scratch)
     sampled = whole.logp(shard.pick(z, tokens[:, None]))
     if given is None and request.top_k is None:
@@ -189,7 +189,7 @@ def _read(
 
 
 class _Normaliser:
-    """log Σ eᶻ of all logits [n, V] and, if asked for, their entropy, in one fixed order of summation.
+    """Compute log Σ eᶻ over all logits [n, V], and the entropy if requested, in one fixed order of summation.
 
         T = Σ e^(z − m)          W = Σ e^(z − m) (z − m)          lse = m + log T          H = log T − W / T
 
@@ -210,12 +210,12 @@ class _Normaliser:
         self.entropy = self.log_total - shard.sum_(weighted) / total
 
     def logp(self, z: Tensor) -> Tensor:
-        """Log-probabilities of logits [n, m]: relative to the largest first, since a normaliser is as large as they are."""
+        """Log-probabilities of logits [n, m], relative to the largest logit first: the normaliser is as large as the logits."""
         return (z - self.peak[:, None]) - self.log_total[:, None]
 
 
 def _mass(z: Tensor, peak: Tensor, scratch: Scratch | None) -> Tensor:
-    """Σ e^(z − peak) [n], a block at a time; without scratch memory the logits are replaced by their exponentials."""
+    """Sum Σ e^(z − peak) [n] block by block; without scratch memory the logits are replaced by their exponentials."""
     base, total = torch.where(peak > -torch.inf, peak, 0.0)[:, None], torch.zeros_like(peak)
     for block in slices(z.shape[-1], COLUMNS):
         some = z[:, block]
@@ -234,20 +234,20 @@ class HeadGradients(Tensors):
     entropy: Tensor
 
     def nonzero(self) -> Tensor:
-        """Rows [m] with a gradient: masked and blocked tokens cost nothing."""
+        """Rows [m] with a nonzero gradient: masked and blocked tokens are skipped."""
         some = (self.logp != 0) | (self.entropy != 0) | (self.rest != 0) | (self.kept != 0).any(-1)
         return some.nonzero().squeeze(-1)
 
     def scaled(self, factor: float) -> "HeadGradients":
-        """All gradients times a constant."""
+        """All gradients multiplied by a constant."""
         return self if factor == 1.0 else self.map(lambda x: x * factor)
 
 
 class Marks:
-    """Token ids [n, M] wanted row by row, sorted by block once, so that each block looks at its own alone."""
+    """Marked token ids [n, M] of each row, sorted by vocabulary block, so that each block reads only its own ids."""
 
     def __init__(self, ids: Tensor, blocks: Sequence[slice], first: int = 0) -> None:
-        """The blocks cut up the vocabulary from token `first` on; ids elsewhere, and −1, are in none."""
+        """Sort the ids into blocks of the vocabulary that start at token `first`; −1 and ids outside are in no block."""
         self.wanted, self.slot = ids.flatten().sort()
         self.row = self.slot // max(ids.shape[-1], 1)
         self.starts = [first + block.start for block in blocks]
@@ -256,13 +256,13 @@ class Marks:
         self.edges = torch.searchsorted(self.wanted, edges).tolist()
 
     def __getitem__(self, block: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Slot in the flattened ids, row, and column of the block, of each one that lies in it."""
+        """Slot in the flattened ids, row, and column of every marked id in a block."""
         here = slice(self.edges[block], self.edges[block + 1])
         return self.slot[here], self.row[here], self.wanted[here] - self.starts[block]
 
 
 class LogitGradient:
-    """Gradient of log-probs, support, rest and entropy H with respect to the logits, block by block.
+    """Gradient with respect to the logits, block by block, from gradients of log-probs, support, tail mass and entropy H.
 
         dz_v = g_v + g_a [v = a] − p_v (G + g_H (log p_v + H))                        v ∈ S
         dz_v = g_a [v = a] + c_v (g_rest − p_rest (G + g_H (log p_v + H)))            v ∉ S, c_v = p_v / p_rest
@@ -274,7 +274,7 @@ class LogitGradient:
     def __init__(
         self, tokens: Tensor, rows: HeadRows, grads: HeadGradients, blocks: Sequence[slice], *, first: int = 0, entropy: bool
     ) -> None:
-        """`first` is the token with which the blocks begin; `entropy` says if its gradient is wanted."""
+        """Start the blocks at token `first`; `entropy` requests the gradient of the entropy."""
         tokens, ids, g_logp = tokens[:, None], rows.ids, grads.logp[:, None]
         empty = rows.rest[:, None] == -torch.inf
         rest, g_rest = (torch.where(empty, 0.0, x[:, None]) for x in (rows.rest, grads.rest))
@@ -291,7 +291,7 @@ class LogitGradient:
         self.entropy = rows.entropy[:, None] if entropy else None
 
     def block(self, z: Tensor, block: int, spare: Tensor | None = None) -> Tensor:
-        """dz of one block of logits [n, v], in their place; with entropy in `spare`, and both are used up."""
+        """Replace a block of logits [n, v] by its gradient dz; with entropy also overwrite `spare`."""
         slot, row, column = self.marks[block]
         z.sub_(self.shift)
         single = self.value[slot] + self._marked(z[row, column] + self.rest[row, 0], slot % self.slots, row)
@@ -306,19 +306,25 @@ class LogitGradient:
         return dz
 
     def singles(self, logp: Tensor) -> Tensor:
-        """dz of all marked tokens [n · slots], given their log-probs [n, slots]: the support's, then the sampled one's."""
+        """Gradients dz of all marked tokens [n · slots] from their log-probs [n, slots].
+
+        The support comes first, then the sampled token.
+        """
         place = torch.arange(logp.numel(), device=logp.device)
         return self.value + self._marked(logp.flatten(), place % self.slots, place // self.slots)
 
     def of_mass(self, mass: Tensor, peak: Tensor, block: int, singles: Tensor) -> Tensor:
-        """dz of one block from e^(z − m) [n, v] and m [n, 1], in its place; without entropy."""
+        """Replace e^(z − m) [n, v] of a block by its gradient dz, given m [n, 1]; without entropy."""
         slot, row, column = self.marks[block]
         mass.mul_(self.outside * (peak - self.shift).exp())
         mass[row, column] = singles[slot]
         return mass
 
     def _marked(self, logp: Tensor, slot: Tensor, row: Tensor) -> Tensor:
-        """What the softmax adds at marked tokens: members of the support, and in the last slot a sampled token that is none."""
+        """Softmax contributions at marked tokens.
+
+        Marked tokens are the support and, in the last slot, a sampled token outside it.
+        """
         inside, rest = slot < self.slots - 1, self.rest[row, 0]
         factor = torch.where(inside, self.inside[row, 0], self.outside[row, 0])
         if self.entropy is not None:
@@ -328,7 +334,7 @@ class LogitGradient:
 
 
 def head_backward(source: HeadInput, rows: HeadRows, grads: HeadGradients, needed: Sequence[bool], shard: Shard) -> Gradients:
-    """Gradients of hidden states, weight and bias, if needed.
+    """Compute the gradients of hidden states, weight and bias that are needed.
 
     One part of the vocabulary at a time, over all tokens: its rows of dW are then finished once, and never held twice.
     """
@@ -378,7 +384,10 @@ def head_backward(source: HeadInput, rows: HeadRows, grads: HeadGradients, neede
 
 
 class TorchHead(torch.autograd.Function):
-    """Rows [N, H] → log-probs, entropy, the support's log-probs, tail mass, support, largest log-prob outside it."""
+    """Autograd function of the head on rows [N, H].
+
+    Returns log-probs, entropy, the support's log-probs, tail mass, support, and the largest log-prob outside it.
+    """
 
     @staticmethod
     def forward(

@@ -1,1 +1,1 @@
-"""The head in Triton: one streamed GEMM, sparse gradients where a row's own bound allows them."""
+"""The head in Triton: one streamed GEMM forward, and sparse gradients wherever a row's error bound allows them."""

@@ -1,4 +1,4 @@
-"""The head in kernels as an autograd function, and checks of its inputs."""
+"""Autograd function of the head in Triton, with checks of its inputs."""
 
 from typing import Any, no_type_check
 
@@ -18,7 +18,7 @@ from corral.support import refuse_ids, refuse_repeats
 
 
 class IdCheck:
-    """A check of sampled tokens and a support: queued on the device now, raised once the kernels are queued behind it.
+    """Check of sampled tokens and a support: queued on the device first, raised after the head's kernels are queued.
 
     Kernels must therefore read no memory out of bounds, whatever the ids.
     """
@@ -36,7 +36,7 @@ class IdCheck:
         self._found = AsyncCopy(torch.stack(found)) if found else None
 
     def wait(self) -> None:
-        """Refuse ids outside the vocabulary, and a support with a token twice."""
+        """Refuse ids outside the vocabulary, and supports that contain a token twice."""
         found = [] if self._found is None else self._found.wait()
         for i, (name, (_, lowest)) in enumerate(self._asked.items()):
             refuse_ids(self._where, name, *found[2 * i : 2 * i + 2], lowest=lowest, vocabulary=self._vocabulary)
@@ -47,7 +47,7 @@ class IdCheck:
 @triton.jit
 @no_type_check
 def _repeat_kernel(ids, found, slots, SLOTS: tl.constexpr, SOME: tl.constexpr):
-    """Set `found` to 1 if a row has a token twice."""
+    """Set `found` to 1 if a row contains a token twice."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, SLOTS)
     id = tl.load(ids + row * slots + slot, mask=slot < slots, other=-1)
@@ -59,7 +59,10 @@ def _repeat_kernel(ids, found, slots, SLOTS: tl.constexpr, SOME: tl.constexpr):
 
 
 class TritonHead(torch.autograd.Function):
-    """Rows [N, H] → log-probs, entropy, the support's log-probs, tail mass, support, largest log-prob outside it."""
+    """Autograd function of the head on rows [N, H].
+
+    Returns log-probs, entropy, the support's log-probs, tail mass, support, and the largest log-prob outside it.
+    """
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Gradients of the head in kernels: dense rows, sparse rows, and the sum over both."""
+"""Gradients of the head in Triton: dense rows, sparse rows, and their sum."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,30 +18,30 @@ from corral.head.triton.loss import LossRows, OldRows, Upstream
 from corral.head.triton.support import support_rows
 
 DEAD, SPARSE, DENSE = map(tl.constexpr, range(3))
-"""Routes of a row: it has no gradient; its single entries may be enough; its gradient is dense."""
+"""Routes of a row: no gradient, a sparse gradient if its error is small enough, or a dense gradient."""
 
 
 @dataclass(frozen=True, eq=False)
 class RowGradient:
-    """Gradients of the logits of N rows, with S = K + 1 single entries each."""
+    """Gradients of the logits of N rows, each with S = K + 1 explicit entries."""
 
     ids: Tensor
-    """Token of each entry [N, S] int32; −1 is none."""
+    """Token of each entry [N, S] int32; −1 is padding."""
     value: Tensor
-    """Gradient of h·w of that token [N, S], including the slope of the soft cap."""
+    """Gradient with respect to h·w of each entry's token [N, S], including the slope of the soft cap."""
     factor: Tensor
-    """c: the sum of all other tokens' gradients, which share it as they share the tail mass [N]."""
+    """c: summed gradient of all other tokens [N]; each token's part is proportional to its part of the tail mass."""
     off: Tensor
     size: Tensor
-    """|c|, 0 without other tokens, and all of Σ |dz| [N]."""
+    """|c|, or 0 if there are no other tokens, and the row's total Σ |dz| [N]."""
     need: Tensor
-    """DEAD, SPARSE or DENSE, if nothing may be dropped that is not measured in `off` [N] int32."""
+    """Route of a row if only the error measured in `off` may be dropped: DEAD, SPARSE or DENSE [N] int32."""
 
 
 def row_gradient(
     rows: HeadRows, tokens: Tensor, upstream: Upstream, spec: LogitSpec, weights: Tensor | None = None
 ) -> RowGradient:
-    """Single entries and factor of each row; `weights` [N] multiply the upstream gradients."""
+    """Compute the explicit entries and the factor c of each row; `weights` [N] multiply the upstream gradients."""
     (count, kept), device = rows.kept.shape, tokens.device
     ids, value = (torch.empty(count, kept + 1, dtype=kind, device=device) for kind in (torch.int32, torch.float32))
     factor, off, size = (torch.empty(count, device=device) for _ in range(3))
@@ -123,29 +123,32 @@ def _row_kernel(
 
 
 ROWS = 16
-"""Rows per program of `_route_kernel`."""
+"""Rows that one program of `_route_kernel` processes."""
 PADDED = 16
-"""Dense rows are padded with −1 to a multiple of this, the width of matrix units."""
+"""Multiple to which the list of dense rows is padded with −1, the width of matrix units."""
 
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """The backward pass of each of N rows with S single entries."""
+    """Routes of the backward pass for N rows with S explicit entries each."""
 
     route: Tensor
-    """DEAD, SPARSE or DENSE [N]."""
+    """Route of each row, DEAD, SPARSE or DENSE [N]."""
     key: Tensor
-    """Tokens of the entries in a sparse gradient, V for none [N, S] int32."""
+    """Tokens of the entries in a sparse gradient [N, S] int32; V where there is none."""
     counts: Tensor
-    """Rows with a gradient, and dense ones [2] int32."""
+    """Number of rows with a gradient, and number of dense rows [2] int32."""
     dense: Tensor
-    """The dense rows in order, then −1 up to the next multiple of PADDED; behind that, anything [N + PADDED]."""
+    """Indices of the dense rows, padded with −1 to a multiple of PADDED; the remaining elements are undefined [N + PADDED]."""
     shares: Tensor
-    """Metrics: the share of dense rows, and the largest share dropped by a sparse one [2]."""
+    """Metrics: share of dense rows, and largest gradient share dropped by a sparse row [2]."""
 
 
 def route_rows(gradient: RowGradient, spec: LogitSpec, vocabulary: int, tolerance: float, mean: Tensor | None = None) -> Routes:
-    """Choose sparse or dense for each row: dense, if a sparse gradient would drop `tolerance` or more; always, if that is 0.
+    """Choose sparse or dense for each row.
+
+    A row is dense if a sparse gradient would drop a share of `tolerance` or more. With tolerance 0 all rows with a gradient are
+    dense.
 
     `mean` is the mean row's Σ |dz| [1]; by default the mean of these rows.
     """
@@ -172,7 +175,7 @@ def _route_kernel(
     ids, value, off, size, need, given_mean, route, key, out_share, count, slots, vocabulary, tolerance, slope, small,
     ROWS: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The route of ROWS rows, and which entries a sparse backward adds up."""
+    """Route ROWS rows, and mark the entries that a sparse backward pass sums."""
     if given_mean is not None:
         mean = tl.load(given_mean)
     else:  # every program adds up all rows, in the same order, sooner than another kernel would start
@@ -203,7 +206,7 @@ def _route_kernel(
 @triton.jit
 @no_type_check
 def _tally_kernel(route, share, counts, dense_rows, shares, count, PADDED: tl.constexpr, BLOCK: tl.constexpr):
-    """One program for all rows: dense rows keep their order, which decides the order of sums in dW."""
+    """List the dense rows in one program, so that their order, and with it the order of sums in dW, is fixed."""
     with_gradient, dense, most = 0, 0, 0.0
     for begin in range(0, count, BLOCK):
         row = begin + tl.arange(0, BLOCK)
@@ -221,7 +224,7 @@ def _tally_kernel(route, share, counts, dense_rows, shares, count, PADDED: tl.co
 
 
 LOGITS_AT_ONCE = 2**28
-"""Logits held at once: 1 GiB in float32, and half as much for their gradient in half precision."""
+"""Number of logits stored at once: 1 GiB in float32, and half as much for their half-precision gradient."""
 ROWS_AT_ONCE = 16384
 
 
@@ -238,7 +241,9 @@ def dense_rows(
     *,
     add: bool = False,
 ) -> None:
-    """Compute dH of the first `count` rows `picked`, padded with −1, and their dW and db, by recomputing their logits.
+    """Compute dH, dW and db of the dense rows by recomputing their logits.
+
+    The rows are the first `count` of `picked`, which is padded with −1.
 
     Writes into `d_hidden`, `d_weight` and `d_bias`; with `add` the last two are added to.
     """
@@ -274,7 +279,7 @@ def dense_rows(
 
 
 def multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:
-    """out = left @ right, or out += left @ right, summed in float32 whatever the dtypes of the factors."""
+    """Compute `out = left @ right` or `out += left @ right`, accumulated in float32 for any dtype of the factors."""
     if left.dtype == out.dtype and (left.is_cuda or left.dtype == torch.float32):
         torch.addmm(out, left, right, out=out) if add else torch.mm(left, right, out=out)
     elif left.is_cuda:
@@ -293,7 +298,7 @@ def _dense_kernel(
     dots, dz, bias, picked, lse, rest, entropy, g_entropy, factor, ids, value, start, width, vocabulary, slots, before, cap,
     after, slope, curve, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK columns of one row: the factor times p / p_rest everywhere, then the single entries in their places."""
+    """Gradient of BLOCK columns of one row: the factor times p / p_rest everywhere, then the explicit entries."""
     row = tl.load(picked + tl.program_id(0))
     real = row >= 0
     row = tl.where(real, row, 0)
@@ -323,25 +328,25 @@ def _dense_kernel(
 
 
 REACH: tl.constexpr = tl.constexpr(50.0)
-"""The most that a reference may lie below the row's normaliser, or above the tail mass."""
+"""Largest distance of a reference logit below the row's normaliser, or above its tail mass."""
 WEAKEST: tl.constexpr = tl.constexpr(2.0**-80)
-"""The least factor s, as a share of the largest single entry, since single entries are divided by s."""
+"""Smallest factor s, as a share of the largest explicit entry: explicit entries are divided by s."""
 LIKELY = 4
-"""Single entries of each row whose rounding errors are added back: the sampled and the most likely tokens."""
+"""Explicit entries per row whose rounding errors are corrected: the sampled token and the most likely tokens."""
 
 
 @dataclass(frozen=True, eq=False)
 class FactoredGradient:
-    """Gradients of h Wᵀ [n, V] of some rows: `stored` times one factor per row [n], or `stored` itself."""
+    """Gradient of h Wᵀ [n, V] of some rows, as `stored` times one factor per row [n], or `stored` alone."""
 
     stored: Tensor
     factor: Tensor | None = None
     likely: Tensor | None = None
     lost: Tensor | None = None
-    """Tokens of the first few single entries [n, LIKELY], −1 for none, and their rounding errors."""
+    """Tokens of the first few explicit entries [n, LIKELY], −1 for padding, and their rounding errors."""
 
     def times_weight(self, weight: Tensor, out: Tensor) -> None:
-        """dH, into `out` [n, H]."""
+        """Compute dH [n, H] into `out`."""
         if self.factor is None:
             multiply(self.stored, weight, out)
             return
@@ -350,13 +355,13 @@ class FactoredGradient:
         scale_rows(sums, self.factor, out, self.likely, self.lost, weight)
 
     def times_hidden(self, hidden: Tensor, out: Tensor, *, add: bool) -> None:
-        """dW, into `out` [V, H] or on top of what is there."""
+        """Compute dW [V, H] into `out`, or add it to `out`."""
         if self.factor is not None:
             hidden = scale_rows(hidden, self.factor, torch.empty_like(hidden))
         multiply(self.stored.T, hidden, out, add=add)
 
     def sums(self) -> Tensor:
-        """db [V], in float32."""
+        """Compute db [V] in float32."""
         if self.factor is None:
             return self.stored.sum(0, dtype=torch.float32)
         # The factor as a sum of two numbers in half precision, so that only E is rounded; matrix units want 8 columns.
@@ -369,12 +374,12 @@ class FactoredGradient:
 
 
 def reaches(hidden: Tensor, spec: LogitSpec) -> bool:
-    """True if E = e^(z − reference) is in range for this dtype, and the slope dz / d(h·w) the same for every token."""
+    """True if E = e^(z − reference) is in range for this dtype, and dz / d(h·w) is the same for every token."""
     return hidden.dtype != torch.float16 and spec.softcap is None
 
 
 def sampled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LogitSpec, tokens: Tensor) -> Tensor:
-    """The logit z_a of each row's sampled token [N], up to rounding: a reference; without a soft cap.
+    """Logit z_a of each row's sampled token [N], up to rounding, as a reference; without a soft cap.
 
     For a token outside the vocabulary, which is refused elsewhere, it is the logit of the nearest token inside.
     """
@@ -389,7 +394,7 @@ def sampled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: Lo
 def put_singles(
     stored: Tensor, reference: Tensor, rows: HeadRows, gradient: RowGradient, spec: LogitSpec, left_out: Tensor
 ) -> FactoredGradient:
-    """Write single entries into `stored` [n, columns], in place; the factor s is 0 for rows without a gradient.
+    """Write explicit entries into `stored` [n, columns], in place; rows without a gradient have the factor s = 0.
 
     `left_out` [n] becomes True where a row with a gradient is out of range: it gets s = 0 and is recomputed later.
     """
@@ -411,7 +416,7 @@ def scale_rows(
     lost: Tensor | None = None,
     weight: Tensor | None = None,
 ) -> Tensor:
-    """out = diag(factor) x + Σ lost · w over the `likely` tokens, rounded once; a factor of 0 gives 0, NaN in x or not."""
+    """Compute out = diag(factor) x + Σ lost · w over the `likely` tokens, rounded once; a factor of 0 gives 0 even for NaN."""
     (count, width), block = x.shape, min(1024, triton.next_power_of_2(x.shape[1]))
     _rows_kernel[(count, triton.cdiv(width, block))](
         x, factor, likely, lost, weight, out, width, LIKELY=0 if likely is None else LIKELY, BLOCK=block, num_warps=2
@@ -488,24 +493,24 @@ def _rows_kernel(x, factor, likely, lost, weight, out, width, LIKELY: tl.constex
 
 
 BYTES_AT_ONCE = 7 * 2**28
-"""Memory for stored exponentials of logits: the more rows at once, the fewer times dW is read and written."""
+"""Memory for stored exponentials of logits: with more rows at once, dW is read and written fewer times."""
 
 Rule = Callable[[HeadRows, OldRows], LossRows]
 
 
 @dataclass(frozen=True, eq=False)
 class DenseRows:
-    """Loss and gradient of some rows, with the last two GEMMs still to be queued: the host can read results before them."""
+    """Loss and gradient of some rows. The last two GEMMs are not queued yet, so that the host can read results first."""
 
     rows: HeadRows
     loss: LossRows
     sizes: Tensor
     """Σ |dz| of each row [N]."""
     left_out: Tensor
-    """[N] True where a row's gradient could not be stored and has to be recomputed: the sampled token is almost impossible, or
-    the tail has a gradient but almost no mass."""
+    """True where a row's gradient could not be stored and has to be recomputed [N]. Either the sampled token is almost
+    impossible, or the tail has a gradient but almost no mass."""
     finish: Callable[[], Gradients]
-    """Queues the last GEMMs and returns dH, dW and db of Σ weights · loss, without the rows that are left out."""
+    """Queues the last GEMMs and returns dH, dW and db of Σ weights · loss, without the rows in `left_out`."""
 
 
 def dense_forward(
@@ -516,7 +521,7 @@ def dense_forward(
     needed: Sequence[bool],
     overflows: list[AsyncCopy] | None = None,
 ) -> DenseRows:
-    """Rows, losses, and the gradients that are needed; `overflows` as in `stream_head`.
+    """Compute rows, losses, and the needed gradients; `overflows` as in `stream_head`.
 
     One GEMM makes the logits and stores their exponentials; the gradient is made from these in place, for two more GEMMs. The
     GEMMs of a part are queued after the next part's kernels, so that the host is ahead of the device.
@@ -578,7 +583,7 @@ def dense_forward(
 
 
 def scale(x: Tensor, factor: Tensor) -> None:
-    """Multiply x by the first element of another tensor, in place; if that is 1, as in a plain sum, x is not even read."""
+    """Multiply x in place by the first element of another tensor; a factor of 1, as in a plain sum, leaves x unread."""
     flat = x.view(-1)
     _scale_kernel[(triton.cdiv(flat.numel(), 65536),)](flat, factor, flat.numel(), BLOCK=8192, num_warps=8)
 
@@ -600,7 +605,7 @@ def _gradient_kernel(
     stored, peak, place, second, lse, rest, factor, ids, value, tiles, slots, slope, curve, SOME: tl.constexpr,
     COLUMNS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """SOME tiles of one row: the factor times p / p_rest everywhere, then the tiles' largest, then the single entries."""
+    """Gradient of SOME tiles of one row: the factor times p / p_rest, then the tiles' largest logits, then explicit entries."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1) * SOME + tl.arange(0, SOME)
     valid = tile < tiles
@@ -636,15 +641,15 @@ def _gradient_kernel(
 
 
 BLOCK = 4096
-"""Width of the part of a row of dW that one program writes."""
+"""Width of the slice of a row of dW that one program writes."""
 PIECE = 64
-"""Entries of one token that a separate program adds up first, unless these sums would take too much memory."""
+"""Entries of one token that a separate program sums first, unless the sums would take too much memory."""
 PIECE_BYTES = 36 * 2**20
-"""Memory for the sums of all possible pieces."""
+"""Memory for the partial sums of all tokens."""
 
 
 def sparse_hidden(weight: Tensor, gradient: RowGradient, routes: Routes, out: Tensor) -> None:
-    """Write dH [N, H] of the sparse rows, 0 elsewhere."""
+    """Write dH [N, H] of the sparse rows, and 0 for all other rows."""
     (vocabulary, width), slots = weight.shape, routes.key.shape[1]
     block = min(1024, triton.next_power_of_2(width))
     _hidden_kernel[(len(out), triton.cdiv(width, block))](
@@ -654,19 +659,19 @@ def sparse_hidden(weight: Tensor, gradient: RowGradient, routes: Routes, out: Te
 
 @dataclass(frozen=True, eq=False)
 class ByToken:
-    """The single entries of all rows, sorted by token; entries of one token keep the order of their rows."""
+    """Explicit entries of all rows, sorted by token; entries of one token stay in row order."""
 
     keys: Tensor
     order: Tensor
-    """Token of each entry, V behind the last, and its place in [N, S]."""
+    """Token of each entry, V after the last entry, and its index in [N, S]."""
     starts: Tensor
-    """Index of each token's first entry, and the end of the last token's [V + 1]."""
+    """Index of each token's first entry, and the end of the last token's entries [V + 1]."""
     done: torch.cuda.Event | None
-    """On a GPU the end of the sort, which runs on a stream of its own."""
+    """Event at the end of the sort, which runs on its own stream on a GPU; None on a CPU."""
 
 
 def sort_by_token(routes: Routes, vocabulary: int) -> ByToken:
-    """Sort the entries of the sparse gradients."""
+    """Sort the entries of the sparse gradients by token."""
     if not routes.key.is_cuda:
         return ByToken(*_sorted(routes.key, vocabulary), None)
     usual, stream = torch.cuda.current_stream(routes.key.device), _beside(routes.key.device)
@@ -681,7 +686,7 @@ def sort_by_token(routes: Routes, vocabulary: int) -> ByToken:
 
 @functools.cache
 def _beside(device: torch.device) -> torch.cuda.Stream:
-    """A second stream for many small kernels: they run beside the usual stream's, and first if both have work."""
+    """Side stream for many small kernels: it runs beside the main stream, with priority."""
     return torch.cuda.Stream(device, priority=-1)
 
 
@@ -692,7 +697,7 @@ def _sorted(key: Tensor, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @functools.lru_cache(maxsize=4)
 def _tokens(vocabulary: int, device: torch.device) -> Tensor:
-    """Token ids 0 … V."""
+    """Ids of all tokens, 0 … V."""
     return torch.arange(vocabulary + 1, dtype=torch.int32, device=device)
 
 
@@ -706,7 +711,7 @@ def sparse_weight(
     *,
     add: bool,
 ) -> None:
-    """Write every row of dW [V, H] and db [V] of the sparse rows; with `add` they are added to."""
+    """Write dW [V, H] and db [V] of the sparse rows; `add` adds to their values."""
     (vocabulary, width), slots = (len(by_token.starts) - 1, hidden.shape[1]), routes.key.shape[1]
     if by_token.done is not None:
         torch.cuda.current_stream(hidden.device).wait_event(by_token.done)
@@ -760,7 +765,7 @@ def _piece_kernel(
     hidden, value, keys, order, sums, sums_g, vocabulary, width, slots, PIECE: tl.constexpr, BLOCK: tl.constexpr,
     SOME: tl.constexpr,
 ):  # fmt: skip
-    """Add up PIECE entries, if all are of one token."""
+    """Sum PIECE entries if all belong to one token."""
     piece = tl.program_id(0)
     token = tl.load(keys + piece * PIECE)
     if (token == vocabulary) | (token != tl.load(keys + piece * PIECE + PIECE - 1)):
@@ -787,7 +792,7 @@ def _weight_kernel(
     hidden, value, order, starts, sums, sums_g, d_weight, d_bias, width, slots, ADD: tl.constexpr, PIECE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add up one token's entries: a whole piece at once where `_piece_kernel` has summed it, else one by one."""
+    """Sum the entries of one token: whole pieces from `_piece_kernel` where it summed them, single entries elsewhere."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     within = column < width
@@ -826,11 +831,11 @@ def _weight_kernel(
 
 @dataclass(frozen=True, eq=False)
 class PendingGradients:
-    """Gradients whose kernels are queued, up to the first that needs a number from the device."""
+    """Gradients whose kernels are queued, except those that need the number of dense rows from the device."""
 
     routes: Routes
     finish: Callable[[], Gradients]
-    """Waits for the number of dense rows, recomputes these, and returns dH, dW and db, those that are needed."""
+    """Waits for the number of dense rows, recomputes those rows, and returns the needed gradients among dH, dW and db."""
 
 
 def head_gradients(
@@ -844,7 +849,7 @@ def head_gradients(
     mean: Tensor | None = None,
     add_to: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> PendingGradients:
-    """Gradients of hidden states, weight and bias, those that are needed.
+    """Compute the needed gradients of hidden states, weight and bias.
 
     `mean` is the mean row's Σ |dz| if there are other rows; gradients of weight and bias are added to `add_to`.
     """

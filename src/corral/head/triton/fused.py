@@ -1,4 +1,4 @@
-"""The fused path in kernels: loss and gradient of hidden states and weights, planned once for a batch."""
+"""Fused loss and gradient in Triton: gradients of hidden states and weights, planned once per batch."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -22,25 +22,25 @@ from corral.support import LogpTolerance
 from corral.tensors import ObjectiveOutput
 
 FEWEST, SMALLEST_SHARE = 128, 0.03
-"""Rows planned to be dense, and their share, below which GEMMs of their own do not pay; the same holds for the other rows."""
+"""Number and share of rows below which a separate GEMM does not pay, for dense rows and for streamed rows."""
 SMALL = 10**12
-"""Operations of a GEMM so small that two parts cost more time on the host than they save: then all rows are dense or none."""
+"""Operations of a GEMM below which splitting rows costs more host time than it saves: then all rows take one route."""
 ROWS = 8
 
 
 @dataclass(frozen=True, eq=False)
 class BatchPlan:
-    """The order of a batch's unmasked tokens, streamed rows first, and their number, copied to the host asynchronously."""
+    """Order of a batch's unmasked tokens, streamed rows first, with asynchronously copied counts."""
 
     order: Tensor
-    """Places in the flattened batch, 0 behind the last [B · T]."""
+    """Indices in the flattened batch, 0 after the last row [B · T]."""
     counts: Tensor
-    """Numbers of streamed rows, of all rows, and of rows that the objective would refuse [3] int32. A streamed row's gradient
-    is sparse unless `route_rows` finds it dense; the other rows are dense."""
+    """Numbers of streamed rows, of all rows, and of invalid rows, which the objective would refuse [3] int32. A streamed row's
+    gradient is sparse unless `route_rows` makes it dense; the other rows are dense."""
     copy: AsyncCopy
 
     def wait(self) -> tuple[int, int] | None:
-        """(streamed rows, all rows), or None if the batch is empty or has a row to refuse."""
+        """(streamed rows, all rows), or None if the batch is empty or has an invalid row."""
         streamed, count, refused = self.copy.wait()
         return None if refused or not count else (streamed, count)
 
@@ -92,7 +92,9 @@ def _inspect_kernel(
     stride_t, slots, vocabulary, highest, slack, ANCHOR: tl.constexpr, DENSE: tl.constexpr, EVERY: tl.constexpr,
     SLOTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Each row's Σ |dz|, and the part that a sparse backward drops; size −1 marks a masked row, −1 dropped a row to refuse.
+    """Compute each row's Σ |dz|, and the part that a sparse backward drops.
+
+    The size −1 marks a masked row, and the dropped part −1 an invalid row.
 
     Without a support the size is −log p_a.
     """
@@ -143,7 +145,7 @@ def _inspect_kernel(
 @triton.jit
 @no_type_check
 def _ways(off, size, row, total, mean, tolerance):
-    """Masks of the unmasked rows, and of those planned to be dense."""
+    """Masks of the unmasked rows, and of the rows planned to be dense."""
     whole = tl.load(size + row, mask=row < total, other=-1.0)
     dropped = tl.load(off + row, mask=row < total, other=0.0)
     unmasked = ~(whole < 0.0)
@@ -153,7 +155,7 @@ def _ways(off, size, row, total, mean, tolerance):
 @triton.jit
 @no_type_check
 def _order_kernel(off, size, order, counts, total, tolerance, flat, fewest, share, rest, BLOCK: tl.constexpr):
-    """One program, so that the mean, which decides between dense and streamed, does not depend on the order of programs."""
+    """Order the rows in one program, so that the mean, which separates dense from streamed rows, is deterministic."""
     sizes = tl.zeros((BLOCK,), tl.float32)
     rows, refused, dense = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
     for begin in range(0, total, BLOCK):
@@ -193,7 +195,7 @@ def _order_kernel(off, size, order, counts, total, tolerance, flat, fewest, shar
 def fused_loss(
     source: HeadInput, terms: LossTerms, tolerance: float, needed: Sequence[bool], *, wait: bool = False
 ) -> FusedLoss | None:
-    """Loss and gradients of a batch [B T …]; None for objectives without a kernel, and for a batch that they refuse.
+    """Compute loss and gradients of a batch [B T …]; None if the objective has no kernel or refuses the batch.
 
     With `wait` the host waits until the ranking of a union is known to be right. Otherwise everything is queued, and computed
     again in the rare case that it was not.
@@ -274,7 +276,7 @@ def fused_loss(
 
 
 def _pack_anchor(terms: LossTerms, packing: Packing) -> OldRows:
-    """The old policy's rows in packed order."""
+    """Pack the old policy's rows in the order of the plan."""
     b, old = terms.batch, terms.batch.dist_old
     rows = OldRows(b.logp_old, None, None, token_advantages(b), b.logp_rollout, policy_weights=terms.policy_weights)
     if old is not None:
@@ -292,7 +294,9 @@ def _gradients(
     tolerance: float,
     needed: Sequence[bool],
 ) -> tuple[Callable[[], Gradients], Tensor]:
-    """Gradients of streamed rows, which come first, and of stored ones; the share of dense rows, and the most dropped [2].
+    """Combine the gradients of streamed rows, which come first, and stored rows.
+
+    Also returns the share of dense rows, and the largest share dropped [2].
 
     Everything that needs no host is queued now; the rest when the gradients are asked for.
     """

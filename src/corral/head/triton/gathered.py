@@ -1,4 +1,4 @@
-"""Log-probs of a few more tokens of a policy on a GPU: a row's tokens one after the other, their weights read once.
+"""Log-probs of a few more tokens of a policy on a GPU; each row's weights are read once.
 
 `extend_rows` puts an old policy on a union of supports; `gather_logp` serves loops that do so themselves.
 """
@@ -23,14 +23,14 @@ LEAST: tl.constexpr = tl.constexpr(LEAST_LEFT)
 def gather_logp(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LogitSpec, tokens: Tensor, logp: Tensor, ids: Tensor
 ) -> Tensor:
-    """Log-probabilities of `ids` [N, M], as `union.gather_logp` has them. Padding costs nothing if it comes last."""
+    """Log-probabilities of `ids` [N, M], like `union.gather_logp`. Padding costs nothing at the end of a row."""
     own, place = tokens[:, None], torch.arange(len(ids), device=ids.device)
     rest = torch.zeros(len(ids), device=ids.device)  # not used: nothing is taken from a tail
     return _extend(hidden, weight, bias, spec, place, own, logp[:, None], rest, torch.cat([own, ids], 1))[0][:, 1:]
 
 
 def extend_rows(old: OldRows, ids: Tensor, union: UnionSupport, spec: LogitSpec) -> OldRows:
-    """The old policy's rows on the union `ids` [N, S], which begins with its own support.
+    """Evaluate the old policy on the union `ids` [N, S], which begins with its own support.
 
     `UnionSupport.extend` is the reference. A place beyond the old hidden states makes its row NaN, which is refused.
     """
@@ -46,7 +46,7 @@ def _extend(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LogitSpec, place: Tensor, ids: Tensor, kept: Tensor,
     rest: Tensor, wide: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Log-probabilities on `wide` [N, S] and the log mass left of the tail [N], given both on `ids` [N, K]."""
+    """Log-probabilities on `wide` [N, S] and the log mass of the remaining tail [N], from their values on `ids` [N, K]."""
     out, out_rest = torch.empty(wide.shape, device=wide.device), torch.empty(len(wide), device=wide.device)
     given = (None if x is None else x.contiguous() for x in (hidden, weight, bias, place, ids, kept, rest, wide))
     _extend_kernel[(len(wide),)](
@@ -60,7 +60,7 @@ def _extend(
 @triton.jit
 @no_type_check
 def _logits(hidden, weight, bias, id, row, vocabulary, width, before, cap, after, BLOCK: tl.constexpr):
-    """Logits of some tokens [1, n] of one row."""
+    """Compute the logits of some tokens [1, n] for one row."""
     dots, member = tl.zeros(id.shape, tl.float32), (id >= 0) & (id < vocabulary)
     for begin in range(0, width, BLOCK):
         column = begin + tl.arange(0, BLOCK)
@@ -78,7 +78,7 @@ def _extend_kernel(
     hidden, weight, bias, row_of, ids, kept, rest, wide, out_kept, out_rest, count, vocabulary, width, slots, joined, before,
     cap, after, BLOCK: tl.constexpr, SOME: tl.constexpr, SLOTS: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
-    """One row: its own members, then the other tokens of the union, and the tail mass that these leave."""
+    """Extend one row: copy its own support, evaluate the other tokens of the union, and compute the remaining tail mass."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, SLOTS)
     member = tl.load(ids + row * slots + slot, mask=slot < slots, other=-1) >= 0

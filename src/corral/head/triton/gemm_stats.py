@@ -1,4 +1,4 @@
-"""One GEMM of hidden states and the head's weights that keeps statistics of each tile of logits, never the logits."""
+"""Tile statistics of logits from one GEMM of hidden states and head weights, without materialised logits."""
 
 from dataclasses import dataclass
 from typing import no_type_check
@@ -15,15 +15,15 @@ from corral.tensors import Tensors
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 FAR: tl.constexpr = tl.constexpr(1e30)
-"""Below every logit."""
+"""Finite number larger than any logit: subtracting it from the largest logit makes the second largest the maximum."""
 ROOM: tl.constexpr = tl.constexpr(96.0)
-"""Powers of two above the largest logit, so that sums reach as far below it: those 150 below it are 0."""
+"""Headroom above the largest logit, in powers of two: sums reach further down, and logits 150 below the largest are 0."""
 
 
 @triton.jit
 @no_type_check
 def reduce_any(z, ENTROPY: tl.constexpr, COLUMNS: tl.constexpr):
-    """Statistics of a tile whose logits may be −inf, some or all of them."""
+    """Reduce a tile in which some or all logits may be −inf to its statistics."""
     local = tl.arange(0, COLUMNS)
     # The place by comparison: faster than a maximum that carries its index along. NaN has none, and takes any.
     top = tl.max(z, 1)
@@ -43,7 +43,7 @@ def reduce_any(z, ENTROPY: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 @no_type_check
 def reduce_plain(z, factor, ENTROPY: tl.constexpr, COMPILED: tl.constexpr, COLUMNS: tl.constexpr):
-    """Statistics of a tile of finite h Wᵀ; logits are larger by a positive factor, which changes no order.
+    """Reduce a tile of finite h Wᵀ to its statistics; logits are a positive multiple, so that their order is equal.
 
     Comparing and selecting are what costs beside a GEMM; multiplying costs next to nothing. So the largest is marked with
     1 and everything else with 0, and its place, how many equals it has, and what is left without it are sums of these. Sums of
@@ -82,7 +82,7 @@ def reduce_plain(z, factor, ENTROPY: tl.constexpr, COMPILED: tl.constexpr, COLUM
 
 @dataclass(frozen=True, eq=False)
 class TileStatistics(Tensors):
-    """Statistics of each token's logits in each tile of the vocabulary, C columns wide; [N, V/C] each.
+    """Statistics of each token's logits in each tile of C vocabulary columns; [N, V/C] each.
 
     The largest logit stands apart, and the sum is relative to the second largest: the mass that remains in a tile once its
     largest logit has gone to the support is then known to full precision, however peaked the policy.
@@ -91,13 +91,13 @@ class TileStatistics(Tensors):
     peak: Tensor
     """Largest logit."""
     place: Tensor
-    """Its column within the tile; where the second largest is its equal, any; uint8."""
+    """Column of the largest logit within the tile, uint8; any of them on a tie."""
     second: Tensor
-    """Largest logit but that one."""
+    """Second largest logit."""
     others: Tensor
-    """Σ e^(z − second) over all columns but `place`; where these are 150 below the largest, at least 1."""
+    """Σ e^(z − second) over all columns but `place`; at least 1 if all of them are 150 below the largest."""
     weighted: Tensor
-    """Σ (z − second) e^(z − second) over the same; for the entropy, empty unless asked for."""
+    """Σ (z − second) e^(z − second) over all columns but `place`, for the entropy; empty unless requested."""
 
 
 def gemm_stats(
@@ -111,7 +111,7 @@ def gemm_stats(
     reference: Tensor | None = None,
     counter: Tensor | None = None,
 ) -> TileStatistics:
-    """Statistics of every logit of hidden [N, H] over weight [V, H], from one GEMM.
+    """Compute statistics of every logit of hidden [N, H] times weight [V, H], in one GEMM.
 
     `store` [N, tiles · C] gets e^(z − second) of every logit, and 0 for its tile's largest: a dense gradient is made from it,
     as exact in half precision as the gradient itself will be. With a `reference` [N] it gets e^(z − reference) of every logit,
@@ -148,12 +148,12 @@ def spec_arguments(spec: LogitSpec) -> tuple[float, float | None, float]:
 
 
 def lanes(count: int) -> int:
-    """The width of a block that holds `count` elements: Triton's blocks are powers of 2."""
+    """Smallest power of 2 that is at least `count`: the width of a Triton block."""
     return max(2, triton.next_power_of_2(count))
 
 
 def processors(x: Tensor) -> int:
-    """The number of multiprocessors of a tensor's GPU: persistent kernels start one program on each."""
+    """Number of multiprocessors of a tensor's GPU; persistent kernels start one program on each."""
     return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
 
 
@@ -168,7 +168,7 @@ def finish_logits(
     cap,
     after,
 ):
-    """z = softcap(scale · (h Wᵀ + b)) / temperature; −inf beyond the vocabulary."""
+    """Compute z = softcap(scale · (h Wᵀ + b)) / temperature; −inf beyond the vocabulary."""
     if bias is not None:
         dots += tl.load(bias + columns, mask=columns < vocabulary, other=0.0).to(tl.float32)[None, :]
     z = dots * before
@@ -181,7 +181,7 @@ def finish_logits(
 @triton.jit
 @no_type_check
 def rank_bits(z):
-    """An integer that sorts as its logit does."""
+    """Map a logit to an integer of equal order."""
     bits = (z + 0.0).to(tl.int32, bitcast=True)  # + 0 turns −0 into 0, its equal
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -189,7 +189,7 @@ def rank_bits(z):
 @triton.jit
 @no_type_check
 def rank_key(z, ids):
-    """An integer that sorts as (logit, then lower id first) does."""
+    """Map (logit, id) to an integer that orders by logit, then lower id first."""
     return (rank_bits(z).to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
 
 
@@ -200,7 +200,7 @@ def _stats_kernel(
     before, cap, after,     PLAIN: tl.constexpr, ENTROPY: tl.constexpr, COMPILED: tl.constexpr, PROGRAMS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Persistent: each program takes every PROGRAMS-th tile, GROUP row blocks at a time so that they share the weights.
+    """Persistent kernel: each program takes every PROGRAMS-th tile. GROUP row blocks in a row share their weights.
 
     First whole tiles of plain logits, which take fewer steps to reduce, then the others: as a rule the last of each row.
     """
@@ -234,7 +234,7 @@ def _stats_kernel(
 @triton.jit
 @no_type_check
 def _tile_at(index, row_blocks, column_blocks, GROUP: tl.constexpr):
-    """The tile with this index: down a group of row blocks, then the next column, so that the group shares its weights."""
+    """Map an index to a tile, in an order in which a group of row blocks shares its weights: first down, then across."""
     group = index // (GROUP * column_blocks)
     height = min(row_blocks - group * GROUP, GROUP)
     within = index % (GROUP * column_blocks)
@@ -258,7 +258,7 @@ def _put(
     store, reference, peak, place, second, others, weighted, row_block, column_block, count, tiles, top, at, next_top, total,
     gaps, e, base, is_top, most, ENTROPY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile's statistics, and its exponentials where they are stored."""
+    """Write a tile's statistics, and its exponentials if they are stored."""
     rows = row_block * ROWS + tl.arange(0, ROWS)
     valid = rows < count
     if store is not None:

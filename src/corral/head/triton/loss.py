@@ -1,4 +1,4 @@
-"""Per-token losses in kernels: read a batch's rows, project, and write loss and gradient factors."""
+"""Per-token losses in Triton: read a batch's rows, project, and write losses and gradient factors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,20 +22,20 @@ RULED_OUT, LOG_RATIO_MAX, CERTAIN, TOLERATED = (
     tl.constexpr(x) for x in (reference.RULED_OUT, numerics.LOG_RATIO_MAX, numerics.CERTAIN, ANCHOR_TOLERANCE)
 )
 UNCHECKED = LogpTolerance()
-"""For a new policy from the head and an old one that has been inspected: neither is checked again."""
+"""Tolerances for a new policy from the head and an inspected old policy: neither is checked again."""
 
 LOSS, LOG_RHO, ACTED, KL_MEAN, KL_MAX, KL_AFTER, DUAL, CONVERGED, MISMATCH, FLAWED, REGRESSION = map(tl.constexpr, range(11))
-"""Rows of `LossRows.fields`. Without a support KL_MEAN and KL_MAX are of two estimates."""
+"""Row indices of `LossRows.fields`. Without a support, KL_MEAN and KL_MAX use two different estimates."""
 REST_MAX_RATIO, HIDDEN_KL_MAX = tl.constexpr(11), tl.constexpr(12)
-"""Metrics behind these."""
+"""Indices of two further metrics, after the rows of `LossRows.fields`."""
 LANES = 256
-"""Rows times slots of one program."""
+"""Rows times slots that one program processes."""
 
 
 @triton.jit
 @no_type_check
 def log_softmax(x):
-    """x − log Σ eˣ."""
+    """Compute x − log Σ eˣ."""
     top = tl.max(x, 0)
     return x - (top + tl.log(tl.sum(tl.exp(x - top), 0)))
 
@@ -43,7 +43,7 @@ def log_softmax(x):
 @triton.jit
 @no_type_check
 def kl_term(p, q, gap):
-    """p (eˣ − 1 − x) for x = log q − log p: by its series where that is small, as q − p − p x elsewhere."""
+    """Compute p (eˣ − 1 − x) for x = log q − log p: as a series if x is small, as q − p − p x elsewhere."""
     near = tl.abs(gap) < 0.5
     x = tl.where(near, gap, 0.0)
     series = 1 / 40320 + x * (1 / 362880)
@@ -55,7 +55,7 @@ def kl_term(p, q, gap):
 @triton.jit
 @no_type_check
 def kl_elements(log_p, log_q):
-    """The terms of KL(p‖q): q where p = 0, inf where only q is."""
+    """Terms of KL(p‖q): q where p = 0, inf where only q is 0."""
     both = (log_p > -float("inf")) & (log_q > -float("inf"))
     term = kl_term(tl.exp(log_p), tl.exp(log_q), tl.where(both, log_q - log_p, 1.0))
     return tl.where((log_p > -float("inf")) & (log_q == -float("inf")), float("inf"), term)
@@ -64,7 +64,7 @@ def kl_elements(log_p, log_q):
 @triton.jit
 @no_type_check
 def expm1(x):
-    """eˣ − 1, by its series where that is small."""
+    """Compute eˣ − 1, as a series if x is small."""
     near = tl.abs(x) < 0.5
     y = tl.where(near, x, 0.0)
     series = 1 / 5040 + y * (1 / 40320 + y * (1 / 362880 + y * (1 / 3628800)))
@@ -75,7 +75,7 @@ def expm1(x):
 @triton.jit
 @no_type_check
 def log1p(x):
-    """log(1 + x), with the rounding of 1 + x undone."""
+    """Compute log(1 + x), with the rounding of 1 + x undone."""
     one_more = 1.0 + x
     off = tl.where(one_more == 1.0, 1.0, one_more - 1.0)
     return tl.where(one_more == 1.0, x, tl.log(one_more) * (x / off))
@@ -84,7 +84,7 @@ def log1p(x):
 @triton.jit
 @no_type_check
 def abs_difference(log_p, log_q):
-    """|p − q| as max(p, q) (1 − e^−|log p − log q|)."""
+    """Compute |p − q| as max(p, q) (1 − e^−|log p − log q|)."""
     neither = (log_p == -float("inf")) & (log_q == -float("inf"))
     gap = tl.where(neither, 0.0, log_p) - tl.where(neither, 0.0, log_q)
     return tl.exp(tl.maximum(log_p, log_q)) * -expm1(-tl.abs(gap))
@@ -93,7 +93,7 @@ def abs_difference(log_p, log_q):
 @triton.jit
 @no_type_check
 def binary_kl(log_p, log_q):
-    """KL between (p, 1 − p) and (q, 1 − q), as `divergence.binary_kl` has it."""
+    """KL between (p, 1 − p) and (q, 1 − q), like `divergence.binary_kl`."""
     sure_p, sure_q = log_p >= 0.0, log_q >= 0.0
     rest_p = tl.where(sure_p, -float("inf"), tl.log(-expm1(tl.where(sure_p, -1.0, log_p))))
     rest_q = tl.where(sure_q, -float("inf"), tl.log(-expm1(tl.where(sure_q, -1.0, log_q))))
@@ -112,7 +112,7 @@ def binary_kl(log_p, log_q):
 @triton.jit
 @no_type_check
 def tilt(t, log_old, p, d, common):
-    """r_t ∝ old · e^{t d}: log r, KL(r‖old) and Var_r(d)."""
+    """Evaluate the tilt r_t ∝ old · e^{t d}: log r, KL(r‖old) and Var_r(d)."""
     step = t * d
     x = tl.where(common, log_old + step, -float("inf"))
     top = tl.max(x, 0)
@@ -127,7 +127,7 @@ def tilt(t, log_old, p, d, common):
 @triton.jit
 @no_type_check
 def project(new, old, bound):
-    """The row's projection: log r, t, whether the bound binds, KL(r‖old), converged. `find_root` and `_project_rows` in one."""
+    """Project a row: log r, t, whether the bound binds, KL(r‖old), converged. Fuses `find_root` and `_project_rows`."""
     common = (new > RULED_OUT) & (old > RULED_OUT)
     overlap = tl.max(common.to(tl.int32), 0) > 0
     lost = tl.max(((old > RULED_OUT) & ~common).to(tl.int32), 0) > 0
@@ -186,28 +186,28 @@ class OldRows(Tensors):
     """Log-probability of the sampled token [N]."""
     kept: Tensor | None
     rest: Tensor | None
-    """On its support [N, K], whose slot 0 is the sampled token, and outside it [N]."""
+    """Log-probs on the support [N, K], whose slot 0 is the sampled token, and log tail mass [N]."""
     advantages: Tensor
     rollout: Tensor | None
-    """Log-probability that the sampler reported [N]."""
+    """Log-probability reported by the sampler [N]."""
     rest_max: Tensor | None = None
     """Largest log-probability outside the support [N], if known."""
     policy_weights: Tensor | None = None
-    """c: the factor of the policy term [N]; 1 where None."""
+    """c: weight of the policy term [N]; None means 1 everywhere."""
     ids: Tensor | None = None
     place: Tensor | None = None
-    """With a union of supports: its own support [N, K], and each token's row of the old hidden states [N]; −1 for none."""
+    """With a union of supports: the own support [N, K], and each token's row of old hidden states [N]; −1 for none."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Upstream(Tensors):
-    """Gradients of a loss with respect to the head's results for N rows; None is 0 everywhere."""
+    """Gradients of a loss with respect to the head's results for N rows; None means 0 everywhere."""
 
     logp: Tensor | None = None
     """d / d log π of the sampled token [N]."""
     kept: Tensor | None = None
     rest: Tensor | None = None
-    """d / d log π on the support [N, K], and of the tail mass [N]."""
+    """d / d log π on the support [N, K], and d / d log tail mass [N]."""
     entropy: Tensor | None = None
 
 
@@ -218,24 +218,24 @@ class LossRows(Upstream):
     SHARED: ClassVar[tuple[str, ...]] = ("fields",)
 
     fields: Tensor
-    """[11, N]: LOSS, which is policy + regression, LOG_RHO, …"""
+    """Results per token [11, N]: LOSS, which is policy + regression, LOG_RHO, …"""
     rest_old: Tensor | None = None
-    """Log mass of the old policy's tail, where a union of supports has taken from it [N]."""
+    """Log mass of the old policy's tail [N], after a union of supports has taken tokens out of it."""
 
     def field(self, which: tl.constexpr) -> Tensor:
-        """One of the fields [N]."""
+        """Return one of the fields [N]."""
         return self.fields[which.value]
 
     @classmethod
     def cat(cls, parts: Sequence["LossRows"], dim: int = 0) -> "LossRows":
-        """Rows joined along N, the second axis of `fields`."""
+        """Join rows along N, the second axis of `fields`."""
         return replace(super().cat(parts, dim), fields=torch.cat([part.fields for part in parts], dim + 1))
 
 
 def summarize(
     loss: LossRows, rows: HeadRows, old: OldRows, weights: Tensor | None = None, *, projects: bool
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """The objective's metrics, Σ w (c · policy + regression), and the number of flawed tokens."""
+    """Compute the objective's metrics, Σ w (c · policy + regression), and the number of invalid tokens."""
     out, count = torch.empty(13, device=rows.lse.device), len(rows.lse)
     _metrics_kernel[(1,)](
         loss.fields, old.rest, rows.rest, rows.rest_max, old.rest_max, weights, old.policy_weights, out, count,
@@ -257,21 +257,27 @@ def summarize(
 @triton.jit
 @no_type_check
 def disagree(own, anchor):
-    """True if an old policy's support and log-probs disagree on the sampled token; the objective, called then, refuses it."""
+    """True if an old policy's support and log-probs disagree on the sampled token.
+
+    The objective is then called, and refuses the batch.
+    """
     return ~(tl.abs(own - anchor) <= 1.001 * TOLERATED)
 
 
 @triton.jit
 @no_type_check
 def no_distribution(mass, slack):
-    """True if a mass is not 1; a little less strict than the objective, which is called then and refuses it."""
+    """True if a mass is not 1, by a looser tolerance than the objective's.
+
+    The objective is then called, and checks the batch.
+    """
     return tl.abs(mass - 1.0) > 1.001 * slack
 
 
 @triton.jit
 @no_type_check
 def _metrics_kernel(fields, rest, rest_new, max_new, max_old, weights, policy_weights, out, count, BLOCK: tl.constexpr):
-    """One program, so that the sums are the same every time."""
+    """Sum all metrics in one program, so that the result is deterministic."""
     zero = tl.zeros((BLOCK,), tl.float32)
     tail_gap, hidden = zero - float("inf"), zero
     acted, kl, after, dual, projected = zero, zero, zero, zero, zero
@@ -334,7 +340,7 @@ def _metrics_kernel(fields, rest, rest_new, max_new, max_old, weights, policy_we
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLoss(TokenRule):
-    """A token rule as a function of new and old rows."""
+    """Per-token loss by a token rule, as a function of new and old rows."""
 
     projects: ClassVar[bool] = False
 
@@ -348,12 +354,12 @@ class TokenLoss(TokenRule):
 
     @classmethod
     def of(cls, objective: Any) -> "TokenLoss | None":
-        """The loss that an objective declares, or None if it declares no such rule."""
+        """Build the loss that an objective declares, or None if it declares no token rule."""
         rule = objective.kernel if isinstance(objective, Objective) else None  # any function of a batch is an objective
         return cls(**vars(rule)) if isinstance(rule, TokenRule) else None
 
     def __call__(self, rows: HeadRows, old: OldRows, limits: LogpTolerance = UNCHECKED) -> LossRows:
-        """Losses of N packed tokens; tokens beyond the limits are flawed too."""
+        """Compute losses of N packed tokens; tokens beyond the limits are marked invalid."""
         count, slots = len(rows.lse), 0 if old.kept is None else old.kept.shape[1]
         fields, own = torch.empty(11, count, device=rows.lse.device), torch.empty_like(rows.lse)
         block = max(1, LANES // lanes(slots + 1))
@@ -370,7 +376,7 @@ _MEASURES: dict[tuple[str, str], Any] = {
     ("ratio", "binary"): "ratio", ("tv", "binary"): "binary_tv", ("kl", "binary"): "binary_kl", ("tv", "topk"): "support_tv",
     ("kl", "topk"): "support_kl",
 }  # fmt: skip
-"""Divergence and estimator of a mask. "full" is not among them: it has more to check."""
+"""Divergence and estimator of a mask → kernel measure. "full" is missing: it needs more checks."""
 
 
 @triton.jit
@@ -500,7 +506,7 @@ def _token_kernel(
 @triton.jit
 @no_type_check
 def _put(at, count, mask, loss, log_rho, acted, kl_mean, kl_max, kl_after, dual, converged, mismatch, flawed, regression):
-    """Write the fields of rows."""
+    """Write the fields of some rows."""
     tl.store(at + count * LOSS, loss, mask=mask)
     tl.store(at + count * LOG_RHO, log_rho, mask=mask)
     tl.store(at + count * ACTED, acted.to(tl.float32), mask=mask)
@@ -516,7 +522,7 @@ def _put(at, count, mask, loss, log_rho, acted, kl_mean, kl_max, kl_after, dual,
 
 @dataclass(frozen=True, kw_only=True)
 class TrollLoss(ProjectionRule):
-    """A projection rule as a function of new and old rows."""
+    """Per-token loss by a projection rule, as a function of new and old rows."""
 
     projects: ClassVar[bool] = True
     needs_support: ClassVar[bool] = True
@@ -524,12 +530,15 @@ class TrollLoss(ProjectionRule):
 
     @classmethod
     def of(cls, objective: Any) -> "TrollLoss | None":
-        """The loss that an objective declares, or None if it declares no such rule."""
+        """Build the loss that an objective declares, or None if it declares no projection rule."""
         rule = objective.kernel if isinstance(objective, Objective) else None  # any function of a batch is an objective
         return cls(**vars(rule)) if isinstance(rule, ProjectionRule) else None
 
     def __call__(self, rows: HeadRows, old: OldRows, limits: LogpTolerance = UNCHECKED) -> LossRows:
-        """L = − (π̃(a) / π_old(a)) Â + α KL(π‖sg[π̃]) of N packed tokens; tokens beyond the limits are flawed too."""
+        """Compute L = − (π̃(a) / π_old(a)) Â + α KL(π‖sg[π̃]) of N packed tokens.
+
+        Tokens beyond the limits are marked invalid.
+        """
         count, slots = rows.kept.shape
         fields, g_rest = torch.empty(11, count, device=rows.lse.device), torch.empty_like(rows.lse)
         g_kept = torch.empty(count, slots, device=g_rest.device)
@@ -631,5 +640,5 @@ LossRule = TrollLoss | TokenLoss
 
 
 def rule_of(objective: Any) -> LossRule | None:
-    """The kernel that computes an objective's loss of a token, if there is one."""
+    """Find the kernel that computes an objective's per-token loss; None if there is none."""
     return TrollLoss.of(objective) or TokenLoss.of(objective)

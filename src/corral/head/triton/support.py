@@ -1,4 +1,4 @@
-"""Top-K supports out of tile statistics: choose tiles, recompute their logits, finalize the K likeliest tokens."""
+"""Top-K supports from tile statistics: choose tiles, recompute their logits, and finalize the K most likely tokens."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -29,41 +29,41 @@ WARPS = 4
 LOWEST: tl.constexpr = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
 NOTHING: tl.constexpr = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 LEFT_ALONE, LARGEST_TAKEN, RECOMPUTED = map(tl.constexpr, range(3))
-"""States of a row's tile: no logit was taken out of it, only its largest, or any, by recomputing it."""
+"""States of a row's tile: no logit taken out, its largest taken out, or any number after recomputing the tile."""
 
 ROWS_AT_ONCE = 8192
-"""Tokens whose tile statistics are held at once."""
+"""Number of tokens whose tile statistics are stored at once."""
 ROOM = 4
-"""Times k: candidates for a row's own support that are held at once. Common tokens are neighbours, so it takes more than k."""
+"""Space for candidates of an own support, as a multiple of k. Common tokens have neighbouring ids, so k is not enough."""
 MORE_ROOM = 32
-"""The room for rows with more candidates. If even that overflows, as in a row of equal logits, the torch path takes over."""
+"""Space for rows with more candidates, as a multiple of k. If it overflows, as with equal logits, the torch path is used."""
 UNION_ROOM = 8
-"""The room if the host does not wait for the overflow flag; the batch is computed again if it was set."""
+"""Space if the host does not wait for the overflow flag, as a multiple of k. A flagged batch is computed again."""
 MOST_LISTED = 8192
-"""Candidates that can be sorted at once in 64 KiB of shared memory, which every GPU has."""
+"""Number of candidates that can be sorted in 64 KiB of shared memory, which every GPU has."""
 
 
 @dataclass(frozen=True, eq=False)
 class RecomputePlan:
-    """The tiles of N rows to recompute. Memory is there for any number of them, so that the host need not know it."""
+    """Recompute plan: the tiles of N rows to recompute. Memory fits any number, so that the host need not wait for it."""
 
     state: Tensor
-    """LEFT_ALONE, LARGEST_TAKEN or RECOMPUTED [N, tiles] uint8."""
+    """State of each tile, LEFT_ALONE, LARGEST_TAKEN or RECOMPUTED [N, tiles] uint8."""
     queue: Tensor
     length: Tensor
-    """Rows that wait for each tile of the vocabulary [tiles, N], and their number [tiles]."""
+    """Rows queued for each tile of the vocabulary [tiles, N], and their number [tiles]."""
     listed: Tensor
-    """For a given support: id · M + slot, ascending [N, M]. For an own support: rank keys of candidates [N, room]."""
+    """Candidates: id · M + slot of a given support, ascending [N, M], or rank keys for an own support [N, room]."""
     filled: Tensor
-    """For an own support: the number of candidates, more than `room` if they did not fit [N]."""
+    """For an own support: the number of candidates [N]; more than `room` if they did not fit."""
     floor: Tensor
-    """For an own support: a bound that every member reaches, as an integer that sorts as logits do [N]."""
+    """For an own support: a lower bound on its logits, as an integer of equal order [N]."""
     overflow: Tensor
-    """For an own support: 1 if `filled` is more than `room` anywhere [1]."""
+    """For an own support: 1 if `filled` exceeds `room` anywhere [1]."""
 
 
 def fits_at_once(count: int) -> bool:
-    """True if so many rows are one part, whose statistics can be made beforehand."""
+    """True if so many rows fit in one part, whose statistics can be computed beforehand."""
     return count <= ROWS_AT_ONCE
 
 
@@ -73,7 +73,7 @@ def stream_head(
     queued: Callable[[], None] = lambda: None,
     overflows: list[AsyncCopy] | None = None,
 ) -> HeadRows:
-    """The head's results for n tokens, as the torch head has them, from one GEMM and a few recomputed tiles.
+    """Compute the head's results for n tokens from one GEMM and a few recomputed tiles.
 
     Without `ids` and `top_k` the support is the sampled token; with both it is their union. `stats` are those of all n tokens,
     if they exist already. `queued` is called when all kernels are queued, before the host waits for a result. The ranking of a
@@ -89,7 +89,7 @@ def stream_head(
 
 
 def _parts(whole: HeadInput) -> Iterator[HeadInput]:
-    """Even pieces of at most ROWS_AT_ONCE rows."""
+    """Split into even parts of at most ROWS_AT_ONCE rows."""
     total = len(whole.hidden)
     if fits_at_once(total):
         yield from [whole] if total else []
@@ -103,7 +103,7 @@ def _statistics(part: HeadInput) -> TileStatistics:
 
 
 def support_rows(part: HeadInput, stats: TileStatistics, overflows: list[AsyncCopy] | None = None) -> HeadRows:
-    """Rows on the support `ids`, its union with the policy's own, or the sampled token; `stats` are overwritten."""
+    """Compute rows on the support `ids`, on its union with an own support, or on the sampled token; overwrites `stats`."""
     top_k, given = part.request.top_k, part.ids
     if top_k is None:
         return _given_rows(part, stats)
@@ -118,7 +118,7 @@ def support_rows(part: HeadInput, stats: TileStatistics, overflows: list[AsyncCo
 
 
 def _given_rows(part: HeadInput, stats: TileStatistics) -> HeadRows:
-    """Rows on the support `ids`, or on the sampled token alone."""
+    """Compute rows on the support `ids`, or on the sampled token alone."""
     given, marks = part.ids is not None, _marks(part)
     (count, tiles), slots = stats.peak.shape, marks.shape[1]
     out, plan = _blank_rows(part, slots), _blank_plan(stats, lanes(slots), own=False)
@@ -144,7 +144,10 @@ def _own_rows(
     queued: Callable[[], None] = lambda: None,
     overflows: list[AsyncCopy] | None = None,
 ) -> HeadRows:
-    """Rows on the policy's own support, as `top_k_support` has it, with the sampled token in slot 0, or no token with `ids`."""
+    """Compute rows on the policy's own support, as in `top_k_support`.
+
+    Slot 0 is the sampled token, or no token if `ids` is given.
+    """
     top_k, mass = whole.request.top_k, whole.request.mass
     assert top_k is not None
     best, found = lanes(top_k), []
@@ -185,13 +188,13 @@ def _own_rows(
 
 
 def _marks(part: HeadInput) -> Tensor:
-    """The sampled token and the given support, if there is one [N, 1 + K] int32; −1 for ids outside the vocabulary."""
+    """Marked tokens: the sampled token and the given support, if any [N, 1 + K] int32; −1 for ids outside the vocabulary."""
     marks = part.tokens[:, None] if part.ids is None else torch.cat([part.tokens[:, None], part.ids], 1)
     return torch.where((marks >= 0) & (marks < len(part.weight)), marks, -1).int()
 
 
 def _blank_rows(part: HeadInput, slots: int) -> HeadRows:
-    """Uninitialised rows; the entropy is 0 unless requested."""
+    """Allocate uninitialised rows; the entropy is 0 unless requested."""
     count, device = len(part.tokens), part.tokens.device
     lse, logp, rest, rest_max = (torch.empty(count, device=device) for _ in range(4))
     entropy = (torch.empty if part.request.entropy else torch.zeros)(count, device=device)
@@ -200,7 +203,7 @@ def _blank_rows(part: HeadInput, slots: int) -> HeadRows:
 
 
 def _blank_plan(stats: TileStatistics, listed: int, *, own: bool) -> RecomputePlan:
-    """Memory for a plan, its counters 0."""
+    """Allocate a recompute plan with zero counters."""
     (count, tiles), like = stats.peak.shape, stats.peak
     zeros = torch.zeros(tiles + 1, dtype=torch.int32, device=like.device)
     length, overflow = zeros[:tiles], zeros[tiles:]
@@ -214,7 +217,7 @@ def _blank_plan(stats: TileStatistics, listed: int, *, own: bool) -> RecomputePl
 def _recompute_tiles(
     part: HeadInput, stats: TileStatistics, plan: RecomputePlan, marks: Tensor, out: HeadRows, *, given: bool, own: bool
 ) -> None:
-    """Recompute the planned tiles: for a given support fill in `out.kept`, for an `own` one list every candidate."""
+    """Recompute the planned tiles: fill in `out.kept` for a given support, list candidates for an `own` support."""
     hidden, weight, tile = part.hidden, part.weight, tile_of(part.hidden)
     (tiles, count), programs = plan.queue.shape, processors(hidden)
     _tile_kernel[(programs,)](
@@ -227,7 +230,7 @@ def _recompute_tiles(
 
 
 def join_supports(given: Tensor, ranked: Tensor, most: int, joins: Tensor | None = None) -> Tensor:
-    """Ids [N, K + most]: the members of `given` [N, K], then up to `most` others of `ranked` [N, M], then −1.
+    """Join supports into ids [N, K + most]: the tokens of `given` [N, K], then up to `most` others of `ranked` [N, M], then −1.
 
     Both may hold −1, for no token, anywhere. A row that does not join [N] gets no others. `support.choose_support` is the
     reference.
@@ -244,7 +247,7 @@ def join_supports(given: Tensor, ranked: Tensor, most: int, joins: Tensor | None
 @triton.jit
 @no_type_check
 def _load_tiles(peak, second, others, row, tiles, TILES: tl.constexpr):
-    """A row's tiles: indices, mask and addresses; largest logit, second largest, and the sum of all but the largest."""
+    """Load a row's tiles: indices, mask, addresses, largest logit, second largest, and the sum of all but the largest."""
     tile = tl.arange(0, TILES)
     valid = tile < tiles
     here = row * tiles + tile
@@ -256,7 +259,7 @@ def _load_tiles(peak, second, others, row, tiles, TILES: tl.constexpr):
 @triton.jit
 @no_type_check
 def log_sum(peak, total):
-    """log Σ total e^peak; −inf if there is nothing to sum."""
+    """Compute log Σ total e^peak; −inf if there is nothing to sum."""
     top = tl.max(peak, 0)
     top = tl.where(top == -float("inf"), 0.0, top)
     return top + tl.log(tl.sum(total * tl.exp(peak - top), 0))
@@ -265,7 +268,7 @@ def log_sum(peak, total):
 @triton.jit
 @no_type_check
 def whole_tiles(top, runner_up, without):
-    """Σ e^(z − top) of each tile, and second − top."""
+    """Compute Σ e^(z − top) of each tile, and second − top."""
     some = top > -float("inf")
     down = tl.where(runner_up > -float("inf"), runner_up - tl.where(some, top, 0.0), -float("inf"))
     return tl.where(some, 1.0, 0.0) + without * tl.exp(down), down
@@ -295,7 +298,7 @@ def _given_kernel(
     peak, place, second, others, weighted, marks, state, queue, length, listed, values, lse, entropy, rows, tiles, slots,
     GIVEN: tl.constexpr, ENTROPY: tl.constexpr, TILES: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Normaliser, entropy, and values of all marks in tiles that need no recomputing; the other tiles are queued."""
+    """Compute normaliser, entropy, and the marked values that need no recomputing; queue the other tiles."""
     row = tl.program_id(0).to(tl.int64)
     _tile, valid, here, top, runner_up, without = _load_tiles(peak, second, others, row, tiles, TILES)
     total = _normaliser(top, runner_up, without, weighted, lse, entropy, row, tiles, ENTROPY, TILES)
@@ -343,7 +346,7 @@ def _own_kernel(
     peak, place, second, others, weighted, marks, state, queue, length, listed, filled, floors, overflow, lse, entropy, rows,
     tiles, top_k, ENTROPY: tl.constexpr, TILES: tl.constexpr, ROOM: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Normaliser, entropy, a floor that all members of the top k reach, and the tiles to recompute.
+    """Compute normaliser, entropy, a lower bound on the top k logits, and the tiles to recompute.
 
     The k-th largest among the two largest logits of every tile is such a floor. A tile whose second largest logit is below it
     holds one member at most, which is known. Bisection finds a floor that slightly more than k of these logits reach: exact
@@ -400,7 +403,7 @@ def _tile_kernel(
     width, tiles, slots, before, cap, after, OWN: tl.constexpr, GIVEN: tl.constexpr, PROGRAMS: tl.constexpr,
     TILES: tl.constexpr, LISTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Recompute the queued tiles: each program takes every PROGRAMS-th block of ROWS rows that share one tile's weights."""
+    """Recompute the queued tiles: each program takes every PROGRAMS-th block of ROWS rows, which share a tile's weights."""
     each = tl.arange(0, TILES)
     blocks = tl.cdiv(tl.load(length + each, mask=each < tiles, other=0), ROWS)
     up_to = tl.cumsum(blocks, 0)
@@ -436,7 +439,7 @@ def _tile_kernel(
 def _take_listed(
     z, row, valid, position, tile, listed, lse, values, slots, GIVEN: tl.constexpr, LISTED: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """The logits listed for this tile go to their slots; members leave the tile."""
+    """Move the logits listed for this tile to their slots; support members leave the tile."""
     local = tl.arange(0, COLUMNS)
     total = tl.load(lse + row, mask=valid, other=0.0)
     key = tl.load(listed + row * LISTED + position, mask=valid, other=NOTHING)
@@ -459,7 +462,7 @@ def _take_listed(
 @triton.jit
 @no_type_check
 def _take_largest(z, row, valid, tile, listed, filled, floors, overflow, marks, LISTED: tl.constexpr, COLUMNS: tl.constexpr):
-    """The sampled token goes to the front of the list; other logits that reach the row's floor are appended."""
+    """Put the sampled token first in the list, and append other logits that reach the row's lower bound."""
     local = tl.arange(0, COLUMNS)
     token = tl.load(marks + row, mask=valid, other=-1)
     mine = valid & (token // COLUMNS == tile) & (token >= 0)
@@ -486,7 +489,7 @@ def _take_largest(z, row, valid, tile, listed, filled, floors, overflow, marks, 
 @triton.jit
 @no_type_check
 def _left_in_tiles(peak, second, others, state, row, tiles, TILES: tl.constexpr):
-    """log Σ e^z over the logits that stayed in their tiles, and the largest of these."""
+    """Compute log Σ e^z over the logits that stayed in their tiles, and the largest of these logits."""
     _tile, valid, here, top, runner_up, without = _load_tiles(peak, second, others, row, tiles, TILES)
     whole, _down = whole_tiles(top, runner_up, without)
     untouched = tl.load(state + here, mask=valid, other=RECOMPUTED) == LEFT_ALONE
@@ -500,7 +503,7 @@ def _finalize_given_kernel(
     peak, second, others, state, marks, lse, rest, rest_max, values, tiles, slots, GIVEN: tl.constexpr, TILES: tl.constexpr,
     SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """The tail of a row, and slot 0 if the support has the sampled token too."""
+    """Finalize a row on a given support: its tail, and slot 0 if the sampled token is also in the support."""
     row = tl.program_id(0).to(tl.int64)
     total = tl.load(lse + row)
     outside, largest = _left_in_tiles(peak, second, others, state, row, tiles, TILES)
@@ -521,7 +524,7 @@ def _finalize_own_kernel(
     peak, second, others, state, listed, filled, marks, lse, logp, rest, rest_max, ids, kept, tiles, mass, top_k,
     THRESHOLD: tl.constexpr, TILES: tl.constexpr, BEST: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """The support of a row: the best of the listed logits, sorted, and the tail mass that they leave."""
+    """Finalize a row's own support: the largest of the listed logits, sorted, and the remaining tail mass."""
     row = tl.program_id(0).to(tl.int64)
     if tl.load(filled + row) > ROOM:  # no token, until the row is computed again
         every = tl.arange(0, 2 * BEST)
@@ -572,7 +575,7 @@ def _finalize_own_kernel(
 @triton.jit
 @no_type_check
 def _value_of(key):
-    """The logit of a rank key."""
+    """Convert a rank key back to its logit."""
     bits = (key >> 32).to(tl.int32)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
 
@@ -583,7 +586,7 @@ def _join_kernel(
     ids, ranked, joins, out_joined, slots, slots_in, joined, GIVEN: tl.constexpr, RANKED: tl.constexpr, SLOTS: tl.constexpr,
     SOME: tl.constexpr,
 ):  # fmt: skip
-    """One row of `join_supports`."""
+    """Join one row of supports, for `join_supports`."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, GIVEN)
     first = tl.load(ids + row * slots + place, mask=place < slots, other=-1)

@@ -17,7 +17,7 @@ from corral.trl import IncompatibleTRL
 from corral.validate import RunError, nearest, pip_install
 
 FAILED, INTERRUPTED = 1, 128 + signal.SIGINT
-"""Exit statuses."""
+"""Exit statuses of failed and interrupted commands."""
 
 COMMANDS = {
     "train": "train a language model or a robot under a trust region; without arguments, the embedded demo",
@@ -31,14 +31,15 @@ COMMANDS = {
     "explain": "what an objective, a recipe, a task, an algorithm or a setting is",
     "doctor": "what is installed, what is supported, what is missing and how to get it",
 }
-"""Each is a module here with `add_arguments(parser)` and `run(arguments, rest)`, imported when it is called for."""
+"""Commands with their help texts. Each command is a module here with `add_arguments(parser)` and `run(arguments, rest)`,
+imported on use."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that refuses in one sentence; argparse prints the whole usage before it."""
+    """Parser that refuses in one sentence; argparse would print the whole usage first."""
 
     def error(self, message: str) -> NoReturn:
-        """Say what cannot be parsed, and end with status 2."""
+        """Print the parse error, and exit with status 2."""
         raise SystemExit(refuse(f"{message}. `{self.prog} --help` lists what there is."))
 
 
@@ -69,7 +70,7 @@ def _main(argv: list[str]) -> int:
 
 
 def _run_command(module: ModuleType, name: str, argv: list[str]) -> int:
-    """Parse what follows the command, and do it.
+    """Parse the arguments of the command, and run it.
 
     A RunError, a TRL that does not fit and a place that may not be used become a sentence and status 1.
     """
@@ -94,24 +95,24 @@ def _run_command(module: ModuleType, name: str, argv: list[str]) -> int:
 
 
 def refuse(sentence: str, status: int = 2) -> int:
-    """Say on stderr why something cannot be done."""
+    """Print the reason for a refusal on stderr."""
     sys.stderr.write(f"corral: {visible(sentence)}\n")
     return status
 
 
 def say(*lines: str) -> None:
-    """Lines on stdout, as text alone: names and paths are whatever somebody called them."""
+    """Print lines on stdout without markup: names and paths may contain any character."""
     sys.stdout.write("".join(f"{visible(line)}\n" for line in lines))
 
 
 def given_flags(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Values of those flags that were given, by the names of their settings: --top-p is top_p."""
+    """Values of the flags that were given, by the names of their settings: --top-p becomes top_p."""
     values = {name.replace("-", "_"): vars(arguments)[name.replace("-", "_")] for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def check_installed(what: str, packages: Iterable[str], extra: str) -> None:
-    """A RunError if a package is missing: `reports need rliable. Install them: …`."""
+    """Raise a RunError if a package is missing: `reports need rliable. Install them: …`."""
     absent = [name for name in packages if importlib.util.find_spec(name) is None]
     if absent:
         raise RunError(f"{what} {', '.join(absent)}. Install them: {pip_install(extra)}.")

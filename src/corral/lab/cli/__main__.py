@@ -1,4 +1,4 @@
-"""`python -m corral.lab.cli`, and so `accelerate launch -m corral.lab.cli`."""
+"""Entry point for `python -m corral.lab.cli`, and so for `accelerate launch -m corral.lab.cli`."""
 
 import sys
 

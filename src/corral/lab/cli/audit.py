@@ -1,4 +1,4 @@
-"""`corral audit`: a dump, a run or an audit's folder, and what clipping did there."""
+"""Command `corral audit`: audit the clipping in a dump, a run or the folder of an audit."""
 
 import argparse
 import json
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     from corral.lab.audit.tally import Audit, DumpAudit
 
 _ABOVE = 3
-"""Exit status: more tokens would be wrongly blocked than --fail-above allows."""
+"""Exit status if more tokens would be wrongly blocked than --fail-above allows."""
 
 _NEEDED = ("numpy", "pyarrow", "rich", "jinja2")
-"""Packages without which an audit cannot be shown; what compares models needs more."""
+"""Packages that showing an audit needs; comparing models needs more."""
 
 _INTERVAL = 10.0
-"""Seconds between two looks at the files."""
+"""Seconds between two polls of the files."""
 
 wait: Callable[[float], object] = time.sleep
-"""What passes the time; tests have their own."""
+"""Function that waits between polls; tests replace it."""
 
 _TEXT_FLAGS = ("temperature", "device", "problems")
-"""Flags of models that matter where logged texts are rescored."""
+"""Model flags that apply when logged texts are rescored."""
 
 _MODEL_FLAGS = {
     "task": "what to ask; by default a run's own task",
@@ -63,7 +63,7 @@ Exit status: 0 fine, 1 failed, 2 not understood, 3 more than --fail-above, 130 i
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags."""
+    """Add the flags of the command."""
     parser.epilog = _EPILOG
     parser.add_argument(
         "path", metavar="AUDIT|DUMP|RUN", nargs="?", type=Path, help="an audit's folder, a dump, or a run's folder"
@@ -99,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Measure models, unless there is an audit already, and show it."""
+    """Measure models, unless there is an audit already, and show the result."""
     if rest:
         return refuse(f"audit has no {rest[0]!r}. `corral audit --help` lists what it has.")
     check_installed("audits need", _NEEDED, "report")
@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _check_files(arguments: argparse.Namespace) -> None:
-    """Refuse what cannot be read or written, or cannot be meant, before anything is computed."""
+    """Refuse unreadable input, unwritable output and meaningless combinations before any computation."""
     if arguments.path is not None:
         try:
             arguments.path.stat()
@@ -129,7 +129,7 @@ def _check_files(arguments: argparse.Namespace) -> None:
 
 
 def _check_live(arguments: argparse.Namespace) -> None:
-    """Refuse what cannot be followed."""
+    """Refuse `--live` for input that cannot be followed."""
     interval, path = arguments.interval, arguments.path
     if interval is not None and not arguments.live:
         raise RunError("--interval is the time between two looks of --live, which is not given.")
@@ -155,7 +155,7 @@ def _refuse_flags(arguments: argparse.Namespace, names: Sequence[str], why: str)
 
 
 def _measure(arguments: argparse.Namespace) -> "tuple[Audit, Path]":
-    """The audit of what the arguments name, and where its page belongs."""
+    """Compute the audit for the arguments, and the path of its page."""
     from corral.lab.audit.dump import find_dump
     from corral.lab.audit.tally import DumpAudit
 
@@ -177,7 +177,7 @@ def _measure(arguments: argparse.Namespace) -> "tuple[Audit, Path]":
 
 
 def _existing_audit(arguments: argparse.Namespace) -> Path:
-    """The folder of an audit that is measured; a RunError for flags that could not change it."""
+    """Folder of a finished audit; a RunError for flags that could not change it."""
     _refuse_flags(
         arguments,
         ("old", "new", "model", "tokenizer", *_MODEL_FLAGS, "clip", "kl-bound", "tv-bound", "out"),
@@ -187,7 +187,7 @@ def _existing_audit(arguments: argparse.Namespace) -> Path:
 
 
 def _read_folder(folder: Path) -> "tuple[Audit, Path]":
-    """The audit in a folder, and its page."""
+    """Read the audit in a folder, and the path of its page."""
     from corral.lab.audit.folder import read_audit
     from corral.lab.audit.tally import audit_table
 
@@ -195,7 +195,7 @@ def _read_folder(folder: Path) -> "tuple[Audit, Path]":
 
 
 def _describe_dump(dump: "Dump", stream: "DumpAudit", arguments: argparse.Namespace) -> "tuple[Audit, Path]":
-    """The audit of what was read of a dump, and its page, below where the command is called: nothing is written to a dump."""
+    """Audit a dump, with a page below the current folder: nothing is written to a dump."""
     name = arguments.tokenizer
     audit = stream.result(dump) if name is None else stream.result(dump, lambda ids: _token_texts(ids, name))
     folder = Path("audits")
@@ -204,7 +204,7 @@ def _describe_dump(dump: "Dump", stream: "DumpAudit", arguments: argparse.Namesp
 
 
 def _token_texts(ids: Sequence[int], name: str) -> dict[int, str]:
-    """What tokens say, by the tokenizer of a model."""
+    """Decode tokens with a model's tokenizer."""
     check_kind("llm", "a tokenizer")
     quiet_libraries()
     from corral.lab.audit.models import load_tokenizer
@@ -215,12 +215,12 @@ def _token_texts(ids: Sequence[int], name: str) -> dict[int, str]:
 
 
 def _label(path: Path) -> str:
-    """A dump's name as a file may have it."""
+    """Turn a dump's name into a file name."""
     return "".join(x if x.isalnum() or x in "._-" else "-" for x in path.resolve().name).strip("-.")[-80:] or "dump"
 
 
 def _rescore(dump: "Dump", rules: "Rules", arguments: argparse.Namespace) -> Path:
-    """Texts of a dump under the two models of --model; the folder of the audit."""
+    """Rescore the texts of a dump under the two models of --model, and return the folder of the audit."""
     names = arguments.model
     if len(names) != 2:
         raise RunError(
@@ -239,7 +239,7 @@ def _rescore(dump: "Dump", rules: "Rules", arguments: argparse.Namespace) -> Pat
 
 
 def _audit_models(arguments: argparse.Namespace) -> Path:
-    """Compare saved weights; the folder that it was written to."""
+    """Compare saved weights, and return the folder of the result."""
     path, old, new = arguments.path, arguments.old, arguments.new
     if path is None and (old is None or new is None):
         raise RunError("audit takes an audit's folder, a dump, a run's folder, or --old MODEL --new MODEL --task TASK.")
@@ -264,7 +264,7 @@ def _audit_models(arguments: argparse.Namespace) -> Path:
 
 
 def _rules(arguments: argparse.Namespace) -> "Rules":
-    """The rules to audit by."""
+    """Rules to audit."""
     from corral.lab.audit.rules import Rules
     from corral.objective import make_objective
 
@@ -283,7 +283,7 @@ def _rules(arguments: argparse.Namespace) -> "Rules":
 
 @contextmanager
 def _progress_bar(total: int, *, quiet: bool) -> Iterator[Callable[[int], object]]:
-    """A bar on the error stream if that is a terminal; gives a function that takes the number of bytes that were read."""
+    """Context with a progress bar on stderr, if that is a terminal; gives a function for the number of bytes read."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     from corral.lab.run.view import PatientConsole
@@ -299,7 +299,7 @@ def _progress_bar(total: int, *, quiet: bool) -> Iterator[Callable[[int], object
 
 
 def _publish(audit: "Audit", page: Path, arguments: argparse.Namespace, live: float | None = None) -> str:
-    """Write the page, and the file of --json; a sentence about where the page is."""
+    """Write the page and the file of --json; returns a sentence about the page's path."""
     from corral.lab.audit.page import write_page
 
     page = arguments.page or page
@@ -310,7 +310,10 @@ def _publish(audit: "Audit", page: Path, arguments: argparse.Namespace, live: fl
 
 
 def _finish(audit: "Audit", page: Path, arguments: argparse.Namespace) -> int:
-    """Page, JSON and terminal; 0, or 3 and a sentence if more is blocked inside the KL ball than --fail-above allows."""
+    """Write page, JSON and terminal output; returns 0, or 3 with a message if --fail-above is exceeded.
+
+    The limit is on tokens that are blocked inside the KL ball.
+    """
     from corral.lab.cli.audit_view import show
 
     last = _publish(audit, page, arguments)
@@ -330,7 +333,7 @@ def _finish(audit: "Audit", page: Path, arguments: argparse.Namespace) -> int:
 
 
 def _follow(arguments: argparse.Namespace) -> int:
-    """Look again and again until Ctrl-C, then show what was found; the exit status."""
+    """Poll until Ctrl-C, then show the audit; returns the exit status."""
     from corral.lab.audit.folder import NothingYet
 
     interval: float = arguments.interval or _INTERVAL
@@ -358,7 +361,7 @@ def _follow(arguments: argparse.Namespace) -> int:
 
 
 def _look_again(arguments: argparse.Namespace, tell: Callable[[str], object]) -> "Callable[[], tuple[Audit, Path] | None]":
-    """A function that gives the audit of what is there now, and its page; None if that is no more than last time.
+    """Build a function that returns the current audit and its page, or None if it has no new data.
 
     A dump, or an audit's folder: which of them is decided at every look, as either may still have to appear.
     """
@@ -396,7 +399,7 @@ def _look_again(arguments: argparse.Namespace, tell: Callable[[str], object]) ->
 
 
 def _status(audit: "Audit") -> str:
-    """Where training is, and what the audit says so far; in 80 columns, for a terminal."""
+    """Training progress and the audit's findings so far, in 80 columns for a terminal."""
     from corral.lab.audit.words import percent
 
     summary, ball = audit.summary, audit.summary.verdicts["clipped"]["kl"]
@@ -412,7 +415,7 @@ class _Say(Protocol):
 
 @contextmanager
 def _status_line(*, quiet: bool) -> Iterator[_Say]:
-    """One line that changes, in a terminal; elsewhere a line whenever it does, unless it is brief."""
+    """Status line that is overwritten in a terminal; elsewhere a new line after each change, unless it is brief."""
     from rich.live import Live
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""An audit in a terminal: sentences, then tables of which rule acts on which tokens."""
+"""Terminal view of an audit: sentences, then tables of the rules' effects on tokens."""
 
 from collections.abc import Sequence
 
@@ -14,14 +14,14 @@ from corral.lab.run.text import visible
 from corral.lab.run.view import PatientConsole
 
 _SHORT = {"clipped": "clip", "dppo_binary": "DPPO", "dppo_topk": "DPPO-K", "troll": "TROLL"}
-"""The rules, as narrow columns."""
+"""Rules → short names for narrow columns."""
 
 _LISTED = 8
-"""Blocked tokens that a terminal lists; the page has more."""
+"""Largest number of blocked tokens listed in a terminal; the page has more."""
 
 
 def show(audit: Audit, last: str, *, quiet: bool) -> None:
-    """The sentences, the tables unless quiet, and where the page is."""
+    """Print the sentences, the tables unless quiet, and the path of the page."""
     console, summary = PatientConsole(), audit.summary
     for sentence in sentences(summary, audit.info):
         console.print(Text(visible(sentence)), soft_wrap=not console.is_terminal)
@@ -38,7 +38,7 @@ def show(audit: Audit, last: str, *, quiet: bool) -> None:
 
 
 def _threshold_table(summary: Summary) -> Table:
-    """Each rule at its published bound and at the one with the fewest errors; the page has them all."""
+    """Table of each rule at its published bound and at the bound with the fewest errors; the page has all bounds."""
     best = fewest_errors(summary.thresholds)
     table = _table("Which threshold?", "bound", "would block", "inside KL ball", "missed")
     for row in summary.thresholds:
@@ -52,7 +52,7 @@ def _threshold_table(summary: Summary) -> Table:
 
 
 def _verdict_table(summary: Summary) -> Table:
-    """Each rule against the ball of true KL."""
+    """Table of each rule's decisions compared with a trust region in true KL."""
     table = _table("", "would act on", "inside KL ball", "missed outside")
     for name, title in RULES.items():
         ball = summary.verdicts[name]["kl"]
@@ -62,7 +62,7 @@ def _verdict_table(summary: Summary) -> Table:
 
 
 def _bucket_table(title: str, rows: Sequence[Row]) -> Table:
-    """Tokens by what they had in common before the updates."""
+    """Table of tokens, grouped by a property before the updates."""
     table = _table(title, "tokens", "mean TV", "99.9 %", *_SHORT.values())
     for row in rows:
         far = map(number, (row["tv"], row["tv_p999"]))
@@ -71,7 +71,7 @@ def _bucket_table(title: str, rows: Sequence[Row]) -> Table:
 
 
 def _token_table(audit: Audit) -> Table:
-    """The tokens that would be blocked most often."""
+    """Table of the most frequently blocked tokens."""
     table = _table("token", "seen", "would clip", "inside KL ball", "mean old p", "mean TV")
     for row in audit.summary.blocked_tokens[:_LISTED]:
         inside = percent(row["inside"] / row["blocked"])

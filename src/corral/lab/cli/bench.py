@@ -1,4 +1,4 @@
-"""`corral bench NAME`: run a benchmark again, on this machine, from a source checkout."""
+"""Command `corral bench NAME`: repeat a benchmark on this machine, from a source checkout."""
 
 import argparse
 import subprocess
@@ -13,19 +13,19 @@ BENCHMARKS = {
     "head": ("head.py", "the language-model head: time, memory and errors against full logits, fused heads and another tree"),
     "projection": ("projection_steps.py", "the KL projection: evaluations, time and accuracy against bracketing"),
 }
-"""Name → script, and what it measures."""
+"""Name → script, and its description."""
 _GPU_ROWS = "runs/bench-gpu.jsonl"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """One name; everything else goes to the script."""
+    """Add the name of the benchmark; all other arguments go to the script."""
     listed = "; ".join(f"{name}: {what}" for name, (_, what) in BENCHMARKS.items())
     parser.add_argument("name", metavar="NAME", nargs="?", help=f"{listed}. Further arguments go to the script, --help too")
     parser.add_argument("further", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Run the script in a process of its own; its status is ours."""
+    """Run the script in its own process, and return its exit status."""
     if arguments.name is None:
         sys.stdout.write("".join(f"{name:<12} {what}\n" for name, (_, what) in BENCHMARKS.items()))
         return 0

@@ -1,4 +1,4 @@
-"""`corral compare`: contestants, seeds and a sweep; everything else is as in `corral train`."""
+"""Command `corral compare`: contestants, seeds and a sweep, with all settings of `corral train`."""
 
 import argparse
 import importlib
@@ -32,17 +32,17 @@ Without --recipe and --config, the recipe is `demo`. Ctrl-C stops after the step
 """
 
 _EXAMPLE: dict[Kind, str] = {"llm": "ppo_clip,troll", "robot": "tce,bbrl"}
-"""Contestants worth comparing first."""
+"""Suggested contestants for a first comparison."""
 
 _SINGULAR = ("objective", "algorithm")
-"""Flags of `corral train` that have a plural here."""
+"""Flags of `corral train` with a plural form in this command."""
 
 _RESUME_FLAGS = "--jobs, --engine, --stall, --retry-failed, --dry-run and --quiet"
-"""Flags that can be changed when a comparison is resumed."""
+"""Flags that can change when a comparison is resumed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags."""
+    """Add the flags of the command."""
     parser.epilog = _EPILOG
     parser.add_argument("--objectives", metavar="A,B:KEY=VALUE", help="contestants where a language model learns")
     parser.add_argument("--algorithms", metavar="A,B", help="contestants where a robot learns")
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Compare; the status says whether every run ended well."""
+    """Run a comparison; the exit status is 0 if every run ended well."""
     check_installed("comparisons need", NEEDED, "report")
     if importlib.util.find_spec("rich") is None:  # of either kind, and looked for before it is known which one learns
         more = f"{pip_install('llm')}. For robots the extra is robot"
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _compare(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """A new comparison, or one that is resumed."""
+    """Build a new comparison, or load one to resume."""
     resuming = arguments.resume is not None
     comparison = _saved_comparison(arguments, rest) if resuming else _new_comparison(arguments, rest)
     # With statistics and figures: only now, when the names on the command line are known to be right.
@@ -120,7 +120,7 @@ def _compare(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _say_imports(comparison: Any, config: Path | None) -> None:
-    """Print the user code that a resumed comparison is about to import, which its folder names."""
+    """Print the user code that a resumed comparison is about to import from its folder."""
     from corral.lab.models.subject import named_code
 
     settings = importlib.import_module(f"corral.lab.jobs.{comparison.plan.kind}.settings")
@@ -135,7 +135,7 @@ def _say_imports(comparison: Any, config: Path | None) -> None:
 
 
 def _new_comparison(arguments: argparse.Namespace, rest: list[str]) -> Any:
-    """The comparison that the command line describes, not yet begun."""
+    """Build the comparison that the command line describes, before it begins."""
     if arguments.retry_failed:
         raise RunError("--retry-failed goes with --resume DIR.")
     _take_from_recipe(arguments)
@@ -166,7 +166,7 @@ def _new_comparison(arguments: argparse.Namespace, rest: list[str]) -> Any:
 
 
 def _take_from_recipe(arguments: argparse.Namespace) -> None:
-    """Fill in what the recipe's table `[compare]` says and no flag does: contestants, sweep, seeds. Changes `arguments`."""
+    """Fill `arguments` from the recipe's table `[compare]`, where no flag is given: contestants, sweep, seeds."""
     from corral.lab.run.settings import COMPARE, coerce, read_file
 
     found = all_recipes().get(arguments.recipe)
@@ -180,7 +180,7 @@ def _take_from_recipe(arguments: argparse.Namespace) -> None:
 
 
 def _contestants(kind: Kind, arguments: argparse.Namespace) -> tuple[str, ...]:
-    """The contestants; a RunError for the wrong flag or an unknown name."""
+    """Parse the contestants; a RunError for a wrong flag or an unknown name."""
     objectives, algorithms = arguments.objectives, arguments.algorithms
     what, given, other = ("objective", objectives, algorithms) if kind == "llm" else ("algorithm", algorithms, objectives)
     known = _known(kind)
@@ -203,7 +203,7 @@ def _contestants(kind: Kind, arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _known(kind: Kind) -> list[str]:
-    """Names of all contestants; with objectives that another package has registered, if it was imported before."""
+    """Names of all contestants, including objectives that an imported package has registered."""
     if kind == "llm":
         return objective_names()
     from corral.lab.jobs.robot.settings import ALGORITHMS
@@ -212,7 +212,7 @@ def _known(kind: Kind) -> list[str]:
 
 
 def _check_names(kind: Kind, arguments: argparse.Namespace, given: Mapping[str, Any]) -> None:
-    """Refuse settings that no run has, before torch and statistics are imported. A contestant's own are checked with it."""
+    """Refuse unknown settings before torch and statistics are imported. A contestant's own are checked with it."""
     settings = importlib.import_module(f"corral.lab.jobs.{kind}.settings")
     layer = nested(given.items(), settings.TABLES)
     recipe = arguments.recipe or (None if arguments.config else "demo")
@@ -222,12 +222,12 @@ def _check_names(kind: Kind, arguments: argparse.Namespace, given: Mapping[str, 
 
 
 def _split_names(given: str) -> tuple[str, ...]:
-    """Contestants with commas between them; `troll:bound=0.1` is called `troll bound=0.1`, as reports do."""
+    """Split contestants at commas; `troll:bound=0.1` becomes `troll bound=0.1`, its name in reports."""
     return tuple(" ".join(part.strip() for part in name.split(":")) for name in given.split(","))
 
 
 def _training(arguments: argparse.Namespace, rest: list[str]) -> tuple[Any, int]:
-    """What all runs share, and the first seed."""
+    """Shared settings of all runs, and the first seed."""
     from corral.lab.compare.plan import Training
     from corral.lab.run.settings import coerce
 
@@ -250,7 +250,7 @@ def _training(arguments: argparse.Namespace, rest: list[str]) -> tuple[Any, int]
 
 
 def _saved_comparison(arguments: argparse.Namespace, rest: list[str]) -> Any:
-    """The comparison in a folder. Flags given beside it must repeat what it was begun with."""
+    """Load the comparison in a folder. Further flags must repeat its original ones."""
     from corral.lab.compare.record import list_differences, read
 
     comparison = read(arguments.resume)
@@ -267,7 +267,7 @@ def _saved_comparison(arguments: argparse.Namespace, rest: list[str]) -> Any:
 
 
 def _repeated_flags(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    """Flags that decide which runs there are, as far as they were given again, by the names of `Comparison.flags`."""
+    """Flags that determine the runs and were given again, by the names in `Comparison.flags`."""
     from corral.lab.compare.plan import parse_sweeps
 
     names = arguments.objectives or arguments.algorithms
@@ -280,7 +280,7 @@ def _repeated_flags(arguments: argparse.Namespace, rest: list[str]) -> dict[str,
 
 
 def _check_installed(kind: Kind) -> None:
-    """A RunError if a package is missing; silences the libraries."""
+    """Raise a RunError if a package is missing; silences the libraries."""
     check_kind(kind, "training")
     if kind == "llm":
         quiet_libraries()

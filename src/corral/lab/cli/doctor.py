@@ -1,4 +1,4 @@
-"""`corral doctor`: what is there, what works with it, what is missing and how to get it."""
+"""Command `corral doctor`: installed packages, what they support, and the commands that install missing ones."""
 
 import argparse
 import importlib
@@ -41,14 +41,14 @@ ROBOTS = {
     "pyarrow": ">=20",
     "pyyaml": ">=6",
 }
-"""Releases that work, as in pyproject.toml."""
+"""Supported releases, as in pyproject.toml."""
 _KINDS = {"language models": (TRAINING, pip_install("llm")), "robots": (ROBOTS, pip_install("robot"))}
-"""What can be trained, what that takes, and how to get it."""
+"""Kinds of training → required packages, and the command that installs them."""
 _TELLTALE = {
     "language models": ("trl", "transformers", "accelerate", "peft"),
     "robots": ("gymnasium", "mujoco", "stable-baselines3"),
 }
-"""Packages that are installed on purpose: if one is there, that kind is meant to work, and what it lacks is an error."""
+"""Packages that are only installed on purpose: if one is present, a missing package of its kind is an error."""
 _OPTIONAL = {
     "tensorboard": "--report-to tensorboard: pip install tensorboard",
     "wandb": "--report-to wandb: pip install wandb",
@@ -61,14 +61,14 @@ _OPTIONAL = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which engine or model, if any."""
+    """Add the flags for an engine or a model."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--engine", metavar="NAME", help=f"is corral active in this engine, and how: {', '.join(ENGINES)}")
     which.add_argument("--model", metavar="NAME", help="does this model compute on this device what its weights say?")
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Print what was found; the status is 1 if `corral train` could not run, or not all of what is installed for it."""
+    """Print the checks; the status is 1 if `corral train` cannot run or an installed kind is incomplete."""
     if rest:
         return refuse(f"doctor takes no arguments but --engine and --model; got {' '.join(rest)}.")
     if arguments.engine is not None or arguments.model is not None:
@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _run_checkup(arguments: argparse.Namespace) -> int:
-    """Print what an engine knows of corral, or how a model computes here; the status is 1 if that is wrong."""
+    """Print an engine's or a model's check; the status is 1 if it failed."""
     try:
         found = run_checkup(arguments.engine) if arguments.model is None else _check_model(arguments.model)
     except (ValueError, RunError) as error:
@@ -111,7 +111,7 @@ def _run_checkup(arguments: argparse.Namespace) -> int:
 
 
 def _check_model(name: str) -> Checkup:
-    """As corral.lab.jobs.llm.model_check does, where language models can be trained at all."""
+    """Check a model with corral.lab.jobs.llm.model_check, if language models can be trained."""
     try:
         check = importlib.import_module("corral.lab.jobs.llm.model_check").check_model
     except ImportError as error:
@@ -125,7 +125,7 @@ def _check_model(name: str) -> Checkup:
 
 
 def installed_version(name: str) -> str | None:
-    """A package's version; None if it is not installed."""
+    """Version of a package; None if it is not installed."""
     try:
         return version(name.replace("_", "-"))
     except PackageNotFoundError:
@@ -133,7 +133,7 @@ def installed_version(name: str) -> str | None:
 
 
 def _check_package(name: str, wanted: str, remedy: str, trouble: list[str]) -> tuple[str, str]:
-    """A package's version, and what is wrong with it."""
+    """Version of a package, and the problem with it, if any."""
     have = installed_version(name)
     if have is None:
         trouble.append(f"{name}{wanted}: {remedy}")
@@ -150,12 +150,12 @@ def _check_package(name: str, wanted: str, remedy: str, trouble: list[str]) -> t
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """A version as numbers to compare."""
+    """Convert a version to numbers for comparison."""
     return tuple(int(part) for part in text.split("+")[0].split(".")[:3] if part.isdigit())
 
 
 def _trl_error() -> str | None:
-    """Why corral refuses this TRL, by importing its configuration; None if it does not."""
+    """Reason why corral refuses the installed TRL, found by importing its configuration; None if it does not."""
     try:
         importlib.import_module("corral.trl.config")
     except (ImportError, RuntimeError) as error:
@@ -164,7 +164,7 @@ def _trl_error() -> str | None:
 
 
 def _device() -> tuple[str, str]:
-    """Where training would run."""
+    """Device for training."""
     if torch.cuda.is_available():
         names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
         return "cuda", f"{torch.cuda.device_count()} × {', '.join(sorted(names))}"
@@ -173,7 +173,7 @@ def _device() -> tuple[str, str]:
 
 
 def sandbox() -> tuple[str, str, str]:
-    """The sandbox for a model's programs, and what bounds their memory."""
+    """Sandbox for a model's programs, and its memory limit."""
     try:
         backend = available_backend()
     except SandboxUnavailable as error:
@@ -182,12 +182,12 @@ def sandbox() -> tuple[str, str, str]:
 
 
 def _memory() -> float:
-    """Memory of the machine in GB."""
+    """Memory of this machine in GB."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
 
 
 def _embedded_model(trouble: list[str]) -> tuple[str, str]:
-    """The embedded model's weights."""
+    """Weights of the embedded model."""
     folder = _PACKAGE / "lab" / "models" / "tiny"
     if (folder / "model.safetensors").is_file():
         return "tiny", f"{(folder / 'model.safetensors').stat().st_size / 1e6:.1f} MB"

@@ -1,4 +1,4 @@
-"""`corral explain NAME`: what an objective, a correction, a recipe, a task, an algorithm or a setting is."""
+"""Command `corral explain NAME`: describe an objective, correction, recipe, task, algorithm or setting."""
 
 import argparse
 import ast
@@ -22,18 +22,18 @@ from corral.objective.correction import CORRECTIONS
 from corral.validate import pip_install, suggest
 
 _LEARNERS = {"tce": ("robot.tce", "TCE", "TCEConfig"), "bbrl": ("robot.bbrl", "BBRL", "BBRLConfig")}
-"""Module, class and settings of robots' algorithms; all others are step-based baselines."""
+"""Module, class and settings of robot algorithms; all others are step-based baselines."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """One name."""
+    """Add the name to explain."""
     parser.add_argument(
         "name", metavar="NAME", nargs="?", help="an objective, recipe, task, algorithm or setting; `settings` for all of them"
     )
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Print the explanation; of everything that has this name."""
+    """Print the explanation of everything with this name."""
     if rest:
         return refuse(f"explain takes one name; got {' '.join(rest)} besides.")
     if arguments.name is None:
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _explanations(name: str) -> Iterator[str]:
-    """One of each kind: `countdown` is a recipe and a task."""
+    """Explanations of a name, one of each kind: `countdown` is a recipe and a task."""
     registered = {**OBJECTIVES, **CORRECTIONS}
     if name in registered:
         function = objective_function(name) if name in OBJECTIVES else CORRECTIONS[name][0]
@@ -73,12 +73,12 @@ def _explanations(name: str) -> Iterator[str]:
 
 
 def _recipe(name: str, path: Path) -> str:
-    """The file, whose comments explain it."""
+    """Text of a recipe's file, which its comments explain."""
     return f"{name}: a recipe\n\n{path.read_text().rstrip()}\n\nuse it   corral train --recipe {name}\n"
 
 
 def _task(name: str) -> str:
-    """A task's docstring, and its settings."""
+    """Docstring of a task, and its settings."""
     return (
         f"{name}: a task\n\n{_body(inspect.getdoc(TASKS[name]) or '')}\n{_settings(TASKS[name])}\n"
         f"use it   corral train --task {name} --set task_config.KEY=VALUE\n         docs/tasks.md\n"
@@ -86,7 +86,7 @@ def _task(name: str) -> str:
 
 
 def _algorithm(name: str) -> str:
-    """A robot's algorithm, and its settings."""
+    """Docstring of a robot algorithm, and its settings."""
     module, learner, config = _LEARNERS.get(name, ("lab.baselines.stable", "Baseline", "BaselineConfig"))
     try:
         there = vars(importlib.import_module(f"corral.{module}"))
@@ -99,19 +99,19 @@ def _algorithm(name: str) -> str:
 
 
 def _own_settings() -> dict[str, str]:
-    """The settings of a language model's run, and what they mean; TRL's are not among them."""
+    """Own settings of a language-model run with their meanings; TRL's are not included."""
     from corral.lab.jobs.llm.settings import Settings
 
     return {name: text for name, text in field_docs(Settings).items() if name != "trainer"}
 
 
 def _setting(name: str, title: str, words: str) -> str:
-    """One setting, and its flag."""
+    """Explanation of one setting, with its flag."""
     return f"{title}\n\n{textwrap.fill(words, 110)}\n\nuse it   corral train --{name.replace('_', '-')} VALUE\n"
 
 
 def _all_settings() -> str:
-    """Every setting of a run, and the names of TRL's."""
+    """Names of every setting of a run, including TRL's."""
     from corral.lab.jobs.llm.settings import DECIDED, Settings, trainer_names
     from corral.lab.run.text import columns
 
@@ -127,7 +127,7 @@ def _all_settings() -> str:
 
 
 def _trainer_setting(name: str) -> Iterator[str]:
-    """A setting of CorralConfig, by TRL's and transformers' own words."""
+    """Explanation of a CorralConfig setting, in the words of TRL or transformers."""
     from corral.lab.jobs.llm.settings import trainer_names
 
     if name not in (trainer_names() or ()):
@@ -140,7 +140,7 @@ def _trainer_setting(name: str) -> Iterator[str]:
 
 
 def _listing() -> str:
-    """Every name with the first sentence of what it is."""
+    """Names of one kind, each with the first sentence of its docstring."""
     registries: dict[str, dict[str, str | None]] = {
         "objectives": {name: inspect.getdoc(objective_function(name)) for name in objective_names()},
         "corrections": {name: inspect.getdoc(function) for name, (function, _) in CORRECTIONS.items()},
@@ -156,7 +156,7 @@ def _listing() -> str:
 
 
 def _explanation(name: str, function: Any, config_cls: type) -> str:
-    """Docstring without its Args and Returns, then settings, needs and where to read on."""
+    """Docstring without Args and Returns, then settings, required fields and further reading."""
     parts = [f"{name}\n", _body(inspect.getdoc(function) or "")]
     preset = vars(config_cls)["__doc__"]
     if not preset.startswith(f"{config_cls.__name__}("):  # a dataclass without words of its own has its signature there
@@ -172,7 +172,7 @@ def _explanation(name: str, function: Any, config_cls: type) -> str:
 
 
 def _body(docstring: str) -> str:
-    """Sentence, formula and reference; what the arguments are is for programmers."""
+    """Sentence, formula and reference of a docstring; the arguments are for programmers."""
     kept, skipping = [], False
     for line in docstring.splitlines():
         if line and not line.startswith(" "):
@@ -183,7 +183,7 @@ def _body(docstring: str) -> str:
 
 
 def _settings(config_cls: type, only: dict[str, str] | None = None) -> str:
-    """Each setting with its default and what it means."""
+    """Each setting with its default and its meaning."""
     meanings: dict[str, str] = {}
     for cls in reversed(config_cls.__mro__[:-1]):
         meanings |= field_docs(cls)
@@ -196,12 +196,12 @@ def _settings(config_cls: type, only: dict[str, str] | None = None) -> str:
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
-    """A setting's default; a factory's is made."""
+    """Default of a setting, from its factory if it has one."""
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Docstrings of a class's fields, from its source."""
+    """Docstrings of a class's fields, read from its source."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     except (OSError, TypeError):

@@ -1,4 +1,4 @@
-"""`corral explore`: a page on which one drags a policy and sees the trust regions around it."""
+"""Command `corral explore`: write a page with a policy to drag and the trust regions around it."""
 
 import argparse
 from pathlib import Path
@@ -9,12 +9,12 @@ from corral.lab.report.html import write_document
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where the page goes."""
+    """Add the path of the page."""
     parser.add_argument("--out", metavar="PAGE", type=Path, default=Path("explore.html"), help="default: explore.html, here")
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Write the page, whole."""
+    """Write the page atomically."""
     if rest:
         return refuse(f"explore takes --out and nothing else; got {' '.join(rest)}.")
     write_document(explore_page(), arguments.out)

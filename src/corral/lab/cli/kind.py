@@ -1,4 +1,4 @@
-"""Whether a language model or a robot learns, and what that needs installed."""
+"""Kind of a run, language model or robot, and its required packages."""
 
 import argparse
 from pathlib import Path
@@ -14,17 +14,17 @@ _NEEDED: dict[Kind, tuple[str, ...]] = {
     "llm": ("transformers", "trl", "accelerate", "rich"),
     "robot": ("gymnasium", "mujoco", "rich", "pyarrow"),
 }
-"""Packages without which nothing of that kind can be trained."""
+"""Packages that training of each kind requires."""
 
 
 def all_recipes() -> dict[str, Path]:
-    """Every recipe that ships with corral; the folder says of which kind it is: recipes/<kind>."""
+    """Find every built-in recipe, name → path, in the folders recipes/<kind>."""
     folder = Path(__file__).parents[1] / "recipes"
     return {name: path for kind in _NEEDED for name, path in recipes(folder / kind).items()}
 
 
 def kind_of(arguments: argparse.Namespace) -> Kind:
-    """What learns, from the run's settings, the recipe's folder or the file: with an `environment`, a robot."""
+    """Determine the kind from a run's settings, its recipe's folder or its file: a robot if there is an `environment`."""
     if arguments.resume is not None:
         return kind_of_run(arguments.resume)
     if arguments.recipe is not None:
@@ -36,7 +36,7 @@ def kind_of(arguments: argparse.Namespace) -> Kind:
 
 
 def kind_of_run(path: Path) -> Kind:
-    """What learned in this folder; a language model if it is no run."""
+    """Determine the kind of the run in a folder; a language model if the folder is no run."""
     try:
         content = read_json(path / "config.json")
         return "robot" if "environment" in content["settings"] else "llm"
@@ -45,5 +45,5 @@ def kind_of_run(path: Path) -> Kind:
 
 
 def check_kind(kind: Kind, what: str) -> None:
-    """A RunError if something has to be installed before `what`, such as "training"."""
+    """Raise a RunError if a package is missing for `what`, such as "training"."""
     check_installed(f"{what} needs", _NEEDED[kind], kind)

@@ -1,4 +1,4 @@
-"""`corral report DIR… --out page.html`: runs as a page."""
+"""Command `corral report DIR… --out page.html`: write a page about runs."""
 
 import argparse
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from corral.lab.cli import check_installed, refuse, say
 
 NEEDED = ("rliable", "pandas", "pyarrow", "scipy", "jinja2")
-"""Packages without which there are no statistics and no pages."""
+"""Packages that statistics and pages require."""
 
 _EPILOG = """
 DIR is a run's folder, or a folder that holds runs; several are shown together.
@@ -15,7 +15,7 @@ The page is one file that asks the network for nothing: send it to anybody.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags."""
+    """Add the flags of the command."""
     parser.epilog = _EPILOG
     parser.add_argument("runs", metavar="DIR", nargs="+", type=Path, help="a run, or a folder of runs")
     parser.add_argument("--out", metavar="FILE", type=Path, default=Path("report.html"), help="the page (report.html)")
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Write the page and the exports; print what was found, and where it is."""
+    """Write the page and the exports, then print the findings and their path."""
     if rest:
         return refuse(f"report has no {rest[0]!r}. `corral report --help` lists what it has.")
     check_installed("reports need", NEEDED, "report")

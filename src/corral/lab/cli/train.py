@@ -1,4 +1,4 @@
-"""`corral train`: settings from a recipe, a file and flags; then training."""
+"""Command `corral train`: start training with settings from a recipe, a file and flags."""
 
 import argparse
 import importlib
@@ -32,7 +32,7 @@ FLAGS = {
     "guard": "on a collapse: warn, stop or off",
     "report-to": "none, tensorboard, wandb, trackio",
 }
-"""Settings with a flag in the help. Every other one has a flag too, or goes through --set."""
+"""Settings whose flag is listed in the help. Every other setting has a flag too, or uses --set."""
 
 _EPILOG = """
 Any setting can be given as a flag or with --set: --num-generations 16, --set objective_config.bound=0.1.
@@ -53,11 +53,11 @@ _RESUME_SETTINGS: dict[Kind, tuple[str, ...]] = {
     "llm": ("guard", "report_to", "steps"),
     "robot": ("guard", "iterations", "simulator"),
 }
-"""Settings that can be changed when a run is resumed."""
+"""Settings that can change when a run is resumed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags."""
+    """Add the flags of the command."""
     parser.epilog = _EPILOG + _names()
     add_setting_flags(parser, FLAGS)
     parser.add_argument("--out", metavar="DIR", type=Path, help="folder of the run; by default a new one under runs/")
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_setting_flags(parser: argparse.ArgumentParser, flags: Mapping[str, str]) -> None:
-    """Where settings come from: a recipe, a file, `flags` with their help, rewards, and --set for all others."""
+    """Add the sources of settings: a recipe, a file, `flags` with their help, rewards, and --set for all others."""
     parser.add_argument("--recipe", metavar="NAME", help="settings that ship with corral")
     parser.add_argument("--config", metavar="FILE", type=Path, help="settings in a TOML or YAML file")
     for name, what in flags.items():
@@ -83,14 +83,14 @@ def add_setting_flags(parser: argparse.ArgumentParser, flags: Mapping[str, str])
 
 
 def _names() -> str:
-    """Recipes and tasks, for the help."""
+    """Names of recipes and tasks, for the help."""
     from corral.lab.tasks import names
 
     return f"\nrecipes:\n{columns(all_recipes())}\ntasks:\n{columns(names())}\n"
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Train or resume; the status says how the run ended."""
+    """Train or resume; the exit status describes the end of the run."""
     try:
         kind = kind_of(arguments)
         check_kind(kind, "training")
@@ -115,7 +115,7 @@ def _exit_status(summary: Mapping[str, Any]) -> int:
 
 
 def _layers(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> list[Mapping[str, Any]]:
-    """Recipe, file, --smoke and flags. Both kinds have the same modules: settings, smoke, prepare, train.
+    """Merge recipe, file, --smoke and flags. Both kinds have the modules settings, smoke, prepare and train.
 
     What is wrong with names and values is said before torch and TRL are imported, where they are not needed to see it.
     """
@@ -134,7 +134,7 @@ def _layers(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> list[
 
 
 def _start(kind: Kind, layers: Sequence[Mapping[str, Any]], arguments: argparse.Namespace) -> dict[str, Any]:
-    """A new run from layers of settings."""
+    """Start a new run from layers of settings."""
     if kind == "llm":
         from corral.lab.jobs.llm.settings import check_packages
 
@@ -146,7 +146,7 @@ def _start(kind: Kind, layers: Sequence[Mapping[str, Any]], arguments: argparse.
 
 
 def _rehearse(kind: Kind, layers: Sequence[Mapping[str, Any]]) -> int:
-    """Everything that a run checks before it begins; prints its settings, downloads and memory."""
+    """Run every check of a run before it begins, and print its settings, downloads and memory."""
     if kind == "llm":
         quiet_libraries()
     settings, preparation = (importlib.import_module(f"corral.lab.jobs.{kind}.{name}") for name in ("settings", "prepare"))
@@ -155,7 +155,7 @@ def _rehearse(kind: Kind, layers: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _resume(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    """Resume with the run's own settings; only what does not change its course can be changed, and how long it is."""
+    """Resume with the run's own settings. Only its length, and settings without effect on its course, can change."""
     given = dict(given_settings(arguments, rest))
     changes = {key: given.pop(key, None) for key in _RESUME_SETTINGS[kind]}
     others = ("recipe", "config", "out", "smoke", "dry_run", "unsafe_code_execution")
@@ -176,7 +176,7 @@ def _resume(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> dict[
 
 
 def given_settings(arguments: argparse.Namespace, rest: list[str]) -> list[tuple[str, Any]]:
-    """Every setting that was given on the command line, in order: named flags, --set, other flags, all rewards, all tools."""
+    """Collect the settings on the command line, in order: named flags, --set, other flags, all rewards, all tools."""
     pairs = [*given_flags(arguments, FLAGS).items()]
     for text in arguments.set:
         key, equals, value = text.partition("=")
@@ -200,7 +200,7 @@ def given_settings(arguments: argparse.Namespace, rest: list[str]) -> list[tuple
 
 
 def quiet_libraries() -> None:
-    """No telemetry, no progress bars, no remarks of the libraries below a warning: the view says what matters."""
+    """Silence telemetry, progress bars, and remarks of libraries below a warning: the view prints the important parts."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from transformers.utils import logging as transformers_logging

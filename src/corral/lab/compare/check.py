@@ -1,4 +1,4 @@
-"""Checks before the first run: every planned run resolves, and all have equal budgets."""
+"""Checks before the first run: every planned run resolves, and all budgets are equal."""
 
 import dataclasses
 import importlib
@@ -13,22 +13,22 @@ from corral.lab.run.settings import nested, read_file, read_named, recipes
 from corral.validate import RunError, check_keys
 
 WEIGHTS = ("loss_type", "advantage", "scale_rewards", "multi_objective_aggregation")
-"""Settings that weigh tokens and rewards, whatever the objective: with others, one compares those too."""
+"""Settings that weigh tokens and rewards for any objective: if they differ, a comparison also compares them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """The budget of every run."""
+    """Budget of every run."""
 
     steps: int
     samples: int
-    """Completions, or episodes, of a step."""
+    """Completions or episodes per step."""
     what: str
-    """Of which kind they are."""
+    """Kind of the samples: completions or episodes."""
 
 
 def check_plan(plan: ComparisonPlan, training: Training, config: Path | None = None) -> Budget:
-    """Resolve every contestant with every setting as `corral train` will; a RunError for the first that cannot run.
+    """Resolve every contestant with every setting as `corral train` does; a RunError for the first invalid run.
 
     Returns:
         The budget, which is the same for all: a contestant or setting with another one is refused too.
@@ -53,7 +53,7 @@ def check_plan(plan: ComparisonPlan, training: Training, config: Path | None = N
 
 
 def resolve_run(kind: Kind, training: Training, run: PlannedRun, config: Path | None = None) -> Any:
-    """The settings of one run: recipe, file, --smoke, flags."""
+    """Resolve the settings of one run from recipe, file, --smoke and flags."""
     settings, smoke = (importlib.import_module(f"corral.lab.jobs.{kind}.{name}") for name in ("settings", "smoke"))
     layers = [read_named(training.recipe, recipes(settings.RECIPES))] if training.recipe else []
     layers += [read_file(config)] if config is not None else []
@@ -65,7 +65,7 @@ def resolve_run(kind: Kind, training: Training, run: PlannedRun, config: Path | 
 
 
 def _budget(kind: Kind, settings: Any) -> Budget:
-    """Steps, and samples of each. Other errors in the settings surface here too."""
+    """Steps, and samples per step. Other errors in the settings also surface here."""
     if kind == "llm":
         from corral.lab.jobs.llm.prepare import trainer_config
         from corral.lab.tasks import find_task
@@ -82,7 +82,7 @@ def _budget(kind: Kind, settings: Any) -> Budget:
 
 
 def _learner_config(settings: Any) -> Any:
-    """A robot's algorithm with its settings."""
+    """Build the settings of a robot algorithm."""
     from corral.lab.jobs.robot.prepare import check_used, learner_config
 
     check_used(settings)
@@ -90,7 +90,7 @@ def _learner_config(settings: Any) -> Any:
 
 
 def rate_grid(kind: Kind, contestants: tuple[str, ...], training: Training, config: Path | None = None) -> list[float]:
-    """Half-decades around the learning rates that the contestants would have."""
+    """Half-decades around the learning rates that the contestants would use."""
     if kind == "llm":
         return half_decades([args.learning_rate for args in trainer_configs(contestants, training, config).values()])
     rates = []
@@ -103,7 +103,7 @@ def rate_grid(kind: Kind, contestants: tuple[str, ...], training: Training, conf
 def trainer_configs(
     contestants: Iterable[str], training: Training, config: Path | None = None, setting: Setting | None = None
 ) -> dict[str, Any]:
-    """The CorralConfig that each objective would have with one setting of a sweep, or without any."""
+    """Build the CorralConfig of each objective with one setting of a sweep, or without a sweep."""
     from corral.lab.jobs.llm.prepare import trainer_config
 
     found = {}
@@ -119,7 +119,7 @@ def trainer_configs(
 def share_reduction(
     kind: Kind, contestants: tuple[str, ...], training: Training, sweep: Iterable[str], config: Path | None = None
 ) -> Training:
-    """Add one reduction for all objectives to the training: the first one that gives each of them its own gradient.
+    """Add a common reduction to the training: the first one that gives every objective its own gradient.
 
     Advantages are the same for all anyway, as long as none is swept.
     """
@@ -141,5 +141,5 @@ def share_reduction(
 
 
 def budget_text(budget: Budget) -> str:
-    """`40 steps of 512 completions`."""
+    """Budget in words: `40 steps of 512 completions`."""
     return f"{budget.steps} steps of {budget.samples} {budget.what}"

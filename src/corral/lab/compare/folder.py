@@ -1,4 +1,4 @@
-"""The folder of a comparison: its plan, its runs, and an estimate of the time left."""
+"""Folder of a comparison: its plan, its runs, and an estimate of the remaining time."""
 
 import json
 import os
@@ -18,33 +18,36 @@ from corral.lab.run.view import Clock
 from corral.validate import RunError
 
 LOG = "log.txt"
-"""Output of a run's processes, in its folder."""
+"""Name of the log in a run's folder, with the output of its processes."""
 
 _LONGEST_LINE = 300
-"""How much of a line goes into an error."""
+"""Largest number of characters of a line that an error quotes."""
 
 
 @dataclass
 class Progress:
-    """Progress of a run, from its metrics.jsonl; only new lines are read."""
+    """Progress of a run from its metrics.jsonl; each update reads new lines only."""
 
     folder: Path
     steps: int
-    """Those it is to do."""
+    """Number of steps to do."""
     step: int = 0
     success: float | None = None
-    """The last one measured."""
+    """Last measured success."""
     position: int = 0
     inode: int | None = field(default=None, repr=False)
     clock: Clock | None = field(default=None, repr=False)
 
     def begin(self) -> None:
-        """A process starts. One that resumes rewrites the file from its checkpoint: the time left is estimated from there."""
+        """Reset at the start of a process.
+
+        A resumed run rewrites the file from its checkpoint, and the remaining time is estimated from there.
+        """
         self.update()
         self.clock = None
 
     def update(self) -> None:
-        """Read what has been written since."""
+        """Read the lines written since the last call."""
         path = self.folder / "metrics.jsonl"
         try:
             inode = path.stat().st_ino
@@ -71,12 +74,12 @@ class Progress:
 
     @property
     def share(self) -> float:
-        """Done so far, 0 to 1."""
+        """Completed share, from 0 to 1."""
         return min(1.0, self.step / self.steps)
 
     @property
     def written(self) -> tuple[int, int]:
-        """Bytes written so far, of metrics and of the log."""
+        """Bytes of metrics and log written so far."""
         try:
             return self.position, log_path(self.folder).stat().st_size
         except OSError:  # not yet there, or just moved into the run's folder
@@ -84,12 +87,12 @@ class Progress:
 
     @property
     def left(self) -> str:
-        """The time it still needs, or nothing."""
+        """Remaining seconds, or None if unknown."""
         return (self.clock.left(self.step) if self.clock is not None else None) or ""
 
 
 def read_state(folder: Path) -> str:
-    """The state of a run that no process writes, from its files."""
+    """Determine from its files the state of a run that no process writes."""
     stopped = str(read_summary(folder).get("stopped"))
     if stopped in ("finished", "collapsed", "failed"):
         return stopped
@@ -97,7 +100,7 @@ def read_state(folder: Path) -> str:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """summary.json; empty if the run has not ended, or was killed."""
+    """Read summary.json; empty if the run has not ended, or was killed."""
     try:
         content = read_json(folder / "summary.json")
     except (OSError, ValueError):
@@ -106,18 +109,18 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def refuse_busy(folder: Path) -> None:
-    """A RunError if another process writes this run: one that outlived its killed comparison."""
+    """Raise a RunError if another process writes this run, for example after its comparison was killed."""
     if (folder / ".lock").is_file():
         os.close(lock(folder))
 
 
 def pending_log(folder: Path) -> Path:
-    """The path of a log before its run's folder is made, which must be empty until then."""
+    """Path of a log before its run's folder exists, which must be empty at the start."""
     return folder.with_name(f".{folder.name}.log")
 
 
 def open_log(folder: Path) -> int:
-    """A file to append to. A run that never began loses what little there is of its folder, but not its log."""
+    """Open a log to append to. For a run that never began, remove the leftover folder but keep the log."""
     pending, placed = pending_log(folder), folder / LOG
     try:
         if not (folder / "config.json").is_file() and folder.is_dir():
@@ -131,7 +134,7 @@ def open_log(folder: Path) -> int:
 
 
 def place_log(folder: Path, *, ended: bool = False) -> None:
-    """Move a log into its run's folder once that is there; a run that ended without one gets a folder for its log."""
+    """Move a log into its run's folder once the folder exists. For a run that ended without one, create it."""
     pending = pending_log(folder)
     if not pending.is_file() or not (ended or (folder / "config.json").is_file()):
         return
@@ -143,12 +146,12 @@ def place_log(folder: Path, *, ended: bool = False) -> None:
 
 
 def log_path(folder: Path) -> Path:
-    """The present path of a log."""
+    """Present path of a log."""
     return folder / LOG if (folder / LOG).is_file() else pending_log(folder)
 
 
 def log_tail(folder: Path, count: int = 1) -> list[str]:
-    """The end of a log, without control characters."""
+    """Last lines of a log, without control characters."""
     path = log_path(folder)
     try:
         with path.open("rb") as file:
@@ -160,7 +163,7 @@ def log_tail(folder: Path, count: int = 1) -> list[str]:
 
 
 def failure_reason(folder: Path, status: int) -> str:
-    """Why a run failed, in a line: the last line of its log, or the signal that ended the process."""
+    """Reason for a run's failure, in one line: the last line of its log, or the signal that ended the process."""
     if status < 0:
         names = {number.value: number.name for number in signal.Signals}
         hint = ", as when memory runs out" if -status == signal.SIGKILL else ""
@@ -179,11 +182,11 @@ _COST_SETTINGS: dict[Kind, tuple[str, ...]] = {
 """Settings that determine most of a step's cost."""
 
 _KNOWN = {"demo": 3.4, "via_point": 0.5, "via_point_sparse": 0.35, "via_point_sparse_short": 0.5}
-"""Seconds per step of a recipe as it ships, on one core; step-based baselines take several times as long."""
+"""Seconds per step of the built-in recipes on one core; step-based baselines take several times as long."""
 
 
 def seconds_per_step(kind: Kind, settings: Any, recipe: str | None, folders: Iterable[Path]) -> tuple[float, str] | None:
-    """Seconds that a step takes, and where that is known from; None if it is not.
+    """Seconds per step, and the source of the number; None if unknown.
 
     Args:
         settings: resolved, of one contestant.
@@ -208,13 +211,13 @@ def seconds_per_step(kind: Kind, settings: Any, recipe: str | None, folders: Ite
 
 
 def _cost_settings(kind: Kind, settings: Mapping[str, Any]) -> list[Any]:
-    """The settings that determine a step's cost."""
+    """Settings that determine a step's cost."""
     paths = [key.split(".") for key in _COST_SETTINGS[kind]]
     return [table_in(settings, *outer).get(last) for *outer, last in paths]
 
 
 def duration(seconds: float) -> str:
-    """`45 s`, `13 min`, `2 h 5 min`."""
+    """Format a duration: `45 s`, `13 min`, `2 h 5 min`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

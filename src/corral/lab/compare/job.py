@@ -1,4 +1,4 @@
-"""A comparison from plan to page: check, run side by side, report."""
+"""Execution of a comparison: check the plan, run the jobs side by side, and write the report."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,14 +22,14 @@ from corral.lab.run.text import count
 from corral.validate import RunError
 
 _START = 10.0
-"""Seconds until a process has imported what it needs."""
+"""Seconds that a process needs to import its packages."""
 
 _Status = Literal["finished", "failed", "interrupted"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionConfig:
-    """Execution of a comparison: engine, runs at a time, and when a silent run counts as hung. It changes no result."""
+    """Execution of a comparison: engine, parallel runs, and the time after which a silent run counts as hung."""
 
     engine: Literal["local", "ray"] = "local"
     jobs: int | None = None
@@ -44,20 +44,20 @@ class ExecutionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """A checked budget, an engine and an estimate of the time: all that comes before the first run."""
+    """A comparison that is ready to run: checked budget, engine, and estimate of the time."""
 
     budget: Budget
     engine: Engine
     pace: tuple[float, str] | None
-    """Seconds per step, and where that is known from."""
+    """Seconds per step, and the source of the number."""
     reductions: Mapping[str, str] = field(default_factory=dict)
-    """TRL's loss type of each objective; empty where there are no objectives, or a sweep sets it."""
+    """Loss type in TRL for each objective; empty without objectives, or if a sweep sets it."""
     warnings: Sequence[str] = ()
-    """Of reductions that are not an objective's own."""
+    """Warnings about reductions that are not an objective's own."""
 
 
 def set_up(comparison: Comparison, config: Path | None, execution: ExecutionConfig) -> Preparation:
-    """Check every planned run and make the engine. Writes the number of threads into `comparison.training`.
+    """Check every planned run and make the engine; writes the number of threads into `comparison.training`.
 
     Args:
         config: the file of settings, if there is one.
@@ -80,7 +80,7 @@ def set_up(comparison: Comparison, config: Path | None, execution: ExecutionConf
 
 
 def _make_engine(kind: Kind, settings: Any, execution: ExecutionConfig, threads: int | None) -> Engine:
-    """The engine; robots and `device=cpu` need no GPU.
+    """Make the engine; robots and `device=cpu` need no GPU.
 
     Args:
         settings: of any of the runs, resolved.
@@ -96,7 +96,7 @@ def _make_engine(kind: Kind, settings: Any, execution: ExecutionConfig, threads:
 
 
 def describe(comparison: Comparison, prepared: Preparation) -> list[tuple[str, str]]:
-    """The banner of a comparison: names, and sentences about each."""
+    """Banner of a comparison: names, and a sentence about each."""
     budget, engine, plan = prepared.budget, prepared.engine, comparison.plan
     done = sum(record.state in ENDED for record in comparison.records)
     name = comparison.training.recipe or comparison.training.config
@@ -121,7 +121,7 @@ def describe(comparison: Comparison, prepared: Preparation) -> list[tuple[str, s
 
 
 def _reduction_text(reductions: Mapping[str, str]) -> str:
-    """`grpo, for every run`, or that nothing can be claimed."""
+    """Reductions in words: `grpo, for every run`, or that no claims are possible."""
     if len(set(reductions.values())) == 1:
         return f"{next(iter(reductions.values()))}, for every run"
     each = ", ".join(f"{loss_type} for {contestant}" for contestant, loss_type in reductions.items())
@@ -129,7 +129,7 @@ def _reduction_text(reductions: Mapping[str, str]) -> str:
 
 
 def _runs_text(plan: ComparisonPlan) -> str:
-    """`12: 4 contestants × 3 seeds`."""
+    """Number of runs in words: `12: 4 contestants × 3 seeds`."""
     who = count(len(plan.contestants), "contestant")
     last = f"{who} × {count(len(plan.report_seeds), 'seed')}"
     if not plan.sweep:
@@ -139,7 +139,7 @@ def _runs_text(plan: ComparisonPlan) -> str:
 
 
 def run_comparison(comparison: Comparison, prepared: Preparation, view: CompareView, *, stall: float = 3600.0) -> _Status:
-    """Run what is left of a comparison, say what was found, write the page."""
+    """Run the remaining runs of a comparison, print the findings, and write the page."""
     schedule = Schedule(
         comparison=comparison, engine=prepared.engine, view=view, steps=prepared.budget.steps, choose=choose, stall=stall
     )
@@ -161,7 +161,7 @@ def run_comparison(comparison: Comparison, prepared: Preparation, view: CompareV
 
 
 def comparison_status(comparison: Comparison) -> _Status:
-    """The worst state of all runs: interrupted, failed, or finished."""
+    """Worst state of all runs: interrupted, failed, or finished."""
     states = [record.state for record in comparison.records]
     if any(state in ("waiting", "running", "interrupted") for state in states):
         return "interrupted"
@@ -169,7 +169,7 @@ def comparison_status(comparison: Comparison) -> _Status:
 
 
 def _show_runs(comparison: Comparison, progress: dict[str, Progress], view: CompareView) -> None:
-    """Every run, and the end of the log of those that failed."""
+    """Print every run, and the end of the log of each failed run."""
     for line in ["", *align_columns(run_cells(comparison.records, progress))]:
         view.end(line)
     for record in comparison.records:
@@ -181,7 +181,7 @@ def _show_runs(comparison: Comparison, progress: dict[str, Progress], view: Comp
 
 
 def findings(comparison: Comparison, warn: Callable[[str], object]) -> list[str]:
-    """The page, and what it says, to print. Without a single run there is no page."""
+    """Write the page and return its findings for printing; without runs there is no page."""
     try:
         report, page = write_report(comparison)
     except RunError as error:
@@ -194,13 +194,13 @@ def findings(comparison: Comparison, warn: Callable[[str], object]) -> list[str]
 
 
 def choose(comparison: Comparison) -> ChosenSettings:
-    """The best setting of each contestant; none for one whose runs all failed."""
+    """Choose the best setting of each contestant; none for a contestant whose runs all failed."""
     alive = {record.contestant for record in comparison.sweep_records if record.state in COUNTED}
     return choose_setting([row for row in sweep_rows(comparison) if row.contestant in alive])
 
 
 def sweep_rows(comparison: Comparison) -> list[SweepRow]:
-    """One row per run of the sweep. One that failed counts as the worst there is."""
+    """Build one row per run of the sweep. A failed run gets the worst score."""
     done = [record for record in comparison.sweep_records if record.state in COUNTED]
     runs = {record.folder: read_run(comparison.folder(record)) for record in done}
     measure = main_metric([*runs.values()])
@@ -211,7 +211,7 @@ def sweep_rows(comparison: Comparison) -> list[SweepRow]:
 
 
 def write_report(comparison: Comparison) -> tuple[RunReport, Path]:
-    """DIR/report.html, and what it says."""
+    """Write DIR/report.html and return its findings."""
     report = make_report(read_runs([comparison.path]), [read_comparison(comparison.path)])
     page = comparison.path / "report.html"
     write_page(report, page)
@@ -219,14 +219,14 @@ def write_report(comparison: Comparison) -> tuple[RunReport, Path]:
 
 
 def report_lines(report: RunReport) -> list[str]:
-    """The sweep with the usable ranges, then the results of each contestant, then what may be claimed."""
+    """Lines on the sweep with its usable ranges, the results of each contestant, and the possible claims."""
     swept = [line for sweep in report.sweeps for line in [*_sweep_lines(sweep, report.measure), ""]]
     said = [row["sentence"] for row in report.tables["comparisons"] if row["measure"] == "final"]
     return [*swept, *_result_lines(report.tables["results"], report.measure), "", *said]
 
 
 def _result_lines(results: Sequence[Mapping[str, Any]], measure: Measure) -> list[str]:
-    """One line per contestant, with the setting that was chosen for it."""
+    """Build one line per contestant, with its chosen setting."""
     beside = [key for key in ("greedy", "return") if key != measure.key and any(row.get(key) is not None for row in results)]
     swept = any(row["setting"] for row in results)
     names = ["contestant", *(["setting"] if swept else []), "runs", f"final {measure.name}", "mean over the run"]
@@ -241,7 +241,7 @@ def _result_lines(results: Sequence[Mapping[str, Any]], measure: Measure) -> lis
 
 
 def _sweep_lines(sweep: Sweep, measure: Measure) -> list[str]:
-    """One line per contestant and setting; then the usable ranges, by each one's own best and by the best of all."""
+    """Build one line per contestant and setting, and the usable ranges relative to the own best and the overall best."""
     settings = list(dict.fromkeys(name for cell in sweep.cells for name in cell.setting))
     greedy = any(cell.greedy is not None for cell in sweep.cells)
     rows = [["contestant", *settings, f"final {measure.name}", "mean over the run", *(["greedy"] if greedy else [])]]

@@ -1,4 +1,4 @@
-"""Runs of a comparison as processes on this machine, behind the interface that engines share."""
+"""Runs of a comparison as local processes, behind the common interface of engines."""
 
 import os
 import signal
@@ -18,44 +18,44 @@ from corral.validate import RunError
 
 @dataclass(frozen=True, kw_only=True)
 class RunJob:
-    """A process to start: `corral` with these arguments, for the run in this folder."""
+    """Process to start: `corral` with these arguments, for the run in this folder."""
 
     arguments: Sequence[str]
     folder: Path
 
     @property
     def name(self) -> str:
-        """Tells jobs apart."""
+        """Unique name of the job."""
         return self.folder.name
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """Starts, polls and ends processes, without blocking."""
+    """Interface that starts, polls and ends processes without blocking."""
 
     slots: int
-    """How many run at a time."""
+    """Number of jobs that run at a time."""
     threads: int | None
-    """Of each; None leaves that to the process."""
+    """Threads of each job; None leaves the number to the process."""
 
     @property
     def about(self) -> str:
-        """`2 at a time on 2 cores, 1 thread each`."""
+        """Engine in words: `2 at a time on 2 cores, 1 thread each`."""
 
     def start(self, job: RunJob) -> None:
         """Start a job, whose output goes to the run's log."""
 
     def poll(self) -> Mapping[str, int]:
-        """Exit statuses of jobs that ended since the last call, by name; that of a killed one is minus the signal."""
+        """Exit statuses of jobs that ended since the last call, by name; for a killed job the negative signal number."""
 
     def stop(self, name: str) -> None:
-        """Ask a job to end after its step, with a checkpoint."""
+        """Request that a job ends after its step, with a checkpoint."""
 
     def kill(self, name: str) -> None:
         """End a job at once."""
 
     def close(self) -> None:
-        """End what still runs, and release all resources."""
+        """End the remaining jobs, and release all resources."""
 
 
 PROGRAM = (sys.executable, "-m", "corral.lab.cli")
@@ -63,7 +63,7 @@ PROGRAM = (sys.executable, "-m", "corral.lab.cli")
 
 @dataclass
 class _RunningJob:
-    """A job and its process."""
+    """A job with its process."""
 
     job: RunJob
     process: subprocess.Popen[bytes]
@@ -91,7 +91,7 @@ class LocalEngine:
 
     @property
     def about(self) -> str:
-        """The engine in words: cores or GPUs, and jobs at a time."""
+        """Engine in words: cores or GPUs, and jobs at a time."""
         if self.gpus:
             return f"{self.slots} at a time on GPU {', '.join(self.gpus)}"
         each = "" if self.threads is None else f", {count(self.threads, 'thread')} each"
@@ -130,7 +130,7 @@ class LocalEngine:
         self.started.clear()
 
     def _signal(self, name: str, number: signal.Signals) -> None:
-        """Signal a job: SIGTERM goes to the process alone, which tells its children; SIGKILL to its whole session."""
+        """Send a signal: SIGTERM to the process, which forwards it to its children, and SIGKILL to its whole session."""
         started = self.started.get(name)
         if started is None or started.process.poll() is not None:
             return
@@ -143,7 +143,10 @@ class LocalEngine:
 def start_process(
     command: Sequence[str], folder: Path, environment: Mapping[str, str], cwd: str | None = None
 ) -> subprocess.Popen[bytes]:
-    """A process that logs to the run's folder, in a session of its own: Ctrl-C is for the schedule, which passes it on."""
+    """Start a process that logs to the run's folder.
+
+    It has its own session, so that Ctrl-C reaches only the scheduler, which forwards it.
+    """
     log = open_log(folder)
     try:
         return subprocess.Popen(
@@ -160,7 +163,7 @@ def start_process(
 
 
 def environment(threads: int | None, gpu: str | None) -> dict[str, str]:
-    """A job's environment: threads, and the GPU that it sees."""
+    """Environment of a job: threads, and its visible GPU."""
     found = dict(os.environ)
     if threads is not None:
         found["OMP_NUM_THREADS"] = str(threads)
@@ -170,7 +173,7 @@ def environment(threads: int | None, gpu: str | None) -> dict[str, str]:
 
 
 def visible_gpus() -> list[str]:
-    """GPUs as CUDA_VISIBLE_DEVICES names them; torch counts those that this process may use."""
+    """GPUs in the names of CUDA_VISIBLE_DEVICES; torch counts the GPUs that this process may use."""
     import torch
 
     count = torch.cuda.device_count()

@@ -1,4 +1,4 @@
-"""Plans of a comparison: objectives, settings and seeds, and the command of each run."""
+"""Plan of a comparison: objectives, settings and seeds, and the command of each run."""
 
 import math
 import re
@@ -18,7 +18,7 @@ Setting = Mapping[str, Any]
 ChosenSettings = Mapping[str, Setting]
 
 RATE = "learning_rate"
-"""The one setting that can be swept without saying over which values."""
+"""Setting that can be swept without a list of values."""
 
 _NOT_SWEPT = {
     "objective": "--objectives",
@@ -27,10 +27,10 @@ _NOT_SWEPT = {
     "steps": "one budget for all: --steps",
     "iterations": "one budget for all: --iterations",
 }
-"""Settings that a comparison decides otherwise, and how."""
+"""Settings that cannot be swept → the flag that sets them."""
 
 _AROUND = 2
-"""Half-decades to either side of the recipe's learning rate."""
+"""Number of half-decades on either side of the recipe's learning rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,18 +66,18 @@ class ComparisonPlan:
 
     @property
     def count(self) -> int:
-        """Runs in all, with those whose setting is chosen on the way."""
+        """Total number of runs, including runs whose setting is chosen later."""
         return len(self.contestants) * (len(self.settings) * len(self.choose_seeds) + len(self.report_seeds))
 
     def sweep_runs(self) -> list[PlannedRun]:
-        """Runs of all contestants with all settings on the seeds for choosing; none without a sweep."""
+        """Runs of all contestants with all settings, on the seeds for choosing; none without a sweep."""
         return [
             make_run(contestant, setting, seed, "sweep")
             for seed, setting, contestant in product(self.choose_seeds, self.settings, self.contestants)
         ]
 
     def report_runs(self, chosen: ChosenSettings) -> list[PlannedRun]:
-        """Each contestant with its chosen setting on the fresh seeds. One for which none could be chosen is left out."""
+        """Runs of each contestant with its chosen setting on fresh seeds. A contestant without a chosen setting is left out."""
         own = chosen if self.sweep else {contestant: {} for contestant in self.contestants}
         return [
             make_run(contestant, own[contestant], seed, "report")
@@ -89,7 +89,7 @@ class ComparisonPlan:
 def make_plan(
     kind: Kind, contestants: Sequence[str], sweep: Mapping[str, Sequence[Any]], *, seeds: int, choosing: int, first: int = 0
 ) -> ComparisonPlan:
-    """A plan with `seeds` seeds to report on and, if there is a sweep, `choosing` others before them to choose on."""
+    """Make a plan with `seeds` seeds to report on; with a sweep, `choosing` other seeds come first."""
     for name, number in (("seeds", seeds), ("choose-seeds", choosing)):
         if number < 1:
             raise RunError(f"--{name} must be at least 1; got {number}.")
@@ -104,13 +104,16 @@ def make_plan(
 
 
 def make_run(contestant: str, setting: Setting, seed: int, stage: str) -> PlannedRun:
-    """A run, with a folder named by contestant, setting and seed."""
+    """Make a run, in a folder named after contestant, setting and seed."""
     name = "_".join([contestant, *setting_pairs(setting), f"seed{seed}"])
     return PlannedRun(folder=_slug(name), contestant=contestant, setting=dict(setting), seed=seed, stage=stage)
 
 
 def parse_sweeps(texts: Sequence[str]) -> dict[str, list[Any] | None]:
-    """`key=v1,v2` → values, and a bare `learning_rate` → None, which stands for half-decades around the recipe's rate."""
+    """Parse `key=v1,v2` into values.
+
+    A bare `learning_rate` becomes None, which stands for half-decades around the recipe's rate.
+    """
     found: dict[str, list[Any] | None] = {}
     for text in texts:
         key, equals, values = text.partition("=")
@@ -130,7 +133,9 @@ def parse_sweeps(texts: Sequence[str]) -> dict[str, list[Any] | None]:
 
 
 def half_decades(rates: Sequence[float], around: int = _AROUND) -> list[float]:
-    """Rates √10 apart, of two digits, from `around` half-decades below the lowest of `rates` to as many above the highest.
+    """Learning rates √10 apart, of two digits, around `rates`.
+
+    They run from `around` half-decades below the lowest to as many above the highest.
 
         r_k = r_min · 10^(k/2),   k = −around …,   r_k ≤ r_max · 10^(around/2)
 
@@ -144,7 +149,10 @@ def half_decades(rates: Sequence[float], around: int = _AROUND) -> list[float]:
 
 
 def _refuse_duplicates(what: str, values: Sequence[Any]) -> None:
-    """A sentence if a value is there twice: 1e-4 and .0001 are one. Folders have these names, so three digits must differ."""
+    """Refuse repeated values, such as 1e-4 and .0001.
+
+    Folders are named after values, so that the first three digits must differ.
+    """
     names = [_slug(value_text(value)) for value in values]
     for index, name in enumerate(names):
         if name in names[:index]:
@@ -152,12 +160,12 @@ def _refuse_duplicates(what: str, values: Sequence[Any]) -> None:
 
 
 def _slug(text: str) -> str:
-    """A text as part of a file name."""
+    """Turn a text into part of a file name."""
     return re.sub(r"[^\w.=+-]", "-", text)
 
 
 _CONTESTANT: dict[Kind, str] = {"llm": "objective", "robot": "algorithm"}
-"""The setting in which contestants differ."""
+"""Setting in which contestants differ, by kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,15 +174,15 @@ class Training:
 
     recipe: str | None = None
     config: str | None = None
-    """Name of the file of settings; the comparison's folder keeps a copy."""
+    """Name of the settings file, of which the comparison's folder keeps a copy."""
     smoke: bool = False
     common: bool = False
-    """Whether all objectives were given one reduction and one advantage; it is in `settings`."""
+    """True if all objectives got a common reduction and advantage, which are in `settings`."""
     unsafe_code_execution: bool = False
     settings: Mapping[str, str | list[str]] = field(default_factory=dict)
-    """Flags by the name of their setting; a list where a flag was given several times."""
+    """Flags by the name of their setting, with a list for a repeated flag."""
     threads: int | None = None
-    """Of each process; None leaves that to the process."""
+    """Threads of each process; None leaves the number to the process."""
 
 
 def start_arguments(kind: Kind, training: Training, run: PlannedRun, where: Path) -> list[str]:
@@ -196,7 +204,7 @@ def resume_arguments(run: PlannedRun, where: Path) -> list[str]:
 
 
 def run_settings(kind: Kind, training: Training, run: PlannedRun) -> dict[str, Any]:
-    """Flags of one run by the name of their setting: what all share, then what it alone has."""
+    """Flags of one run by the name of their setting: the shared flags, then the run's own."""
     name, variant = split_contestant(run.contestant)
     own = {contestant_key(kind, name, key): _flag_text(value) for key, value in run.setting.items()}
     shared = training.settings
@@ -206,7 +214,7 @@ def run_settings(kind: Kind, training: Training, run: PlannedRun) -> dict[str, A
 
 
 def split_contestant(contestant: str) -> tuple[str, dict[str, str]]:
-    """`troll bound=0.1 support=union` → its objective, and flags: the objective's own settings, or any of a run's."""
+    """Split `troll bound=0.1 support=union` into the objective and flags for its own settings, or for any of a run's."""
     name, *pairs = contestant.split(" ")
     if not pairs:
         return name, {}
@@ -216,12 +224,12 @@ def split_contestant(contestant: str) -> tuple[str, dict[str, str]]:
 
 
 def contestant_key(kind: Kind, contestant: str, key: str) -> str:
-    """The name that a contestant has for a swept setting: robots' algorithms have different names for their learning rate."""
+    """Name of a swept setting for this contestant: robot algorithms have different names for their learning rate."""
     if kind == "robot" and key == RATE:
         return "learner.rate" if contestant.startswith("sb3-") else "learner.policy_rate"
     return key
 
 
 def _flag_text(value: Any) -> str:
-    """A value as flags are written."""
+    """Format a value as on the command line."""
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)

@@ -1,4 +1,4 @@
-"""The Ray engine: jobs as tasks of a cluster that shares this file system, or of a local Ray that is started for them."""
+"""Ray engine: jobs as tasks of a cluster with a shared file system, or of a local Ray that is started for them."""
 
 import contextlib
 import os
@@ -20,14 +20,14 @@ except ImportError as missing:
     raise RunError(f"--engine ray needs ray. Install it: {pip_install('ray')}.") from missing
 
 _PAUSE = 0.2
-"""Seconds between two looks at a process."""
+"""Seconds between two polls of a process."""
 
 _PATIENCE = 20.0
-"""Seconds that tasks have to end their processes when the engine is closed."""
+"""Seconds for tasks to end their processes when the engine is closed."""
 
 
 class RayEngine:
-    """Runs jobs on the Ray cluster that RAY_ADDRESS names, or on a local one.
+    """Runs jobs on the Ray cluster in RAY_ADDRESS, or on a local one.
 
     Every node must see the comparison's folder under the same path, and have corral installed.
     """
@@ -46,11 +46,11 @@ class RayEngine:
 
     @property
     def about(self) -> str:
-        """The engine in words: the cluster, and jobs at a time."""
+        """Engine in words: the cluster, and jobs at a time."""
         return f"{self.slots} at a time on {self.where}" + (f", a GPU each of {self.gpus}" if self.gpus else "")
 
     def start(self, job: RunJob) -> None:
-        """A task that watches over the process; Ray finds a place for it, perhaps not at once."""
+        """Start a task that supervises the process. Ray chooses its node, possibly later."""
         job.folder.parent.mkdir(parents=True, exist_ok=True)
         stop_file(job.folder).unlink(missing_ok=True)
         task = ray.remote(_watch).options(
@@ -84,7 +84,7 @@ class RayEngine:
             ray.shutdown()
 
     def _status(self, name: str, timeout: float | None = None) -> int:
-        """The exit status of a task. If Ray lost it, Ray's message goes to the run's log."""
+        """Exit status of a task. If Ray lost the task, its error goes to the run's log."""
         job, reference = self.started.pop(name)
         stop_file(job.folder).unlink(missing_ok=True)
         try:
@@ -99,7 +99,7 @@ class RayEngine:
 
 
 def _connect() -> str:
-    """Join the cluster that RAY_ADDRESS names; without it, start one with this machine's cores. Says which."""
+    """Connect to the cluster in RAY_ADDRESS, or start one with this machine's cores; returns which."""
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     address = os.environ.get("RAY_ADDRESS")
     if not address:
@@ -116,12 +116,12 @@ def _connect() -> str:
 
 
 def stop_file(folder: Path) -> Path:
-    """A file that asks a job to end after its step."""
+    """Path of a file that requests a job to end after its step."""
     return folder.with_name(f".{folder.name}.stop")
 
 
 def _watch(arguments: list[str], folder_text: str, threads: int | None, cwd: str, program: Sequence[str] | None) -> int:
-    """The task, on whatever node: start the process, forward a stop request, and end it if the task is cancelled."""
+    """Run the task on any node: start the process, forward a stop request, and end it if the task is cancelled."""
     folder = Path(folder_text)
     environ = environment(threads, None)  # Ray has chosen the GPU
     process = start_process([*(program or PROGRAM), *arguments], folder, environ, cwd)

@@ -1,4 +1,4 @@
-"""The state of a comparison, saved as compare.json, atomically, after every change."""
+"""State of a comparison, saved to compare.json atomically after every change."""
 
 import shutil
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ from corral.lab.run.files import LockedFolder, disk_sentence, write_json
 from corral.validate import RunError
 
 ENDED: tuple[str, ...] = ("finished", "collapsed", "failed")
-"""States after which a run is left alone."""
+"""Final states, after which a run is not started again."""
 
 COUNTED: tuple[str, ...] = ("finished", "collapsed")
 """States of runs that used their budget, or were stopped as collapsed."""
@@ -21,7 +21,7 @@ COUNTED: tuple[str, ...] = ("finished", "collapsed")
 
 @dataclass(kw_only=True)
 class Comparison(LockedFolder):
-    """A comparison and its folder, which one process locks."""
+    """A comparison and its folder, which is locked by one process."""
 
     path: Path
     plan: ComparisonPlan
@@ -35,19 +35,19 @@ class Comparison(LockedFolder):
 
     @property
     def config(self) -> Path | None:
-        """The file of settings, as it was when the comparison began."""
+        """Path of the settings file, as it was at the start of the comparison."""
         return self.path / self.training.config if self.training.config else None
 
     @property
     def flags(self) -> dict[str, Any]:
-        """Everything that determines the runs, by the names of flags."""
+        """Settings that determine the runs, by the names of their flags."""
         plan, training = self.plan, asdict(self.training)
         seeds = {"seeds": len(plan.report_seeds), "seed": str(min([*plan.choose_seeds, *plan.report_seeds]))}
         sweep = {"choose_seeds": len(plan.choose_seeds), **{f"sweep {key}": values for key, values in plan.sweep.items()}}
         return {"contestants": plan.contestants, **seeds, **sweep, **training.pop("settings"), **training}
 
     def add_runs(self) -> None:
-        """Records of every run that can be named by now: those that are there keep their state, others have what files say.
+        """Add records for all runs that are known by now. Existing records keep their state; new ones read it from files.
 
         Report runs of a setting that is no longer chosen are let go: that happens if a failed run of the sweep is retried.
         """
@@ -59,25 +59,25 @@ class Comparison(LockedFolder):
 
     @property
     def sweep_records(self) -> list[PlannedRun]:
-        """Runs on which settings are chosen."""
+        """Records of runs on which settings are chosen."""
         return [record for record in self.records if record.stage == "sweep"]
 
     @property
     def report_records(self) -> list[PlannedRun]:
-        """Runs that the comparison is about."""
+        """Records of runs that the comparison reports."""
         return [record for record in self.records if record.stage == "report"]
 
     @property
     def must_choose(self) -> bool:
-        """True once the sweep is over, until settings are chosen."""
+        """True after the sweep has ended, until settings are chosen."""
         return bool(self.plan.sweep) and not self.chosen and all(record.state in ENDED for record in self.sweep_records)
 
     def folder(self, record: PlannedRun) -> Path:
-        """The folder of a run."""
+        """Folder of a run."""
         return self.path / record.folder
 
     def content(self) -> dict[str, Any]:
-        """The content of compare.json."""
+        """Content of compare.json."""
         plan = asdict(self.plan)
         return {
             "version": VERSION,
@@ -91,11 +91,11 @@ class Comparison(LockedFolder):
         }
 
     def save(self) -> None:
-        """Write it, whole."""
+        """Write compare.json atomically."""
         write_json(self.path / FILE, self.content())
 
     def begin(self, config: Path | None) -> None:
-        """Make the folder, with a copy of the file of settings if there is one: who resumes has no other."""
+        """Make the folder, with a copy of the settings file if there is one, for a later resume."""
         refuse_taken(self)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ class Comparison(LockedFolder):
         self.save()
 
     def resume(self, *, retry_failed: bool) -> None:
-        """Take over in this process: states come from the runs' files; failed runs wait again if they are to be retried.
+        """Resume in this process: read states from the runs' files, and reset failed runs if they are to be retried.
 
         If runs of the sweep are retried, settings are chosen again.
         """
@@ -125,7 +125,7 @@ class Comparison(LockedFolder):
         self.save()
 
     def _lock_folder(self) -> None:
-        """Keep other processes out."""
+        """Lock the folder against other processes."""
         try:
             self.hold(self.path)
         except RunError as error:
@@ -133,7 +133,7 @@ class Comparison(LockedFolder):
 
 
 def refuse_taken(new: Comparison) -> None:
-    """A sentence if the folder holds this comparison already, or another one, or something else."""
+    """Refuse a folder that contains this comparison already, another one, or other files."""
     path = new.path
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
@@ -146,7 +146,7 @@ def refuse_taken(new: Comparison) -> None:
 
 
 def read(path: Path) -> Comparison:
-    """A comparison from its folder; nothing is locked or changed."""
+    """Read a comparison from its folder, without locking or changing anything."""
     file = path / FILE
     if not file.is_file():
         raise RunError(
@@ -176,14 +176,14 @@ def read(path: Path) -> Comparison:
 
 
 def differences(there: Comparison, new: Comparison) -> list[str]:
-    """In what two comparisons differ, in words."""
+    """Differences between two comparisons, in words."""
     old, now = ({**asdict(one.plan), **asdict(one.training)} for one in (there, new))
     settings = old.pop("settings"), now.pop("settings")
     return [*list_differences(old, now), *list_differences(*settings)]
 
 
 def list_differences(old: Mapping[str, Any], new: Mapping[str, Any], keys: Iterable[str] | None = None) -> list[str]:
-    """`key: x there, y now` where two mappings differ."""
+    """List `key: x there, y now` for every difference of two mappings."""
     names = sorted(old.keys() | new.keys()) if keys is None else keys
     return [
         f"{key} is {render_value(old.get(key))} there and {render_value(new.get(key))} here"
@@ -193,7 +193,7 @@ def list_differences(old: Mapping[str, Any], new: Mapping[str, Any], keys: Itera
 
 
 def render_value(value: Any) -> str:
-    """A value in a sentence."""
+    """Format a value for a sentence."""
     if isinstance(value, Mapping):
         return "; ".join(f"{key}={render_value(inner)}" for key, inner in value.items()) or "nothing"
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""The scheduler: keeps the engine's slots full, records every run's state, and survives failed runs."""
+"""Scheduler of a comparison: fills the engine's slots, records every run's state, and survives failed runs."""
 
 import time
 from collections.abc import Callable
@@ -14,24 +14,24 @@ from corral.lab.run.life import Interruptible
 from corral.validate import RunError
 
 _PAUSE = 0.2
-"""Seconds between two looks at the jobs."""
+"""Seconds between two polls of the jobs."""
 
 
 @runtime_checkable
 class ScheduleView(Protocol):
-    """The view that a schedule reports to: states of runs, the time left, and sentences."""
+    """Interface for a schedule's output: states of runs, remaining time, and messages."""
 
     def update_run(self, record: PlannedRun, progress: Progress) -> None:
-        """A run has another state."""
+        """Called when a run has a new state."""
 
     def update_time(self, left: float | None) -> None:
-        """Time has passed; `left` is how many seconds it may still take."""
+        """Called as time passes; `left` is the estimated number of remaining seconds."""
 
     def say(self, sentence: str) -> None:
-        """Something good to know."""
+        """Called with a message for the user."""
 
     def stopping(self, sentence: str) -> None:
-        """A signal has come."""
+        """Called after a signal to stop."""
 
 
 @dataclass(kw_only=True)
@@ -42,23 +42,23 @@ class Schedule(Interruptible):
     engine: Engine
     view: ScheduleView
     steps: int
-    """Of each run."""
+    """Steps of each run."""
     choose: Callable[[Comparison], ChosenSettings]
-    """Called once the sweep is over."""
+    """Called at the end of the sweep to choose settings."""
     stall: float = 3600.0
-    """Seconds without a new line of metrics or log, after which a run counts as hung and is ended."""
+    """Seconds without new metrics or log output after which a run counts as hung and is ended."""
     running: dict[str, PlannedRun] = field(default_factory=dict)
     progress: dict[str, Progress] = field(default_factory=dict)
     last_output: dict[str, tuple[float, tuple[int, int]]] = field(default_factory=dict)
-    """When a running run last gave a sign of life, and what it had written then."""
+    """Time and file sizes at the last output of each running run."""
     attempted: set[str] = field(default_factory=set)
-    """Each run is started once per call: one that was interrupted from outside waits for the next."""
+    """Runs already started in this call. Each is started once, so that an interrupted run waits for the next call."""
     hung: set[str] = field(default_factory=set)
     stop_requested: bool = False
-    """Whether the jobs have been asked to stop."""
+    """True if the jobs have been requested to stop."""
 
     def run(self) -> None:
-        """Run until no run is left to start. A second Ctrl-C ends all runs at once."""
+        """Run until no run is left to start; a second Ctrl-C ends all runs at once."""
         self.began = time.monotonic()
         for record in self.comparison.records:
             self._progress(record).update()
@@ -75,7 +75,7 @@ class Schedule(Interruptible):
                 self._abandon()
 
     def _poll(self) -> bool:
-        """Poll the jobs once. Returns whether there is more to do."""
+        """Poll the jobs once; returns True if there is more to do."""
         for name, status in self.engine.poll().items():
             self._end(self.running.pop(name), status)
         for record in self.running.values():
@@ -94,7 +94,7 @@ class Schedule(Interruptible):
         return bool(self.running)
 
     def _fill(self) -> None:
-        """Start runs while there are slots: interrupted ones are resumed."""
+        """Start or resume runs while slots are free."""
         for record in self.comparison.records:
             if len(self.running) >= self.engine.slots:
                 return
@@ -120,7 +120,7 @@ class Schedule(Interruptible):
         self._change(record, "running")
 
     def _end(self, record: PlannedRun, status: int) -> None:
-        """The run's own summary decides; without one it failed, unless it was asked to stop."""
+        """Record the end of a run by its own summary. Without one it failed, unless it was requested to stop."""
         folder = self.comparison.folder(record)
         self._progress(record).update()
         if record.folder in self.hung:
@@ -135,7 +135,7 @@ class Schedule(Interruptible):
             self._change(record, "failed", failure_reason(folder, status))
 
     def _choose(self) -> None:
-        """The sweep is over: the settings to report on, and the runs for that."""
+        """Choose the settings to report on after the sweep, and add their runs."""
         self.comparison.chosen = self.choose(self.comparison)
         self.comparison.add_runs()
         self.comparison.save()
@@ -158,7 +158,7 @@ class Schedule(Interruptible):
         self.view.update_run(record, self._progress(record))
 
     def _abandon(self) -> None:
-        """Whatever still runs is ended; its last checkpoint stays."""
+        """End all running runs; their last checkpoints stay."""
         self.engine.close()
         for record in self.running.values():
             record.state = "interrupted"
@@ -169,7 +169,7 @@ class Schedule(Interruptible):
 
     @property
     def left(self) -> float | None:
-        """Seconds until the end, at the pace so far; None before there is one."""
+        """Estimated seconds until the end, at the pace so far; None if there is no pace yet."""
         done = self._work_done() - self.done_before
         if done <= 0.02:
             return None
@@ -179,11 +179,11 @@ class Schedule(Interruptible):
         return (time.monotonic() - self.began) * open_work / done
 
     def _work_done(self) -> float:
-        """In runs."""
+        """Completed work, in runs."""
         return sum(1.0 if record.state in ENDED else self._progress(record).share for record in self.comparison.records)
 
     def _progress(self, record: PlannedRun) -> Progress:
-        """The progress of a run."""
+        """Progress of a run."""
         name = record.folder
         if name not in self.progress:
             self.progress[name] = Progress(self.comparison.folder(record), self.steps)

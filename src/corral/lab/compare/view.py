@@ -1,4 +1,4 @@
-"""Terminal output of a comparison: a live table in a terminal, plain lines elsewhere, failures and the end with --quiet."""
+"""Terminal output of a comparison: a live table, plain lines without a terminal, or failures and the end with --quiet."""
 
 import time
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ from corral.lab.run.view import RunView, choose_view, number
 _COLOURS = {
     "running": "cyan", "failed": "red", "interrupted": "yellow", "collapsed": "yellow", "finished": "green", "waiting": "dim",
 }  # fmt: skip
-"""Colours of states. The first ones stay in the table if not all runs fit on the screen."""
+"""Colours of states, in order of their priority if not all runs fit on the screen."""
 
 _EVERY = 60.0
-"""Seconds between two lines that only say how far it is."""
+"""Seconds between two progress lines."""
 
 
 class CompareView(RunView):
-    """Quiet: failures and the end. The base of the others; a `ScheduleView`."""
+    """Base of the views, used for --quiet: prints failures and the end. A `ScheduleView`."""
 
     def __init__(self, console: Console, problems: Console) -> None:
         super().__init__(console, problems)
@@ -39,17 +39,17 @@ class CompareView(RunView):
         self.comparison = comparison
 
     def update_run(self, record: PlannedRun, progress: Progress) -> None:
-        """A run has another state."""
+        """Called when a run has a new state."""
         self.progress[record.folder] = progress
         if record.state == "failed":
             self.warn(f"{record.label} failed: {record.error}")
 
     def update_time(self, left: float | None) -> None:
-        """Time has passed."""
+        """Called as time passes."""
         self.left = left
 
     def progress_line(self) -> str:
-        """`3 of 12 runs done, 2 running, about 12 min left`."""
+        """Progress in words: `3 of 12 runs done, 2 running, about 12 min left`."""
         records = self.comparison.records
         states = [record.state for record in records]
         done = sum(states.count(state) for state in ("finished", "collapsed"))
@@ -59,7 +59,7 @@ class CompareView(RunView):
 
 
 class PlainCompareView(CompareView):
-    """A line whenever a run starts or ends, and one a minute: for pipes, files and batch systems."""
+    """View that prints a line when a run starts or ends, and once a minute: for pipes, files and batch systems."""
 
     quiet = False
 
@@ -86,7 +86,7 @@ class PlainCompareView(CompareView):
 
 
 class LiveCompareView(PlainCompareView):
-    """A table that stays in place: contestant, setting, seed, state, step, success, time left."""
+    """View with a live table: contestant, setting, seed, state, step, success, time left."""
 
     live: Live | None = None
 
@@ -106,7 +106,7 @@ class LiveCompareView(PlainCompareView):
             self.live.stop()
 
     def table(self) -> Group:
-        """The table of as many runs as fit, and a line of totals."""
+        """Build the table with as many runs as fit, and a line of totals."""
         rows = visible_records(self.comparison.records, max(3, self.console.height - 6))
         caption = self.progress_line()
         if len(rows) < len(self.comparison.records):
@@ -116,12 +116,12 @@ class LiveCompareView(PlainCompareView):
 
 
 def make_compare_view(*, quiet: bool) -> CompareView:
-    """The view for where the output goes."""
+    """Choose the view for the present output."""
     return choose_view(CompareView, PlainCompareView, LiveCompareView, quiet=quiet)
 
 
 def run_cells(records: Sequence[PlannedRun], progress: dict[str, Progress]) -> list[list[str]]:
-    """Cells of a table of runs, headings first. Columns that no run fills are left out."""
+    """Cells of a table of runs, headings first; columns that are empty for all runs are omitted."""
     swept, failed = any(record.setting for record in records), any(record.error for record in records)
     names = ["contestant", *(["setting"] if swept else []), "seed", "state", "step", "success", "left"]
     rows = [names + (["what went wrong"] if failed else [])]
@@ -136,7 +136,7 @@ def run_cells(records: Sequence[PlannedRun], progress: dict[str, Progress]) -> l
 
 
 def _run_table(records: Sequence[PlannedRun], progress: dict[str, Progress]) -> Table:
-    """The table of runs for a terminal."""
+    """Build the table of runs for a terminal."""
     names, *rows = run_cells(records, progress)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in names:
@@ -147,7 +147,7 @@ def _run_table(records: Sequence[PlannedRun], progress: dict[str, Progress]) -> 
 
 
 def visible_records(records: Sequence[PlannedRun], most: int) -> list[PlannedRun]:
-    """At most `most` runs, those that matter most now, in the order of the plan. Of those that ended, the latest."""
+    """Select at most `most` runs in the order of the plan: active runs first, then the latest ended ones."""
     by_state = {state: [record for record in records if record.state == state] for state in _COLOURS}
     by_state["finished"].reverse()
     chosen = [record for state in _COLOURS for record in by_state[state]][:most]
@@ -155,6 +155,6 @@ def visible_records(records: Sequence[PlannedRun], most: int) -> list[PlannedRun
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of text as lines, each column as wide as its widest entry."""
+    """Format rows of text as lines, each column as wide as its widest entry."""
     widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

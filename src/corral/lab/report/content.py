@@ -1,4 +1,4 @@
-"""The content of a report, computed once; the page and the exports are views of it."""
+"""Content of a report, computed once for the page and the exports."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,18 +17,18 @@ from corral.validate import RunError
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
-    """Runs in groups, what was measured, and every table."""
+    """Content of a report: runs in groups, measurements, and all tables."""
 
     title: str
     groups: Sequence[Group]
-    """Those that the page is about."""
+    """Groups on the page."""
     sweep_groups: Sequence[Group]
-    """Runs on which a comparison chose its settings: they are in the sweep and in the lists, and count for nothing else."""
+    """Runs on which a comparison chose its settings. They appear in the sweep and in the lists, and in no other statistic."""
     sweeps: Sequence[Sweep]
     comparisons: Sequence[SavedComparison]
     measure: outcomes.Measure
     threshold: float | None
-    """For the steps to it; None where every problem has its own."""
+    """Threshold for the steps to reach it; None if every problem has its own."""
     metrics: Sequence[figures.Metric]
     every: int
     """Steps per point of a figure."""
@@ -41,23 +41,23 @@ class RunReport:
 
     @property
     def problems(self) -> list[str]:
-        """Task and model of the groups, each once."""
+        """Task and model of the groups, without repetition."""
         return list(dict.fromkeys(group.problem for group in self.groups))
 
     @property
     def seeds(self) -> list[str]:
-        """Seeds of the runs, each once."""
+        """Seeds of the runs, without repetition."""
         return list(dict.fromkeys(run.seed for run in self.runs))
 
     @cached_property
     def looks(self) -> dict[str, Look]:
-        """Colour and marker of every contestant, by the name that its groups and its sweep have."""
+        """Colour and marker of every contestant, by its name in groups and sweeps."""
         swept = [row.contestant for sweep in self.sweeps for row in sweep.rows]
         return assign_looks([*(group.objective for group in self.groups), *swept])
 
     @cached_property
     def styles(self) -> dict[int, tuple[int, int, int]]:
-        """Colour, marker and dash of each group, by its key. Dashes tell four settings apart; others change the marker."""
+        """Colour, marker and dash of each group, by its key. Dashes distinguish up to four settings, markers the others."""
         settings, found = list(dict.fromkeys(group.setting for group in self.groups)), {}
         for group in self.groups:
             (colour, marker), place = self.looks[group.objective], 0 if group.chosen else settings.index(group.setting)
@@ -66,7 +66,7 @@ class RunReport:
 
     @property
     def is_single(self) -> bool:
-        """True if the report is about one run and nothing else."""
+        """True if the report is about a single run."""
         return len(self.runs) == 1 and not self.sweep_groups
 
 
@@ -78,7 +78,7 @@ def make_report(
     threshold: float | None = None,
     notes: Sequence[str] = (),
 ) -> RunReport:
-    """Group runs, and compute every table.
+    """Build the report: group the runs, and compute every table.
 
     Args:
         comparisons: what `corral compare` wrote beside the runs, from `read_comparisons`.
@@ -129,7 +129,7 @@ def make_report(
 
 
 def _headline(groups: Sequence[Group]) -> str:
-    """The default title of a page: `countdown with tiny: dppo, troll`."""
+    """Default title of a page: `countdown with tiny: dppo, troll`."""
     problems = list(dict.fromkeys(group.problem for group in groups))
     names = list(dict.fromkeys(group.objective for group in groups))
     what = problems[0] if len(problems) == 1 else f"{len(problems)} problems"

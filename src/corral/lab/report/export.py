@@ -1,4 +1,4 @@
-"""Figures for papers, SVG and PNG, and tables as CSV: what the page shows of all groups and seeds."""
+"""Exports for papers: figures as SVG and PNG, and tables as CSV, for all groups and seeds."""
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,13 +26,13 @@ from corral.lab.run.text import visible
 from corral.validate import RunError, pip_install
 
 _FORMULA = ("=", "+", "-", "@", "＝", "＋", "－", "＠")
-"""What a spreadsheet computes begins with one of these."""
+"""First characters that make a spreadsheet compute a cell."""
 
 _AVERAGES = "Lines: interquartile means over seeds (means of fewer than four)."
 
 
 def export(report: RunReport, folder: Path) -> list[Path]:
-    """Every figure twice, every table once, and the points of every curve."""
+    """Write every figure as SVG and PNG, every table, and the points of every curve."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -53,7 +53,7 @@ def export(report: RunReport, folder: Path) -> list[Path]:
 
 @dataclass
 class _Export:
-    """The folder of an export, and what has been written into it."""
+    """Folder of an export, and the files written so far."""
 
     report: RunReport
     folder: Path
@@ -65,7 +65,7 @@ class _Export:
 
     @contextmanager
     def figure(self, name: str, about: str, rows: int = 0) -> Iterator[Any]:
-        """Axes to draw on, which become an SVG and a PNG under a line that says what was run."""
+        """Context with axes to draw on, which are saved as SVG and PNG under a line that describes the runs."""
         try:
             from matplotlib.figure import Figure
         except ImportError as missing:
@@ -82,7 +82,7 @@ class _Export:
             write_whole(self.written[-1], partial(figure.savefig, format=ending, dpi=200))
 
     def problem(self, groups: Sequence[Group], ending: str) -> None:
-        """Curves, ends, differences and histograms of the groups of one problem."""
+        """Write curves, final values, differences and histograms of the groups of one problem."""
         report, measure = self.report, self.report.measure
         axis = "env_steps" if all(run.is_robot for group in groups for run in group.runs) else "update"
         look = {
@@ -122,7 +122,7 @@ class _Export:
 
 
 def write_csv(rows: Sequence[dict[str, Any]], path: Path) -> Path:
-    """A table; the columns are those of its first row. A text that a spreadsheet would compute is quoted with '."""
+    """Write a table with the columns of its first row. A text that a spreadsheet would compute is quoted with '."""
     cells = [[_inert(row[key]) for key in rows[0]] for row in rows]
     frame = pd.DataFrame(cells, columns=[_inert(key) for key in rows[0]], dtype=object)  # or steps would become 8.0 beside None
     form = {"index": False, "encoding": "utf-8", "errors": "replace", "lineterminator": "\r\n"}
@@ -131,12 +131,12 @@ def write_csv(rows: Sequence[dict[str, Any]], path: Path) -> Path:
 
 
 def _inert(value: Any) -> Any:
-    """Spreadsheets run what begins with one of these, also behind white space and in full width."""
+    """Quote a text that a spreadsheet would compute, also after white space and in full width."""
     return f"'{value}" if isinstance(value, str) and value.lstrip().startswith(_FORMULA) else value
 
 
 def _file_names(texts: Sequence[str]) -> list[str]:
-    """Short names of files, each of its own: of two that are alike as far as a name goes, the later has a number."""
+    """Build short, unique file names; a number distinguishes names that become equal."""
     found: list[str] = []
     for text in texts:
         name = "".join(letter if letter.isalnum() else "-" for letter in text)[:60].strip("-") or "problem"
@@ -153,7 +153,7 @@ _AXES = {"update": "updates", "env_steps": "environment steps"}
 
 
 def _label(text: str) -> str:
-    """A label that begins with _ is hidden, and $ begins a formula: neither is for labels of ours to do."""
+    """Escape a label for matplotlib, which hides labels that begin with _ and reads $ as a formula."""
     text = visible(text).replace("$", r"\$")
     return text if not text.startswith("_") else f" {text}"
 
@@ -161,7 +161,7 @@ def _label(text: str) -> str:
 def draw_curves(
     axes: Any, curves: Sequence[tuple[Group, pd.DataFrame]], metric: Metric, look: dict[int, Any], axis: str
 ) -> None:
-    """Draw a metric over the run."""
+    """Draw the curves of a metric over the run."""
     scale = 100.0 if metric.percent else 1.0
     for group, points in curves:
         at, every, style = points[axis], max(1, len(points) // 12), look[group.key]
@@ -197,7 +197,7 @@ def draw_finals(
 
 
 def draw_forest(axes: Any, rows: Sequence[dict[str, Any]], looks: Mapping[str, Look], what: str) -> None:
-    """Draw differences of pairs with Student's interval, the largest claim first; claims are filled."""
+    """Draw differences of pairs with Student's interval, the largest claim first; claims have filled markers."""
     for place, row in enumerate(reversed(rows)):
         colour, marker = LIGHT[looks[row["our_objective"]][0]], MARKERS[looks[row["our_objective"]][1]]
         if row["low"] is not None:
@@ -236,7 +236,7 @@ def draw_sweep(axes: Any, sweep: Sweep, measure: Measure, looks: Mapping[str, Lo
 
 
 def _places(values: Sequence[Value]) -> dict[Value, float]:
-    """Positions on an axis: a number at its value, `auto` a quarter of the axis to the right of all numbers."""
+    """Positions on an axis: a number at its value, and `auto` a quarter of the axis to the right of all numbers."""
     numbers = [value for value in values if not isinstance(value, str)]
     first, last = numbers[0], numbers[-1]
     apart = (last - first) or abs(last) or 1.0
@@ -263,6 +263,6 @@ def draw_histogram(axes: Any, group: Group, colour: str) -> None:
 
 
 def _positive(group: Group, name: str) -> list[float]:
-    """All positive, finite values of a column of lists, of all runs of a group."""
+    """Positive, finite values of a column of lists, over all runs of a group."""
     lists = [row.get(name) or [] for run in group.runs for row in run.tokens]
     return [value for values in lists for value in values if value is not None and 0 < value < np.inf]

@@ -1,4 +1,4 @@
-"""Data of the figures: which metrics, their captions, and every run's points, thinned out to what a page can hold."""
+"""Data of the figures: metrics, captions, and every run's points, thinned to the capacity of a page."""
 
 import math
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from corral.lab.report.statistics import interquartile_curve, middle_mean
 from corral.objective import make_config
 
 BUDGET = 250_000
-"""Numbers on a page, over all runs and metrics: about two megabytes."""
+"""Largest number of values on a page, over all runs and metrics: about two megabytes."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric of metrics.jsonl, as a figure."""
+    """Figure of one metric in metrics.jsonl."""
 
     section: Literal["learning", "region", "motion"]
     key: str
@@ -28,9 +28,9 @@ class Metric:
     caption: str
     percent: bool = False
     log: bool = False
-    """A logarithmic axis: values span decades."""
+    """True for a logarithmic axis: values span decades."""
     largest: bool = False
-    """Of several steps the largest counts, not the mean."""
+    """True if several steps are combined by their maximum instead of their mean."""
 
 
 METRICS = (
@@ -87,17 +87,18 @@ _ROBOTS = {
     "tr/kl_before": "mean KL to the old policy, nats per plan, as the network wants it",
     "tr/ratio_max": "new over old density of anything that was credited",
 }
-"""Where metrics of robots mean something else."""
+"""Captions of metrics with another meaning for robots."""
 
 _SAMPLED = {
     "tr/kl_before": "; {names}: k3's estimate from the sampled tokens, not to be compared with the largest KL",
     "tr/kl_max": "; {names}: of the sampled token against all others, a lower bound",
 }
-"""Of objectives that see the sampled token alone: the two are estimated otherwise, and the mean may exceed the largest."""
+"""Additional captions for objectives that read the sampled token only. Mean and maximum are different estimates there, and the
+mean may exceed the maximum."""
 
 
 def select_metrics(runs: Sequence[Run]) -> list[Metric]:
-    """Metrics that any run has; counters only if they ever count, the learning rate beside a deployed KL alone."""
+    """Metrics that at least one run has. Counters must be nonzero, and the learning rate needs a deployed KL beside it."""
     found, robots = [], all(run.is_robot for run in runs)
     logged = {key for run in runs for line in run.lines for key in line}
     for metric in METRICS:
@@ -113,13 +114,13 @@ def select_metrics(runs: Sequence[Run]) -> list[Metric]:
 
 
 def _without_support(runs: Sequence[Run]) -> str:
-    """Objectives of language models that log a KL and no mass outside a support: they have none."""
+    """Objectives of language models that log a KL and no tail mass, since they have no support."""
     found = [run for run in runs if not run.is_robot and any("tr/kl_before" in line for line in run.lines)]
     return ", ".join(dict.fromkeys(run.objective for run in found if not any("tr/rest_mass" in line for line in run.lines)))
 
 
 def kl_bound(group: Group) -> float | None:
-    """The bound of an objective where that is a KL; its seeds share it."""
+    """Bound of an objective if it is a KL; all seeds share it."""
     settings = dict(table_in(group.runs[0].config, "objective"))
     bound = None
     with suppress(ValueError, TypeError):  # an older run, an objective that is not registered here, or a damaged file
@@ -128,13 +129,13 @@ def kl_bound(group: Group) -> float | None:
 
 
 def stride(runs: Sequence[Run], metrics: Sequence[Metric]) -> int:
-    """Steps per point: one, unless that would be too many numbers for a page."""
+    """Steps per point: 1, unless the page would hold too many values."""
     numbers = sum(len(run.lines) for run in runs) * max(len(metrics), 1)
     return max(1, math.ceil(numbers / BUDGET))
 
 
 def points(run: Run, metrics: Sequence[Metric], every: int) -> dict[str, list[Any]]:
-    """Columns of a run: updates, rollouts, tokens and seconds, then the metrics. A point stands for the steps up to it.
+    """Columns of a run: updates, rollouts, tokens, seconds and metrics. A point summarises the steps up to it.
 
     Step 0 is a point of its own: it is before any update. None is nothing measured; "inf" an infinite value.
     """
@@ -156,7 +157,7 @@ def points(run: Run, metrics: Sequence[Metric], every: int) -> dict[str, list[An
 
 
 def curve(group: Group, metric: Metric, every: int = 1, *, interval: bool = True, axis: str = "update") -> pd.DataFrame | None:
-    """A group's curve of one metric: a row per step at which at least one seed measured something; None without any.
+    """Compute a group's curve of one metric, a row per step with a measurement of at least one seed; None without any.
 
     Columns are `step`, `axis`, the interquartile mean `value`, `low` and `high`, and the number of `seeds`. The interval is a
     bootstrap's, or the range of the seeds.
@@ -178,7 +179,7 @@ def curve(group: Group, metric: Metric, every: int = 1, *, interval: bool = True
 
 
 def _summary(values: Sequence[Any], metric: Metric) -> float | str | None:
-    """The mean, or the largest value, of a metric over several steps."""
+    """Mean or maximum of a metric over several steps."""
     numbers = [value for value in values if isinstance(value, float) and not math.isnan(value)]
     finite = [value for value in numbers if math.isfinite(value)]
     if numbers and (not finite or (metric.largest and max(numbers) == math.inf)):

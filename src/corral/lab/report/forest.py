@@ -1,4 +1,4 @@
-"""The forest plot of a comparison: every difference of two contestants with the interval that its sentence is about."""
+"""Forest plot of a comparison: every difference between two contestants, with its interval."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,10 +8,10 @@ from corral.lab.report.looks import SHAPES, Look, short_labels
 from corral.lab.report.statistics import plain, signed
 
 _FEW = 8
-"""Pairs that are drawn together whatever they say; of more, those without a claim are folded."""
+"""Largest number of pairs that are all shown; with more pairs, pairs without a claim are folded."""
 
 _MOST = 40
-"""Ties that are drawn; the table has all."""
+"""Largest number of ties that are drawn; the table has all of them."""
 
 _CAPTION = (
     "differences of runs with equal seeds, {what}: mean and Student's 95 % interval, which the sentences are about · filled: a "
@@ -22,7 +22,7 @@ _Row = dict[str, Any]
 
 
 def forest(rows: Sequence[_Row], looks: Mapping[str, Look], what: str) -> Safe | None:
-    """A figure per problem, the winner first; ties folded where there are many. None where nothing was compared."""
+    """Draw a figure per problem, the winner first, with ties folded if there are many; None without comparisons."""
     made = []
     problems = list(dict.fromkeys(row["problem"] for row in rows))
     for problem in problems:
@@ -40,7 +40,7 @@ def forest(rows: Sequence[_Row], looks: Mapping[str, Look], what: str) -> Safe |
 
 
 def sort_pairs(rows: Sequence[_Row]) -> list[_Row]:
-    """Each pair from the side of who is ahead; claims first, the largest difference first."""
+    """Sort pairs: each from the side of the leader, claims first, the largest difference first."""
     turned = [_turn(row) if row["difference"] < 0 else row for row in rows]
     return sorted(turned, key=lambda row: (not row["claimed"], -row["difference"]))
 
@@ -55,7 +55,7 @@ def _turn(row: _Row) -> _Row:
 
 
 def _ends(rows: Sequence[_Row]) -> tuple[float, float]:
-    """The ends of the axis, which holds every interval and 0."""
+    """Ends of an axis that holds every interval and 0."""
     values = [0.0, *(end for row in rows for end in (row["difference"], row["low"], row["high"]) if end is not None)]
     low, high = min(values), max(values)
     room = 0.04 * (high - low) or 1.0
@@ -105,7 +105,7 @@ def _figure(title: str, rows: Sequence[_Row], looks: Mapping[str, Look], what: s
 
 
 def _mark(row: _Row, look: Look, px: Any, y: float) -> Safe:
-    """Interval and mean of a pair, in the colour and with the marker of who is ahead."""
+    """Draw interval and mean of a pair, in the leader's colour and with its marker."""
     inside = [tag("title", row["sentence"])]
     if row["low"] is not None:
         inside.append(line(px(row["low"]), y, px(row["high"]), y, "whisker"))
@@ -115,6 +115,6 @@ def _mark(row: _Row, look: Look, px: Any, y: float) -> Safe:
 
 
 def _numbers(row: _Row) -> str:
-    """`+13.6 [10.8…16.4]`."""
+    """Difference with its interval: `+13.6 [10.8…16.4]`."""
     interval = "" if row["low"] is None else f" [{plain(row['low'])}…{plain(row['high'])}]"
     return f"{signed(row['difference'])}{interval}"

@@ -1,4 +1,4 @@
-"""Groups of runs: one objective with one setting on one task, repeated over seeds."""
+"""Groups of runs: an objective with one setting on one task, repeated over seeds."""
 
 import re
 from collections import Counter
@@ -12,36 +12,36 @@ from corral.lab.report.html import shorten
 from corral.lab.report.read import Run, SavedComparison, setting_text
 
 SECRET = re.compile(r"token$|secret|password|passwd|api.?key|credential", re.IGNORECASE)
-"""Settings that are secret: a page is for sending."""
+"""Names of secret settings, which must not appear on a page: people send pages."""
 
 Chosen = Mapping[Path, tuple[str, str]]
-"""Runs whose setting a comparison chose: the contestant, and its setting in words."""
+"""Runs whose setting a comparison chose → contestant, and setting in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Runs that differ in their seeds alone."""
+    """Group of runs that differ in their seeds only."""
 
     key: int
-    """Its place in the report, and so its colour."""
+    """Position in the report, which determines the colour."""
     objective: str
-    """With those of its own settings in which it was varied: `troll bound=0.1`."""
+    """Name of the objective, with its own settings that were varied: `troll bound=0.1`."""
     setting: str
-    """All other settings that were varied: `learning_rate=0.001`; mostly nothing."""
+    """All other settings that were varied, often none: `learning_rate=0.001`."""
     problem: str
-    """Task and model; groups are compared on the same one only."""
+    """Task and model; only groups with the same problem are compared."""
     runs: Sequence[Run]
     chosen: bool = False
-    """Whether the setting was chosen for it, as it was for the others: then they are compared though settings differ."""
+    """True if a comparison chose the setting: groups with chosen settings are compared although their settings differ."""
 
     @property
     def label(self) -> str:
-        """The group's name: the contestant alone where its setting was chosen, else with the setting."""
+        """Name of the group: the contestant, with its setting unless a comparison chose it."""
         return shorten(self.objective if self.chosen else f"{self.objective} {self.setting}".strip(), 300)
 
 
 def group_runs(runs: Sequence[Run], chosen: Chosen | None = None) -> list[Group]:
-    """Runs by problem, setting and objective, in that order; those of a comparison by contestant."""
+    """Group runs by problem, setting and objective, in that order; runs of a comparison by contestant."""
     chosen = {} if chosen is None else chosen
     found: dict[tuple[str, str, str], list[Run]] = {}
     problems = problems_of(runs)
@@ -76,7 +76,7 @@ def group_runs(runs: Sequence[Run], chosen: Chosen | None = None) -> list[Group]
 
 
 def split_runs(runs: Sequence[Run], comparisons: Sequence[SavedComparison]) -> tuple[list[Run], list[Run], Chosen]:
-    """Runs to report, runs of sweeps that are over, and what was chosen for those that are reported.
+    """Separate the reported runs from the runs of finished sweeps, and find the chosen settings of the reported runs.
 
     As long as a comparison has no reported run, those of its sweep are all there is to look at, and stay.
     """
@@ -92,7 +92,7 @@ def split_runs(runs: Sequence[Run], comparisons: Sequence[SavedComparison]) -> t
 
 
 def pairs(groups: Sequence[Group]) -> list[tuple[Group, Group]]:
-    """Pairs of groups to compare: objectives with equal or chosen settings, or the settings of a single objective."""
+    """Pairs of groups to compare: objectives with equal or chosen settings, or settings of a single objective."""
     found = []
     for index, ours in enumerate(groups):
         for theirs in groups[:index]:
@@ -105,7 +105,7 @@ def pairs(groups: Sequence[Group]) -> list[tuple[Group, Group]]:
 
 
 def problems_of(runs: Sequence[Run]) -> dict[int, str]:
-    """The problem of each run, by its `id`: the task with the settings in which it was varied, and the model, if one learns."""
+    """Problem of each run, by its `id`: the task with its varied settings, and the model, if a language model learns."""
     found = {}
     for run in runs:
         same = [peer for peer in runs if peer.task == run.task]
@@ -115,7 +115,7 @@ def problems_of(runs: Sequence[Run]) -> dict[int, str]:
 
 
 def varying_settings(run: Run, peers: Iterable[Run], which: str) -> dict[str, str]:
-    """Settings of a run in which its peers are not all the same, but for secrets, which make no other method.
+    """Settings of a run that vary among its peers, without secrets.
 
     Args:
         which: "own_settings", "shared_settings" or "task_settings" of a run.
@@ -127,7 +127,7 @@ def varying_settings(run: Run, peers: Iterable[Run], which: str) -> dict[str, st
 
 
 def _natural(text: str) -> tuple[Any, ...]:
-    """Sorts 2 before 10, and 1e-4 before 0.001."""
+    """Sort key that puts 2 before 10, and 1e-4 before 0.001."""
     words = []
     for word in text.replace("=", " ").split():
         try:

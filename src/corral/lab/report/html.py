@@ -1,4 +1,4 @@
-"""HTML and SVG: escaped fragments, the macros of the templates beside this file, and the frame of a self-contained page."""
+"""Parts of a page as HTML and SVG: escaped fragments, template macros, and the frame of a self-contained page."""
 
 import base64
 import hashlib
@@ -21,30 +21,30 @@ from corral.lab.run.text import visible
 from corral.validate import RunError
 
 Safe = Markup
-"""HTML made here; every other text is escaped before it stands on a page."""
+"""HTML that is made here; every other text is escaped."""
 
 LARGEST = 6_000_000
-"""Bytes of a page."""
+"""Largest size of a page in bytes."""
 
 MOST_ROWS = 1000
-"""Rows of a table on a page; `--export` writes all of them."""
+"""Largest number of rows in a table on a page; `--export` writes all rows."""
 
 _LONGEST_CELL = 1000
-"""Characters of a cell of a table: one huge setting is no reason to show no page."""
+"""Largest number of characters in a table cell, so that one huge setting does not prevent a page."""
 
 _NUMBER = re.compile(r"[−+]?[\d.,…\[\]()/ −%–—∞]+( of \d+\)?)?")
-"""A cell that is read by its digits; a column of such cells stands right."""
+"""Pattern of numeric cells; a column of them is aligned right."""
 
 _VOID = {"meta", "input", "br", "link"}
 
 
 def shorten(text: str, most: int) -> str:
-    """The beginning of a long text, and how much more there is."""
+    """Cut a long text, and append the number of characters left out."""
     return text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} more characters)"
 
 
 def _markup(value: Any) -> Safe:
-    """A value as it stands on a page: markup as it is, None as nothing, all else as visible, escaped text."""
+    """Convert a value to markup: markup is unchanged, None is empty, all else becomes visible, escaped text."""
     return value if isinstance(value, Safe) else Safe("" if value is None else escape(visible(str(value))))
 
 
@@ -59,7 +59,7 @@ _TEMPLATES.filters["shorten"] = shorten
 
 
 def macros(name: str, package: str = "corral.lab.report", **known: Any) -> Any:
-    """The macros of a package's template, as functions that return markup; `known` holds more names that it may use."""
+    """Load the macros of a package's template as functions that return markup; `known` adds names for the template."""
     return _TEMPLATES.overlay(loader=PackageLoader(package)).get_template(name, globals=known).module
 
 
@@ -67,13 +67,16 @@ _PARTS = macros("parts.html")
 
 
 def tag(name: str, /, *children: Any, **attributes: Any) -> Safe:
-    """An element. Children that are not `Safe` are texts; `class_`, `for_` and `data_x` stand for class, for and data-x."""
+    """Build an element.
+
+    Children that are not `Safe` are texts; `class_`, `for_` and `data_x` become class, for and data-x.
+    """
     head = f"<{name}{_attributes(attributes)}>"
     return Safe(head if name in _VOID else f"{head}{join(*children)}</{name}>")
 
 
 def _attributes(given: Mapping[str, Any]) -> Safe:
-    """Attributes of an element; None and False are left out."""
+    """Attributes of an element; None and False are omitted."""
     words = ""
     for key, value in given.items():
         if value is not None and value is not False:
@@ -83,17 +86,17 @@ def _attributes(given: Mapping[str, Any]) -> Safe:
 
 
 def join(*children: Any) -> Safe:
-    """Texts and elements, one after the other; None is nothing."""
+    """Join texts and elements; None is empty."""
     return Safe("".join(map(_markup, children)))
 
 
 def note(*children: Any, good: bool = False) -> Safe:
-    """A paragraph that is not to be missed."""
+    """Highlighted paragraph."""
     return tag("p", *children, class_="note good" if good else "note")
 
 
 def table(rows: list[dict[str, Any]], columns: dict[str, str], show: Callable[[str, Any], Any], **attributes: Any) -> Safe:
-    """Rows under the headings of `columns`; `show` makes a cell of a key and a row. Endless texts are cut."""
+    """Build a table under the headings of `columns`; `show` makes a cell from a key and a row. Very long texts are cut."""
     shown = ([show(key, row) for key in columns] for row in rows[:MOST_ROWS])
     cells = [[cell if isinstance(cell, Safe) else shorten(str(cell), _LONGEST_CELL) for cell in line] for line in shown]
     head = []
@@ -106,12 +109,12 @@ def table(rows: list[dict[str, Any]], columns: dict[str, str], show: Callable[[s
 
 
 def data_block(name: str, content: Any) -> Safe:
-    """JSON that a page's script reads."""
+    """Block of JSON data for a page's script."""
     return Safe(f'<script type="application/json" id="{name}">{page_json(content)}</script>')
 
 
 def page_json(content: Any) -> str:
-    """JSON as a page holds it: without < > & it cannot end the element that it is in."""
+    """Encode JSON for a page, without < > & so that it cannot close its element."""
     text = json.dumps(content, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     for mark in "<>&":
         text = text.replace(mark, f"\\u{ord(mark):04x}")
@@ -119,7 +122,7 @@ def page_json(content: Any) -> str:
 
 
 def sections(parts: Mapping[str, tuple[str, Safe]], scripted: Sequence[str] = ()) -> dict[str, Safe]:
-    """Parts of a page, each a heading and what is below it, as elements by the name that links go to.
+    """Sections of a page, each with a heading and content, by the name of their links.
 
     Args:
         scripted: those that are empty without a script, and not shown then.
@@ -133,7 +136,7 @@ def sections(parts: Mapping[str, tuple[str, Safe]], scripted: Sequence[str] = ()
 def page_body(
     title: str, lead: str, parts: Mapping[str, tuple[str, Safe]], main: Safe, footer: str, noscript: Safe | None = None
 ) -> Safe:
-    """Header with the choice of a theme and a link to every part, what is in `main`, and a footer."""
+    """Build the body of a page: header with theme selector and links to every section, `main`, and footer."""
     links = [(name, heading) for name, (heading, _) in parts.items()]
     return _PARTS.body(title, lead, links, main, f"Made by corral {corral.__version__} from {footer}.", noscript)
 
@@ -141,7 +144,7 @@ def page_body(
 def document(
     title: str, inside: Safe, data: Mapping[str, Any], scripts: Sequence[str], styles: Sequence[str] = ("page.css",)
 ) -> str:
-    """A page of its own, around this body.
+    """Build a complete page around this body.
 
     Args:
         inside: what stands in the body.
@@ -161,7 +164,7 @@ def document(
 
 
 def write_document(text: str, out: Path, too_large: str = "") -> int:
-    """A page, whole or not at all. Returns its size in bytes.
+    """Write a page atomically, and return its size in bytes.
 
     Args:
         too_large: what to do about it if it has more than six megabytes, as a sentence.
@@ -178,19 +181,19 @@ def write_document(text: str, out: Path, too_large: str = "") -> int:
 
 
 def csp_hash(text: str) -> str:
-    """The digest by which a Content-Security-Policy allows an inline script or style."""
+    """Digest with which a Content-Security-Policy allows an inline script or style."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 WIDE, NARROW = 820, 360
-"""Widths of the two drawings, of which a page shows the one that fits."""
+"""Widths of the two drawings of a figure; a page shows the one that fits."""
 
 Draw = Callable[[int], tuple[Sequence[Safe], int]]
-"""A width → what is drawn, and how high it is."""
+"""Function from a width to the drawing's elements and its height."""
 
 
 def drawn_figure(title: str, caption: str, draw: Draw, legend: Safe | None = None, **attributes: str) -> Safe:
-    """A figure with both drawings; a page's script adds what reads and saves it."""
+    """Build a figure with both drawings; a script of the page adds its tooltips and buttons."""
     drawings = []
     for width, kind in ((WIDE, "wide"), (NARROW, "narrow")):
         parts, height = draw(width)
@@ -199,17 +202,17 @@ def drawn_figure(title: str, caption: str, draw: Draw, legend: Safe | None = Non
 
 
 def text(content: str, x: float, y: float, anchor: str = "start", **more: str) -> Safe:
-    """Words at a place."""
+    """SVG text at a position."""
     return tag("text", content, x=at(x), y=at(y), text_anchor=anchor, **more)
 
 
 def line(x1: float, y1: float, x2: float, y2: float, kind: str) -> Safe:
-    """A line from one point to another; `kind` is its class."""
+    """SVG line between two points; `kind` is its class."""
     return tag("line", x1=at(x1), y1=at(y1), x2=at(x2), y2=at(y2), class_=kind)
 
 
 def at(value: float) -> str:
-    """A coordinate, with one decimal."""
+    """Format a coordinate with one decimal."""
     return f"{value:.1f}"
 
 

@@ -1,4 +1,4 @@
-"""One colour and one marker per objective, on every page and in every exported figure; safe for colour-blind readers."""
+"""Colours and markers of objectives, equal on every page and in every exported figure, safe for colour-blind readers."""
 
 from collections.abc import Iterable, Sequence
 from zlib import crc32
@@ -7,10 +7,11 @@ from corral.objective import OBJECTIVES
 
 LIGHT = ("#1b65c7", "#e5520a", "#2f996a", "#a63486", "#7e4b0b", "#0a94e0", "#71000c", "#303654")
 DARK = ("#568bfb", "#ff9b02", "#32d290", "#d0a6ec", "#f2e967", "#b3eafa", "#cf3433", "#8896a1")
-"""Colours on light and on dark paper: at least 3 : 1 against it, and apart under deuteranopia, protanopia and tritanopia."""
+"""Colours on light and on dark paper. Their contrast with the paper is at least 3 : 1, and they differ under deuteranopia,
+protanopia and tritanopia."""
 
 MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
-"""matplotlib's names of the markers…"""
+"""Markers by matplotlib's names."""
 
 SHAPES = (
     "M-4 0A4 4 0 1 0 4 0A4 4 0 1 0 -4 0Z",
@@ -22,19 +23,22 @@ SHAPES = (
     "M0-1.9L2.6-4.5L4.5-2.6L1.9 0L4.5 2.6L2.6 4.5L0 1.9L-2.6 4.5L-4.5 2.6L-1.9 0L-4.5-2.6L-2.6-4.5Z",
     "M0-5.4L1.5-1.8L5.3-1.6L2.4.9L3.3 4.5L0 2.5L-3.3 4.5L-2.4.9L-5.3-1.6L-1.5-1.8Z",
 )
-"""…and the same as the `d` of SVG paths around the origin."""
+"""Markers as the `d` of SVG paths around the origin, in the order of `MARKERS`."""
 
 _KNOWN = {name: place for place, name in enumerate(OBJECTIVES)} | {"tce": 13, "bbrl": 14, "sb3-ppo": 15, "sb3-ppo-gsde": 16}
-"""Names whose look is always the same, whoever else is on the page. Robots and language models never share one."""
+"""Objectives with a fixed colour and marker on every page. Robots and language models never share one."""
 
 _LOOKS = len(LIGHT) * len(MARKERS)
 
 Look = tuple[int, int]
-"""Places of a colour and of a marker."""
+"""Indices of a colour and of a marker."""
 
 
 def assign_looks(names: Iterable[str]) -> dict[str, Look]:
-    """A look for every name, such as `troll` or `troll bound=0.1`: an objective's own; of several variants the first has it."""
+    """Assign a colour and marker to every name, such as `troll` or `troll bound=0.1`.
+
+    The first variant of an objective gets the objective's own.
+    """
     found: dict[str, Look] = {}
     for name in dict.fromkeys(names):
         base = name.partition(" ")[0]
@@ -48,13 +52,13 @@ def assign_looks(names: Iterable[str]) -> dict[str, Look]:
 
 
 def _look(place: int) -> Look:
-    """The first eight have a colour and a marker of their own; those after them one of either that was not together yet."""
+    """Colour and marker by index: the first eight are all different, later ones are new combinations."""
     row, colour = divmod(place, len(LIGHT))
     return colour, (colour + 3 * row) % len(MARKERS)
 
 
 def palette_css() -> str:
-    """The colours as variables --c0 … --c7, by theme; paper is light."""
+    """Colours as CSS variables --c0 … --c7 for each theme, with light as the default."""
     light, dark = ("".join(f"--c{place}:{colour};" for place, colour in enumerate(colours)) for colours in (LIGHT, DARK))
     return (
         f":root{{{light}}}@media (prefers-color-scheme:dark){{:root:not([data-theme=light]){{{dark}}}}}"
@@ -63,7 +67,7 @@ def palette_css() -> str:
 
 
 def short_labels(labels: Sequence[str], most: int = 40) -> list[str]:
-    """Labels that fit: where one is too long, words that all of them have are left out, then the middles of words."""
+    """Shorten labels that are too long: first omit words that all labels share, then the middles of words."""
     if not labels or max(map(len, labels)) <= most:
         return list(labels)
     words = [label.split(" ") for label in labels]
@@ -73,7 +77,7 @@ def short_labels(labels: Sequence[str], most: int = 40) -> list[str]:
 
 
 def _shorten_word_by_word(label: str, most: int) -> str:
-    """`a_long_name=value` as `a_lo…me=value`: names lose their middle before values do."""
+    """Shorten `a_long_name=value` to `a_lo…me=value`: names lose their middle before values do."""
     if len(label) <= most:
         return label
     words = [word.partition("=") for word in label.split(" ")]

@@ -1,4 +1,4 @@
-"""Outcomes of runs, compared between groups and across seeds, with intervals."""
+"""Outcomes of runs, compared between groups and over seeds, with intervals."""
 
 import math
 from collections.abc import Sequence
@@ -17,28 +17,28 @@ from corral.lab.run.text import visible
 _Row = dict[str, Any]
 
 BESIDE = ("greedy", "return")
-"""Metrics beside the main one: the success of the likeliest tokens, and the return of robots."""
+"""Metrics reported beside the main one: greedy success, and the return of robots."""
 
 COUNTED = ("finished", "collapsed")
-"""Runs that count in the statistics: those that used their budget, and those that were stopped as collapsed."""
+"""Outcomes that count in the statistics: runs that used their budget, or were stopped as collapsed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """A number that a run ends with, and how to say it."""
+    """Final number of a run, with its name and unit."""
 
     key: str
     name: str
     unit: str
     factor: float
-    """From the run's number to `unit`."""
+    """Factor from the logged number to `unit`."""
 
     def text(self, value: float) -> str:
-        """`67.6 %`, or a plain number."""
+        """Value in words: `67.6 %`, or a plain number."""
         return f"{100 * value:.1f} %" if self.factor == 100 else statistics.plain(value)
 
     def estimate(self, value: float | None, low: float | None, high: float | None) -> str:
-        """`67.6 % [65.0…70.1]`, as far as there are numbers."""
+        """Estimate with its interval, if there is one: `67.6 % [65.0…70.1]`."""
         if value is None or not math.isfinite(value):
             return "—"
         if low is None or high is None:
@@ -53,11 +53,11 @@ _MEASURES = (
     RETURN,
     Measure(key="reward", name="reward", unit="", factor=1.0),
 )
-"""What may be compared, the best first: on held-out problems, on held-out contexts, in training."""
+"""Candidates for the main metric, the best first: on held-out problems, on held-out contexts, in training."""
 
 
 def main_metric(runs: Sequence[Run]) -> Measure:
-    """Held-out success where every task has it, else the return on held-out contexts, else the reward in training."""
+    """Choose held-out success if every task has it, else the return on held-out contexts, else the training reward."""
     tasks = {run.task: [peer for peer in runs if peer.task == run.task] for run in runs}
     for everywhere in (all, any):
         for measure in _MEASURES:
@@ -67,30 +67,33 @@ def main_metric(runs: Sequence[Run]) -> Measure:
 
 
 def _counted_runs(group: Group, metric: str) -> dict[str, Run]:
-    """A group's runs that count, by seed; of two with one seed the later one."""
+    """Runs of a group that count, by seed; the latest run of each seed."""
     return {run.seed: run for run in group.runs if run.stopped in COUNTED and run.values(metric)}
 
 
 def finals(group: Group, metric: str) -> dict[str, float]:
-    """The last measurement of each run that counts."""
+    """Last measurement of each run that counts."""
     return {seed: run.values(metric)[-1][1] for seed, run in _counted_runs(group, metric).items()}
 
 
 def areas(group: Group, metric: str) -> dict[str, float]:
-    """The mean of the metric over each run that counts."""
+    """Mean of the metric over each run that counts."""
     runs = _counted_runs(group, metric)
     found = {seed: statistics.area_under_curve(run.values(metric), run.planned_steps) for seed, run in runs.items()}
     return {seed: area for seed, area in found.items() if area is not None}
 
 
 def _mean_start(groups: Sequence[Group], metric: str) -> float | None:
-    """The mean of the first measurements of all runs; None if there are none."""
+    """Mean of the first measurements of all runs; None without any."""
     starts = [values[0][1] for group in groups for run in group.runs if (values := run.values(metric))]
     return float(np.mean(starts)) if starts else None
 
 
 def default_threshold(groups: Sequence[Group], metric: str) -> float | None:
-    """Nine tenths of what the best objective ends with; of returns, of the way there from where runs begin. None of nothing."""
+    """Nine tenths of the best objective's final value; None without any.
+
+    For returns, nine tenths of the way from the mean start to the best final value.
+    """
     ends = [np.array([*found.values()])[:, None] for group in groups if (found := finals(group, metric))]
     best = max((float(statistics.middle_mean(found)[0]) for found in ends), default=0.0)
     start = 0.0 if metric == "success" else _mean_start(groups, metric) or 0.0
@@ -98,13 +101,13 @@ def default_threshold(groups: Sequence[Group], metric: str) -> float | None:
 
 
 def _columns(name: str, estimate: Estimate | None) -> _Row:
-    """An estimate as three columns of a row."""
+    """Split an estimate into three columns of a row."""
     value, low, high = (None, None, None) if estimate is None else (estimate.value, estimate.low, estimate.high)
     return {name: value, f"{name}_low": low, f"{name}_high": high}
 
 
 def results(groups: Sequence[Group], metric: str, threshold: float | None) -> list[_Row]:
-    """One row per group: final, area, greedy, steps to the threshold, collapses, time."""
+    """Compute one row per group: final, area, greedy, steps to the threshold, collapses, time."""
     rows = []
     for group in groups:
         runs = _counted_runs(group, metric)
@@ -127,7 +130,7 @@ def results(groups: Sequence[Group], metric: str, threshold: float | None) -> li
 
 
 def comparisons(groups: Sequence[Group], measure: Measure) -> list[_Row]:
-    """One row per pair and measure, with its sentence. Claims hold among all pairs of their measure together."""
+    """Compute one row per pair and measure, with its sentence. Claims are corrected over all pairs of a measure."""
     rows = []
     judged = {"final": (finals, measure), "area": (areas, measure)}
     if measure.key == "success":
@@ -166,17 +169,17 @@ _WEIGHTS = {
     "loss_type": "reductions", "advantage": "advantages", "scale_rewards": "scales of rewards",
     "multi_objective_aggregation": "sums of rewards",
 }  # fmt: skip
-"""Settings that weigh tokens and rewards, whatever the objective."""
+"""Settings that weigh tokens and rewards, for any objective."""
 
 _OWN = {
     "seed", "objective", "report_to", "guard", "keep_completions", "keep_checkpoints", "checkpoint_every", "workers",
     "objective_config", "algorithm", "learner", "prodmp",
 }  # fmt: skip
-"""Settings in which fair comparisons may differ: those of the repetition, and those that each objective has of its own."""
+"""Settings that may differ in a fair comparison: of the repetition, and of each objective."""
 
 
 def _uneven_weights(ours: Group, theirs: Group) -> str:
-    """Why a difference is not one between two objectives: their tokens or rewards were weighed otherwise. Empty if it is."""
+    """Reason why a difference also reflects other weights of tokens or rewards; empty if both sides weigh them equally."""
     first, second = ours.runs[0], theirs.runs[0]
     if first.objective == second.objective:
         return ""
@@ -192,7 +195,7 @@ def _uneven_weights(ours: Group, theirs: Group) -> str:
 
 
 def _other_differences(ours: Group, theirs: Group) -> str:
-    """Settings in which two groups differ though neither was varied in them: a comparison that may not be fair."""
+    """Settings in which two groups differ although neither was varied in them, so that a comparison may be unfair."""
     aside = _OWN | ({"loss_type", "advantage", "scale_rewards"} if _uneven_weights(ours, theirs) else set())  # said already
     a, b = (
         {key: value for key, value in flatten(side.runs[0].settings).items() if key.split(".")[0] not in aside}
@@ -204,7 +207,7 @@ def _other_differences(ours: Group, theirs: Group) -> str:
 
 
 def overall(groups: Sequence[Group], measure: Measure) -> list[_Row]:
-    """One row per contestant that has runs on every problem: interquartile mean and mean over tasks and seeds.
+    """Compute one row per contestant with runs on every problem: interquartile mean, and mean over tasks and seeds.
 
     Runs are resampled within each task (rliable's stratified bootstrap). Nothing if there are fewer than two problems, or
     fewer than two contestants with runs on all of them.
@@ -233,7 +236,7 @@ def overall(groups: Sequence[Group], measure: Measure) -> list[_Row]:
 
 
 def normalise_scores(groups: Sequence[Group], measure: Measure) -> dict[str, dict[str, dict[str, float]]]:
-    """Final values on one scale, by contestant, problem and seed.
+    """Normalise final values to one scale, by contestant, problem and seed.
 
         success as it is; of returns: score = (final − start) / (best − start)
 

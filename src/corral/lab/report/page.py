@@ -1,4 +1,4 @@
-"""The report page: findings, curves, sweeps, tables and an appendix, with their data as JSON."""
+"""Report page: findings, curves, sweeps, tables and an appendix, with their data as JSON."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -31,10 +31,10 @@ from corral.lab.report.tables import compare_command
 from corral.lab.run.text import count, visible
 
 _SCRIPTS = ("base.js", "curves.js", "sweep.js", "tokens.js", "page.js")
-"""In static/; each needs those before it."""
+"""Scripts in static/, in the order of their dependencies."""
 
 _FILTERED = ("curves", "region", "motion", "tokens")
-"""Parts that the filters are for."""
+"""Sections that the filters apply to."""
 
 _HTML = macros("report.html")
 
@@ -42,12 +42,12 @@ _Row = dict[str, Any]
 
 
 def write_page(report: RunReport, out: Path) -> int:
-    """The page, whole or not at all. Returns its size in bytes."""
+    """Write the page atomically, and return its size in bytes."""
     return write_document(page(report), out, f"Report fewer runs at a time: {len(report.runs)} were given.")
 
 
 def page(report: RunReport) -> str:
-    """The whole HTML."""
+    """Build the whole HTML page."""
     tables = report.tables
     speaks = not all(run.is_robot for run in report.runs)
     moves = any(metric.section == "motion" for metric in report.metrics)
@@ -80,7 +80,7 @@ def page(report: RunReport) -> str:
 
 
 def _summary(report: RunReport) -> str:
-    """The line below the title: the number of runs, and how they ended."""
+    """Line below the title: the number of runs, and their outcomes."""
     how = ", ".join(f"{number} {stopped}" for stopped, number in sorted(Counter(run.stopped for run in report.runs).items()))
     seeds = {len(group.runs) for group in report.groups}
     each = "" if report.is_single else f", {count(max(seeds), 'seed')} {'each' if len(seeds) == 1 else 'at most'}"
@@ -93,11 +93,11 @@ _AXES = {
     "update": "updates", "step": "steps", "rollouts": "rollouts", "env_steps": "environment steps", "tokens": "tokens",
     "seconds": "seconds",
 }  # fmt: skip
-"""What the curves can be drawn over."""
+"""Names of the curves' horizontal axes."""
 
 
 def _axes(report: RunReport) -> dict[str, str]:
-    """The axes for which something was logged; for robots environment steps come first."""
+    """Horizontal axes with logged data; for robots environment steps come first."""
     logged = {key for run in report.runs for line in run.lines for key in line}
     there = {"rollouts": all(run.rollouts_per_step for run in report.runs)}
     there |= {"env_steps": "env_steps" in logged, "tokens": "num_tokens" in logged}
@@ -109,7 +109,7 @@ def _axes(report: RunReport) -> dict[str, str]:
 
 
 def _findings(report: RunReport) -> Safe:
-    """Sentences, the picture of where everybody ended, the tables, and the method."""
+    """Build the findings: sentences, the plot of final values, tables, and the method."""
     name = report.measure.name
     rows = [row for row in report.tables["comparisons"] if row["measure"] == "final"]
     swept = []
@@ -129,7 +129,7 @@ def _findings(report: RunReport) -> Safe:
 
 
 def sentence_pairs(rows: Sequence[_Row]) -> list[tuple[str, str]]:
-    """The sentence of each row with its kind, which is its mark on the page."""
+    """Sentence of each row, with its kind for the mark on the page."""
     return [(row["sentence"], "claim" if row["claimed"] else "tie") for row in rows]
 
 
@@ -156,7 +156,7 @@ def _warnings(report: RunReport) -> list[tuple[str, str | None]]:
 
 
 def _single_run(report: RunReport) -> Safe:
-    """The findings of a single run: its numbers, large."""
+    """Build the findings of a single run, with large numbers."""
     (run,), (row,) = report.runs, report.tables["runs"]
     text = report.measure.text
     numbers = {f"{name} {report.measure.name}": row[name] for name in ("start", "best", "final")}
@@ -172,7 +172,7 @@ def _single_run(report: RunReport) -> Safe:
 
 
 def _duration(seconds: float | None) -> str:
-    """`57 s`, `12 min`, `3.4 h`."""
+    """Format a duration: `57 s`, `12 min`, `3.4 h`."""
     if seconds is None:
         return "—"
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
@@ -181,17 +181,17 @@ def _duration(seconds: float | None) -> str:
 # --------------------------------------------------------------------------------------------------------------- tables
 
 _Columns = dict[str, Callable[[_Row], object]]
-"""Headings of a table, and how each column's cell is made of a row."""
+"""Heading of each table column → function that makes its cell from a row."""
 
 
 def _table(rows: list[_Row], columns: _Columns, label: str, data: str | None = None) -> Safe:
-    """A table; `data` names its rows among the data of the page, so that they can be saved."""
+    """Build a table; `data` names its rows in the page's data, so that a reader can save them."""
     headings = {heading: heading for heading in columns}
     return table(rows, headings, lambda heading, row: columns[heading](row), aria_label=label, data_table=data)
 
 
 def _cell(key: str, form: Callable[[Any], object] = str) -> Callable[[_Row], object]:
-    """A column's cells: this value of a row, or a dash where there is none."""
+    """Make the cells of a column: a value of the row, or a dash if it has none."""
     return lambda row: "—" if row[key] is None else form(row[key])
 
 
@@ -200,7 +200,7 @@ def _yes(key: str) -> Callable[[_Row], str]:
 
 
 def _spread(key: str, digits: int = 4) -> Callable[[_Row], str]:
-    """A number of no unit with its interval, where the row has one."""
+    """Format a number without a unit, with its interval if the row has one."""
 
     def show(row: _Row) -> str:
         ends = (row[key], row.get(f"{key}_low"), row.get(f"{key}_high"))
@@ -215,7 +215,7 @@ def _whole(value: Any) -> str:
 
 
 def _comparison_table(report: RunReport) -> Safe | None:
-    """One row per pair and measure."""
+    """Build the comparison table, one row per pair and measure."""
 
     def probability(row: _Row) -> str:
         low, high = row["probability_low"], row["probability_high"]
@@ -235,7 +235,7 @@ def _comparison_table(report: RunReport) -> Safe | None:
 
 
 def _result_table(report: RunReport) -> Safe:
-    """One row per group."""
+    """Build the result table, one row per group."""
     rows, measure = report.tables["results"], report.measure
     chosen = any(group.chosen for group in report.groups)
 
@@ -266,7 +266,7 @@ def _result_table(report: RunReport) -> Safe:
 
 
 def _overall_table(report: RunReport) -> Safe | None:
-    """One row per contestant over several tasks, where there are."""
+    """Build the table over several tasks, one row per contestant; None for a single task."""
     rows = report.tables["overall"]
     columns: _Columns = {
         "Objective": _cell("objective"), "Tasks": _cell("tasks"), "Seeds": _cell("seeds"),
@@ -277,7 +277,7 @@ def _overall_table(report: RunReport) -> Safe | None:
 
 
 def _event_table(rows: list[_Row]) -> Safe:
-    """Warnings of the guard, incomplete runs, files that could not be read."""
+    """Build the table of guard warnings, incomplete runs, and unreadable files."""
     if not rows:
         return note("None: every run finished, the guard had nothing to say, and every file could be read.", good=True)
     names = {"Objective": "objective", "Seed": "seed", "Step": "step", "Kind": "kind", "What happened": "what"}
@@ -286,7 +286,7 @@ def _event_table(rows: list[_Row]) -> Safe:
 
 
 def _run_table(report: RunReport) -> Safe:
-    """One row per run."""
+    """Build the table of runs, one row per run."""
     rows, text = report.tables["runs"], report.measure.text
     columns: _Columns = {
         "Objective": _cell("objective"), "Seed": _cell("seed"), "Ended": _cell("stopped"),
@@ -303,7 +303,7 @@ def _run_table(report: RunReport) -> Safe:
 
 
 def _configuration(report: RunReport) -> Safe:
-    """Settings in which groups differ, a column per group; folded, those that all share."""
+    """Build the table of settings in which groups differ, a column per group, and a folded table of the shared settings."""
     differ, same = report.tables["differences"], report.tables["settings"]
     shown = None
     if differ:
@@ -314,14 +314,14 @@ def _configuration(report: RunReport) -> Safe:
 
 
 def _reproduce(report: RunReport) -> Safe:
-    """Versions, and a command or a file of settings per run."""
+    """List versions, and a command or a file of settings per run."""
     compared = [text for plan in report.comparisons if (text := compare_command(plan.command))]
     versions = _table(report.tables["versions"], {"Package": _cell("package"), "Version": _cell("versions")}, "Versions")
     return _HTML.reproduce(report, compared, versions)
 
 
 def _sweep_part(report: RunReport, index: int, sweep: Sweep) -> Safe:
-    """The part of a sweep: its seeds and choices, the place of its figures, and its table."""
+    """Build the section of a sweep: seeds, chosen settings, figures and table."""
     rows = [row for row in report.tables["sweep"] if (row["problem"], row["axis"]) == (sweep.problem, sweep.key)]
     measures: dict[str, tuple[str, Callable[[Any], object]]] = {
         "final": ("Final", report.measure.text),
@@ -349,20 +349,20 @@ def _sweep_part(report: RunReport, index: int, sweep: Sweep) -> Safe:
 # ----------------------------------------------------------------------------------------------------------------- data
 
 _TABLES = ("results", "comparisons", "overall", "sweep", "runs", "events")
-"""Tables whose numbers a page can save as they are."""
+"""Tables whose rows a reader can save from the page."""
 
 _MOST_TEXT, _ALL_TEXT = 4000, 1_500_000
-"""Characters of a completion that a page shows, and bytes of all of them: it stays below six megabytes whatever was sampled."""
+"""Limits on the completions on a page: characters of each, and total bytes, which keep a page below six megabytes."""
 
 _ALL_TOKENS, _ALL_TOKEN_TEXT = 25_000, 2_000_000
-"""Tokens that are shown one by one, of all runs together, and their bytes as the page holds them."""
+"""Limits on tokens shown one by one: their number over all runs, and their bytes on the page."""
 
 _LONGEST = 600
-"""Tokens of one completion that are shown."""
+"""Largest number of tokens shown of one completion."""
 
 
 def page_data(report: RunReport) -> dict[str, Any]:
-    """Everything that the scripts draw and save."""
+    """Data for the scripts to draw and save."""
     groups = []
     for group, short in zip(report.groups, short_labels([group.label for group in report.groups]), strict=True):
         colour, marker, dash = report.styles[group.key]
@@ -415,17 +415,17 @@ def page_data(report: RunReport) -> dict[str, Any]:
 
 
 def _text(text: object, most: int) -> str:
-    """The beginning of a text, visible."""
+    """Cut a text and make its characters visible."""
     return visible(shorten(str(text), most))
 
 
 def _value(value: Any) -> Any:
-    """A cell of a table as JSON can hold it."""
+    """Convert a table cell to a value that JSON supports."""
     return _text(value, 1000) if isinstance(value, str) else value if isinstance(value, bool) else _number(value)
 
 
 def _number(value: Any) -> float | str | None:
-    """A number as JSON can hold it, with five digits."""
+    """Convert a number to a value that JSON supports, with five digits."""
     if not isinstance(value, int | float) or value != value:
         return None
     value = float(value)
@@ -433,7 +433,7 @@ def _number(value: Any) -> float | str | None:
 
 
 def _rounded(columns: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-    """Columns of a curve: counts as whole numbers, all else with five digits; texts stay."""
+    """Round the columns of a curve: counts to whole numbers, other numbers to five digits; texts are unchanged."""
     whole = ("step", "update", "tokens", "env_steps", "rollouts")
     return {
         key: [value if isinstance(value, str) else round(value) if key in whole else _number(value) for value in column]
@@ -442,7 +442,7 @@ def _rounded(columns: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
 
 
 def _bands(report: RunReport, metric: figures.Metric) -> dict[str, Any]:
-    """Bootstrap intervals of the learning curves, group by group, for groups of two seeds and more."""
+    """Bootstrap intervals of the learning curves, for each group of at least two seeds."""
     curves = {group.key: figures.curve(group, metric, report.every) for group in report.groups if len(group.runs) > 1}
     return {
         str(key): _rounded(curve[["step", "low", "high"]].to_dict("list")) for key, curve in curves.items() if curve is not None
@@ -450,7 +450,7 @@ def _bands(report: RunReport, metric: figures.Metric) -> dict[str, Any]:
 
 
 def _sweep_data(report: RunReport, sweep: Sweep) -> dict[str, Any]:
-    """Lines of a sweep: one per contestant and other settings, with a cell per value of the axis and its seeds' numbers."""
+    """Lines of a sweep, by contestant and other settings; each value of the axis has a cell with its seeds' numbers."""
     lines, values = [], [*ordered([value_at(row.setting, sweep.key) for row in sweep.rows])]
     fields = {"final": "final", "area": "auc", "greedy": "greedy", "kl": "kl", "collapsed": "collapsed"}
     for index, line in enumerate(sweep.ranges):
@@ -475,7 +475,7 @@ def _sweep_data(report: RunReport, sweep: Sweep) -> dict[str, Any]:
 
 
 def _fitting(make: Callable[[int], list[_Row]], most: int, least: int, size: int) -> list[_Row]:
-    """Rows made with `most`, or half of it and so on down to `least`, until the page needs at most `size` bytes for them."""
+    """Make rows with `most` elements, then half of it, down to `least`, until they fit into `size` bytes of the page."""
     rows = make(most)
     while most > least and len(page_json(rows).encode()) > size:
         most //= 2
@@ -484,7 +484,7 @@ def _fitting(make: Callable[[int], list[_Row]], most: int, least: int, size: int
 
 
 def _completions(report: RunReport, most: int) -> list[_Row]:
-    """Sampled completions, each with `most` characters at most."""
+    """Sampled completions, each cut to `most` characters."""
     return [
         {
             "run": index, "step": int(row["step"] or 0), "prompt": _text(row.get("prompt") or "", most // 2),
@@ -497,7 +497,7 @@ def _completions(report: RunReport, most: int) -> list[_Row]:
 
 
 def _tokens(report: RunReport, most: int) -> list[_Row]:
-    """Token by token: text, what was done to it, and how far it wanted to go. Every run has an equal share of `most`."""
+    """Token-by-token data: text, effect of the region, KLs and log-ratio. Every run has an equal share of `most`."""
     kept = {index: run.tokens for index, run in enumerate(report.runs) if run.tokens}
     found = []
     for index, rows in kept.items():

@@ -1,4 +1,4 @@
-"""Runs and comparisons read from folders, of `corral train`, `corral compare` or a CorralTrainer's checkpoints."""
+"""Reader of runs and comparisons from folders of `corral train`, `corral compare` and CorralTrainer checkpoints."""
 
 import json
 import math
@@ -19,26 +19,26 @@ from corral.validate import RunError
 STATE = "trainer_state.json"
 
 _RECORD = "RunRecord"
-"""The callback under whose name a CorralTrainer writes its settings."""
+"""Name of the callback under which a CorralTrainer stores its settings."""
 
 
 _FILES = ("config.json", "metrics.jsonl")
-"""A folder that holds one of these is a run, unless its config.json is a model's."""
+"""Files that identify a folder as a run, unless its config.json is a model's."""
 
 _DEPTH = 4
-"""How many folders deep runs are searched for."""
+"""Number of folder levels in which runs are searched."""
 
 _KEPT_COMPLETIONS = 64
-"""Of one run; the first of evenly spaced steps. A page is to be sent to people."""
+"""Largest number of completions per run, from the first of evenly spaced steps: pages must stay small enough to send."""
 
 _DEEPEST, _LARGEST_NUMBER = 50, 1e300
-"""How settings may be nested, and how large a number of theirs may be."""
+"""Limits on settings: depth of nesting, and absolute value of a number."""
 
 _LAST_STEP = 2**53
 
 _TABLES = ("settings", "trainer", "versions", "reduction")
 _NAMES = ("seed", "objective", "task", "model", "stopped")
-"""What configurations and summaries hold, where they hold it."""
+"""Names → their places in configurations and summaries."""
 
 _COMPLETIONS = {
     "step": pa.int64(), "completion": pa.string(), "prompt": pa.string(), "reward": pa.float64(), "advantage": pa.float64(),
@@ -48,103 +48,103 @@ _TOKENS = {
     "kl_after": pa.list_(pa.float32()), "log_ratio": pa.list_(pa.float32()), "reward": pa.float64(),
     "advantage": pa.float64(), "bound": pa.float64(),
 }  # fmt: skip
-"""Columns that are read, and their types. The lists of a row of tokens have one length."""
+"""Columns that are read from token files, with their types. All lists in a row have the same length."""
 
 _NO_METHOD = {
     "seed", "objective", "objective_config", "task", "task_config", "model", "guard", "report_to", "device", "workers",
     "algorithm", "environment", "environment_config",
     "eval_every", "eval_size", "eval_batch_size", "checkpoint_every", "keep_checkpoints", "keep_completions",
 }  # fmt: skip
-"""Settings that make no other method: those of the problem, and those in which a repetition may differ."""
+"""Settings that define no method: those of the problem, and those in which a repetition may differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run as read from its files."""
+    """A run, as read from its files."""
 
     path: Path
     config: Mapping[str, Any] = field(default_factory=dict)
     summary: Mapping[str, Any] = field(default_factory=dict)
     lines: Sequence[Mapping[str, Any]] = ()
-    """Lines of metrics in order of their step; numbers are numbers, also NaN and infinite ones."""
+    """Lines of metrics in the order of their steps, with numbers as floats, including NaN and infinite ones."""
     completions: Sequence[Mapping[str, Any]] = ()
     tokens: Sequence[Mapping[str, Any]] = ()
     notes: Sequence[str] = ()
-    """What was wrong with the files, in sentences."""
+    """Sentences about problems with the files."""
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The settings that the run was started with."""
+        """Settings that the run was started with."""
         return table_in(self.config, "settings")
 
     @property
     def trainer(self) -> Mapping[str, Any]:
-        """Settings of TRL's trainer, resolved; robots have none."""
+        """Resolved settings of TRL's trainer; empty for robots."""
         return table_in(self.config, "trainer")
 
     @cached_property
     def own_settings(self) -> dict[str, str]:
-        """Settings of the objective itself, as texts."""
+        """Settings of the objective itself, as text."""
         return flatten(table_in(self.settings, "objective_config"))
 
     @cached_property
     def shared_settings(self) -> dict[str, str]:
-        """Settings that any objective has, as texts."""
+        """Settings that every objective has, as text."""
         return flatten({key: value for key, value in self.settings.items() if key not in _NO_METHOD})
 
     @cached_property
     def task_settings(self) -> dict[str, str]:
-        """Settings of the task, or of a robot's environment, as texts."""
+        """Settings of the task or of the robot's environment, as text."""
         return flatten(table_in(self.settings, "task_config")) | flatten(table_in(self.settings, "environment_config"))
 
     @property
     def is_robot(self) -> bool:
-        """True if a robot learned, and no language model."""
+        """True for a robot run, False for a language-model run."""
         return "environment" in self.settings
 
     @property
     def objective(self) -> str:
-        """The objective's name, or the algorithm's."""
+        """Name of the objective or of the algorithm."""
         return self._name("objective")
 
     @property
     def task(self) -> str:
-        """The task's name."""
+        """Name of the task."""
         return self._name("task")
 
     @property
     def model(self) -> str:
-        """The model's name; robots have none."""
+        """Name of the model; robots have none."""
         return self._name("model", "")
 
     @property
     def seed(self) -> str:
-        """The random seed as text: it only tells runs apart, and pairs them."""
+        """Random seed as text: it only distinguishes and pairs runs."""
         return self._name("seed")
 
     @property
     def stopped(self) -> str:
-        """The way the run ended: "finished", "collapsed", …, or "not ended"."""
+        """Outcome of the run: "finished", "collapsed", …, or "not ended"."""
         return str(self.summary.get("stopped") or "not ended")
 
     @property
     def steps(self) -> int:
-        """Steps done so far."""
+        """Number of completed steps."""
         return int(self.lines[-1]["step"]) if self.lines else 0
 
     @property
     def planned_steps(self) -> int:
-        """Steps in its settings; those done where the settings have none."""
+        """Number of planned steps, or of completed steps if the settings have no plan."""
         return _whole(self.settings.get("steps", self.settings.get("iterations")), self.steps)  # of robots: iterations
 
     @property
     def rollouts_per_step(self) -> int:
-        """Completions, or episodes, that a step samples; 0 where nothing says so."""
+        """Completions or episodes that a step samples; 0 if unknown."""
         return _whole(self.trainer.get("generation_batch_size", table_in(self.settings, "learner").get("episodes")), 0)
 
     @property
     def is_smoke(self) -> bool:
-        """True if `--smoke` made it, so that it is no result."""
+        """True if the run was made with `--smoke`, so that it is not a result."""
         command = self.config.get("command")
         return self.model == "smoke" or (isinstance(command, list) and "--smoke" in command)
 
@@ -154,16 +154,16 @@ class Run:
         return [(step, value) for step, value in pairs if isinstance(value, float) and math.isfinite(value)]
 
     def final(self, key: str) -> float | None:
-        """The last finite value of a metric."""
+        """Last finite value of a metric."""
         return next((value for _, value in reversed(self.values(key))), None)
 
     def last(self, key: str) -> float | None:
-        """A number of the last line, such as the seconds so far."""
+        """Number from the last line of metrics, such as the elapsed seconds."""
         value = self.lines[-1].get(key) if self.lines else None
         return value if isinstance(value, float) and math.isfinite(value) else None
 
     def _name(self, key: str, default: str = "unknown") -> str:
-        """A name from the summary, the settings, or the resolved part of the configuration."""
+        """Find a name in the summary, the settings, or the resolved part of the configuration."""
         for said in (self.summary.get(key), self.settings.get(key), self.config.get(key)):
             said = said.get("name") if isinstance(said, Mapping) else said
             if said is not None and said != "":
@@ -172,7 +172,7 @@ class Run:
 
 
 def table_in(tree: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
-    """The table under these keys, one within the other; an empty one where there is none."""
+    """Find the table under nested keys; empty if it is missing."""
     for key in keys:
         inner = tree.get(key)
         tree = inner if isinstance(inner, Mapping) else {}
@@ -180,7 +180,7 @@ def table_in(tree: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Settings as `a.b.c` → text."""
+    """Flatten nested settings to `a.b.c` → text."""
     found: dict[str, str] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
@@ -191,7 +191,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _whole(value: Any, default: int) -> int:
-    """A number of steps or samples from settings, if it is one."""
+    """Read a whole number of steps or samples from settings; None if there is none."""
     return value if type(value) is int and 0 < value < _LAST_STEP else default
 
 
@@ -204,7 +204,7 @@ def read_runs(folders: Iterable[Path]) -> list[Run]:
 
 
 def find_runs(folders: Iterable[Path]) -> list[Path]:
-    """A folder may be a run, or hold runs up to four folders deep. A sentence if one holds none."""
+    """Find runs: a folder may be a run, or contain runs in up to four levels. An error if a folder contains none."""
     found: dict[Path, Path] = {}
     for folder in folders:
         if not folder.is_dir():
@@ -229,7 +229,7 @@ def _runs_in(folder: Path, depth: int) -> Iterable[Path]:
 
 
 def newest_state(folder: Path) -> Path | None:
-    """The trainer_state.json of a folder or of its newest checkpoint; None if there is none."""
+    """Find the trainer_state.json of a folder or of its newest checkpoint; None if there is none."""
     if (folder / STATE).is_file():
         return folder / STATE
     found = [path for path in folder.glob(f"checkpoint-*/{STATE}") if path.parent.name.removeprefix("checkpoint-").isdigit()]
@@ -237,7 +237,7 @@ def newest_state(folder: Path) -> Path | None:
 
 
 def _is_run(folder: Path) -> bool:
-    """True for a folder with the files of a run. A model's config.json is not one of them."""
+    """True for a folder with the files of a run; a config.json of a model does not count."""
     if (folder / "metrics.jsonl").is_file():
         return True
     if not (folder / "config.json").is_file():
@@ -250,7 +250,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def read_run(path: Path) -> Run:
-    """Read one run, with notes about the files that cannot be read."""
+    """Read one run, with notes about unreadable files."""
     state = None if _is_run(path) else newest_state(path)
     if state is not None:
         return _read_trainer(path, state)
@@ -276,7 +276,7 @@ def read_run(path: Path) -> Run:
 
 
 def _read_trainer(path: Path, file: Path) -> Run:
-    """The run of a trainer of TRL's, from a trainer_state.json: a step is an update here."""
+    """Read the run of a TRL trainer from its trainer_state.json, in which a step is an update."""
     notes: list[str] = []
     state = _object(file, notes)
     about = table_in(state, "stateful_callbacks", _RECORD, "args", "about")
@@ -301,7 +301,7 @@ def _read_trainer(path: Path, file: Path) -> Run:
 
 
 def _object(path: Path, notes: list[str], missing: str = "its settings are unknown") -> Mapping[str, Any]:
-    """A JSON file that holds an object."""
+    """Read a JSON file that contains an object."""
     if not _is_readable(path, notes, missing):
         return {}
     try:
@@ -316,14 +316,14 @@ def _object(path: Path, notes: list[str], missing: str = "its settings are unkno
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file whose values can be shown and computed with; a ValueError, OSError or RecursionError if they cannot."""
+    """Read a JSON file whose values can be shown and computed with; raises ValueError, OSError or RecursionError otherwise."""
     content = read_file(path)
     _check_values(content)
     return content
 
 
 def _check_values(content: Any) -> None:
-    """A ValueError if values are nested too deep to be written out, or too large to be computed with."""
+    """Raise a ValueError for values that are nested too deep to write, or too large to compute with."""
     level = [content]
     for _ in range(_DEEPEST):
         if any(isinstance(value, int) and abs(value) > _LARGEST_NUMBER for value in level):
@@ -336,7 +336,7 @@ def _check_values(content: Any) -> None:
 
 
 def _is_readable(path: Path, notes: list[str], missing: str) -> bool:
-    """True if a file of a run can be opened, else a note is added. A link that leaves the run's folder is not followed."""
+    """True if a file of a run can be opened; otherwise adds a note. A link out of the run's folder is not followed."""
     if not path.exists():
         notes.append(f"{path.name} is missing: {missing}.")
     elif not path.resolve().is_relative_to(path.parent.resolve()):
@@ -349,7 +349,7 @@ def _is_readable(path: Path, notes: list[str], missing: str) -> bool:
 
 
 def _lines(path: Path, notes: list[str]) -> list[Mapping[str, Any]]:
-    """Lines of metrics by step; of two with the same step the later one counts."""
+    """Read lines of metrics by step; of two lines with the same step the later one counts."""
     if not _is_readable(path, notes, "nothing was measured yet"):
         return []
     try:
@@ -361,7 +361,7 @@ def _lines(path: Path, notes: list[str]) -> list[Mapping[str, Any]]:
 
 
 def _lines_by_step(entries: Sequence[bytes | Mapping[str, Any]], notes: list[str], name: str) -> list[Mapping[str, Any]]:
-    """Lines, as JSON or read already, in order of their step; notes about the others and about odd values."""
+    """Sort lines, as JSON or parsed, by step, with notes about invalid lines and values."""
     found: dict[int, Mapping[str, Any]] = {}
     torn = 0
     for entry in entries:
@@ -387,7 +387,7 @@ def _lines_by_step(entries: Sequence[bytes | Mapping[str, Any]], notes: list[str
 
 
 def number(value: Any) -> Any:
-    """A value from JSON: numbers as floats, and those that JSON does not have, "inf" and "nan", too; all else as it is.
+    """Convert a value from JSON: numbers, "inf" and "nan" to floats, any other value unchanged.
 
     Beyond 1e300 it counts as infinite: sums and percentages of it would be.
     """
@@ -401,7 +401,7 @@ def number(value: Any) -> Any:
 def _rows(
     path: Path, types: Mapping[str, pa.DataType], needed: int, notes: list[str], *, optional: bool
 ) -> list[Mapping[str, Any]]:
-    """Rows of a parquet file: those of its columns that are known, each in its type; none without the first `needed` ones."""
+    """Read the known columns of a parquet file in their types; no rows if a column among the first `needed` is missing."""
     if (optional and not path.exists()) or not _is_readable(path, notes, "there are no completions to show"):
         return []
     try:
@@ -429,7 +429,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _aligned(row: Mapping[str, Any]) -> bool:
-    """True if all lists of a row of tokens have one entry per token; kl_after and log_ratio may be missing."""
+    """True if all lists in a row of tokens have one entry per token; kl_after and log_ratio may be missing."""
     if row["token"] is None or row["action"] is None or row["kl_before"] is None:
         return False
     lists = [row[name] for name in ("action", "kl_before", "kl_after", "log_ratio") if row.get(name) is not None]
@@ -437,7 +437,7 @@ def _aligned(row: Mapping[str, Any]) -> bool:
 
 
 def _evenly(rows: Sequence[Mapping[str, Any]], most: int = _KEPT_COMPLETIONS) -> list[Mapping[str, Any]]:
-    """At most `most` rows: eight of the first, of the last and of evenly spaced steps between."""
+    """Select at most `most` rows: eight each of the first, the last and evenly spaced steps between."""
     each = 8
     by_step: dict[int, list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -464,28 +464,28 @@ VERSION = 1
 
 @dataclass(kw_only=True)
 class PlannedRun:
-    """A run of a comparison, and its state."""
+    """A planned run of a comparison, and its state."""
 
     folder: str
-    """The name of its folder inside the comparison's."""
+    """Name of its folder inside the comparison's folder."""
     contestant: str
     setting: Mapping[str, Any]
     seed: int
     stage: str
-    """Whether it serves the choice of a setting, "sweep", or is reported, "report"."""
+    """Purpose of the run: "sweep" to choose a setting, or "report"."""
     state: str = "waiting"
-    """ "waiting", "running", "finished", "collapsed", "interrupted" or "failed"."""
+    """State of the run: "waiting", "running", "finished", "collapsed", "interrupted" or "failed"."""
     error: str | None = None
-    """Why it failed, in one line."""
+    """Reason for a failure, in one line."""
 
     @property
     def label(self) -> str:
-        """`troll learning_rate=1e-4 seed 0`."""
+        """Name of the run: `troll learning_rate=1e-4 seed 0`."""
         return " ".join([self.contestant, *setting_pairs(self.setting), f"seed {self.seed}"])
 
 
 def value_text(value: object) -> str:
-    """A setting for people: 3e-05 as 3e-5, and .0003 as 3e-4."""
+    """Format a setting for people: 3e-05 as 3e-5, and .0003 as 3e-4."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     if value == 0 or not math.isfinite(value) or 1e-2 <= abs(value) < 1e5:
@@ -495,18 +495,18 @@ def value_text(value: object) -> str:
 
 
 def setting_pairs(setting: Mapping[str, object]) -> list[str]:
-    """`key=value` of each."""
+    """Format each setting as `key=value`."""
     return [f"{key}={value_text(value)}" for key, value in setting.items()]
 
 
 def setting_text(setting: Mapping[str, object]) -> str:
-    """`learning_rate=1e-4 num_iterations=4`."""
+    """Format settings as `learning_rate=1e-4 num_iterations=4`."""
     return " ".join(setting_pairs(setting))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedComparison:
-    """A comparison, as far as its file tells."""
+    """A comparison, as read from its file."""
 
     path: Path
     command: str
@@ -516,18 +516,18 @@ class SavedComparison:
     chosen: Mapping[str, Mapping[str, Any]]
     runs: Sequence[PlannedRun]
     kind: Any = None
-    """What learns, "llm" or "robot"; this, `contestants` and `train` matter to whoever resumes it alone."""
+    """Kind of learner, "llm" or "robot". Only a resume needs this, `contestants` and `train`."""
     contestants: Sequence[str] = ()
     train: Mapping[str, Any] = field(default_factory=dict)
-    """What all runs share."""
+    """Settings that all runs share."""
 
     def places(self, stage: str | None = None) -> list[tuple[Path, PlannedRun]]:
-        """The folders of planned runs: of one stage, or of all."""
+        """Folders of planned runs, of one stage or of all."""
         return [((self.path / run.folder).resolve(), run) for run in self.runs if stage in (None, run.stage)]
 
 
 def read_comparisons(folders: Iterable[Path], runs: Sequence[Run]) -> tuple[list[SavedComparison], list[str]]:
-    """Comparisons in these folders, and in those that hold the runs; and what is wrong with their files."""
+    """Read the comparisons in these folders and in the parent folders of `runs`, with notes about unreadable files."""
     places = {path.resolve(): path for path in [*folders, *(run.path.parent for run in runs)] if (path / FILE).is_file()}
     found, notes = [], []
     for path in places.values():
@@ -541,7 +541,7 @@ def read_comparisons(folders: Iterable[Path], runs: Sequence[Run]) -> tuple[list
 
 
 def read_comparison(path: Path) -> SavedComparison:
-    """Read compare.json from a comparison's folder; any error in it is raised."""
+    """Read compare.json from a comparison's folder; raises any error in it."""
     content = read_json(path / FILE)
     if content["version"] != VERSION:
         raise ValueError(f"it is of version {content['version']}, and this corral reads version {VERSION}.")
@@ -560,7 +560,7 @@ def read_comparison(path: Path) -> SavedComparison:
 
 
 def _planned_run(said: Any) -> PlannedRun:
-    """A run from compare.json."""
+    """Parse a planned run from compare.json."""
     words = {key: str(said[key]) for key in ("folder", "contestant", "stage", "state")}
     if "\0" in words["folder"]:
         raise ValueError(f"{words['folder']!r} is no folder's name.")
@@ -569,7 +569,7 @@ def _planned_run(said: Any) -> PlannedRun:
 
 
 def _setting(content: Any) -> dict[str, Any]:
-    """A setting from compare.json; JSON has no infinity."""
+    """Parse a setting from compare.json, where infinity is a text."""
     if not isinstance(content, Mapping):
         raise ValueError(f"a setting is a table of names and values; got {content!r}.")
     return {str(key): guess(value) for key, value in content.items()}

@@ -1,4 +1,4 @@
-"""Statistics of few seeds: bootstrap intervals, paired tests, Holm's correction.
+"""Statistics for few seeds: bootstrap intervals, paired tests, Holm's correction.
 
 Two kinds of interval, for two questions. *Where does an objective stand?* The interquartile mean with a stratified bootstrap
 interval, by rliable. *Is one better than the other?* The mean of the differences of runs with equal seeds, which saw the same
@@ -27,22 +27,22 @@ except ImportError as missing:
 
 _REPETITIONS = 2000
 ENOUGH = 3
-"""Pairs of runs below which nothing is claimed."""
+"""Smallest number of paired runs for a claim."""
 
 _Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The difference between two objectives, with its interval."""
+    """Difference between two objectives, with its interval."""
 
     mean: Estimate
     seeds: int
-    """Pairs of runs, or runs of the smaller group."""
+    """Number of pairs, or of runs in the smaller group."""
     p: float | None
-    """Two-sided; None where there is no interval."""
+    """Two-sided p-value; None without an interval."""
     paired: bool
-    """Whether by equal seeds; else the two groups are independent."""
+    """True if runs are paired by seed; False for independent groups."""
 
 
 def interquartile_mean(scores: _Array) -> Estimate:
@@ -57,7 +57,7 @@ def interquartile_mean(scores: _Array) -> Estimate:
 
 
 def interquartile_curve(scores: _Array) -> tuple[_Array, _Array, _Array]:
-    """Interquartile means along a curve, [R P] → value, low, high, each [P]. Low and high are the value for one run."""
+    """Interquartile means along a curve, [R P] → value, low, high, each [P]. For a single run, low and high equal its value."""
     value = middle_mean(scores)
     if len(scores) < 2:
         return value, value, value
@@ -66,7 +66,7 @@ def interquartile_curve(scores: _Array) -> tuple[_Array, _Array, _Array]:
 
 
 def probability_of_improvement(better: _Array, worse: _Array) -> Estimate:
-    """The probability that a run of the one ends above a run of the other; ties count half."""
+    """Probability that a run of one group ends above a run of the other; ties count half."""
     x, y = np.asarray(better, dtype=float)[:, None], np.asarray(worse, dtype=float)[:, None]
     return _bootstrap([x, y], share_above)
 
@@ -77,23 +77,26 @@ def mean_over_tasks(scores: _Array) -> Estimate:
 
 
 def chance_over_tasks(better: _Array, worse: _Array) -> float:
-    """The same probability on a task drawn at random: [R T], [S T]."""
+    """Probability of improvement on a task drawn at random: [R T], [S T]."""
     return float(np.mean([share_above(x[:, None], y[:, None])[0] for x, y in zip(better.T, worse.T, strict=True)]))
 
 
 def middle_mean(scores: _Array) -> _Array:
-    """[R P] → [P]: a quarter of the runs is cut at either end, rounded down. rliable's `aggregate_iqm`, sixty times as fast."""
+    """Interquartile mean [R P] → [P], with a quarter of the runs cut at either end, rounded down.
+
+    Equal to rliable's `aggregate_iqm` and sixty times as fast.
+    """
     cut = len(scores) // 4
     return np.asarray(np.sort(scores, axis=0)[cut : len(scores) - cut].mean(axis=0))
 
 
 def share_above(x: _Array, y: _Array) -> _Array:
-    """[R 1], [S 1] → [1]: rliable's `probability_of_improvement` of one task, without its detour by ranks."""
+    """Probability of improvement on one task, [R 1], [S 1] → [1]; equal to rliable's, without ranks."""
     return np.asarray([((x > y.T) + 0.5 * (x == y.T)).mean()])
 
 
 def difference(ours: Mapping[str, float], theirs: Mapping[str, float]) -> Difference:
-    """Mean difference of runs with the same seed; of independent groups (Welch) where no two seeds are shared.
+    """Mean difference of runs paired by seed; of independent groups (Welch) if no seeds are shared.
 
         d_i = ours_i − theirs_i      mean(d) ± t_{n−1} · sd(d) / √n
 
@@ -140,7 +143,7 @@ def sentence(
     unit: str = "points",
     uneven: str = "",
 ) -> str:
-    """A sentence about a pair: a claim, or why none can be made.
+    """Sentence about a pair: a claim, or the reason why none can be made.
 
     Args:
         found: the difference, in `unit`.
@@ -175,12 +178,12 @@ def _reverse(estimate: Estimate) -> Estimate:
 
 
 def can_claim(found: Difference, holds: bool) -> bool:
-    """True if a difference may be claimed: it has an interval, and stays significant after Holm's correction."""
+    """True if a difference may be claimed: it has an interval, and is significant after Holm's correction."""
     return holds and found.mean.low is not None
 
 
 def area_under_curve(points: Sequence[tuple[float, float]], end: float) -> float | None:
-    """Mean height of a curve between its first point and `end`, by trapezia; what ended early keeps its last value.
+    """Mean height of a curve between its first point and `end`, by trapezia; a run that ended early keeps its last value.
 
     A = 1/(x_end − x_0) ∫ y dx
     """
@@ -194,12 +197,12 @@ def area_under_curve(points: Sequence[tuple[float, float]], end: float) -> float
 
 
 def steps_to(points: Sequence[tuple[float, float]], threshold: float) -> float:
-    """The first step at which a measurement is at `threshold` or above; infinite if none is."""
+    """First step at which a measurement reaches `threshold`; infinite if none does."""
     return next((x for x, y in points if y >= threshold), math.inf)
 
 
 def has_collapsed(points: Sequence[tuple[float, float]], stopped: str, share: float = 0.5, margin: float = 0.1) -> bool:
-    """True if a run collapsed: it ended below half of its best and at least .1 lower, or the guard stopped it.
+    """True if the guard stopped a run, or it ended below half of its best value and at least .1 lower.
 
     Half of a return below zero would be more than all of it, so that is never a collapse. One that began below zero and came
     above must also have lost half of the way.
@@ -213,24 +216,24 @@ def has_collapsed(points: Sequence[tuple[float, float]], stopped: str, share: fl
 
 
 def signed(value: float) -> str:
-    """With its sign and one decimal where that says something."""
+    """Format a number with its sign, and with one decimal if that matters."""
     return f"{'+' if value >= 0 else ''}{plain(value)}"
 
 
 def plain(value: float) -> str:
-    """A number for people: one decimal from .1 on, else two significant digits, and a minus sign."""
+    """Format a number for people: one decimal from .1 on, else two significant digits, and a typographic minus."""
     text = f"{value:.1f}" if abs(value) >= 0.1 or value == 0 else f"{value:.2g}"
     return text.replace("-", "−").replace("−0.0", "0.0") if float(text) == 0 else text.replace("-", "−")
 
 
 def _bootstrap(scores: list[_Array], func: Callable[..., _Array]) -> Estimate:
-    """A statistic [1] of one or two sets of runs, with its interval where each has at least two."""
+    """Compute a statistic [1] of one or two samples, with its interval if each has at least two runs."""
     low, high = map(float, np.ravel(_interval(scores, func))) if min(map(len, scores)) > 1 else (None, None)
     return Estimate(float(func(*scores)[0]), low, high)
 
 
 def _interval(scores: list[_Array], func: Callable[..., _Array], repetitions: int = _REPETITIONS) -> tuple[_Array, _Array]:
-    """rliable's percentile interval, always of the same draws."""
+    """Compute rliable's percentile interval from the same draws every time."""
     given = scores[0] if len(scores) == 1 else scores
     with _same_draws():
         _, interval = library.get_interval_estimates({"": given}, func, reps=repetitions, confidence_interval_size=LEVEL)
@@ -239,7 +242,7 @@ def _interval(scores: list[_Array], func: Callable[..., _Array], repetitions: in
 
 @contextmanager
 def _same_draws() -> Iterator[None]:
-    """rliable takes its random_state and then draws from numpy's global one: set that, and put it back."""
+    """Context that seeds NumPy's global generator, from which rliable draws, and restores it."""
     before = np.random.get_state()
     np.random.seed(0)
     try:

@@ -1,4 +1,4 @@
-"""Sweeps: runs that differ in one setting, the best setting of each objective, and the range over which it is usable.
+"""Sweeps: runs that differ in one setting, each objective's best setting, and the range over which it is usable.
 
 A comparison at one learning rate mostly tells whose rate it was. So every contestant is run over the same grid, and its setting
 is chosen on some seeds and reported on others.
@@ -22,30 +22,30 @@ from corral.lab.run.interval import LEVEL
 from corral.lab.run.text import count
 
 AUTO = "auto"
-"""The one word among the numbers of an axis: `learning_rate="auto"`."""
+"""Only word among the numbers of an axis: `learning_rate="auto"`."""
 
 Value = float | str
-"""A place on an axis: a number, or `auto` beside it."""
+"""Position on an axis: a number, or `auto`."""
 
 
 @dataclass(frozen=True)
 class SweepRow:
-    """A run of a sweep, and its scores."""
+    """Scores of one run of a sweep."""
 
     contestant: str
-    """An objective, or an algorithm."""
+    """Name of the objective or algorithm."""
     setting: Mapping[str, object]
-    """The settings that were swept, and their values in this run."""
+    """Swept settings with their values in this run."""
     seed: int
     final: float
-    """What it ended with. A run that collapsed counts with its last value, one that failed with 0; −inf is allowed too."""
+    """Final value. A collapsed run counts with its last value, a failed run with 0; −inf is allowed."""
     auc: float
-    """The mean over the run."""
+    """Mean over the run."""
     collapsed: bool
     greedy: float | None = None
     kl: float | None = None
     fell_below_start: bool = False
-    """Whether any measurement was below the one before training."""
+    """True if a measurement was below the value before training."""
 
     def __post_init__(self) -> None:
         for name, value in (("final", self.final), ("auc", self.auc)):
@@ -58,7 +58,7 @@ class SweepRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """All runs of one contestant with one setting, and their means."""
+    """Runs of one contestant with one setting, and their means."""
 
     contestant: str
     setting: Mapping[str, object]
@@ -67,19 +67,19 @@ class Cell:
     final: float
     auc: float
     collapsed: float
-    """The share of runs that collapsed."""
+    """Share of runs that collapsed."""
     greedy: float | None
-    """A mean of the runs that measured it, as for `kl`."""
+    """Mean over the runs that measured greedy success; likewise for `kl`."""
     kl: float | None
 
     @property
     def is_stable(self) -> bool:
-        """True if all its runs stayed at or above their start, and none failed."""
+        """True if no run failed or fell below its start."""
         return all(not row.fell_below_start and math.isfinite(row.final) and math.isfinite(row.auc) for row in self.rows)
 
 
 def cells(rows: Sequence[SweepRow]) -> list[Cell]:
-    """Means over seeds, contestants in their order, settings ascending."""
+    """Compute means over seeds, with contestants in their order and settings ascending."""
     found: dict[str, dict[tuple[object, ...], list[SweepRow]]] = {}
     for row in rows:
         members = found.setdefault(row.contestant, {}).setdefault(_sort_key(row.setting), [])
@@ -111,7 +111,7 @@ def cells(rows: Sequence[SweepRow]) -> list[Cell]:
 
 
 def _sort_key(setting: Mapping[str, object]) -> tuple[object, ...]:
-    """A setting as something to sort and look up by: numbers before texts, ascending."""
+    """Sort key of a setting: numbers before texts, ascending."""
     return tuple(
         (name, 0, float(value), "")
         if isinstance(value, int | float) and not isinstance(value, bool)
@@ -121,7 +121,9 @@ def _sort_key(setting: Mapping[str, object]) -> tuple[object, ...]:
 
 
 def choose_setting(rows: Sequence[SweepRow]) -> dict[str, Mapping[str, object]]:
-    """The setting with the highest mean final value, for each contestant; of equals the one with more area, then the smaller.
+    """Choose the setting with the highest mean final value, for each contestant.
+
+    On a tie the larger area decides, then the smaller setting.
 
     Raises:
         ValueError: if settings of a contestant were run with different seeds: the one with the luckier seeds would win.
@@ -142,7 +144,7 @@ def choose_setting(rows: Sequence[SweepRow]) -> dict[str, Mapping[str, object]]:
 
 
 def value_at(setting: Mapping[str, object], key: str) -> Value:
-    """The value of a swept setting along an axis: a number, or the word `auto`."""
+    """Value of a swept setting on an axis: a number, or the word `auto`."""
     value = setting.get(key)
     if value == AUTO:
         return AUTO
@@ -152,50 +154,50 @@ def value_at(setting: Mapping[str, object], key: str) -> Value:
 
 
 def ordered(values: Collection[Value]) -> tuple[Value, ...]:
-    """Each value once: numbers ascending, then `auto`."""
+    """Unique values: numbers ascending, then `auto`."""
     numbers = sorted(value for value in {*values} if not isinstance(value, str))
     return (*numbers, AUTO) if AUTO in values else (*numbers,)
 
 
 SHARE = 0.95
-"""Of what the tuned setting has, that a usable one has to reach for certain."""
+"""Share of the tuned setting's score that a usable setting reaches with certainty."""
 
 
 RULE = f"the lower 95 % bounds of both are within {100 * SHARE:g} % of the tuned setting, and no measurement is below the start"
-"""What `usable` means, after the names of the final value and of the mean over the run."""
+"""Definition of `usable`, after the names of the final value and of the mean over the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UsableRange:
-    """At which values of one setting a contestant comes close to a tuned one, all its other settings being as said."""
+    """Values of one setting with which a contestant comes close to a tuned setting, for fixed other settings."""
 
     contestant: str
     key: str
     setting: Mapping[str, object]
-    """The other swept settings."""
+    """Other swept settings."""
     tried: tuple[Value, ...]
-    """Values of `key`: numbers ascending, then `auto`."""
+    """Tried values of `key`: numbers ascending, then `auto`."""
     own: tuple[Value, ...]
-    """Those that are for certain within reach of the contestant's own tuned setting."""
+    """Values that are certainly close to the contestant's own tuned setting."""
     overall: tuple[Value, ...]
-    """Those that are for certain within reach of the tuned setting of all contestants."""
+    """Values that are certainly close to the tuned setting of the best contestant."""
     possible: tuple[Value, ...]
-    """Those that may be within reach of the contestant's own tuned setting: its runs do not exclude it."""
+    """Values that are possibly close to the contestant's own tuned setting: its runs do not exclude it."""
     judged: bool = True
-    """Whether there was any spread to judge by: not where every setting has one run."""
+    """True if there are repetitions from which to estimate a spread."""
 
     @property
     def label(self) -> str:
-        """`troll`, or `troll, num_iterations=4`."""
+        """Name of the range: `troll`, or `troll, num_iterations=4`."""
         return ", ".join([self.contestant, *setting_pairs(self.setting)])
 
     @property
     def sentence(self) -> str:
-        """`troll: 3e-5 … 3e-4 (3 of 4 rates), 1.0 to 1.5 decades`."""
+        """Range in a sentence: `troll: 3e-5 … 3e-4 (3 of 4 rates), 1.0 to 1.5 decades`."""
         return ", ".join(filter(None, [f"{self.label}: {self.text(self.own)}", self.width_text]))
 
     def text(self, usable: Sequence[Value]) -> str:
-        """`3e-5 … 3e-4 (3 of 4 rates)`. Values with a gap between them are named one by one."""
+        """Range in words: `3e-5 … 3e-4 (3 of 4 rates)`. Values with a gap between them are listed."""
         what = "rates" if self.key.endswith("rate") else "values"
         if not self.judged:
             return f"cannot be told from one run each ({len(self.tried)} {what})"
@@ -208,7 +210,7 @@ class UsableRange:
 
     @property
     def width(self) -> tuple[float, float] | None:
-        """Decades that are usable without a gap: at least, and at most. None along an axis of one number, or with a zero on it.
+        """Usable decades without a gap, at least and at most. None for a single number, or with a zero on the axis.
 
         At least: between the ends of the widest stretch of `own`. At most: of the stretch of `possible` that holds it. Both are
         of values that were tried; the edge itself lies between two of them.
@@ -222,7 +224,10 @@ class UsableRange:
 
     @property
     def width_text(self) -> str:
-        """`1.0 to 1.5 decades, open above`: a stretch that reaches the end of the grid may go on. Empty where there is none."""
+        """Width in words: `1.0 to 1.5 decades, open above`.
+
+        A range at the end of the grid may continue beyond it. Empty without a width.
+        """
         if self.width is None or not any(self.width):
             return ""
         least, most = (f"{decades:.1f}" for decades in self.width)
@@ -236,7 +241,7 @@ class UsableRange:
         return [value for value in self.tried if not isinstance(value, str)]
 
     def _stretches(self, values: Sequence[Value]) -> list[list[float]]:
-        """Values that were tried one after the other, all of them among `values`."""
+        """Stretches of consecutive tried values that are all in `values`."""
         grouped = groupby(self._numbers, key=lambda number: number in values)
         return [[*members] for inside, members in grouped if inside]
 
@@ -247,7 +252,7 @@ def usable_range(
     share: float = SHARE,
     baseline: Sequence[SweepRow] | None = None,
 ) -> list[UsableRange]:
-    """The values of `key` that are usable for certain, by contestant and other swept settings.
+    """Compute the certainly usable values of `key`, by contestant and other swept settings.
 
         usable  iff  low(final) ≥ share · final*  and  low(area) ≥ share · area*  and  no measurement is below the start
         low(x) = mean(x) − t₉₅ · s / √n           for a value below 0: x* − (1 − share) · |x*| instead of share · x*
@@ -307,12 +312,12 @@ def usable_range(
 
 
 def without(setting: Mapping[str, object], key: str) -> dict[str, object]:
-    """A setting but for the axis."""
+    """Remove the axis from a setting."""
     return {name: value for name, value in setting.items() if name != key}
 
 
 def _uncertainty(groups: Sequence[Sequence[float]]) -> float:
-    """The uncertainty of one run: Student's one-sided quantile times the pooled standard deviation; 0 without repetitions."""
+    """Uncertainty of one run: Student's one-sided quantile times the pooled standard deviation; 0 without repetitions."""
     freedom = sum(len(group) - 1 for group in groups)
     if freedom == 0:
         return 0.0
@@ -327,50 +332,50 @@ def _decades(stretch: Sequence[float]) -> float:
 # ------------------------------------------------------------------------------------------------------- finding sweeps
 
 _KL = "tr/kl_before"
-"""How far the new policy went from the old one, before anything was done about it."""
+"""KL between new and old policy before projection."""
 
 _BUDGETS = ("steps", "iterations")
-"""Settings that are no choice: more of them is more."""
+"""Settings that are a budget and not a choice."""
 
 _RATE = "learning_rate"
 _RATES = {"learner.policy_rate": _RATE, "learner.rate": _RATE}
-"""What robots' algorithms call their learning rate."""
+"""Names of the learning rate in robot algorithms."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """Contestants over a grid of settings."""
+    """Grid of contestants and settings."""
 
     problem: str
     key: str
-    """The setting along the axis: the learning rate, where that was swept."""
+    """Setting along the axis: the learning rate, if it was swept."""
     rows: Sequence[SweepRow]
     chosen: Mapping[str, Mapping[str, object]]
-    """By contestant; nothing where no comparison chose."""
+    """Chosen setting by contestant; empty without a comparison."""
     choose_seeds: Sequence[int]
     report_seeds: Sequence[int]
     planned: bool
-    """By a comparison; else it was found among the runs."""
+    """True if a comparison planned the sweep; False if it was found among runs."""
 
     @property
     def cells(self) -> list[Cell]:
-        """Means over seeds."""
+        """Compute means over seeds."""
         return cells(self.rows)
 
     @property
     def ranges(self) -> list[UsableRange]:
-        """The usable range of each contestant and other settings."""
+        """Compute the usable range for each contestant and other settings."""
         return usable_range(self.rows, self.key)
 
     @property
     def seeds_text(self) -> str:
-        """The number of seeds behind a mean: `2 seeds`, or `1 to 2 seeds` while some are missing."""
+        """Number of seeds behind a mean: `2 seeds`, or `1 to 2 seeds` while some are missing."""
         counts = [len(cell.seeds) for cell in self.cells]
         least, most = min(counts), max(counts)
         return f"{'' if least == most else f'{least} to '}{count(most, 'seed')}"
 
     def along(self, line: UsableRange) -> dict[Value, list[SweepRow]]:
-        """The runs that a range is about, by their place on the axis."""
+        """Runs of one range, by their position on the axis."""
         found: dict[Value, list[SweepRow]] = {value: [] for value in line.tried}
         for row in self.rows:
             if row.contestant == line.contestant and without(row.setting, self.key) == line.setting:
@@ -379,7 +384,7 @@ class Sweep:
 
 
 def find_sweeps(runs: Sequence[Run], comparisons: Sequence[SavedComparison], measure: Measure) -> list[Sweep]:
-    """Find the sweeps of comparisons, and those among runs of no comparison."""
+    """Find the sweeps of comparisons, and sweeps among the remaining runs."""
     places = {run.path.resolve(): run for run in runs}
     found, planned, about = [], set(), problems_of(runs)
     for comparison in comparisons:
@@ -404,7 +409,7 @@ def find_sweeps(runs: Sequence[Run], comparisons: Sequence[SavedComparison], mea
 
 
 def _infer_sweeps(runs: Sequence[Run], measure: Measure) -> list[Sweep]:
-    """Runs of one problem that differ in a setting of numbers, and count; of two with one seed the later."""
+    """Find counted runs of one problem that differ in a numeric setting; the latest run of each seed."""
     found = []
     counted = [run for run in runs if run.stopped in COUNTED and run.values(measure.key)]
     about = problems_of(runs)
@@ -429,7 +434,7 @@ def _infer_sweeps(runs: Sequence[Run], measure: Measure) -> list[Sweep]:
 
 
 def _number(text: str) -> object:
-    """A setting as it was before it became text."""
+    """Convert a setting back from text."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -438,7 +443,7 @@ def _number(text: str) -> object:
 
 
 def sweep_row(contestant: str, setting: Mapping[str, object], seed: int, run: Run | None, measure: Measure) -> SweepRow:
-    """The scores of a run; the lowest possible ones for a run that failed."""
+    """Scores of a run; the lowest possible scores for a failed run."""
     points = run.values(measure.key) if run is not None and run.stopped in COUNTED else []
     if run is None or not points:
         worst = 0.0 if measure.key == "success" else -math.inf
@@ -458,7 +463,10 @@ def sweep_row(contestant: str, setting: Mapping[str, object], seed: int, run: Ru
 
 
 def axis(grid: Mapping[str, Sequence[Any]]) -> str | None:
-    """The setting to draw along: a learning rate if one was swept, else the first of numbers, or of numbers and `auto`."""
+    """Choose the setting to draw along.
+
+    A swept learning rate comes first, then settings with numbers, then settings with numbers and `auto`.
+    """
     numeric = [
         key
         for key, values in grid.items()
@@ -474,7 +482,7 @@ def _on_axis(value: Any) -> bool:
 
 
 def sweep_table(sweeps: Sequence[Sweep]) -> list[dict[str, Any]]:
-    """One row per contestant and setting."""
+    """Build one row per contestant and setting."""
     rows = []
     for sweep in sweeps:
         ranges = {(found.contestant, *found.setting.items()): found for found in sweep.ranges}

@@ -1,4 +1,4 @@
-"""Tables of runs, events, settings, versions and commands. Rows of plain values, ready for CSV."""
+"""Tables of runs, events, settings, versions and commands, with plain values that fit into CSV."""
 
 import json
 import shlex
@@ -13,7 +13,7 @@ _Row = dict[str, Any]
 
 
 def run_table(groups: Sequence[Group], metric: str) -> list[_Row]:
-    """One row per run."""
+    """Build one row per run."""
     rows = []
     for group in groups:
         for run in group.runs:
@@ -32,7 +32,7 @@ def run_table(groups: Sequence[Group], metric: str) -> list[_Row]:
 
 
 def events(groups: Sequence[Group]) -> list[_Row]:
-    """A table of problems: warnings of the guard, runs that did not finish, and files that are missing or damaged."""
+    """Build a table of problems: guard warnings, incomplete runs, and missing or damaged files."""
     found: dict[tuple[Any, ...], list[str]] = {}
     for group in groups:
         for run in group.runs:
@@ -49,7 +49,7 @@ def _event(objective: str, seed: str, kind: str, what: str, step: int | None = N
 
 
 def _events(run: Run, again: int) -> Iterator[tuple[int | None, str, str]]:
-    """Step, kind and sentence of everything about one run; `again` runs have its settings and its seed."""
+    """Step, kind and sentence of every problem of one run; `again` has the runs with its settings and seed."""
     for line in run.lines:
         warnings = line.get("warnings")
         for text in warnings if isinstance(warnings, list) else ():
@@ -79,12 +79,12 @@ def plan_events(comparisons: Sequence[SavedComparison], runs: Sequence[Run]) -> 
 
 
 def file_events(notes: Sequence[str]) -> list[_Row]:
-    """Files of no run that could not be read."""
+    """Unreadable files that belong to no run."""
     return [_event("", "", "file", note) for note in notes]
 
 
 def configuration(groups: Sequence[Group]) -> tuple[list[_Row], list[_Row]]:
-    """Settings in which groups differ, one column per group; and those that all share."""
+    """Settings in which groups differ, one column per group, and settings that all groups share."""
     several = len({group.problem for group in groups}) > 1
     columns: dict[str, dict[str, str]] = {}
     for group in groups:
@@ -101,7 +101,7 @@ def configuration(groups: Sequence[Group]) -> tuple[list[_Row], list[_Row]]:
 
 
 def _settings(group: Group) -> dict[str, str]:
-    """Resolved settings of a group, without secrets; a setting that differs between seeds is shown as `…`."""
+    """Resolved settings of a group, without secrets; a setting that varies over seeds is shown as `…`."""
     parts = ("objective", "task", "model", "settings", "trainer")
     columns = [flatten({part: run.config[part] for part in parts if part in run.config}) for run in group.runs]
     found = {}
@@ -116,7 +116,7 @@ def _settings(group: Group) -> dict[str, str]:
 
 
 def versions(groups: Sequence[Group]) -> list[_Row]:
-    """Packages, and which versions the runs had; more than one where they differ."""
+    """Versions of packages in the runs; several if runs differ."""
     found: dict[str, set[str]] = {}
     for group in groups:
         for run in group.runs:
@@ -139,19 +139,19 @@ def commands(groups: Sequence[Group]) -> list[_Row]:
 
 
 def _drop_secrets(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings, and settings within settings, but for secrets."""
+    """Remove secrets from nested settings."""
     kept = {key: value for key, value in tree.items() if not SECRET.search(key)}
     return {key: _drop_secrets(value) if isinstance(value, Mapping) else value for key, value in kept.items()}
 
 
 def command(run: Run) -> str | None:
-    """`corral train …` as it was given, without where it wrote; None if it was started from Python."""
+    """Command `corral train …` as given, without its output folder; None if the run was started from Python."""
     said = run.config.get("command")
     return _render_command([str(word) for word in said], "train") if isinstance(said, list) else None
 
 
 def compare_command(text: str) -> str | None:
-    """`corral compare …` as it was given, without where it wrote; None if it was started from Python."""
+    """Command `corral compare …` as given, without its output folder; None if it was started from Python."""
     try:
         return _render_command(shlex.split(text), "compare")
     except ValueError:  # a quote that is not closed
@@ -159,7 +159,7 @@ def compare_command(text: str) -> str | None:
 
 
 def _render_command(words: Sequence[str], name: str) -> str | None:
-    """`corral` and the words from `name` on, without where it wrote, and without secrets; None if `name` is not there."""
+    """Format `corral` and the words from `name` on, without output folder and secrets; None if `name` is missing."""
     if name not in words[1:]:
         return None
     kept, words = [], words[words.index(name, 1) :]

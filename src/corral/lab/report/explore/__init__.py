@@ -1,4 +1,4 @@
-"""The page of `corral explore`: three trust regions around a policy that one drags. Built from the parts beside this file."""
+"""Page of `corral explore`: a policy to drag, and three trust regions around it. The page is built from this folder."""
 
 from pathlib import Path
 from string import Template
@@ -9,13 +9,13 @@ from corral.lab.report.looks import SHAPES, Look, assign_looks, palette_css
 
 _PARTS = Path(__file__).parent
 _SCRIPTS = ("maths.js", "simplex.js", "methods.js", "support.js", "page.js")
-"""In the order in which they use each other."""
+"""Scripts, in the order of their dependencies."""
 
 _METHODS = {"clip": "ppo_clip", "dppo": "dppo", "troll": "troll"}
 
 
 def explore_page() -> str:
-    """Return a self-contained page whose Content-Security-Policy allows its own style and script alone, by their digests."""
+    """Build a self-contained page whose Content-Security-Policy allows its own style and script only, by their digests."""
     style = palette_css() + _read("style.css")
     script = "\n".join(_read(name) for name in _SCRIPTS)
     policy = (
@@ -29,7 +29,7 @@ def explore_page() -> str:
 
 
 def _sign(look: Look) -> Safe:
-    """The colour and the marker that the objective has in reports."""
+    """Colour and marker of the objective in reports."""
     return tag("svg", tag("path", d=SHAPES[look[1]]), viewBox="-6 -6 12 12", class_=f"sign c{look[0]}", aria_hidden="true")
 
 
