@@ -36,7 +36,7 @@ def test_there_is_one_for_a_prompt_of_corral_train() -> None:
 def test_there_is_one_for_the_fused_loss_and_one_for_tce() -> None:
     starts = {title.split("`")[1] if "`" in title else title.split(",")[0]: rows[0][0] for title, rows in walks().items()}
     assert starts["policy_loss_from_hidden"] == "head/policy_loss.py"
-    assert starts["A batch of TCE"] == "cli/train.py"
+    assert starts["A batch of TCE"] == "lab/cli/train.py"
 
 
 @pytest.mark.parametrize(("title", "rows"), walks().items(), ids=list(walks()))
