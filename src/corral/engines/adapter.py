@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import torch
 from jaxtyping import Float, Int
@@ -17,6 +17,8 @@ from corral.objective import OBJECTIVES, Objective, make_objective
 from corral.objective.check import FirstCall
 from corral.objective.config import NEEDS_SUPPORT, NEEDS_TOKENS, Anchor
 from corral.tensors import SparseDist, TokenBatch
+
+_Logp = TypeVar("_Logp")
 
 logger = logging.getLogger(__name__)
 _warned: set[tuple[str, str]] = set()
@@ -115,22 +117,24 @@ class EngineObjective:
         loss = out.loss if policy_weights is None else out.weigh(torch.where(batch.mask, policy_weights, 0.0))
         return loss, out.metrics
 
+    def anchor_logp(self, policies: Mapping[Anchor, _Logp | None]) -> _Logp:
+        """The log-probs of the anchor, among those that the engine hands over; ValueError where they are not there."""
+        found = policies.get(self.anchor)
+        if found is None:
+            there = [anchor for anchor, logp in policies.items() if logp is not None]
+            others = [f", or pass anchor='{anchor}' if the {POLICY[anchor]} will do" for anchor in there]
+            raise ValueError(
+                f"{self.engine}: {self.name} is anchored on the {POLICY[self.anchor]}, which is not there. Choose another "
+                f"objective{''.join(others)}."
+            )
+        return found
+
     def other_reduction(self, how: str) -> str | None:
         """A sentence where the engine's reduction is none of the objective's own; None where it is."""
         own = self.objective.config.reductions
         if how in own:
             return None
         return f"{how} gives {self.name} another gradient than its own. Use {' or '.join(own)}."
-
-
-def check_anchor(engine: str, wanted: EngineObjective, supplies: tuple[Anchor, ...]) -> None:
-    """Refuse an objective whose anchor the engine does not hand over."""
-    if wanted.anchor not in supplies:
-        others = [f", or pass anchor='{anchor}' if the {POLICY[anchor]} will do" for anchor in supplies]
-        raise ValueError(
-            f"{engine}: {wanted.name} is anchored on the {POLICY[wanted.anchor]}, which is not there. Choose another "
-            f"objective{''.join(others)}."
-        )
 
 
 def scales_with_advantages(wanted: EngineObjective) -> bool:

@@ -16,7 +16,6 @@ from corral.objective.reduction import reduce_loss
 from corral.tensors import SparseDist, TokenBatch, metric_kind
 
 INTERFACES = "nemo_rl.algorithms.loss.interfaces"
-PACKAGE, LOOKED_UP = "nemo-rl", (f"{INTERFACES}:LossType", f"{INTERFACES}:LossInputType", f"{INTERFACES}:LossFunction")
 OLD_LOGP = "corral_old_logp"
 
 

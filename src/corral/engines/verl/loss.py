@@ -8,8 +8,8 @@ from verl.utils.metric import AggregationType, Metric
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
+from corral.engines.verl.head import read_dists
 from corral.engines.verl.policy_loss import BatchExtras, batch_extras
-from corral.engines.verl.transport import read_dists
 from corral.tensors import metric_kind
 
 _AGGREGATION = {"max": AggregationType.MAX, "sum": AggregationType.SUM}

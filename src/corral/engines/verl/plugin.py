@@ -7,11 +7,11 @@ logged as errors and remembered, and whoever asks for a part that is missing is 
 import importlib
 import logging
 import os
-import re
 from importlib.metadata import PackageNotFoundError, version
 
 from verl.trainer.ppo import core_algos
 
+from corral.engines.checkup import release_in
 from corral.engines.verl.policy_loss import make_policy_loss
 from corral.engines.verl.settings import VERL_RANGE, loss_modes
 
@@ -33,19 +33,8 @@ def missing(loss_mode: str) -> str | None:
     return f"corral for verl: {loss_mode} is not registered: {why}. Run `corral doctor --engine verl` on this node."
 
 
-def supported(release: str) -> bool:
-    """Whether a release of verl is in range; one that is no number, such as that of a source tree, is not."""
-    found, low, high = (re.match(r"(\d+)\.(\d+)", text) for text in (release, *VERL_RANGE))
-    assert low is not None
-    assert high is not None
-    return found is not None and _pair(low) <= _pair(found) < _pair(high)
-
-
-def _pair(release: re.Match[str]) -> tuple[int, int]:
-    return int(release[1]), int(release[2])
-
-
 def _register_losses() -> None:
+    """Register all policy losses, or none where another plug-in has taken the name of one."""
     taken = LOSSES.keys() & core_algos.POLICY_LOSS_REGISTRY.keys()
     if taken:
         raise RuntimeError(f"another plug-in has registered {', '.join(sorted(taken))}")
@@ -54,11 +43,12 @@ def _register_losses() -> None:
 
 
 def _register() -> None:
+    """Register every part, each by itself."""
     try:
         release = version("verl")
     except PackageNotFoundError:
         release = "a source tree without a release"
-    if not supported(release):
+    if not release_in(release, *VERL_RANGE):
         wanted = f"corral works with verl >={VERL_RANGE[0]},<{VERL_RANGE[1]}; found {release}"
         FAILED.update({"policy losses": wanted, "engine": wanted, "trainers": wanted})
     else:

@@ -7,7 +7,6 @@ from typing import Any
 
 from corral.deployed.statistics import STATISTICS
 from corral.engines.adapter import POLICY, EngineObjective
-from corral.engines.verl.transport import DEPLOYED_BOUND, DEPLOYED_STATISTIC, DEPLOYED_SYNC, MASS, TOP_K
 from corral.objective import make_objective, objective_names
 from corral.validate import require
 
@@ -22,6 +21,12 @@ CONFIG = "corral.engines.verl.config.CorralPolicyLossConfig"
 TRAINERS = ("sync", "colocate_async", "separate_async")
 """verl's trainers, each of which has a namesake with PREFIX."""
 
+TOP_K, MASS = "corral_top_k", "corral_mass"
+"""In a batch's extra_info, for the pass that is to keep a support."""
+DEPLOYED_BOUND, DEPLOYED_STATISTIC = "corral_deployed_bound", "corral_deployed_statistic"
+"""Keys of a batch's extra_info: the bound on the network's KL to the sampler's weights, and its statistic."""
+DEPLOYED_SYNC = "corral_deployed_sync"
+"""Key of a batch's extra_info: whether the sampler gets the weights after this batch's updates."""
 WHOLE_SEQUENCES = "deployed_bound measures whole sequences. Set actor.fsdp_config.ulysses_sequence_parallel_size=1."
 """Why sequence parallelism is refused beside it."""
 

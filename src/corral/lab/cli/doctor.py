@@ -13,7 +13,7 @@ import torch
 
 import corral
 from corral.cores import cores
-from corral.engines.checkup import ENGINES, Checkup, run_checkup
+from corral.engines.checkup import ENGINES, Checkup, release_in, run_checkup
 from corral.lab.cli import refuse
 from corral.lab.run.text import count
 from corral.lab.sandbox import SandboxUnavailable, available_backend, memory_bound
@@ -78,12 +78,11 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     rows += [(name, *_check_package(name, wanted, "pip install corral", trouble)) for name, wanted in NEEDED.items()]
     meant = [kind for kind, names in _TELLTALE.items() if any(installed_version(name) for name in names)]
     for kind in meant or _KINDS:
-        wanted_there, remedy = _KINDS[kind]
-        known = {name for name, *_ in rows}
-        rows += [
-            (name, *_check_package(name, wanted, remedy, trouble)) for name, wanted in wanted_there.items() if name not in known
-        ]
-    rows += [("device", *_device()), ("memory", f"{_memory():.0f} GB", ""), sandbox()]
+        packages, remedy = _KINDS[kind]
+        missing = packages.keys() - {name for name, *_ in rows}  # rich is for both kinds
+        rows += [(name, *_check_package(name, packages[name], remedy, trouble)) for name in packages if name in missing]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    rows += [("device", *_device()), ("memory", f"{memory:.0f} GB", ""), sandbox()]
     for name, what in _OPTIONAL.items():  # some are there under the name of another distribution
         rows.append((name, installed_version(name) or "there", "") if find_spec(name) else (name, "–", what))
     if "robots" not in meant or len(meant) != 1:
@@ -138,29 +137,20 @@ def _check_package(name: str, wanted: str, remedy: str, trouble: list[str]) -> t
     if have is None:
         trouble.append(f"{name}{wanted}: {remedy}")
         return "–", f"missing: {remedy}"
+    if find_spec("packaging") is None:  # torch alone does not bring it
+        return have, f"not compared with {wanted}: pip install packaging"
     low, _, high = wanted.removeprefix(">=").partition(",<")
-    if _numbers(have) < _numbers(low) or (high and _numbers(have) >= _numbers(high)):
+    if not release_in(have, low, high):
         trouble.append(f"{name}{wanted}, found {have}: {remedy}")
         return have, f"{wanted} is needed: {remedy}"
-    objection = _trl_error() if name == "trl" else None
-    if objection is not None:
-        trouble.append(objection)
-    untested = name == "trl" and is_untested(have)
-    return have, objection or (f"newer than {TRL_RANGE[0]} to {LAST_TESTED}, which were tested" if untested else "")
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    """A version as numbers to compare."""
-    return tuple(int(part) for part in text.split("+")[0].split(".")[:3] if part.isdigit())
-
-
-def _trl_error() -> str | None:
-    """Why corral refuses this TRL, by importing its configuration; None if it does not."""
+    if name != "trl":
+        return have, ""
     try:
         importlib.import_module("corral.trl.config")
-    except (ImportError, RuntimeError) as error:
-        return str(error)
-    return None
+    except (ImportError, RuntimeError) as error:  # corral refuses this TRL
+        trouble.append(str(error))
+        return have, str(error)
+    return have, f"newer than {TRL_RANGE[0]} to {LAST_TESTED}, which were tested" if is_untested(have) else ""
 
 
 def _device() -> tuple[str, str]:
@@ -179,11 +169,6 @@ def sandbox() -> tuple[str, str, str]:
     except SandboxUnavailable as error:
         return "sandbox", "–", str(error)
     return "sandbox", backend, memory_bound(backend)
-
-
-def _memory() -> float:
-    """Memory of the machine in GB."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
 
 
 def _embedded_model(trouble: list[str]) -> tuple[str, str]:

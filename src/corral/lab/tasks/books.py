@@ -40,7 +40,7 @@ class GSM8K(MathTask):
 
     def right(self, golds: Sequence[str], answers: Sequence[str]) -> list[bool]:
         """One number, the same."""
-        return [same_number(gold, answer) for gold, answer in zip(golds, answers, strict=True)]
+        return list(map(same_number, golds, answers))
 
 
 _Part = Literal["all", "sft", "rl"]
@@ -121,15 +121,12 @@ class WordProblems(GSM8K):
                     prompt = self.problem(row)[0]
                 except Malformed:
                     continue  # a name or a time: no defect of the data
-                same = words(prompt, numbers=True)
-                if same in seen or words(prompt, numbers=False) in leaked or not self._in_part(same):
+                same = words(prompt, numbers=True)  # two ways of writing one problem are in the same half
+                in_part = self.part == "all" or digest(same) % 2 == (self.part == "rl")
+                if same in seen or words(prompt, numbers=False) in leaked or not in_part:
                     continue
                 seen.add(same)
             yield place, row
-
-    def _in_part(self, same: str) -> bool:
-        """By the words: two ways of writing one problem are in the same half."""
-        return self.part == "all" or digest(same) % 2 == (self.part == "rl")
 
 
 def words(text: str, *, numbers: bool) -> str:
@@ -166,7 +163,6 @@ class _Evaluation(MathTask):
         return prompt, box
 
 
-@dataclass(frozen=True, kw_only=True)
 class MATH500(_Evaluation):
     """500 problems of MATH (Hendrycks et al. 2021; Lightman et al. 2023): `HuggingFaceH4/MATH-500`."""
 
@@ -174,7 +170,6 @@ class MATH500(_Evaluation):
     HUB: ClassVar[Hub | None] = Hub("HuggingFaceH4/MATH-500", train="test")
 
 
-@dataclass(frozen=True, kw_only=True)
 class AIME24(_Evaluation):
     """The 30 problems of AIME 2024, whole numbers from 0 to 999: `HuggingFaceH4/aime_2024`."""
 
@@ -182,7 +177,6 @@ class AIME24(_Evaluation):
     HUB: ClassVar[Hub | None] = Hub("HuggingFaceH4/aime_2024", train="train")
 
 
-@dataclass(frozen=True, kw_only=True)
 class AIME25(_Evaluation):
     """The 30 problems of AIME 2025, whole numbers from 0 to 999: `math-ai/aime25`."""
 
@@ -190,7 +184,6 @@ class AIME25(_Evaluation):
     HUB: ClassVar[Hub | None] = Hub("math-ai/aime25", train="test")
 
 
-@dataclass(frozen=True, kw_only=True)
 class AMC(_Evaluation):
     """83 problems of AMC 12, 2022 and 2023: `AI-MO/aimo-validation-amc`. Answers may be floats: 142.0 is 142."""
 

@@ -11,7 +11,7 @@ from corral.lab.tasks.code.problem import grade_all
 from corral.lab.tasks.code.rows import problem_from_tests
 from corral.lab.tasks.dataset import Malformed, Row, text_column
 from corral.lab.tasks.imports import by_path
-from corral.lab.tasks.math import MathTask, one_number, same_mathematics, same_number
+from corral.lab.tasks.math import MathTask, one_number, same_number
 from corral.lab.tasks.messages import Message, conversation
 from corral.validate import nearest, require
 
@@ -76,9 +76,7 @@ class Jsonl(MathTask):
 
     def right(self, golds: Sequence[str], answers: Sequence[str]) -> list[bool]:
         """By math-verify, or the same number."""
-        if self.verifier == "math":
-            return same_mathematics(golds, answers, self.time_limit)
-        return [same_number(gold, answer) for gold, answer in zip(golds, answers, strict=True)]
+        return super().right(golds, answers) if self.verifier == "math" else list(map(same_number, golds, answers))
 
     def verify_all(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
         """Rewards by the chosen verifier."""

@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Literal
 
 from corral.lab.tasks.dataset import FiniteTask
-from corral.lab.tasks.grader import Verdict, grader_pool
+from corral.lab.tasks.grader import grader_pool
 from corral.validate import pip_install, require
 
 AnswerForm = Literal["boxed", "####", "number"]
@@ -53,10 +53,8 @@ def extract(completion: str) -> Answer | None:
     _, mark, after = text.rpartition("####")
     if mark:
         return Answer(after.partition("\n")[0].strip(), "####")
-    number = None
-    for number in _NUMBER.finditer(text):  # noqa: B007 (the last one is wanted)
-        pass
-    return None if number is None else Answer(number[0], "number")
+    numbers = [number[0] for number in _NUMBER.finditer(text)]
+    return Answer(numbers[-1], "number") if numbers else None
 
 
 def last_box(text: str) -> str | None:
@@ -119,15 +117,8 @@ def one_number(answer: str) -> Fraction | None:
         return None
     if any(digit.start() not in range(*found[0].span()) for digit in _NUMBER_START.finditer(text)):  # of what is no number: 4²
         return None
-    return _as_fraction(found[0][0])
-
-
-def _as_fraction(number: str) -> Fraction | None:
-    """A matched number as an exact fraction; None for a division by zero."""
-    whole, _, under = re.sub(r"[\s,]", "", number).partition("/")
-    if under and int(under) == 0:
-        return None
-    return Fraction(whole) / (int(under) if under else 1)
+    whole, _, under = re.sub(r"[\s,]", "", found[0][0]).partition("/")
+    return Fraction(whole) / int(under or "1") if int(under or "1") else None
 
 
 def _with_slash(fraction: re.Match[str]) -> str:
@@ -186,17 +177,17 @@ class MathTask(FiniteTask):
         golds = [self.answer(prompt) for prompt in prompts]
         found = [extract(completion) for completion in completions]
         right = self.right(golds, ["" if answer is None else answer.text for answer in found])
-        return [self._reward(answer, ok) for answer, ok in zip(found, right, strict=True)]
-
-    def _reward(self, answer: Answer | None, right: bool) -> float:
-        in_form = answer is not None and answer.form == self.form and answer.text != ""
-        return (1 - self.format_weight) * right + self.format_weight * in_form
+        in_form = [answer is not None and answer.form == self.form and answer.text != "" for answer in found]
+        return [(1 - self.format_weight) * ok + self.format_weight * form for ok, form in zip(right, in_form, strict=True)]
 
 
 def same_number(gold: str, answer: str) -> bool:
     """Whether both are one number, and the same, exactly: 1,234.50 is 1234.5, and 50% is 50."""
     right = _gold_number(gold)
     return right is not None and one_number(answer) == right
+
+
+_gold_number = lru_cache(maxsize=10_000)(one_number)
 
 
 def same_mathematics(golds: Sequence[str], answers: Sequence[str], seconds: float) -> list[bool]:
@@ -206,29 +197,23 @@ def same_mathematics(golds: Sequence[str], answers: Sequence[str], seconds: floa
     do not match, or with a box inside, is wrong, and so is one that contradicts itself (see `_contradicts`). A full stop at the
     end is not part of it. The more answers have run out of time beside the same gold, the less time the next ones get.
     """
-    pairs = [(_strip(gold), _strip(answer), seconds) for gold, answer in zip(golds, answers, strict=True)]
-    quick = {pair: _without_grader(*pair[:2]) for pair in pairs}
-    known = {pair: VERDICTS.get(pair) if verdict is None else verdict for pair, verdict in quick.items()}
+    stripped = ([text.strip().removesuffix(".").rstrip() for text in texts] for texts in (golds, answers))
+    pairs = [(gold, answer, seconds) for gold, answer in zip(*stripped, strict=True)]
+    known = {pair: _without_grader(*pair[:2]) for pair in pairs}
+    known |= {pair: VERDICTS.get(pair) for pair, verdict in known.items() if verdict is None}
     requests = [pair for pair, verdict in known.items() if verdict is None]
-    verdicts = dict(zip(requests, _grade(requests, seconds), strict=True))
-    graded = {pair: verdict.score == 1.0 for pair, verdict in verdicts.items()}
-    if len(VERDICTS) + len(graded) > MAX_VERDICTS:
-        VERDICTS.clear()
-    VERDICTS.update((pair, graded[pair]) for pair, verdict in verdicts.items() if verdict.status in ("graded", "error"))
-    return [bool(graded[pair] if known[pair] is None else known[pair]) for pair in pairs]
-
-
-def _strip(text: str) -> str:
-    return text.strip().removesuffix(".").rstrip()
-
-
-def _grade(pairs: Sequence[tuple[str, str, float]], seconds: float) -> list[Verdict]:
-    if not pairs:
-        return []
-    if find_spec("math_verify") is None:
+    if requests and find_spec("math_verify") is None:
         raise ValueError(f"grading mathematics needs math-verify. Install it: {pip_install('task')}.")
-    questions = [(gold, answer) for gold, answer, _ in pairs]
-    return grader_pool("math").grade(questions, seconds, problems=[gold for gold, _, _ in pairs])
+    if requests:
+        questions = [(gold, answer) for gold, answer, _ in requests]
+        verdicts = grader_pool("math").grade(questions, seconds, problems=[gold for gold, _ in questions])
+        if len(VERDICTS) + len(requests) > MAX_VERDICTS:
+            VERDICTS.clear()
+        for pair, verdict in zip(requests, verdicts, strict=True):
+            known[pair] = verdict.score == 1.0
+            if verdict.status in ("graded", "error"):
+                VERDICTS[pair] = verdict.score == 1.0
+    return [bool(known[pair]) for pair in pairs]
 
 
 def _without_grader(gold: str, answer: str) -> bool | None:
@@ -271,8 +256,3 @@ def _brackets(text: str) -> str:
     if last.startswith(r"\{") and last.endswith(r"\}"):
         return "set"
     return "ordered" if "," in last and last[0] in "([" and last[-1] in ")]" else ""
-
-
-@lru_cache(maxsize=10_000)
-def _gold_number(gold: str) -> object:
-    return one_number(gold)

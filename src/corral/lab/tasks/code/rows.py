@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from contextlib import suppress
 from typing import Any
 
 from corral.lab.tasks.code.problem import Agreement, Calls, Problem, Runs, Tests
@@ -71,13 +72,9 @@ def mbpp_row(row: Row, shown: int = 1) -> tuple[str, Problem]:
 def apps_row(row: Row) -> tuple[str, Problem]:
     """APPS and its like: `question`, and `input_output` with `inputs`, `outputs` and, for functions, `fn_name`."""
     question, starter = text_column(row, "question", "prompt"), _optional(row, "starter_code")
-    cases = row.get("input_output")
-    if cases == "":
+    if row.get("input_output") == "":
         raise Malformed("`input_output` is empty: there are no tests")
-    try:
-        cases = json.loads(cases) if isinstance(cases, str) else cases
-    except (ValueError, RecursionError) as error:
-        raise Malformed(f"`input_output` is not JSON: {error}") from error
+    cases = _from_json(row, "input_output")
     if not isinstance(cases, dict):
         raise Malformed("`input_output` should be an object with `inputs` and `outputs`")
     inputs, outputs = _list(cases, "inputs"), _list(cases, "outputs")
@@ -91,18 +88,26 @@ def apps_row(row: Row) -> tuple[str, Problem]:
     else:
         given, expected = (map(_join_lines, values) for values in (inputs, outputs))
         tests = Runs(tuple(zip(given, expected, strict=True)), FLOAT_TOLERANCE)
-    return question + (f"\n\n{starter}" if starter.strip() else ""), Problem(
-        tests=tests, reference=_first(row.get("solutions"))
-    )
+    prompt = question + (f"\n\n{starter}" if starter.strip() else "")
+    try:
+        solutions = _from_json(row, "solutions")
+    except Malformed:
+        solutions = None  # a reference is welcome and not needed
+    known = isinstance(solutions, list) and solutions and isinstance(solutions[0], str)
+    return prompt, Problem(tests=tests, reference=solutions[0] if known else "")
+
+
+def _from_json(row: Row, name: str) -> Any:
+    """A column's value; one that is a text is read as JSON."""
+    try:
+        return json.loads(row[name]) if isinstance(row.get(name), str) else row.get(name)
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"`{name}` is not JSON: {error}") from error
 
 
 def _list(row: Row, name: str, default: list[Any] | None = None) -> list[Any]:
-    value = default if row.get(name) is None else row[name]
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise Malformed(f"`{name}` is not JSON: {error}") from error
+    """A column's list, or its text read as JSON; the default for None."""
+    value = default if row.get(name) is None else _from_json(row, name)
     if not isinstance(value, list | tuple):
         raise Malformed(f"`{name}` should be a list; got {value!r:.60}")
     return list(value)
@@ -140,17 +145,6 @@ def _with_int_keys(value: Any) -> Any:
     """Keys of dicts are texts in JSON; APPS means whole numbers where all of them are, in a dict or in those of a list."""
     if isinstance(value, list):
         return [_with_int_keys(item) if isinstance(item, dict) else item for item in value]
-    if isinstance(value, dict):
-        try:
-            return {int(key): item for key, item in value.items()}
-        except ValueError:
-            return value
+    with suppress(ValueError):
+        return {int(key): item for key, item in value.items()} if isinstance(value, dict) else value
     return value
-
-
-def _first(solutions: Any) -> str:
-    try:
-        found = json.loads(solutions) if isinstance(solutions, str) and solutions.strip() else solutions
-    except (ValueError, RecursionError):
-        return ""  # a reference is welcome and not needed
-    return found[0] if isinstance(found, list) and found and isinstance(found[0], str) else ""

@@ -66,7 +66,6 @@ class CodeTask(FiniteTask):
         return grade_all(problems, completions, self.pool, self.limits, self.partial)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Code(CodeTask):
     """Problems that come with corral, from one line to dynamic programming; or a file of one's own in the same shape.
 
