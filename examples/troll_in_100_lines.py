@@ -66,7 +66,7 @@ def train(objective, rate: float, seed: int) -> dict[str, float]:
             batch_old = corral.SparseDist(old.ids[rows], old.logp[rows], old.rest[rows])
             new = corral.gather_support(policy(prompts[rows]), batch_old.ids)
             mask = torch.ones_like(tokens[rows], dtype=torch.bool)
-            batch = corral.TokenBatch(new.logp[..., 0], batch_old.logp[..., 0], advantages[rows], mask, new, batch_old)
+            batch = corral.TokenBatch.on_support(new, batch_old, advantages[rows], mask)
             out = objective(batch)
             optimizer.zero_grad()
             corral.reduce_loss(out.loss, mask, "token-mean").backward()

@@ -1,4 +1,4 @@
-"""docs/performance.md, docs/design/head.md, docs/environments.md and README: what the rows of benchmarks/results say."""
+"""docs/performance.md, docs/design/head.md, and docs/environments.md: what the rows of benchmarks/results say."""
 
 import sys
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 
-from results.pages import DOCS, README, ROOT, Texts, fill, markdown
+from results.pages import DOCS, ROOT, Texts, fill, markdown
 
 sys.path.append(str(ROOT / "benchmarks"))  # whose files run as programs, and find each other there
 
@@ -17,7 +17,7 @@ from robot_rate import WAYS
 from rows import FOLDER, Row, read_rows
 from update_phase import CONTENDERS
 
-HEAD_PAGES = (DOCS / "performance.md", DOCS / "design/head.md", DOCS / "results/index.md", README)
+HEAD_PAGES = (DOCS / "performance.md", DOCS / "design/head.md", DOCS / "results/index.md")
 table = partial(markdown, rule=" --- ")
 WIDTHS = (4096, 896)
 USUAL = {"N": 8192, "V": 151936, "K": 64}
@@ -248,25 +248,9 @@ def in_short(rows: Rows, width: int = 4096) -> str:
     return table(["", "time", "peak memory beyond dH and dW", "dH off by"], lines)
 
 
-def in_a_sentence(rows: Rows, width: int = 4096) -> str:
-    """Time and memory of a peaked TROLL update, for README."""
-    spots = (PEAKED, ONE, ("peaked", TROLL, "full logits"))
-    mine, gemm, full = (ours(rows, width, *spot) for spot in spots)
-    if not (mine and gemm and full):
-        return "Not measured yet."
-    times = [figure(row["ms"]) for row in (mine, gemm, full)]
-    memories = [mebibytes(beyond_gradients(row) or 0.0) for row in (mine, full)]
-    return (
-        f"Without the logits, a TROLL update of {USUAL['N']:,} tokens × {USUAL['V']:,} words takes {times[0]} ms on one "
-        f"{mine['gpu']}: one GEMM takes {times[1]}, full logits {times[2]}.\n"
-        f"Beyond the gradients it needs {memories[0]} instead of {memories[1]} "
-        f"(H = {width:,}, peaked policy: [performance](docs/performance.md))."
-    )
-
-
 BLOCKS: dict[str, Callable[[Rows], str]] = {
     "gains": gains, "cpu": on_cpu, "goals": goals, "heads": heads, "updates": updates, "shapes": shapes, "head": in_short,
-    "unions": unions, "front": in_a_sentence,
+    "unions": unions,
 }  # fmt: skip
 
 

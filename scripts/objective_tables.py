@@ -1,4 +1,4 @@
-"""Tables of objectives in README.md and docs/objectives/index.md, written from the registry and the objectives' pages.
+"""Tables of objectives in docs/objectives/index.md, written from the registry and the objectives' pages.
 
     python scripts/objective_tables.py            writes them
     python scripts/objective_tables.py --check    only says whether they are up to date
@@ -16,7 +16,7 @@ import corral
 
 ROOT = Path(__file__).parents[1]
 
-WRITTEN = ("README.md", "docs/objectives/index.md")
+WRITTEN = ("docs/objectives/index.md",)
 """Files with such tables."""
 
 WORDS = (
@@ -26,12 +26,11 @@ WORDS = (
 """Rows of a page's section "In the index"."""
 
 TABLES = {
-    "readme": ("[name]", "formula", "region"),
     "index": ("name", "formula", "region", "needs", "also in", "reference", "page"),
     "axes": ("name", "divergence", "estimator", "mechanism", "anchor", "ratio level", "reduction"),
     "verified": ("name", "formula checked against", "default checked against", "could not be verified"),
 }
-"""Columns; `[name]` is a name that links to its page from the root."""
+"""Columns of each table."""
 
 BLOCK = re.compile(r"<!-- objectives: (\w+) -->\n.*?<!-- /objectives -->", re.DOTALL)
 SECTION = re.compile(r"^## In the index\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
@@ -55,7 +54,7 @@ def cells(name: str, root: Path = ROOT) -> dict[str, str]:
             f"{', '.join(words) or 'none'}."
         )
     config = corral.make_objective(name).config
-    links = {"name": f"`{name}`", "[name]": f"[`{name}`](docs/objectives/{name}.md)", "page": f"[{name}]({name}.md)"}
+    links = {"name": f"`{name}`", "page": f"[{name}]({name}.md)"}
     registered = {"anchor": config.anchor, "reduction": config.reductions[0], "needs": needs(config, words["estimator"])}
     return words | links | registered
 
@@ -72,7 +71,7 @@ def needs(config: corral.ObjectiveConfig, estimator: str) -> str:
 
 def table(columns: tuple[str, ...], rows: list[dict[str, str]]) -> str:
     """Markdown, a row per objective."""
-    lines = [" | ".join(column.strip("[]") for column in columns), "|".join("---" for _ in columns)]
+    lines = [" | ".join(column for column in columns), "|".join("---" for _ in columns)]
     lines[0], lines[1] = f"| {lines[0]} |", f"|{lines[1]}|"
     return "\n".join([*lines, *(f"| {' | '.join(row[column] for column in columns)} |" for row in rows)])
 

@@ -5,7 +5,8 @@
     python scripts/release_check.py --notes v0.1.0     only prints that version's part of CHANGELOG.md
 
 Needs build, twine and check-jsonschema. For each interpreter found (python3.11 … python3.14) the wheel goes into an empty
-environment with what the quickstart needs; there the README's first example, two steps of `corral train` and a report run.
+environment with what the quickstart needs; there the first example of the docs, README's script, two steps of `corral train`
+and a report run.
 A few minutes and 2 GB each.
 """
 
@@ -85,15 +86,17 @@ def interpreters() -> list[str]:
 
 
 def try_out(interpreter: str, wheel: Path) -> None:
-    """The README's first example, the quickstart and a report, in an empty environment and an empty folder."""
+    """The first example of the docs, the quickstart and a report, in an empty environment and an empty folder."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run(interpreter, "-m", "venv", folder / "env")
         python = folder / "env" / "bin" / "python"
         run(python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", f"{wheel}[llm,report]")
-        example = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+        example = re.findall(r"```python\n(.*?)```", (ROOT / "docs/index.md").read_text(), re.DOTALL)[0]
         if "0.050 after" not in run(python, "-c", example, cwd=folder):
-            sys.exit("README's first example printed something else than it promises.")
+            sys.exit("The first example of docs/index.md printed something else than it promises.")
+        script = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+        run(python, "-c", script.replace("max_steps=160", "max_steps=2"), cwd=folder)
         corral = folder / "env" / "bin" / "corral"
         run(corral, "doctor", cwd=folder)
         run(corral, "train", "--steps", "2", "--out", "runs/quick", cwd=folder)

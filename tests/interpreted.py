@@ -134,7 +134,7 @@ TritonSemantic.binary_op_sanitize_overflow_impl = lambda self, left, right, oper
 def small_tiles(monkeypatch: pytest.MonkeyPatch, columns: int = 16) -> None:
     """Without a GPU, tiles of 16 × `columns` × 16, so that a small problem crosses every border."""
     if DEVICE == "cpu":
-        from corral.head.triton.gemm_stats import TILES, Tile  # Triton is patched by now
+        from corral.head.dispatch import TILES, Tile
 
         for dtype in TILES:
             monkeypatch.setitem(TILES, dtype, Tile(16, columns, 16, warps=4, stages=1))

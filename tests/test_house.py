@@ -13,8 +13,8 @@ LINES = {path: len(path.read_text().splitlines()) for path in TREES}
 
 TWICE = {
     "Settings": "of a run: language models and robots have their own, each in its package's settings.py",
-    "Evaluation": "of a run: language models and robots have their own, each in its package's evaluate.py",
     "_Check": "private to its file",
+    "_Step": "private to its file",
     "_Slots": "private to its file",
     "_Tilt": "private to its file",
 }

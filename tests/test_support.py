@@ -238,7 +238,7 @@ def test_what_a_support_accepts_the_objective_accepts_too(dtype):
             continue
         new = gather_support(logp, old.ids)
         mask = torch.ones(2, 3, dtype=torch.bool)
-        batch = TokenBatch(new.logp[..., 0], old.logp[..., 0], torch.ones(2), mask, new, old)
+        batch = TokenBatch.on_support(new, old, torch.ones(2), mask)
         accepted.append(scale)
         assert make_objective("troll")(batch).loss.isfinite().all()
     assert 300 in accepted

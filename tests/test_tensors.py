@@ -1,7 +1,7 @@
 """SparseDist says no to what it cannot hold, and comes back from storage exactly as it went in."""
 
 import math
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
-from corral.tensors import PackedSparseDist, SparseDist
+from corral.head import UnionSupport
+from corral.tensors import PackedSparseDist, SparseDist, TokenBatch
 from tolerance import assert_close
 
 INF = math.inf
@@ -246,3 +247,52 @@ def test_storage_goes_where_it_is_told_to():
     packed = example().pack("meta")
     assert {x.device.type for x in (packed.ids, packed.logp, packed.rest, packed.counts)} == {"meta"}
     assert example().pack().ids.device.type == "cpu"
+
+
+# ------------------------------------------------------------------------------------------------------------- records
+
+
+def batch_of(dist: SparseDist) -> TokenBatch:
+    return TokenBatch.on_support(dist, dist, torch.ones(len(dist.rest), 1), torch.ones(len(dist.rest), 1) > 0)
+
+
+def test_a_change_reaches_every_field_and_the_records_in_it():
+    dist = replace(example(), rest_max=torch.tensor([-3.0, -INF, -1.0]))
+    batch = batch_of(dist.map(lambda x: x[:, None]))
+    picked = batch[1:]
+    assert picked.advantages.shape == (2, 1)
+    assert picked.logp_rollout is None
+    assert_same(picked.dist_old, dist.map(lambda x: x[1:, None]))
+    assert torch.equal(picked.dist_old.rest_max, dist.rest_max[1:, None])
+    whole = TokenBatch.cat([batch[:1], batch[1:]])
+    assert_same(whole.dist_new, batch.dist_new)
+    assert torch.equal(whole.mask, batch.mask)
+
+
+def test_a_batch_on_a_support_takes_its_log_probs_from_slot_0():
+    new, old = (example().map(lambda x: x[:, None]) for _ in range(2))
+    new = replace(new, logp=new.logp + 0.1)
+    rollout = torch.zeros(3, 1)
+    batch = TokenBatch.on_support(new, old, torch.ones(3), torch.ones(3, 1) > 0, rollout)
+    assert torch.equal(batch.logp_new, new.logp[..., 0])
+    assert torch.equal(batch.logp_old, old.logp[..., 0])
+    assert batch.dist_new is new
+    assert batch.dist_old is old
+    assert batch.logp_rollout is rollout
+
+
+def test_moving_a_record_keeps_integers_and_detaching_it_detaches_all():
+    dist = example()
+    half = dist.to(dtype=torch.float16)
+    assert (half.ids.dtype, half.logp.dtype, half.rest.dtype) == (torch.int64, torch.float16, torch.float16)
+    live = replace(dist, logp=dist.logp.clone().requires_grad_())
+    assert live.logp.requires_grad
+    assert not live.detach().logp.requires_grad
+
+
+def test_shared_fields_move_and_are_not_indexed():
+    hidden, weight = torch.randn(2, 3, 4), torch.randn(5, 4)
+    union = UnionSupport.of_batch(hidden, weight, top_k=2)
+    assert torch.equal(union[:, 1:].place, union.place[:, 1:])
+    assert union[:, 1:].weight is union.weight
+    assert union.to(dtype=torch.float64).weight.dtype == torch.float64

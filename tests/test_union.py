@@ -34,7 +34,7 @@ def zipf_row() -> tuple[Tensor, Tensor, Tensor]:
 
 def batch_on(new, old) -> TokenBatch:
     mask = torch.ones(1, 1, dtype=torch.bool)
-    return TokenBatch(new.logp[..., 0], old.logp[..., 0], torch.ones(1, 1, dtype=F64), mask, new, old)
+    return TokenBatch.on_support(new, old, torch.ones(1, 1, dtype=F64), mask)
 
 
 def test_on_the_old_support_the_row_is_invisible_but_for_the_tails_maximum():

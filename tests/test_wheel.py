@@ -85,7 +85,7 @@ def test_the_wheel_carries_its_types_and_licence(python: Path) -> None:
 
 
 @pytest.mark.wheel
-def test_the_readme_example_runs_there(python: Path) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[:1]
+def test_the_first_example_of_the_docs_runs_there(python: Path) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/index.md").read_text(), re.DOTALL)[:1]
     printed = run(python, "-W", "ignore:Failed to initialize NumPy", "-c", example, cwd=python.parent)
     assert "KL" in printed

@@ -1,15 +1,15 @@
-"""Figures of docs/deployed.md, README's figure and the sentences below it: what a batch of rollouts and a rate are good for."""
+"""Figures of docs/deployed.md, and README's figure with the sentence below it."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from corral.lab.report.looks import LIGHT, MARKERS, assign_looks
 from results.deployed.confirm import LEVEL, places_above, runs_of, steps_to
 from results.deployed.plans import CHOSEN, TUNING
-from results.deployed.rates import HELD, TUNED, UNHELD, fresh_rates, over_rates
+from results.deployed.rates import over_rates
 from results.packed import Row
 from results.pages import draw_line, new_figure, save_figure
 from results.runs import certificate, final, held_out, steps_of, where
@@ -35,66 +35,30 @@ def learned(runs: Sequence[Row]) -> list[Values]:
     return [values(point for run in runs_of(runs, how) for point in held_out(run)) for how in CHOSEN[: len(LEARNED)]]
 
 
-def over_constant_rates(runs: Sequence[Row], objective: str, arm: str) -> Values:
-    """Success after ten batches, used once each, by constant learning rate."""
-    return values((run["rate"], final(run)) for run in where(over_rates(runs, "constant", arm), objective=objective))
-
-
 def draw_headline(runs: Sequence[Row], path: Path) -> None:
-    """Left: what rollouts buy. Right: what a learning rate costs, with the network held and not."""
-    figure, (left, right) = new_figure(2, figsize=(9.6, 3.1))
+    """Held-out success over batches of rollouts, for README: readable at the width of a phone."""
+    figure, (axes,) = new_figure(figsize=(5.4, 3.2))
     looks = {name: {"color": LIGHT[colour], "marker": MARKERS[place]} for name, (colour, place) in assign_looks(NAMES).items()}
     for (name, label, line), found in zip(LEARNED, learned(runs), strict=True):
-        draw_line(left, found, label=label, linestyle=line, **looks[name])
-    for arm, end, line in ((HELD, ", held", "-"), (UNHELD, "", "--")):
-        for name, label in NAMES.items():
-            draw_line(right, over_constant_rates(runs, name, arm), label=label + end, linestyle=line, **looks[name])
-    left.set(title="held-out success", xlabel="batches of rollouts", ylim=(0.15, 0.75), xticks=range(0, 21, 5))
-    right.set(
-        title="after ten batches, by learning rate", xlabel="constant learning rate, one pass", xscale="log", ylim=(-0.02, 0.65)
-    )
-    for axes in (left, right):
-        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize="small")
+        draw_line(axes, found, label=label, linestyle=line, **looks[name])
+    axes.set(ylabel="held-out success", xlabel="batches of rollouts", ylim=(0.15, 0.75), xticks=range(0, 21, 5))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower right")
     save_figure(figure, path, dark=True)
 
 
-def sentences(runs: Sequence[Row]) -> str:
-    """What README says below the figure: batches of rollouts to a success, and what `learning_rate="auto"` buys."""
-    return f"{sentence(runs)}\n\n{sentence_of_rates(runs)}\n"
-
-
 def sentence(runs: Sequence[Row]) -> str:
-    """What the figure's left says, in numbers, with how many runs each rests on."""
-    found = [runs_of(runs, how) for how in CHOSEN[: len(LEARNED)]]
-    ours, tuned, once = (median(map(steps_to, some)) for some in found)
-    (seeds,) = {len(some) for some in found}
+    """What README says below the figure: batches of rollouts to a success, and how many seeds that rests on."""
+    ours, tuned, once = (median(map(steps_to, runs_of(runs, how))) for how in CHOSEN[: len(LEARNED)])
+    (seeds,) = {len(runs_of(runs, how)) for how in CHOSEN[: len(LEARNED)]}
     above, places = places_above(runs)
-    others = f"; it is above clip in {above} of {places} [other tasks and starts](docs/deployed.md#elsewhere)" if places else ""
     return (
-        f"TROLL, with four passes over each batch, has {100 * LEVEL:.0f} % success after {ours:.1f} batches of rollouts; "
-        f"PPO's clip, tuned over rate and passes,\nafter {tuned:.1f}, with one pass after {once:.0f}. (Medians of {seeds} "
-        f"fresh seeds of [the study](docs/deployed.md#fresh-seeds), a small model; TROLL held at .03, "
-        f"linear{others};\n`make results`.)"
-    )
-
-
-def sentence_of_rates(runs: Sequence[Row]) -> str:
-    """What `learning_rate="auto"` buys on fresh seeds, against the best rate that was tried, and one 2.5 times as large."""
-    found = fresh_rates(runs)
-
-    def ends(rate: float | str, arm: str, schedule: str) -> list[float]:
-        return [100 * fmean(map(final, found[name, rate, arm, schedule])) for name in NAMES]
-
-    (auto, clip_auto), (lost, clip_lost) = ends("auto", HELD, "constant"), ends(1e-3, UNHELD, "linear")
-    tuned, clip_tuned = map(max, zip(*(ends(rate, UNHELD, "linear") for rate in TUNED), strict=True))
-    seeds = min(len(found[name, "auto", HELD, "constant"]) for name in NAMES)
-    return (
-        f'`learning_rate="auto"` holds the network that samples next, in place of a rate to tune: with one pass TROLL ends at '
-        f"{auto:.0f} % ({seeds} fresh seeds), at\nthe better of two tuned rates at {tuned:.0f}, at 2.5 times that rate at "
-        f"{lost:.0f}; clip at {clip_auto:.0f}, {clip_tuned:.0f} and {clip_lost:.0f} "
-        f"([rates](docs/deployed.md#rates-how-far-off-one-may-be))."
+        f"TROLL with four passes reaches {100 * LEVEL:.0f} % success after {ours:.1f} batches of rollouts; PPO's clip, with "
+        f"learning rate and passes tuned, after {tuned:.1f}.\n(Countdown at temperature 1, medians of {seeds} fresh seeds of "
+        f"[the study](docs/deployed.md#fresh-seeds), the script's model. Here TROLL's network is bounded at .03 with a\nlinear "
+        f"schedule. Clip with one pass needs {once:.0f} batches. TROLL is above clip in {above} of {places} "
+        f"[other tasks and starts](docs/deployed.md#elsewhere).)\n"
     )
 
 

@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from corral.deployed import RateController, restore, retract, snapshot
 from corral.lab.jobs.llm.prepare import Parts, prepare
-from corral.lab.jobs.llm.problems import answer
+from corral.lab.jobs.llm.problems import Sampling, generate
 from corral.lab.jobs.llm.rewards import verifier
 from corral.lab.jobs.llm.settings import read_recipe, resolve
 from corral.trl.trainer import CorralTrainer
@@ -209,7 +209,9 @@ class Hold(TrainerCallback):
             for start in range(0, len(self.parts.held_out), 512):
                 batch = self.parts.held_out[start : start + 512]
                 ids = problems.tokens(batch)
-                texts = answer(trainer.model, problems.tokenizer, ids, trainer.max_completion_length, greedy=greedy)
+                sampling = Sampling(max_tokens=trainer.max_completion_length, greedy=greedy)
+                tokens = generate(trainer.model, problems.tokenizer, ids, sampling)
+                texts = problems.tokenizer.batch_decode(tokens, skip_special_tokens=True)
                 scores += sum(self.success(prompts=batch, completions=texts, problem=batch))
         if raw is not None:
             restore(trainer.model, raw)

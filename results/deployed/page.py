@@ -1,4 +1,4 @@
-"""docs/deployed.md's tables and README's sentences on the headline, from results/deployed."""
+"""docs/deployed.md's tables and README's sentence on the headline, from results/deployed."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -106,7 +106,7 @@ def blocks(runs: Sequence[Row]) -> dict[str, Callable[[], str]]:
         "pretrainedgemma": partial(arms.pretrained, "gemma"),
         "startover": arms.start_over,
         "autostart": lambda: arms.first_batches(read_rows(FOLDER / "deployed/auto-start.parquet")),
-        "headline": partial(figures.sentences, runs),
+        "headline": partial(figures.sentence, runs),
     }
     for schedule, suffix in (("linear", ""), ("constant", "constant")):
         found |= {

@@ -14,7 +14,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from corral.lab.jobs.llm.evaluate import EvalSettings, prepare_evaluation
-from corral.lab.jobs.llm.problems import generate
+from corral.lab.jobs.llm.problems import Sampling, generate
 from corral.lab.jobs.llm.rewards import verifier
 from corral.lab.jobs.llm.settings import read_recipe, resolve
 from corral.lab.jobs.llm.train import train
@@ -91,7 +91,8 @@ def measure(settings: EvalSettings, temperatures: Sequence[float] = (1.0,), gree
         for start in range(0, len(asked), 512):
             batch = asked[start : start + 512]
             ids, longest = problems.tokens(batch), job.sampling.max_tokens
-            tokens = generate(model, tokenizer, ids, longest, greedy=not temperature, temperature=temperature or 1.0)
+            sampling = Sampling(max_tokens=longest, greedy=not temperature, temperature=temperature or 1.0)
+            tokens = generate(model, tokenizer, ids, sampling)
             texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
             right += sum(success(prompts=batch, completions=texts, problem=batch))
         found[temperature] = right / len(asked)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from corral import TokenBatch, group_advantages, make_objective, reduce_loss
-from corral.lab.jobs.llm.problems import generate
+from corral.lab.jobs.llm.problems import Sampling, generate
 from corral.lab.models.tiny import load_tiny
 from corral.lab.run.files import append_line
 from corral.lab.tasks.procedural import Countdown
@@ -44,7 +44,7 @@ def roll_out(model: Any, tokenizer: Any, task: Countdown, seed: int) -> tuple[Te
     prompts = [prompt for prompt in task.train_prompts(PROMPTS, seed) for _ in range(GROUP)]
     asked = tokenizer(prompts)["input_ids"]
     torch.manual_seed(seed)
-    written = generate(model.eval(), tokenizer, asked, task.max_completion_length + 1, greedy=False)
+    written = generate(model.eval(), tokenizer, asked, Sampling(max_tokens=task.max_completion_length + 1))
     texts = tokenizer.batch_decode(written, skip_special_tokens=True)
     rewards = torch.tensor([task.verify(prompt, text) for prompt, text in zip(prompts, texts, strict=True)])
     advantages = group_advantages(rewards, torch.arange(PROMPTS).repeat_interleave(GROUP), "grpo")

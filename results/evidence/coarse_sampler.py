@@ -59,7 +59,7 @@ def rounded(model: Any, precision: str) -> Iterator[None]:
 def roll_out(prompts: list[Any], trainer: RunTrainer, precision: str) -> dict[str, Any]:
     """TRL's rollout function: tokens of prompts and completions, and log-probs of the sampler's likeliest at every place."""
     model, tokenizer = trainer.model, trainer.processing_class
-    ids = trainer.session.problems.tokenise(prompts)  # what TRL would do with them
+    ids = trainer.parts.problems.tokenise(prompts)  # what TRL would do with them
     with rounded(model, precision):
         tokens, logits = _sample(model, tokenizer, ids, trainer.max_completion_length)
     logp = logits.float().log_softmax(-1)

@@ -14,10 +14,7 @@ from results.packed import Row
 from results.pages import DOCS, README, Texts, fill, markdown
 
 PAGE = DOCS / "results/llm.md"
-FRONT = (
-    *("troll-tuned", "troll-hot", "troll-reuse", "dppo-tuned", "dppo-hot", "dppo-reuse", "troll-dppo", "projection", "exact"),
-    *("words-troll", "words-dppo", "words-reuse", "words-passes", "gemma-troll", "gemma-dppo", "gemma-reuse"),
-)
+FRONT = ("troll-reuse", "troll-hot", "troll-tuned", "words-dppo", "words-troll", "gemma-troll", "gemma-dppo")
 """Claims that README tells."""
 FIGURES = {
     "map": "Area under held-out success by learning rate, a line per objective",
@@ -50,10 +47,16 @@ def verdicts(found: Sequence[Verdict], names: Sequence[str] = ()) -> str:
 
 
 def front(found: Sequence[Verdict]) -> str:
-    """Claims for README, and how many of all hold."""
-    holding = sum(one.word == "holds here" for one in found)
-    tested = sum(one.can_tell for one in found)
-    return f"{verdicts(found, FRONT)}\nOf all claims that were tested, {holding} of {tested} hold.\n"
+    """Claims for README, and how many of all are significant."""
+    lines = []
+    for one in found:
+        if one.claim.name in FRONT and one.found is not None and one.found.mean.low is not None:
+            mean, said = one.found.mean, one.claim.says.replace(" beats ", " − ")
+            interval = f"{signed_points(mean.value)} ({plain(mean.low)} … {plain(mean.high)})"
+            lines.append([said, interval, str(one.found.seeds), "yes" if one.holds else "no"])
+    holding, tested = sum(one.holds for one in found), sum(one.can_tell for one in found)
+    table = markdown(("difference", "points (95 %)", "seeds", "significant after Holm's correction"), lines)
+    return f"{table}\n{holding} of {tested} differences that were tested are significant.\n"
 
 
 def blocks(runs: Sequence[Row], automatic: Sequence[Row]) -> dict[str, Callable[[], str]]:

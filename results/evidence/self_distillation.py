@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from corral.lab.jobs.llm.problems import answer
+from corral.lab.jobs.llm.problems import Sampling, generate
 from corral.lab.jobs.llm.settings import resolve
 from corral.lab.jobs.llm.train import train
 from corral.lab.models.tiny import load_tiny
@@ -74,7 +74,8 @@ def shown_success(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *,
     solutions = [solution for _, solution in (rows if right else rows[1:] + rows[:1])]
     ids = [tokenizer(f"{solution}\n{problem}")["input_ids"] for (problem, _), solution in zip(rows, solutions, strict=True)]
     torch.manual_seed(0)
-    texts = answer(model.eval(), tokenizer, ids, task.max_completion_length + 1, greedy=False)
+    tokens = generate(model.eval(), tokenizer, ids, Sampling(max_tokens=task.max_completion_length + 1))
+    texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
     return sum(task.verify(problem, text) for (problem, _), text in zip(rows, texts, strict=True)) / len(rows)
 
 

@@ -23,7 +23,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from corral.lab.jobs.llm.problems import Problems, generate
+from corral.lab.jobs.llm.problems import Problems, Sampling, generate
 from corral.lab.models.load import load_model
 from corral.lab.run.files import append_line
 from corral.lab.tasks import Task, make_task, verify_all
@@ -113,7 +113,8 @@ class Start:
             batch = prompts[start : start + ASKED]
             ids = self.problems.tokens(batch)
             with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-                tokens = generate(self.model, self.tokenizer, ids, self.longest, greedy=greedy, temperature=temperature)
+                sampling = Sampling(max_tokens=self.longest, greedy=greedy, temperature=temperature)
+                tokens = generate(self.model, self.tokenizer, ids, sampling)
             texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
             right += sum(verify_all(self.task, batch, texts))
         return right / len(prompts)

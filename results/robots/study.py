@@ -29,9 +29,8 @@ from statistics import mean
 import pandas as pd
 import torch
 
-from corral.lab.jobs.robot.prepare import learner_config, prepare
+from corral.lab.jobs.robot.prepare import check_used, learner_config, prepare
 from corral.lab.jobs.robot.settings import TABLES, Settings, check_flags, read_recipe, resolve
-from corral.lab.jobs.robot.unused import check_used
 from corral.lab.run.settings import nested
 from results.robots.plans import PLANS, Job
 from results.robots.runs import measured_lines

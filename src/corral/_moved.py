@@ -67,8 +67,9 @@ class MovedFinder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Iterable[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """A spec for an old path, or None: it comes after all other finders, so a file of that name is found first."""
-        return ModuleSpec(fullname, self) if fullname.startswith("corral.") and new_path(fullname) else None
+        """A spec for an old path; None for any other, and for `corral.llm` and `corral.task`, which are modules themselves."""
+        moved = fullname.startswith("corral.") and fullname not in ("corral.llm", "corral.task") and new_path(fullname)
+        return ModuleSpec(fullname, self) if moved else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """The module at the new path; a ModuleNotFoundError that names it where there is none."""
@@ -84,6 +85,6 @@ class MovedFinder(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Add the hook, once."""
+    """Add the hook, once, before all others: an updated checkout may have empty folders where packages were."""
     if not any(isinstance(finder, MovedFinder) for finder in sys.meta_path):
-        sys.meta_path.append(MovedFinder())
+        sys.meta_path.insert(0, MovedFinder())

@@ -11,13 +11,13 @@ from corral.tensors import SparseDist
 from corral.validate import number_in
 
 ANCHOR_TOLERANCE = 1e-3
-"""How far an old policy's support and its log-probs may disagree, in nats, on the token that both describe."""
+"""The largest difference, in nats, between an old policy's log-prob of the sampled token and that in its support."""
 _LOGP_MAX = 1e-3
 """The largest log-probability that rounding explains."""
 _MASS_TOLERANCE, _MASS_TOLERANCE_HALF = 1e-3, 5e-2
-"""How far from 1 the mass of a distribution may be, and where half precision has rounded its log-probabilities."""
+"""The largest error of a distribution's mass, and that of a distribution with log-probabilities in half precision."""
 LEAST_LEFT = 1e-6
-"""Share of a tail's mass that is left at least once some of its tokens have been taken out of it."""
+"""The least share of a tail's mass that remains after tokens have been taken out of it."""
 
 
 def top_k_support(
@@ -29,7 +29,7 @@ def top_k_support(
     ids: Int[Tensor, "*b K"] | None = None,
     check: bool = True,
 ) -> SparseDist:
-    """The fewest most likely tokens that reach `mass`, at most k, and always the sampled one.
+    """A support: the fewest most likely tokens that reach `mass`, at most k, and always the sampled token.
 
         S = {sampled} ∪ {the first n of the ranking},   n = min(k, fewest with Σ p ≥ mass)
 
@@ -42,7 +42,7 @@ def top_k_support(
         k: how many of the most likely tokens to keep at most, 1 … V.
         mass: probability after which further tokens are dropped, in (0, 1].
         ids: another policy's support [*, K], the sampled token in slot 0, −1 at padding.
-        check: refuse rows whose mass is not 1, as of logits or probabilities; False takes them as they are.
+        check: refuse rows whose mass is not 1, such as logits; False takes them as they are.
     Returns:
         SparseDist with k + 1 slots, the sampled token in slot 0, padding (−1) last; differentiable in `logp`. With `ids` it
         has K + k slots: `ids`, then the other members.
@@ -81,7 +81,7 @@ def gather_support(logp: Float[Tensor, "*b V"], ids: Int[Tensor, "*b K"], *, che
     Args:
         logp: log-probabilities of the full softmax [*, V].
         ids: the support [*, K], −1 at padding.
-        check: refuse rows whose mass is not 1, as of logits or probabilities; False takes them as they are.
+        check: refuse rows whose mass is not 1, such as logits; False takes them as they are.
     Returns:
         SparseDist on the same `ids`, differentiable in `logp`, through the tail too.
     Ref:
@@ -100,7 +100,7 @@ def extend_support(dist: SparseDist, ids: Int[Tensor, "*b K"], logp: Float[Tenso
 
         rest′ = log(e^rest − Σ_new p)
 
-    The one place where mass is subtracted: what is left is known to about 1e-6 of what there was, and is at least that.
+    The one place where mass is subtracted: the result is known to about 1e-6 of the old tail, and is at least that.
 
     Args:
         dist: a policy on its support [*, K₀].
@@ -109,7 +109,7 @@ def extend_support(dist: SparseDist, ids: Int[Tensor, "*b K"], logp: Float[Tenso
     Returns:
         SparseDist on `ids`. `rest_max` stays: an upper bound.
     """
-    logp = torch.nn.functional.pad(logp, (0, int(logp.shape[-1] == 0)), value=-torch.inf)  # one to gather, where there is none
+    logp = torch.nn.functional.pad(logp, (0, int(logp.shape[-1] == 0)), value=-torch.inf)  # `gather` needs at least one column
     members = (dist.ids >= 0).sum(-1, keepdim=True)
     slot = torch.arange(ids.shape[-1], device=ids.device).expand(ids.shape)
     new = (slot >= members) & (ids >= 0)
@@ -125,12 +125,12 @@ def extend_support(dist: SparseDist, ids: Int[Tensor, "*b K"], logp: Float[Tenso
 def hidden_kl(
     rest_new: Float[Tensor, "*b"], max_new: Float[Tensor, "*b"], rest_old: Float[Tensor, "*b"], max_old: Float[Tensor, "*b"]
 ) -> Float[Tensor, "*b"]:
-    """A lower bound on the part of KL(new‖old) that a support with one bucket for its tail cannot see.
+    """A lower bound on the part of KL(new‖old) that is hidden in the tail when a support has one bucket for it.
 
         r (q log(q/b) − q + b)          where q > b, else 0
 
-    r is the tail's mass under the new policy, q the share of it on its likeliest token, and b the share that this token had at
-    most: that of the old policy's likeliest. (1 − q) log((1 − q)/(1 − b)) ≥ b − q gives the bound from the two-way KL.
+    r is the tail's mass under the new policy and q the share of its likeliest token. That token had at most the share b, which
+    is the share of the old policy's likeliest token. (1 − q) log((1 − q)/(1 − b)) ≥ b − q gives the bound from the two-way KL.
     """
     rest_new, max_new, rest_old, max_old = (at_least_float32(x) for x in (rest_new, max_new, rest_old, max_old))
     log_q, log_b = max_new - rest_new, max_old - rest_old
@@ -141,15 +141,15 @@ def hidden_kl(
 
 @torch.no_grad()
 def tail_gap(new: Float[Tensor, "*b"], old: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
-    """log (max π / max π_old) over the tokens outside a support, from both `rest_max`; 0 where there is no tail.
+    """log (max π / max π_old) over the tokens outside a support, from both `rest_max`; 0 without a tail.
 
-    A lower bound on the largest log-ratio outside the support: some token there has become so many times likelier.
+    It is a lower bound on the largest log-ratio outside the support.
     """
     return (at_least_float32(new) - at_least_float32(old)).nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
 
 
 def _check_given(where: str, logp: Tensor, ids: Tensor) -> None:
-    """Refuse what is no support [*, K] of a policy [*, V]."""
+    """Refuse ids that are no support [*, K] of a policy [*, V]."""
     require_tensors(where, ids=ids)
     if ids.shape[:-1] != logp.shape[:-1]:
         raise ValueError(
@@ -166,7 +166,7 @@ def choose_support(
     mass: float,
     given: Int[Tensor, "*b K"] | None = None,
 ) -> Int[Tensor, "*b slots"]:
-    """Ids of a support: the sampled token, or all that are given, then those of the ranking that `mass` asks for."""
+    """Ids of a support: the sampled token or a given support, then ranked tokens until they reach `mass`."""
     first = tokens.unsqueeze(-1) if given is None else given.long()
     known = (ranked.unsqueeze(-1) == first.unsqueeze(-2)).any(-1)
     ids = torch.cat([first, torch.where(_reached_before(logp, mass) | known, -1, ranked)], dim=-1)
@@ -174,7 +174,7 @@ def choose_support(
 
 
 def _gather(logp: Tensor, ids: Tensor) -> SparseDist:
-    """A policy on a support that is known to be one."""
+    """A policy on a support that has been checked."""
     logp = at_least_float32(logp)
     padding = ids < 0
     kept = torch.where(padding, -torch.inf, logp.gather(-1, torch.where(padding, 0, ids).long()))
@@ -188,8 +188,8 @@ def _gather(logp: Tensor, ids: Tensor) -> SparseDist:
 def rank_top_k(logp: Float[Tensor, "*b V"], k: int) -> Int[Tensor, "*b k"]:
     """Ids of the k largest entries, largest first, ties by lower id.
 
-    `torch.topk` finds the right values, but which of several equal entries it returns, and in which order, is up to the
-    device. So where the k-th value equals the next one, the lowest ids are taken, and then all are put in order.
+    `torch.topk` finds the right values, but the device decides which of several equal entries it returns, and in which order.
+    So the lowest ids are taken where the k-th value equals the next one, and then all are put in order.
     """
     values, ids = logp.topk(min(k + 1, logp.shape[-1]), dim=-1)
     last, ids = values[..., k - 1 : k], ids[..., :k]
@@ -204,7 +204,7 @@ def rank_top_k(logp: Float[Tensor, "*b V"], k: int) -> Int[Tensor, "*b k"]:
 
 
 def _reached_before(ranked: Tensor, mass: float) -> Tensor:
-    """Whether the tokens ranked above each one already hold `mass`, up to the rounding of their probabilities."""
+    """True where the tokens ranked above already hold `mass`, up to the rounding of their probabilities."""
     if mass == 1.0:
         return torch.zeros_like(ranked, dtype=torch.bool)
     p = ranked.double().exp()
@@ -213,21 +213,21 @@ def _reached_before(ranked: Tensor, mass: float) -> Tensor:
 
 
 def _check_logp(where: str, logp: Tensor) -> None:
-    """Refuse what can be no log-probabilities: integers, or a single number."""
+    """Refuse tensors that cannot be log-probabilities: integers, or a single number."""
     require_tensors(where, logp=logp)
     if not logp.is_floating_point() or not logp.ndim:
         raise ValueError(f"{where}: `logp` holds log-probabilities [*, V]; got {logp.dtype} {list(logp.shape)}.")
 
 
 class LogpTolerance(NamedTuple):
-    """Tolerances for log-probs: the largest value, and how far their mass may be from 1."""
+    """Tolerances for log-probs: the largest value, and the largest error of their mass."""
 
     logp: float = torch.inf
     mass: float = torch.inf
 
     @classmethod
     def of(cls, *policies: Tensor | SparseDist | None) -> "LogpTolerance":
-        """Of log-probs in these precisions; the lowest one decides."""
+        """Tolerances for policies in these precisions; the lowest precision decides."""
         half = any(
             x.dtype in (torch.float16, torch.bfloat16)
             for policy in policies
@@ -238,7 +238,7 @@ class LogpTolerance(NamedTuple):
 
 
 def _check_mass(where: str, dist: SparseDist) -> None:
-    """Refuse rows whose support and tail together do not hold 1. NaN passes: padding may be that, and only objectives know.
+    """Refuse rows whose support and tail together do not hold 1. NaN passes, since padding may hold it.
 
     The tolerance is that of float32, which `dist` is in, also for log-probs that were rounded to half precision before: an
     objective would refuse the support otherwise.
@@ -257,7 +257,7 @@ def _check_mass(where: str, dist: SparseDist) -> None:
 
 
 def check_ids(where: str, what: str, ids: Tensor, *, lowest: int, vocabulary: int) -> None:
-    """Refuse ids that are no integers, or lie outside `lowest` … V − 1."""
+    """Refuse ids that are not integers, or lie outside `lowest` … V − 1."""
     check_id_dtype(where, what, ids)
     if ids.numel() == 0 or torch.compiler.is_compiling():
         return
@@ -266,7 +266,7 @@ def check_ids(where: str, what: str, ids: Tensor, *, lowest: int, vocabulary: in
 
 
 def check_id_dtype(where: str, what: str, ids: Tensor) -> None:
-    """Refuse ids that are no integers."""
+    """Refuse ids that are not integers."""
     if ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{where}: `{what}` holds token ids, int64 or int32; got {ids.dtype}.")
 
@@ -282,7 +282,7 @@ def refuse_ids(where: str, what: str, low: int, high: int, *, lowest: int, vocab
 
 
 def check_unique(where: str, what: str, ids: Tensor) -> None:
-    """Refuse supports [* K] with a token twice; −1 may be there as often as it likes."""
+    """Refuse supports [* K] with a token twice; −1 may repeat."""
     if not torch.compiler.is_compiling():
         ordered = ids.sort(-1).values
         refuse_repeats(where, what, bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any()))

@@ -1,8 +1,8 @@
 """The nouns: a distribution on a sparse support, a batch of tokens, what an objective returns."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -10,12 +10,54 @@ from torch import Tensor
 
 from corral.numerics import at_least_float32
 
+_Record = TypeVar("_Record", bound="Tensors")
+
 
 @dataclass(frozen=True, eq=False)
-class SparseDist:
+class Tensors:
+    """A record of tensors: rows are picked, moved or joined in all of its fields at once. Other fields stay as they are."""
+
+    SHARED: ClassVar[tuple[str, ...]] = ()
+    """Fields without the leading axes of the others, such as a weight for all rows: they are moved, but not indexed."""
+
+    def map(self: _Record, change: Callable[[Tensor], Tensor], *, shared: bool = False) -> _Record:
+        """The same change made to every field, to the fields of records in it, and with `shared` to those in `SHARED`."""
+
+        def changed(x: Any) -> Any:
+            return change(x) if isinstance(x, Tensor) else x.map(change, shared=shared) if isinstance(x, Tensors) else x
+
+        return replace(self, **{name: changed(x) for name, x in vars(self).items() if shared or name not in self.SHARED})
+
+    def __getitem__(self: _Record, index: Any) -> _Record:
+        """Some of the rows: `index` goes to every field."""
+        return self.map(lambda x: x[index])
+
+    def detach(self: _Record) -> _Record:
+        """The same record as constants for autograd."""
+        return self.map(Tensor.detach, shared=True)
+
+    def to(self: _Record, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> _Record:
+        """The same record on another device; `dtype` changes floating-point fields alone."""
+        return self.map(lambda x: x.to(device=device, dtype=dtype if x.is_floating_point() else None), shared=True)
+
+    @classmethod
+    def cat(cls: type[_Record], parts: Sequence[_Record], dim: int = 0) -> _Record:
+        """Records joined along an axis; fields that hold no tensor are those of the first."""
+        if len(parts) == 1:
+            return parts[0]
+
+        def joined(name: str, x: Any) -> Any:
+            found = [vars(part)[name] for part in parts]
+            return torch.cat(found, dim) if isinstance(x, Tensor) else type(x).cat(found, dim) if isinstance(x, Tensors) else x
+
+        return replace(parts[0], **{name: joined(name, x) for name, x in vars(parts[0]).items() if name not in cls.SHARED})
+
+
+@dataclass(frozen=True, eq=False)
+class SparseDist(Tensors):
     """A next-token distribution on a sparse support, with the exact mass of its tail.
 
-    Slot 0 is the sampled token; the other slots hold the others of the support, most likely first, ties by lower id, padding
+    Slot 0 is the sampled token; the other slots hold the rest of the support, most likely first, ties by lower id, padding
     last. Built by :func:`corral.top_k_support`; the same support under another policy by :func:`corral.gather_support`.
     """
 
@@ -26,7 +68,7 @@ class SparseDist:
     rest: Float[Tensor, "*b"]
     """Log mass of every token outside the support, a logsumexp over them; −inf only where nothing is left."""
     rest_max: Float[Tensor, "*b"] | None = None
-    """Largest log-probability outside the support, a constant for autograd; None where nobody knows it."""
+    """Largest log-probability outside the support, a constant for autograd; None where it is unknown."""
 
     def __post_init__(self) -> None:
         if self.ids.dtype not in (torch.int64, torch.int32):
@@ -45,17 +87,8 @@ class SparseDist:
             )
 
     def with_rest(self) -> Float[Tensor, "*b K_plus_rest"]:
-        """Log-probabilities with the tail as one more category: a whole distribution, [*, K + 1]."""
+        """Log-probabilities with the tail as one more category: a complete distribution, [*, K + 1]."""
         return at_least_float32(torch.cat([self.logp, self.rest.unsqueeze(-1)], dim=-1))
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> "SparseDist":
-        """The same change made to every field: rows picked, moved or reshaped along the leading axes."""
-        rest_max = None if self.rest_max is None else change(self.rest_max)
-        return SparseDist(change(self.ids), change(self.logp), change(self.rest), rest_max)
-
-    def detach(self) -> "SparseDist":
-        """The same distribution as a constant for autograd."""
-        return self.map(Tensor.detach)
 
     def pack(self, device: torch.device | str = "cpu") -> "PackedSparseDist":
         """Jagged int32 + float32 storage without the padding, on the CPU by default; detached."""
@@ -71,7 +104,7 @@ class SparseDist:
 
 
 @dataclass(frozen=True, eq=False)
-class PackedSparseDist:
+class PackedSparseDist(Tensors):
     """A :class:`SparseDist` as a rollout buffer stores it: 8 bytes per token of the support and 12 per position."""
 
     ids: Int[Tensor, " n"]
@@ -86,27 +119,24 @@ class PackedSparseDist:
     @property
     def bytes_per_token(self) -> float:
         """Storage per position of the batch."""
-        fields = (self.ids, self.logp, self.rest, self.counts, self.rest_max)
-        stored = sum(x.numel() * x.element_size() for x in fields if x is not None)
+        stored = sum(x.numel() * x.element_size() for x in vars(self).values() if isinstance(x, Tensor))
         return stored / max(self.counts.numel(), 1)
 
     def unpack(self, device: torch.device | str | None = None) -> SparseDist:
         """The distribution that was packed, exactly as it was up to float32."""
-        counts = self.counts.to(device or self.counts.device)
-        kept = torch.arange(self.slots, device=counts.device) < counts.unsqueeze(-1)
-        ids = torch.full(kept.shape, -1, dtype=torch.int64, device=counts.device)
-        logp = torch.full(kept.shape, -torch.inf, device=counts.device)
-        ids[kept] = self.ids.to(counts.device, torch.int64)
-        logp[kept] = self.logp.to(counts.device)
-        rest_max = None if self.rest_max is None else self.rest_max.to(counts.device, copy=True)
-        return SparseDist(ids, logp, self.rest.to(counts.device, copy=True), rest_max)
+        here = self.map(lambda x: x.to(device or x.device, copy=True))
+        kept = torch.arange(self.slots, device=here.counts.device) < here.counts.unsqueeze(-1)
+        ids = torch.full(kept.shape, -1, dtype=torch.int64, device=kept.device)
+        logp = torch.full(kept.shape, -torch.inf, device=kept.device)
+        ids[kept], logp[kept] = here.ids.long(), here.logp
+        return SparseDist(ids, logp, here.rest, here.rest_max)
 
 
 @dataclass(frozen=True, eq=False)
-class TokenBatch:
+class TokenBatch(Tensors):
     """Everything an objective may read: B completions of T tokens. Padding may hold anything, NaN included.
 
-    What each objective checks of it is in :mod:`corral.objective.check`.
+    :mod:`corral.objective.check` has what objectives refuse.
     """
 
     logp_new: Float[Tensor, "B T"]
@@ -122,23 +152,35 @@ class TokenBatch:
     logp_rollout: Float[Tensor, "B T"] | None = None
     """What the sampler reported: sampler corrections and `tr/mismatch` read it."""
     dist_teacher: SparseDist | None = None
-    """A third policy, a constant, on the same support [B T K]: whom `distill` learns from, or the reference that `troll` with
+    """A third policy, a constant, on the same support [B T K]: the teacher of `distill`, or the reference that `troll` with
     centre="reference" stays near."""
+
+    @classmethod
+    def on_support(
+        cls,
+        new: SparseDist,
+        old: SparseDist,
+        advantages: Float[Tensor, "B T"] | Float[Tensor, " B"],
+        mask: Bool[Tensor, "B T"],
+        logp_rollout: Float[Tensor, "B T"] | None = None,
+    ) -> "TokenBatch":
+        """A batch of two policies on one support: the log-probs of the sampled tokens are those in slot 0."""
+        return cls(new.logp[..., 0], old.logp[..., 0], advantages, mask, new, old, logp_rollout)
 
 
 @dataclass(frozen=True, eq=False)
-class ObjectiveOutput:
-    """What an objective returns: a loss per token, unreduced and 0 where masked out, and what to log."""
+class ObjectiveOutput(Tensors):
+    """An objective's result: a loss per token, unreduced and 0 where masked out, and metrics to log."""
 
     loss: Float[Tensor, "B T"]
     """Policy term and regression together."""
     metrics: dict[str, Tensor]
     acted: Bool[Tensor, "B T"] | None = None
-    """Where the region acted: on these tokens `tr/active_frac` counts. None where nobody says, as in a fused kernel."""
+    """Where the region acted: `tr/active_frac` is their share. None where it is not recorded, as in a fused kernel."""
     kl_after: Float[Tensor, "B T"] | None = None
     """KL(projected‖old), for objectives that project."""
     regression: Float[Tensor, "B T"] | None = None
-    """The part of the loss that pulls the network back to the region. Weights for the sampler, which are of the policy
+    """The part of the loss that pulls the network back to the region. Corrections for the sampler, which weigh the policy
     gradient, leave it alone. None where there is none, or where a fused kernel has it in the loss only."""
 
     def weigh(self, weights: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
@@ -148,18 +190,13 @@ class ObjectiveOutput:
         return torch.where(weights == 0, 0.0, (self.loss - self.regression) * weights) + self.regression
 
     def total(self, weights: Float[Tensor, "B T"], policy_weights: Float[Tensor, "B T"] | None = None) -> Float[Tensor, ""]:
-        """Σ w (c · policy + regression), w = `weights` and c = `policy_weights`; what is weighted with 0 does not count."""
+        """Σ w (c · policy + regression), w = `weights` and c = `policy_weights`; tokens with w = 0 do not count, NaN or not."""
         loss = self.loss if policy_weights is None else self.weigh(policy_weights)
         return torch.where(weights == 0, 0.0, loss * weights).sum()
 
-    def detach(self) -> "ObjectiveOutput":
-        """The same as constants for autograd."""
-        regression = None if self.regression is None else self.regression.detach()
-        return ObjectiveOutput(self.loss.detach(), self.metrics, self.acted, self.kl_after, regression)
-
 
 def metric_kind(name: str) -> Literal["max", "sum", "mean"]:
-    """How a metric of several batches is made of theirs; means are over tokens."""
+    """The rule that combines a metric of several batches; means are over tokens."""
     return "max" if "_max" in name else "sum" if name == "tr/unconverged" else "mean"
 
 
@@ -172,16 +209,9 @@ def join_outputs(parts: Sequence[ObjectiveOutput]) -> ObjectiveOutput:
     for name in parts[0].metrics:
         values, kind = torch.stack([part.metrics[name].to(counts.dtype) for part in parts]), metric_kind(name)
         counted = counts
-        if name == "tr/dual":  # of the tokens that were projected; of those that could not be, it is infinite and left out
+        if name == "tr/dual":  # the mean over projected tokens; where the projection failed it is infinite and left out
             active, lost = (torch.stack([part.metrics[key] for part in parts]) for key in ("tr/active_frac", "tr/unconverged"))
             counted = (counts * active - lost).clamp(min=0)
         mean = (values * counted).sum() / counted.sum().clamp(min=1)
         metrics[name] = values.amax() if kind == "max" else values.sum() if kind == "sum" else mean
-
-    def cat(name: str) -> Tensor | None:
-        found = [getattr(part, name) for part in parts]  # one of the fields below
-        return None if found[0] is None else torch.cat(found, 1)
-
-    loss = cat("loss")
-    assert loss is not None
-    return ObjectiveOutput(loss, metrics, cat("acted"), cat("kl_after"), cat("regression"))
+    return replace(ObjectiveOutput.cat(parts, 1), metrics=metrics)

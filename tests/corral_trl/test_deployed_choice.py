@@ -136,7 +136,7 @@ def test_golden_held_out_completions_are_about_as_many(processes, length, held_o
     trainer = SimpleNamespace(
         accelerator=SimpleNamespace(num_processes=processes),
         max_completion_length=length,
-        session=SimpleNamespace(held_out=[""] * held_out),
+        parts=SimpleNamespace(held_out=[""] * held_out),
     )
     assert RunTrainer._draws_to_certify.fget(trainer) == draws
 

@@ -284,7 +284,7 @@ def direct(trainer: CorralTrainer, inputs: dict[str, Any], old_model: Any) -> tu
     size, mass = (logp_old.shape[-1], 1.0) if full else (args.support_size, args.support_mass)
     old = top_k_support(logp_old, inputs["completion_ids"], k=size, mass=mass)
     new = gather_support(logp_new, old.ids)
-    batch = TokenBatch(new.logp[..., 0], old.logp[..., 0], inputs["advantages"], mask, new, old)
+    batch = TokenBatch.on_support(new, old, inputs["advantages"], mask)
     if not args.needs_support:
         batch = replace(batch, dist_new=None, dist_old=None)
     loss = trainer.objective(batch).loss

@@ -57,13 +57,13 @@ def wrapped(trainer: CorralTrainer, wrapper: str) -> Any:
 @contextmanager
 def kernels() -> Iterator[None]:
     """Head and loss by Triton, with nothing left out of the gradient; its tiles as small as the model."""
-    from corral.head.triton import gemm_stats
+    from corral.head import dispatch
     from interpreted import DEVICE
 
     assert DEVICE == "cpu"
     with pytest.MonkeyPatch.context() as patch:
-        for dtype in gemm_stats.TILES:
-            patch.setitem(gemm_stats.TILES, dtype, gemm_stats.Tile(16, 16, 16, warps=4, stages=1))
+        for dtype in dispatch.TILES:
+            patch.setitem(dispatch.TILES, dtype, dispatch.Tile(16, 16, 16, warps=4, stages=1))
         fused = partial(policy_head.policy_loss_from_hidden, impl="triton", exact=True)
         patch.setattr(policy_head, "lm_head", partial(policy_head.lm_head, impl="triton"))
         patch.setattr(policy_head, "policy_loss_from_hidden", fused)

@@ -20,13 +20,12 @@ from tiny_models import (
 )
 
 import corral.trl.scoring
-from corral.head.torch import stream as autograd
-from corral.head.torch import stream as backward
+from corral.head.torch import stream
 from corral.trl.api import FUSED
 from interpreted import DEVICE
 from tolerance import assert_close
 
-from corral.head.triton import gemm_stats  # isort: skip  # after `interpreted`
+from corral.head import dispatch  # isort: skip
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*"),
@@ -45,14 +44,13 @@ OBJECTIVES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.fixture
 def rows_back(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows' logits the torch head recomputed, backward pass by backward pass."""
-    seen: list[int] = []
-    head_backward = backward.head_backward
+    seen, inner = list[int](), stream.head_backward
 
-    def counted(spec: Any, state: Any, grads: Any, needed: Any) -> Any:
+    def counted(source: Any, rows: Any, grads: Any, *rest: Any) -> Any:
         seen.append(len(grads.nonzero()))
-        return head_backward(spec, state, grads, needed)
+        return inner(source, rows, grads, *rest)
 
-    monkeypatch.setattr(autograd, "head_backward", counted)
+    monkeypatch.setattr(stream, "head_backward", counted)
     return seen
 
 
@@ -140,8 +138,8 @@ class TestTriton:
     @pytest.fixture(autouse=True)
     def small_tiles(self, monkeypatch: pytest.MonkeyPatch) -> None:
         if DEVICE == "cpu":
-            for dtype in gemm_stats.TILES:
-                monkeypatch.setitem(gemm_stats.TILES, dtype, gemm_stats.Tile(16, 16, 16, warps=4, stages=1))
+            for dtype in dispatch.TILES:
+                monkeypatch.setitem(dispatch.TILES, dtype, dispatch.Tile(16, 16, 16, warps=4, stages=1))
 
     @pytest.mark.parametrize(
         ("case", "frozen"),

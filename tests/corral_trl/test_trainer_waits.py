@@ -18,7 +18,7 @@ from corral.llm import CorralTrainer
 from corral.trl.api import FUSED
 from interpreted import DEVICE
 
-from corral.head.triton import gemm_stats  # isort: skip  # after `interpreted`
+from corral.head import dispatch  # isort: skip
 from waits import Waits  # isort: skip
 
 pytestmark = [
@@ -41,8 +41,8 @@ loss is finite, and one for the metrics, after the backward pass, when the devic
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on TRL passes the scored rows alone, and corral's kernels run, in Triton's interpreter."""
     monkeypatch.setattr(trl_utils, "_use_triton", lambda device: True)
-    for dtype in gemm_stats.TILES:
-        monkeypatch.setitem(gemm_stats.TILES, dtype, gemm_stats.Tile(16, 16, 16, warps=4, stages=1))
+    for dtype in dispatch.TILES:
+        monkeypatch.setitem(dispatch.TILES, dtype, dispatch.Tile(16, 16, 16, warps=4, stages=1))
     for name in ("lm_head", "policy_loss_from_hidden"):
         function = getattr(corral.trl.scoring, name)
         monkeypatch.setattr(corral.trl.scoring, name, functools.partial(function, impl="triton"))

@@ -30,12 +30,12 @@ def defined(path: Path) -> set[str]:
 
 def test_there_is_one_for_a_prompt_of_corral_train() -> None:
     (rows,) = (rows for title, rows in walks().items() if "corral train" in title)
-    assert [rows[0][0], rows[-1][0]] == ["cli/train.py", "llm/tokens.py"]
+    assert [rows[0][0], rows[-1][0]] == ["lab/cli/train.py", "lab/run/folder.py"]
 
 
 def test_there_is_one_for_the_fused_loss_and_one_for_tce() -> None:
     starts = {title.split("`")[1] if "`" in title else title.split(",")[0]: rows[0][0] for title, rows in walks().items()}
-    assert starts["policy_loss_from_hidden"] == "kernels/policy_loss.py"
+    assert starts["policy_loss_from_hidden"] == "head/policy_loss.py"
     assert starts["A batch of TCE"] == "cli/train.py"
 
 

@@ -286,7 +286,7 @@ def policies() -> tuple[Tensor, Tensor, Tensor]:
 def on_support(objective: str, new: Tensor, old: corral.SparseDist, how: str, **settings: Any) -> Tensor:
     dist = corral.gather_support(new, old.ids)
     mask = torch.ones(2, 5, dtype=torch.bool)
-    batch = corral.TokenBatch(dist.logp[..., 0], old.logp[..., 0], torch.linspace(-1, 1, 10).view(2, 5), mask, dist, old)
+    batch = corral.TokenBatch.on_support(dist, old, torch.linspace(-1, 1, 10).view(2, 5), mask)
     return corral.reduce_loss(corral.make_objective(objective, **settings)(batch).loss, mask, how)  # type: ignore[arg-type]
 
 

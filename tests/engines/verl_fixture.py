@@ -150,9 +150,7 @@ def two_updates_by_corral(
             dist_old = corral.top_k_support(old.detach(), response[None], top_k)
             dist_new = corral.gather_support(new, dist_old.ids)
             mask = torch.ones(1, len(response), dtype=torch.bool)
-            out = objective(
-                corral.TokenBatch(dist_new.logp[..., 0], dist_old.logp[..., 0], credit[None], mask, dist_new, dist_old)
-            )
+            out = objective(corral.TokenBatch.on_support(dist_new, dist_old, credit[None], mask))
             losses.append(out.loss[0])
             kl += [out.metrics["tr/kl_before"].item()] * len(response)
         _reduce(losses, agg).backward()

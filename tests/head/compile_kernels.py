@@ -13,45 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 import corral.head.triton
-from corral.head.triton import autograd as validate
-from corral.head.triton import (
-    backward as dense,
-)
-from corral.head.triton import (
-    backward as dense_forward,
-)
-from corral.head.triton import (
-    backward as route,
-)
-from corral.head.triton import (
-    backward as row_factor,
-)
-from corral.head.triton import (
-    backward as row_gradient,
-)
-from corral.head.triton import (
-    backward as sparse,
-)
-from corral.head.triton import fused as plan_batch
-from corral.head.triton import gathered, gemm_stats
-from corral.head.triton import loss as rows
-from corral.head.triton import loss as token
-from corral.head.triton import loss as troll
-from corral.head.triton import (
-    support as finalize,
-)
-from corral.head.triton import (
-    support as recompute,
-)
-from corral.head.triton import (
-    support as recompute_plan,
-)
-from corral.head.triton import (
-    support as select,
-)
-from corral.head.triton import (
-    support as union,
-)
+from corral.head.triton import autograd, backward, fused, gathered, gemm_stats, loss, support
 
 # The types of arguments by name; all others are pointers to float32.
 TYPES = {
@@ -63,52 +25,52 @@ TYPES = {
     "*bf16": "dz d_weight stored",
 }  # fmt: skip
 BLOCKS = {"ROWS": 128, "COLUMNS": 256, "DEPTH": 64, "TILES": 1024, "SLOTS": 128, "BLOCK": 4096, "SOME": 8, "PIECE": 64}
-ON = "COMPILED BIAS CAP ENTROPY GIVEN SUPPORT ROLLOUT POLICY WEIGHTS KEPT REST LOGP WEIGHT THRESHOLD CAPPED ANCHOR DENSE TAIL"
-SWITCHES = dict.fromkeys([*ON.split(), "JOINS", "SYMMETRIC", "DECOUPLED", "OUTWARD"], True)
+SWITCHES = dict.fromkeys(
+    ["COMPILED", "ENTROPY", "GIVEN", "THRESHOLD", "ANCHOR", "DENSE", "SYMMETRIC", "DECOUPLED", "OUTWARD"], True
+)
 TILE = {"hidden": "*bf16", "weight": "tensordesc<bf16[256, 64]>", "length": "*i32"}
 STATS = {"hidden": "tensordesc<bf16[128, 64]>", "weight": "tensordesc<bf16[256, 64]>", "store": "tensordesc<bf16[128, 256]>"}
 HEAD = {"hidden": "*bf16", "weight": "*bf16"}
 ORDER = {"flat": "fp32", "fewest": "i32", "share": "fp32", "rest": "fp32"}
 PROGRAMS = {"PROGRAMS": 132, "GROUP": 16}
+RULES = ("clip", "mask", "weight", "gate", "penalty", "flip")
 SHARED = {80: 163, 90: 227}
 """KiB of shared memory that a block of theirs may take."""
-STORED = {"STORE": True, "REFERENCE": True, "counter": None, "COUNTER": False}
-STREAMED = {"store": None, "reference": None, "STORE": False, "REFERENCE": False, "PLAIN": True}
+STORED = {"counter": None}
+STREAMED = {"store": None, "reference": None, "PLAIN": True}
 CASES: list[tuple[Any, dict[str, str], dict[str, Any], int]] = [
     *((gemm_stats._stats_kernel, STATS, PROGRAMS | STORED | {"PLAIN": plain}, 8) for plain in (False, True)),
-    (gemm_stats._stats_kernel, STATS, PROGRAMS | STREAMED | {"counter": None, "COUNTER": False}, 8),
-    (gemm_stats._stats_kernel, STATS, PROGRAMS | STREAMED | {"COUNTER": True}, 8),
-    (recompute_plan._given_kernel, {"length": "*i32"}, {}, 4),
-    (recompute_plan._own_kernel, {"length": "*i32"}, {"ROOM": 256}, 4),
-    (recompute._tile_kernel, TILE, {"OWN": True, "ROWS": 64, "PROGRAMS": 132, "LISTED": 256}, 8),
-    (recompute._tile_kernel, TILE, {"OWN": False, "ROWS": 64, "PROGRAMS": 132, "LISTED": 128}, 8),
-    (finalize._given_kernel, {}, {}, 4),
-    (finalize._own_kernel, {"ids": "*i64"}, {"BEST": 64, "ROOM": 256}, 4),
-    (finalize._own_kernel, {"ids": "*i64"}, {"BEST": 64, "ROOM": 2048}, 4),
-    (select._marks_kernel, {"ids": "*i64"}, {"BLOCK": 1024}, 4),
-    (union._join_kernel, {"ids": "*i64"}, {"GIVEN": 128, "RANKED": 128, "SLOTS": 256, "SOME": 16}, 1),
-    (gathered._gather_kernel, HEAD | {"ids": "*i64"}, {"BLOCK": 512}, 4),
+    (gemm_stats._stats_kernel, STATS, PROGRAMS | STREAMED | {"counter": None}, 8),
+    (gemm_stats._stats_kernel, STATS, PROGRAMS | STREAMED, 8),
+    (support._given_kernel, {"length": "*i32"}, {}, 4),
+    (support._own_kernel, {"length": "*i32"}, {"ROOM": 256}, 4),
+    (support._tile_kernel, TILE, {"OWN": True, "ROWS": 64, "PROGRAMS": 132, "LISTED": 256}, 8),
+    (support._tile_kernel, TILE, {"OWN": False, "ROWS": 64, "PROGRAMS": 132, "LISTED": 128}, 8),
+    (support._finalize_given_kernel, {}, {}, 4),
+    (support._finalize_own_kernel, {"ids": "*i64"}, {"BEST": 64, "ROOM": 256}, 4),
+    (support._finalize_own_kernel, {"ids": "*i64"}, {"BEST": 64, "ROOM": 2048}, 4),
+    (support._join_kernel, {"ids": "*i64"}, {"GIVEN": 128, "RANKED": 128, "SLOTS": 256, "SOME": 16}, 1),
     (gathered._extend_kernel, HEAD | {"ids": "*i64"}, {"BLOCK": 512, "JOINED": 256}, 4),
-    (validate._repeat_kernel, {"ids": "*i64", "found": "*i64"}, {"SOME": 16}, 4),
-    *((plan_batch._inspect_kernel, {"ids": "*i64"}, {"ROWS": 8, "EVERY": every}, 4) for every in (True, False)),
-    (plan_batch._order_kernel, ORDER, {}, 8),
-    (row_gradient._row_kernel, {"ids": "*i64"}, {}, 1),
-    *((route._route_kernel, {"ids": "*i32"}, {"ROWS": 16, "BLOCK": 2048, "MEAN": mean}, 8) for mean in (True, False)),
-    (route._tally_kernel, {"dense_rows": "*i64"}, {"PADDED": 16, "BLOCK": 8192}, 8),
-    (sparse._hidden_kernel, HEAD | {"out": "*bf16"}, {"BLOCK": 1024, "SOME": 4}, 4),
-    (sparse._piece_kernel, HEAD, {}, 16),
-    *((sparse._weight_kernel, HEAD, {"ADD": add}, 4) for add in (True, False)),
-    (dense._dense_kernel, {"ids": "*i32"}, {}, 8),
-    (dense_forward._gradient_kernel, {"ids": "*i32"}, {"SOME": 16}, 8),
-    (dense_forward._scale_kernel, {"x": "*bf16"}, {"BLOCK": 8192}, 8),
-    (rows._metrics_kernel, {}, {"BLOCK": 2048}, 8),
-    (troll._troll_kernel, {}, {"GRADIENT": 0}, 1),
-    *((token._token_kernel, {}, {"RULE": rule, "MEASURE": 4, "ROWS": 2}, 1) for rule in range(6)),
-    (token._token_kernel, {}, {"RULE": 0, "MEASURE": 5, "ROWS": 2}, 1),
-    (row_factor._sampled_kernel, HEAD, {"BLOCK": 1024}, 2),
-    (row_factor._singles_kernel, {"ids": "*i32"}, {"LIKELY": 4}, 1),
-    (row_factor._rows_kernel, {"out": "*bf16", "weight": "*bf16"}, {"BLOCK": 1024, "LIKELY": 4}, 2),
-    (row_factor._rows_kernel, {"x": "*bf16", "out": "*bf16"}, {"BLOCK": 1024, "LIKELY": 0}, 2),
+    (autograd._repeat_kernel, {"ids": "*i64", "found": "*i64"}, {"SOME": 16}, 4),
+    *((fused._inspect_kernel, {"ids": "*i64"}, {"ROWS": 8, "EVERY": every}, 4) for every in (True, False)),
+    (fused._order_kernel, ORDER, {}, 8),
+    (backward._row_kernel, {"ids": "*i64"}, {}, 1),
+    *((backward._route_kernel, {"ids": "*i32"}, {"ROWS": 16, "BLOCK": 2048} | mean, 8) for mean in ({}, {"given_mean": None})),
+    (backward._tally_kernel, {"dense_rows": "*i64"}, {"PADDED": 16, "BLOCK": 8192}, 8),
+    (backward._hidden_kernel, HEAD | {"out": "*bf16"}, {"BLOCK": 1024, "SOME": 4}, 4),
+    (backward._piece_kernel, HEAD, {}, 16),
+    *((backward._weight_kernel, HEAD, {"ADD": add}, 4) for add in (True, False)),
+    (backward._dense_kernel, {"ids": "*i32"}, {}, 8),
+    (backward._gradient_kernel, {"ids": "*i32"}, {"SOME": 16}, 8),
+    (backward._scale_kernel, {"x": "*bf16"}, {"BLOCK": 8192}, 8),
+    (loss._metrics_kernel, {}, {"BLOCK": 2048}, 8),
+    (loss._troll_kernel, {}, {"GRADIENT": "exact"}, 1),
+    *((loss._token_kernel, {}, {"RULE": rule, "MEASURE": "support_kl", "ROWS": 2}, 1) for rule in RULES),
+    (loss._token_kernel, {}, {"RULE": "clip", "MEASURE": "chi_square", "ROWS": 2}, 1),
+    (backward._sampled_kernel, HEAD, {"BLOCK": 1024}, 2),
+    (backward._singles_kernel, {"ids": "*i32"}, {"LIKELY": 4}, 1),
+    (backward._rows_kernel, {"out": "*bf16", "weight": "*bf16"}, {"BLOCK": 1024, "LIKELY": 4}, 2),
+    (backward._rows_kernel, {"x": "*bf16", "out": "*bf16"}, {"BLOCK": 1024, "LIKELY": 0}, 2),
 ]  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import corral
 from corral import SparseDist, TokenBatch
+from corral.head import dispatch
 from corral.head.logits import LogitSpec
 from corral.head.rows import HeadInput, HeadRequest, HeadRows
 from interpreted import DEVICE, small_tiles
@@ -118,7 +119,7 @@ def check(problem: Problem, name: str = "troll", lost: tuple[int, ...] = (), **s
     loss, gradients, left_out = found.loss, found.finish(), found.left_out
     assert tuple(left_out.nonzero().flatten().tolist()) == lost
     wanted, exact = problem.exact(objective, left_out)
-    assert (loss.fields[LOSS].cpu() - wanted).norm() <= 2e-5 * wanted.norm()
+    assert (loss.field(LOSS).cpu() - wanted).norm() <= 2e-5 * wanted.norm()
     assert gradients[0][left_out].abs().sum() == 0
     for actual, expected in zip(gradients, exact, strict=False):
         assert (actual.cpu() - expected).norm() <= 2e-5 * expected.norm()
@@ -140,7 +141,7 @@ def test_every_objective_on_every_policy(name, settings, top):
 )
 def test_supports_scales_and_parts(name, parts, options, monkeypatch):
     if parts == 2 and DEVICE == "cpu":
-        monkeypatch.setitem(gemm_stats.TILES, torch.float32, gemm_stats.Tile(4, 16, 16, warps=4, stages=1))
+        monkeypatch.setitem(dispatch.TILES, torch.float32, dispatch.Tile(4, 16, 16, warps=4, stages=1))
         monkeypatch.setattr(module, "BYTES_AT_ONCE", 0)  # as few rows as a tile has
     check(draw(**options), name)
 
@@ -288,7 +289,7 @@ def test_what_is_stored_reaches_far_below_the_reference(kind):
     bias = torch.zeros(300, device=DEVICE) if kind == "biased" else None
     how = hidden, weight, bias, LogitSpec()
     reference = row_factor.sampled_logits(*how, torch.tensor([0, 70, 200], device=DEVICE))
-    width = gemm_stats.tile_of(hidden).columns
+    width = dispatch.tile_of(hidden).columns
     stored = torch.empty(3, -(-300 // width) * width, device=DEVICE)
     gemm_stats.gemm_stats(*how, entropy=False, store=stored, reference=reference)
     expected = (weight[:266, 0].double() - reference[:, None].double()).exp()

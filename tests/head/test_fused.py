@@ -10,13 +10,13 @@ from mixed_rows import F64, Problem, assert_gradients, check_fused, run_fused
 
 import corral
 from corral import SparseDist, TokenBatch
-from corral.head import policy_loss
+from corral.head import dispatch, policy_loss
 from corral.head.packed import LossTerms
 from corral.support import LogpTolerance
 from interpreted import DEVICE, small_tiles
 from tolerance import assert_close
 
-from corral.head.triton import fused, gemm_stats, fused as plan_batch  # isort: skip  # after `interpreted`
+from corral.head.triton import fused, fused as plan_batch  # isort: skip  # after `interpreted`
 from corral.head.triton import backward as dense_forward  # isort: skip
 from corral.head.triton.loss import TrollLoss  # isort: skip
 from corral.head.triton import support as select  # isort: skip
@@ -53,7 +53,7 @@ def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dense rows in parts of at most a tile, of 4 rows where there is no GPU."""
     monkeypatch.setattr(dense_forward, "BYTES_AT_ONCE", 0)
     if DEVICE == "cpu":
-        monkeypatch.setitem(gemm_stats.TILES, torch.float32, gemm_stats.Tile(4, 16, 16, warps=4, stages=1))
+        monkeypatch.setitem(dispatch.TILES, torch.float32, dispatch.Tile(4, 16, 16, warps=4, stages=1))
 
 
 def make(name: str, **settings: Any) -> Any:

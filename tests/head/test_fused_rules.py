@@ -125,16 +125,16 @@ def test_the_kernel_does_what_the_reference_does(name, settings):
         leaf.requires_grad_()
     exact = objective(batch)
     wanted = torch.autograd.grad(exact.loss.sum(), leaves)
-    assert not found.fields[FLAWED].any()
-    assert torch.equal(found.fields[ACTED] > 0, exact.acted[0])
+    assert not found.field(FLAWED).any()
+    assert torch.equal(found.field(ACTED) > 0, exact.acted[0])
     loss = exact.loss[0].detach()
-    assert_close(found.fields[LOSS], loss)
+    assert_close(found.field(LOSS), loss)
     # A gradient is rounded at the size of the loss it belongs to: a token's own share of a certain row is u − p u, p being 1.
-    for actual, gradient in zip([found.kept, found.rest] if rule.projects else [found.own], wanted, strict=True):
+    for actual, gradient in zip([found.kept, found.rest] if rule.projects else [found.logp], wanted, strict=True):
         size = (1 + loss.abs()).view(-1, *[1] * (actual.ndim - 1))
         assert_close(actual / size, gradient[0] / size)
     if rule.projects:
-        assert_close(found.fields[KL_AFTER], exact.kl_after[0])
+        assert_close(found.field(KL_AFTER), exact.kl_after[0])
     assert metrics.keys() == exact.metrics.keys()
     for key, value in exact.metrics.items():
         assert metrics[key].item() == pytest.approx(value.item(), rel=1e-4, abs=1e-6), key
@@ -142,7 +142,7 @@ def test_the_kernel_does_what_the_reference_does(name, settings):
 
 def test_troll_s_kernel_flags_what_its_reference_refuses():
     objective, batch = corral.make_objective("troll", bound=0.1), every_pair(support=True, few=True)
-    flawed = kernel(rule_of(objective), batch)[0].fields[FLAWED] > 0
+    flawed = kernel(rule_of(objective), batch)[0].field(FLAWED) > 0
     assert torch.equal(flawed, out_of_reach(batch))
     with pytest.raises(ValueError, match=f"rules out tokens that the new one allows, at {int(flawed.sum())} unmasked"):
         objective(batch)

@@ -89,8 +89,8 @@ def test_a_support_without_a_slot_is_refused():
 def test_lists_fit_shared_memory(monkeypatch):
     """Of equal logits all come into question: twice as many as are listed at first, or everything by the torch path."""
     assert select.MOST_LISTED * 8 <= 99 * 1024  # what the smallest GPUs have, and keys have 8 bytes
-    listed, plan_own = [], select.plan_own
-    monkeypatch.setattr(select, "plan_own", lambda *x, room, **how: listed.append(room) or plan_own(*x, room=room, **how))
+    listed, own_rows = [], select._own_rows
+    monkeypatch.setattr(select, "_own_rows", lambda part, room, *more: listed.append(2 * room) or own_rows(part, room, *more))
     hidden, weight = torch.zeros(2, WIDTH, device=DEVICE), torch.randn(600, WIDTH, device=DEVICE)
     tokens = torch.tensor([4, 599], device=DEVICE)
     for most, rooms in ((64, [8, 64]), (16, [8, 16]), (8, [8])):
@@ -115,7 +115,7 @@ def test_kernels_run_where_their_tensors_are(monkeypatch):
     dist = corral.lm_head(hidden, weight, tokens, ids=ids, impl="triton").dist
     mask = torch.ones(1, ROWS, dtype=torch.bool, device=DEVICE)
     new = SparseDist(*(x[None] for x in (dist.ids, dist.logp, dist.rest)))
-    batch = TokenBatch(new.logp[..., 0], new.logp[..., 0], torch.ones(1, device=DEVICE), mask, new, new)
+    batch = TokenBatch.on_support(new, new, torch.ones(1, device=DEVICE), mask)
     batch_loss(corral.make_objective("troll"), batch, kernels=True)
     corral.policy_loss_from_hidden(
         hidden[None], weight, tokens[None], batch, corral.make_objective("troll"), weights=batch.logp_old, impl="triton"

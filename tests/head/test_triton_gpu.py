@@ -162,7 +162,7 @@ def test_gradients_on_the_union(dtype, exact):
     ids[::5, k + 1 :] = -1
     ids[::5, : k + 1] = old.ids[::5]
     new, anchor = (corral.gather_support(x[None], ids[None]) for x in (logp, logp_old))
-    batch = TokenBatch(new.logp[..., 0], anchor.logp[..., 0], advantages.double(), mask, new, anchor)
+    batch = TokenBatch.on_support(new, anchor, advantages.double(), mask)
     reference, clear = objective(batch), off_threshold("troll", new, anchor)
     wanted = torch.autograd.grad(torch.where(clear, reference.loss, 0.0).sum(), leaves)
 

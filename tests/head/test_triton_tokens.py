@@ -75,9 +75,9 @@ def test_loss_gradient_and_metrics_are_the_objective_s(name, settings, support):
     *old, old_max = dist(batch.dist_old)
     before = OldRows(rows(batch.logp_old), *old, rows(batch.advantages), rows(batch.logp_rollout), old_max)
     found = rule(new, before)
-    assert (found.fields[LOSS].cpu() - exact.loss.flatten()).abs().max() < 2e-6 * (1 + exact.loss.abs().max())
-    assert (found.own.cpu() - wanted.flatten()).abs().max() < 2e-6 * (1 + wanted.abs().max())
-    assert torch.equal(found.fields[ACTED].cpu() > 0, exact.acted.flatten())
+    assert (found.field(LOSS).cpu() - exact.loss.flatten()).abs().max() < 2e-6 * (1 + exact.loss.abs().max())
+    assert (found.logp.cpu() - wanted.flatten()).abs().max() < 2e-6 * (1 + wanted.abs().max())
+    assert torch.equal(found.field(ACTED).cpu() > 0, exact.acted.flatten())
     metrics, _, flawed = summarize(found, new, before, projects=False)
     assert flawed.item() == 0
     assert set(metrics) == set(exact.metrics)
@@ -93,7 +93,7 @@ def test_an_impossible_token_is_noticed():
     logp = torch.tensor([-1.0, -math.inf], device=DEVICE)
     new = HeadRows(logp, logp, logp.isinf().long()[:, None], logp[:, None], logp, logp, logp)
     found = TokenLoss.of(corral.make_objective("cispo"))(new, OldRows(-one, None, None, one, None))
-    assert found.fields[FLAWED].tolist() == [0.0, 1.0]
+    assert found.field(FLAWED).tolist() == [0.0, 1.0]
 
 
 @pytest.mark.parametrize("name", ["gspo", "gmpo", "troll"])

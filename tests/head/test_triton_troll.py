@@ -64,15 +64,15 @@ def test_loss_gradient_and_metrics_are_the_objective_s(settings, far):
     rows, fixed = (as_rows(x) for x in (new, old))
     before = OldRows(fixed.logp, fixed.kept, fixed.rest, advantages.flatten().float().to(DEVICE), None)
     found = TrollLoss.of(objective)(rows, before)
-    loss, kl_after, active = (found.fields[x] for x in (LOSS, KL_AFTER, ACTED))
-    assert not found.fields[FLAWED].any()
+    loss, kl_after, active = (found.field(x) for x in (LOSS, KL_AFTER, ACTED))
+    assert not found.field(FLAWED).any()
     assert (loss.cpu() - exact.loss.flatten()).norm() < 2e-6 * exact.loss.norm()
     size = sum(x.norm() for x in wanted)
     for actual, expected in zip((found.kept, found.rest), wanted, strict=True):
         scaled = actual.cpu() * weights.flatten().view(-1, *[1] * (actual.ndim - 1))
         assert (scaled - expected.flatten(0, 1)).norm() < 2e-5 * size
     assert ((kl_after.cpu() - exact.kl_after.flatten())[active.cpu() > 0].abs() <= 1e-6).all()
-    met = (active > 0) & (found.fields[CONVERGED] > 0)  # not where the old policy's mass on a ruled-out token is spent already
+    met = (active > 0) & (found.field(CONVERGED) > 0)  # not where the old policy's mass on a ruled-out token is spent already
     assert met.any() or far > 1e4 or objective.config.bound == math.inf
     assert ((kl_after[met] - objective.config.bound).abs() <= 1e-6).all()
     metrics, _, flawed = summarize(found, rows, before, projects=True)
@@ -87,10 +87,10 @@ def test_policies_without_a_common_token_are_returned_to_the_old_one():
     new = SparseDist(torch.tensor([[[0, 1]]]), torch.tensor([[[0.0, -math.inf]]]), torch.tensor([[-math.inf]]))
     old = SparseDist(torch.tensor([[[0, 1]]]), torch.tensor([[[-math.inf, 0.0]]]), torch.tensor([[-math.inf]]))
     rows, fixed, one = as_rows(new), as_rows(old), torch.ones(1, device=DEVICE)
-    found = TrollLoss.of(corral.make_objective("troll"))(rows, OldRows(-one, fixed.kept, fixed.rest, one, None)).fields
-    assert found[FLAWED].item() == 1  # and the objective itself has to say so
-    assert found[CONVERGED].item() == 0
-    assert found[DUAL].item() == math.inf
+    found = TrollLoss.of(corral.make_objective("troll"))(rows, OldRows(-one, fixed.kept, fixed.rest, one, None))
+    assert found.field(FLAWED).item() == 1  # and the objective itself has to say so
+    assert found.field(CONVERGED).item() == 0
+    assert found.field(DUAL).item() == math.inf
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
@@ -100,7 +100,7 @@ def test_bad_rows_are_noticed(wrong):
     rows.kept[2, 1] = wrong
     before = OldRows(fixed.logp, fixed.kept, fixed.rest, advantages.flatten().float().to(DEVICE), None)
     found = TrollLoss.of(corral.make_objective("troll"))(rows, before)
-    assert found.fields[FLAWED].nonzero().flatten().tolist() == [2]
+    assert found.field(FLAWED).nonzero().flatten().tolist() == [2]
 
 
 def test_what_the_kernel_does_not_compute_is_left_to_the_objective():

@@ -236,6 +236,32 @@ def test_a_registered_objective_is_given_checked_batches(clean_registry):
         make_objective("scaled")(inputs([float("nan")], [0.5], [1.0]))
 
 
+def test_a_function_under_the_settings_of_another_objective_has_neither_its_kernel_nor_its_gradient(clean_registry):
+    register_objective("mine", scaled, type(make_objective("troll").config))
+    mine, troll = make_objective("mine"), make_objective("troll")
+    assert mine.config == troll.config
+    assert (mine.kernel, mine.plain_on_policy) == (None, False)
+    assert troll.kernel is not None
+    assert troll.plain_on_policy
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "declared"),
+    [
+        ("dppo", {}, ("none", None, None, None)),
+        ("dppo", {"estimator": "full", "divergence": "kl", "bound": 0.1}, ("full", None, None, 0.1)),
+        ("troll", {}, ("topk", None, None, 0.05)),
+        ("troll", {"tail": "fill", "vocab_size": 9, "centre": "reference"}, ("topk", "reference", 1e-12, 0.05)),
+        ("distill", {}, ("topk", "teacher", None, None)),
+    ],
+)
+def test_settings_declare_what_the_loss_reads(name, settings, declared):
+    config = make_objective(name, **settings).config
+    assert (config.support, config.third_policy, config.filled_tail, config.kl_bound) == declared
+    assert ("dist_old" in config.needs) == (config.support != "none")
+    assert ("dist_teacher" in config.needs) == (config.third_policy is not None)
+
+
 @pytest.mark.parametrize("name", ["dppo", "scaled"])
 def test_a_name_that_is_taken_is_refused(name, clean_registry):
     register_objective("scaled", scaled, ScaledConfig)

@@ -34,7 +34,7 @@ def test_reported_log_probs_are_of_the_rounded_network(precision: str, support: 
     trainer = SimpleNamespace(
         model=model, processing_class=tokenizer, max_completion_length=5, needs_support=support, anchor="rollout"
     )
-    trainer.session = SimpleNamespace(problems=problems)
+    trainer.parts = SimpleNamespace(problems=problems)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     torch.manual_seed(0)
     out = roll_out([problems.prompt("3 7 12>22:")] * 3, trainer, precision)

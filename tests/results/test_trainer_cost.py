@@ -8,7 +8,7 @@ import pytest
 import trainer_cost
 
 from corral.lab.jobs.llm.settings import read_recipe
-from corral.lab.run.ending import Outcome
+from corral.lab.run.life import Outcome
 
 
 def test_a_run_that_was_cut_off_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:

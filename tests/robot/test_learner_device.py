@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from corral.lab.environments import ENVIRONMENTS
-from corral.lab.jobs.robot.banner import banner
 from corral.lab.jobs.robot.evaluate import evaluate
 from corral.lab.jobs.robot.export import export_policy, export_run
 from corral.lab.jobs.robot.prepare import prepare
 from corral.lab.jobs.robot.settings import resolve
 from corral.lab.jobs.robot.smoke import TRAINING
-from corral.lab.jobs.robot.train import resume, train
+from corral.lab.jobs.robot.train import banner, resume, train
 from corral.robot.bbrl import BBRL, BBRLConfig
 from corral.robot.episode import Plant, held_out_seeds
 from corral.robot.learner import Learner

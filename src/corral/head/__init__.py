@@ -1,27 +1,26 @@
 """Hidden states → log-probs, supports, losses and gradients, without ever holding the logits.
 
-Two verbs. `lm_head` (head.py) is the differentiable building block; `policy_loss_from_hidden` (policy_loss.py) takes an
-objective's reduced loss and its gradient together, once. One call of it, file by file:
+`lm_head` (forward.py) is the differentiable building block. `policy_loss_from_hidden` (policy_loss.py) computes an objective's
+reduced loss and its gradient together, once. `head_kl` measures the exact KL of two networks, without a gradient. One call of
+`policy_loss_from_hidden`, file by file:
 
 dispatch.py         torch or triton: the only place that chooses
-packed.py           unmasked tokens → packed rows; the terms of the loss (`rows.py` has the nouns of both implementations)
+rows.py, packed.py  records of rows; unmasked tokens → packed rows, the terms of the loss, autograd for precomputed gradients
 torch/              on any device
-  online.py           logits of some rows → normaliser, entropy, support and tail mass
-  head_kl.py          the exact KL of two networks, a few rows of both at a time
-  fused.py            the objective on these rows, and its gradient off the same logits; `backward.py` has dz
+  stream.py           logits of some rows → normaliser, entropy, support and tail mass; gradients of log-probs → of logits
+  fused.py            the objective on these rows, and its gradient from the same logits
+  head_kl.py          two networks' logits, some rows at a time
 triton/             on a GPU
-  plan_batch.py       is the batch valid, and which rows are planned to be dense?
-  gemm_stats.py       one GEMM, each tile of which leaves five numbers (`reduce_tile.py`)
-  support/            supports from these: `select` plans which tiles to recompute, recomputes them, finalizes the rows; `union`
-  loss/               the objective's own kernel (`rule`: `token`, `troll`), and the metrics (`rows`)
-  backward/           gradients of log-probs → of logits (`row_gradient`); dense rows three GEMMs on the way (`dense_forward`,
-                      `row_factor`); streamed ones sparse or recomputed (`route`, `sparse`, `dense`)
-  fused.py            these in order
-precomputed.py      autograd: the gradients times the one number that arrives
-union.py            what the union of two supports takes: the old head, whose log-probs of new members are `gathered`
+  gemm_stats.py       one GEMM, which keeps five numbers of each tile of logits
+  support.py          supports from these: plan which tiles to recompute, recompute them, finalize the rows; unions
+  loss.py             the objective's own kernel (`TokenLoss`, `TrollLoss`), and the metrics (`summarize`)
+  backward.py         gradients of log-probs → of logits (`row_gradient`); planned dense rows (`dense_forward`); streamed rows,
+                      sparse or recomputed (`head_gradients`)
+  fused.py            validates and plans a batch, then calls these in order
+union.py            the old policy on a union of supports; triton/gathered.py on a GPU
 
-`lm_head` passes torch/autograd.py or triton/autograd.py instead, and batch_loss.py takes an objective's loss of its rows.
-`head_kl` measures: the exact KL of two networks, without a gradient.
+`lm_head` goes through autograd functions instead (torch/stream.py, triton/autograd.py), and batch_loss.py computes an
+objective's loss from its results.
 """
 
 from corral.head.forward import HeadOutput, lm_head

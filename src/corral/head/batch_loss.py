@@ -1,10 +1,10 @@
-"""An objective's loss of a batch whose new policy a head has just computed: on a GPU in one kernel, where there is one.
+"""The loss of an objective on a batch whose new policy a head has just computed: one kernel on a GPU, if it has one.
 
 `policy_loss_from_hidden` is head and loss in one call. A trainer that needs log-probs and entropy besides, for terms of its
 own, calls `lm_head` and then this.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,11 +24,11 @@ def batch_loss(objective: TokenObjective, batch: TokenBatch, *, kernels: bool | 
     Args:
         objective: from `make_objective`, or any function TokenBatch → ObjectiveOutput.
         batch: new and old policy, advantages and mask, [B T].
-        kernels: whether to use Triton's; by default on a GPU.
+        kernels: use Triton's; by default on a GPU.
     Returns:
-        Loss and metrics of the objective. It is called itself where no kernel computes it, and where something is not finite or
-        no log-probability. It says what is wrong: where there is a gradient at the end of the backward pass, by when the device
-        has long found out.
+        Loss and metrics of the objective. The objective itself is called where no kernel computes it, and where a value is not
+        finite or no log-probability, to raise its own error. With a gradient it raises at the end of the backward pass, when
+        the host need no longer wait for the device.
     """
     if kernels is None:
         kernels = batch.mask.is_cuda and has_triton()
@@ -38,11 +38,11 @@ def batch_loss(objective: TokenObjective, batch: TokenBatch, *, kernels: bool | 
 
 
 def _in_one_kernel(objective: Any, batch: TokenBatch) -> ObjectiveOutput | None:
-    from corral.head.triton.loss import OldRows, rule_of, summarize
+    """The loss by the objective's kernel; None if it has none, or if the batch is empty or lacks what the kernel reads."""
+    from corral.head.triton.loss import LOSS, OldRows, rule_of, summarize
 
     rule, old, new = rule_of(objective), batch.dist_old, batch.dist_new
-    supported = old is not None and new is not None
-    if rule is None or (rule.needs_support and not supported) or not has_token_shapes(batch):
+    if rule is None or (rule.needs_support and (old is None or new is None)) or not has_token_shapes(batch):
         return None
     if rule.needs_rollout and batch.logp_rollout is None:
         return None
@@ -52,30 +52,32 @@ def _in_one_kernel(objective: Any, batch: TokenBatch) -> ObjectiveOutput | None:
     if not packing.count:
         return None
 
-    def rows(x: Tensor | None) -> Any:
-        return None if x is None else packing.pack(x).float().contiguous()
+    def rows(x: Tensor) -> Tensor:
+        return packing.pack(x).float().contiguous()
 
-    kept, rest, tail_old = (rows(old.logp), rows(old.rest), old.rest_max) if supported and old is not None else (None,) * 3
-    tail_new = None if new is None or tail_old is None else new.rest_max
-    anchor = OldRows(
-        rows(batch.logp_old), kept, rest, rows(token_advantages(batch)), rows(batch.logp_rollout),
-        None if tail_new is None else rows(tail_old),
-    ).each(Tensor.detach)  # fmt: skip
-    found: dict[str, Any] = {"rest_max": rows(tail_new)}
-    support = (rows(new.logp), rows(new.rest)) if supported and new is not None else (None, None)
-    logp = rows(batch.logp_new)
+    logp, kept, rest, rest_max = rows(batch.logp_new), None, None, None
+    anchor = OldRows(batch.logp_old, None, None, token_advantages(batch), batch.logp_rollout)
+    if old is not None and new is not None:
+        kept, rest = rows(new.logp), rows(new.rest)
+        anchor = replace(anchor, kept=old.logp, rest=old.rest)
+        if old.rest_max is not None and new.rest_max is not None:
+            rest_max, anchor = rows(new.rest_max), replace(anchor, rest_max=old.rest_max)
+    anchor = anchor.detach().map(rows)
+    none = logp[:, None] if kept is None else kept  # stands for fields that this kernel does not read
+    head = HeadRows(logp, logp, none, none, logp if rest is None else rest, logp, logp if rest_max is None else rest_max)
     limits = LogpTolerance.of(logp, batch.logp_old, new, old) if objective.check else LogpTolerance()
-    loss = _RuleLoss.apply(logp, *support, anchor, rule, limits, found)
-    metrics, _, flawed = summarize(found["loss"], found["rows"], anchor, projects=rule.projects)
-    found["check"] = _Check(objective, batch, AsyncCopy(flawed))
+    found = rule(head.detach(), anchor, limits)
+    metrics, _, flawed = summarize(found, head.detach(), anchor, projects=rule.projects)
+    check = _Check(objective, batch, AsyncCopy(flawed))
+    loss = _RowGradients.apply(found.field(LOSS), (found.logp, found.kept, found.rest), check, logp, kept, rest)
     if not loss.requires_grad:
-        found["check"]()
+        check()
     return ObjectiveOutput(packing.unpack(loss), metrics)
 
 
 @dataclass(frozen=True, eq=False)
 class _Check:
-    """Refuses a batch in which something is not finite, or no log-probability, in the objective's own words."""
+    """Refuses a batch in which a value is not finite, or no log-probability, in the objective's own words."""
 
     objective: TokenObjective
     batch: TokenBatch
@@ -90,34 +92,18 @@ class _Check:
         raise ValueError(f"batch_loss: the loss is not finite at {number} unmasked tokens. NaN comes from the model.")
 
 
-class _RuleLoss(torch.autograd.Function):
-    """The gradient of every row is its own, so the kernel forms it with the loss, and the backward pass scales it."""
+class _RowGradients(torch.autograd.Function):
+    """Losses of rows with gradients that the kernel computed beside them; the backward pass scales each row's own."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        logp: Tensor,
-        kept: Tensor | None,
-        rest: Tensor | None,
-        old: Any,
-        rule: Any,
-        limits: LogpTolerance,
-        found: dict[str, Any],
-    ) -> Tensor:
-        from corral.head.triton.loss import LOSS
-
-        none = logp[:, None] if kept is None else kept
-        rest_max = logp if found["rest_max"] is None else found["rest_max"]
-        rows = HeadRows(logp, logp, none, none, logp if rest is None else rest, logp, rest_max)
-        out = rule(rows, old, limits)
-        found |= {"loss": out, "rows": rows}
-        ctx.grads, ctx.found = (out.own, out.kept, out.rest), found
-        return out.fields[LOSS].clone()
+    def forward(ctx: Any, loss: Tensor, gradients: tuple[Tensor | None, ...], check: _Check, *inputs: Tensor | None) -> Tensor:
+        ctx.gradients, ctx.check = gradients, check
+        return loss.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
         # Checked here, the device would idle until the host has the answer.
-        torch.autograd.Variable._execution_engine.queue_callback(ctx.found["check"])
-        scaled = (None if g is None else g * (upstream[:, None] if g.ndim > 1 else upstream) for g in ctx.grads)
-        return (*scaled, None, None, None, None)
+        torch.autograd.Variable._execution_engine.queue_callback(ctx.check)
+        scaled = (None if g is None else g * (upstream[:, None] if g.ndim > 1 else upstream) for g in ctx.gradients)
+        return (None, None, None, *scaled)

@@ -3,7 +3,8 @@
 import functools
 import importlib.util
 import logging
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -12,26 +13,26 @@ Impl = Literal["auto", "torch", "triton"]
 Chosen = Literal["torch", "triton"]
 
 MAX_TOP_K = 1024
-"""Most slots that one row's registers hold."""
+"""The most slots of one row that registers hold."""
 MAX_GIVEN = MAX_TOP_K + 1
-"""Of a support that is given: another policy's own, and the token that was sampled."""
+"""The most slots of a given support: another policy's own, and the sampled token."""
 OWN_SUPPORT = 64
-"""Tokens of the policy that carry a sparse gradient where no support is given."""
+"""Size of the policy's own support that carries a sparse gradient if no support is given."""
 
 _log = logging.getLogger(__name__)
 
 
 def choose(where: str, impl: str, hidden: Tensor, weight: Tensor, top_k: int | None = None, given: int = 0) -> Chosen:
-    """The implementation that `impl` asks for; "auto" takes Triton on a GPU where it can, and says once what it took.
+    """The implementation for `impl`; "auto" takes Triton on a GPU if it can, and logs its choice once.
 
     Args:
-        where: the public function that asks, for messages.
+        where: the public function that calls, for messages.
         impl: "auto", "torch" or "triton".
         hidden, weight: hidden states [*, H] and the head's weight [V, H].
-        top_k: size of the policy's own support, where one is wanted.
-        given: size of another's, where one is given.
+        top_k: size of the policy's own support, if one is wanted.
+        given: size of another policy's support, if one is given.
     Returns:
-        "torch" or "triton". A ValueError says why "triton" cannot be had.
+        "torch" or "triton"; raises a ValueError with the reason if "triton" cannot run.
     """
     if impl not in get_args(Impl):
         raise ValueError(f"{where}: `impl` is 'auto', 'torch' or 'triton'; got {impl!r}.")
@@ -56,12 +57,12 @@ def obstacle(hidden: Tensor, weight: Tensor, top_k: int | None, given: int = 0, 
         return f"the weight is on {str(weight.device)!r} and the hidden states are on {str(hidden.device)!r}"
     if type(weight) not in (Tensor, torch.nn.Parameter):
         return f"the weight is a {type(weight).__name__}, and kernels read plain tensors"
-    if hidden.is_cuda and _old(hidden.device):
+    if hidden.is_cuda and torch.cuda.get_device_capability(hidden.device) < (8, 0):
         return "the kernels need a GPU of compute capability 8.0 or newer"
     if hidden.dtype != weight.dtype or hidden.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return (
-            f"hidden states and weight must share a dtype of at most 32 bits; they are {_name(hidden.dtype)} and "
-            f"{_name(weight.dtype)}"
+            f"hidden states and weight must share a dtype of at most 32 bits; they are "
+            f"{str(hidden.dtype).removeprefix('torch.')} and {str(weight.dtype).removeprefix('torch.')}"
         )
     if not weight.is_contiguous() or weight.data_ptr() % 16 or weight.shape[-1] * weight.element_size() % 16:
         return "rows of the weight must lie one behind the other, on multiples of 16 bytes"
@@ -72,41 +73,63 @@ def obstacle(hidden: Tensor, weight: Tensor, top_k: int | None, given: int = 0, 
     if top_k is not None and given + top_k > MAX_GIVEN:
         return f"the union of {given} tokens given and top_k = {top_k} may be more than {MAX_GIVEN} tokens, and does not fit"
     if top_k is not None and own_top_k(hidden, len(weight), top_k) < top_k:
-        width = _tile_width(hidden)
+        width = tile_of(hidden).columns
         return f"top_k = {top_k} is more than a vocabulary of {len(weight)} has tiles of {width}, or than {MAX_TOP_K}"
     return None
 
 
 def own_top_k(hidden: Tensor, vocabulary: int, top_k: int = OWN_SUPPORT) -> int:
-    """As many of `top_k` as kernels find: no more than there are tiles."""
-    return min(top_k, MAX_TOP_K, -(-vocabulary // _tile_width(hidden)))
+    """The part of `top_k` that kernels find: no more than there are tiles, since each tile keeps its largest logit."""
+    return min(top_k, MAX_TOP_K, -(-vocabulary // tile_of(hidden).columns))
 
 
-def _tile_width(hidden: Tensor) -> int:
-    from corral.head.triton.gemm_stats import tile_of  # Triton is there by now
+@dataclass(frozen=True)
+class Tile:
+    """Tokens × vocabulary × hidden of one tile of the GEMM, and the warps and pipeline stages for it."""
 
-    return tile_of(hidden).columns
+    rows: int
+    columns: int
+    depth: int
+    warps: int = 8
+    stages: int = 3
+
+
+TILES = {
+    torch.bfloat16: Tile(128, 256, 64, stages=4),
+    torch.float16: Tile(128, 256, 64, stages=4),
+    torch.float32: Tile(64, 128, 32, warps=4),
+}
+"""Measured best on an H200. A tile is at most 256 columns wide, so that a place in it fits a byte."""
+
+SMALL_TILES = {
+    torch.bfloat16: Tile(64, 128, 64, warps=4, stages=2),
+    torch.float16: Tile(64, 128, 64, warps=4, stages=2),
+    torch.float32: Tile(32, 64, 32, warps=4, stages=2),
+}
+"""For GPUs whose blocks get less than 160 KiB of shared memory."""
+
+
+def tile_of(x: Tensor) -> Tile:
+    """The tile for this dtype on this device."""
+    return (SMALL_TILES if x.is_cuda and _little_memory(x.device) else TILES)[x.dtype]
+
+
+@functools.cache
+def _little_memory(device: torch.device) -> bool:
+    properties: Any = torch.cuda.get_device_properties(device)  # its stub lacks this field
+    return bool(properties.shared_memory_per_block_optin < 160 * 1024)
 
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether it is installed."""
+    """True if Triton is installed."""
     return importlib.util.find_spec("triton") is not None
-
-
-@functools.cache
-def _old(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) < (8, 0)
 
 
 def _interpreting() -> bool:
     import triton
 
     return bool(triton.knobs.runtime.interpret)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @functools.cache

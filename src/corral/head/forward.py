@@ -8,7 +8,7 @@ from torch import Tensor
 
 from corral.head.dispatch import choose, own_top_k
 from corral.head.logits import LogitSpec
-from corral.head.rows import HeadRequest
+from corral.head.rows import HeadInput, HeadRequest
 from corral.head.torch.stream import Shard, TorchHead
 from corral.numerics import require_tensors
 from corral.support import check_id_dtype
@@ -18,16 +18,16 @@ from corral.validate import number_in
 
 @dataclass(frozen=True, eq=False)
 class HeadOutput:
-    """What the head knows of each position's next-token distribution."""
+    """The head's results for each position's next-token distribution."""
 
     logp: Float[Tensor, "*b"]
     """Log-probability of the sampled token."""
     entropy: Float[Tensor, "*b"] | None
-    """Where asked for."""
+    """Entropy, if requested."""
     dist: SparseDist | None
-    """The policy on a sparse support, where `top_k` or `ids` was given."""
+    """The policy on a sparse support, if `top_k` or `ids` was given."""
     report: Float[Tensor, "2"] | None = None
-    """Where the backward pass may be sparse: the share of dense rows, and the largest share left out; NaN until it is over."""
+    """The share of dense rows and the largest share left out, written by a sparse backward pass; NaN until then."""
 
 
 def lm_head(
@@ -82,16 +82,20 @@ def lm_head(
     require_tensors("lm_head", hidden=hidden, tokens=tokens)
     spec, request = LogitSpec(scale, softcap, temperature), HeadRequest(top_k, mass, entropy)
     shard = Shard.of(weight, group)
-    _check(hidden, weight, tokens, bias, request, ids, joins, shard.vocabulary)
+    _check(HeadInput(hidden, weight, bias, tokens, ids, spec, request, joins), shard.vocabulary)
+    if group is not None:
+        if impl == "triton":
+            raise ValueError("lm_head: a vocabulary split over a `group` runs on the torch path. Use impl='auto' or 'torch'.")
+        impl = "torch" if impl == "auto" else impl
     shape, count = tokens.shape, tokens.numel()
     flat_ids = None if ids is None else ids.reshape(count, ids.shape[-1]).long()
     flat_joins = None if joins is None else joins.reshape(count)
     inputs = (hidden.reshape(count, hidden.shape[-1]), weight, bias, tokens.reshape(count).long(), flat_ids, spec)
     report = None
-    if _choose(impl, hidden, weight, request, shard, 0 if ids is None else ids.shape[-1]) == "torch":
+    if choose("lm_head", impl, hidden, weight, top_k, 0 if ids is None else ids.shape[-1]) == "torch":
         logp, entropies, kept, rest, support, rest_max = TorchHead.apply(*inputs, request, shard, flat_joins)
     else:
-        from corral.head.triton.autograd import TritonHead  # Triton is there by now
+        from corral.head.triton.autograd import TritonHead  # Triton is an optional dependency
 
         if tolerance > 0:
             report = torch.full((2,), torch.nan, device=hidden.device)
@@ -108,7 +112,7 @@ def lm_head(
 
 
 def check_weight(owner: str, weight: object) -> None:
-    """Refuse a layer in the place of its weight."""
+    """Refuse a layer in place of its weight."""
     if not isinstance(weight, Tensor):
         raise ValueError(
             f"{owner}: `weight` is the head's matrix [V H]; got {type(weight).__name__}. Of a layer pass layer.weight, and its "
@@ -116,25 +120,10 @@ def check_weight(owner: str, weight: object) -> None:
         )
 
 
-def _choose(impl: str, hidden: Tensor, weight: Tensor, request: HeadRequest, shard: Shard, given: int) -> str:
-    """The implementation that runs; a vocabulary split over processes has one."""
-    if shard.group is not None:
-        if impl == "triton":
-            raise ValueError("lm_head: a vocabulary split over a `group` runs on the torch path. Use impl='auto' or 'torch'.")
-        impl = "torch" if impl == "auto" else impl
-    return choose("lm_head", impl, hidden, weight, request.top_k, given)
-
-
-def _check(
-    hidden: Tensor,
-    weight: Tensor,
-    tokens: Tensor,
-    bias: Tensor | None,
-    request: HeadRequest,
-    ids: Tensor | None,
-    joins: Tensor | None,
-    vocabulary: int,
-) -> None:
+def _check(source: HeadInput, vocabulary: int) -> None:
+    """Refuse shapes, dtypes and settings that do not fit each other."""
+    hidden, weight, tokens, ids, joins = source.hidden, source.weight, source.tokens, source.ids, source.joins
+    bias, request = source.bias, source.request
     if weight.ndim != 2 or hidden.shape[-1] != weight.shape[-1] or tokens.shape != hidden.shape[:-1]:
         raise ValueError(
             f"lm_head: hidden is [*, H], weight [V, H], tokens [*]; got {list(hidden.shape)}, {list(weight.shape)}, "

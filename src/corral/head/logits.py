@@ -43,21 +43,22 @@ class LogitSpec:
 
     @property
     def slope(self) -> float:
-        """dz / d(h Wᵀ + b), where there is no soft cap or far below it."""
+        """dz / d(h Wᵀ + b) without a soft cap, or far below it."""
         return self.scale / self.temperature
 
     @property
-    def curve(self) -> float:
-        """u / z: the soft cap's part of that derivative is 1 − u²."""
-        return 0.0 if self.softcap is None else self.temperature / self.softcap
+    def curve(self) -> float | None:
+        """u / z: the soft cap's part of that derivative is 1 − u². None without a soft cap."""
+        return None if self.softcap is None else self.temperature / self.softcap
 
     def flatten(self, dz: Float[Tensor, "n v"], z: Float[Tensor, "n v"]) -> None:
-        """The soft cap's part of the derivative, in place. `z` is used up."""
-        dz.mul_(z.mul_(self.curve).square_().neg_().add_(1))
+        """Multiply `dz` by the soft cap's part of the derivative, in place; `z` is overwritten."""
+        if self.curve is not None:
+            dz.mul_(z.mul_(self.curve).square_().neg_().add_(1))
 
 
 def working_dtype(*operands: Tensor) -> torch.dtype:
-    """What GEMMs accumulate and logits are held in: float32 or better.
+    """The dtype in which GEMMs accumulate and logits are held: float32 or better.
 
     Logits rounded to bfloat16 put an error of several percent on the gradient.
     """
@@ -68,7 +69,7 @@ def working_dtype(*operands: Tensor) -> torch.dtype:
 
 
 def operand(x: Tensor, dtype: torch.dtype, scratch: "Scratch | None" = None) -> Tensor:
-    """An operand of a GEMM: on a GPU half precision stays, for matrix units accumulate in float32 anyway."""
+    """An operand of a GEMM: half precision stays on a GPU, whose matrix units accumulate in float32 anyway."""
     if x.dtype == dtype or _stays_half(x):
         return x
     return x.to(dtype) if scratch is None else scratch("operand", x.shape, dtype).copy_(x)
@@ -77,8 +78,7 @@ def operand(x: Tensor, dtype: torch.dtype, scratch: "Scratch | None" = None) -> 
 def accumulate(into: Tensor, left: Tensor, right: Tensor, *, fresh: bool = False) -> None:
     """into += left @ right, the left factor being a gradient in the working dtype; `fresh` where nothing is in it yet.
 
-    Where the right factor is bfloat16, so is what comes of it: on a GPU the gradient is rounded before the GEMM. In float16
-    its small parts would be lost.
+    If the right factor is bfloat16, the gradient is rounded to it before the GEMM on a GPU. Float16 would lose its small parts.
     """
     if _stays_half(right) and right.dtype == torch.bfloat16:
         found = torch.mm(left.to(right.dtype), right, out_dtype=into.dtype)
@@ -108,7 +108,7 @@ class Scratch:
         self._memory: dict[str, Tensor] = {}
 
     def __call__(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory of some shape with anything in it, the same each time a name is used."""
+        """Uninitialised memory of some shape, the same each time a name is used."""
         size = math.prod(shape)
         memory = self._memory.get(name)
         if memory is None or memory.numel() < size or memory.dtype != dtype:
@@ -117,7 +117,7 @@ class Scratch:
 
 
 def slices(total: int, size: int, first: int | None = None) -> Iterator[slice]:
-    """0 … total in pieces of at most `size`; with `first` they start at that size, each at most twice all before it."""
+    """Slices of 0 … total of at most `size`; with `first` they start at that size, each at most twice all before it."""
     start, width = 0, size if first is None else first
     while start < total:
         stop = min(start + min(width, size), total)

@@ -1,8 +1,7 @@
 """Hidden states → loss and gradient together, once: head, objective and reduction, never holding the logits."""
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -11,7 +10,7 @@ from torch import Tensor
 from corral.head.dispatch import Chosen, choose
 from corral.head.forward import check_weight, lm_head
 from corral.head.logits import LogitSpec
-from corral.head.packed import FusedLoss, LossTerms, Packing, TokenObjective, has_token_shapes, with_gradients
+from corral.head.packed import FusedLoss, LossTerms, Packing, PrecomputedGradients, TokenObjective, has_token_shapes
 from corral.head.rows import Gradients, HeadInput, HeadRequest
 from corral.head.torch.fused import can_fuse
 from corral.head.torch.fused import fused_loss as fused_torch
@@ -26,7 +25,7 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True, eq=False)
 class PolicyLoss:
-    """A reduced loss, and constants that say how it came about; [B T], 0 at masked tokens."""
+    """A reduced loss, and constants behind it; [B T], 0 at masked tokens."""
 
     loss: Float[Tensor, ""]
     """Σ w (c · policy + regression): the only field with a gradient."""
@@ -46,8 +45,8 @@ class PolicyLoss:
     regression: Float[Tensor, "B T"] | None = None
     """The part of `per_token` that pulls the network back to the region, for objectives that have one."""
     report: Float[Tensor, "2"] | None = None
-    """Where the loss is built from `lm_head`, with a sparse backward pass: that will write the share of dense rows and the
-    largest share dropped here; NaN until then."""
+    """The share of dense rows and the largest share dropped, if the loss is built from `lm_head` with a sparse backward pass,
+    which writes them; NaN until then."""
 
 
 def policy_loss_from_hidden(
@@ -86,8 +85,8 @@ def policy_loss_from_hidden(
         tokens: sampled tokens [B T]; padding may hold anything.
         batch: all that the objective needs but the new policy: `logp_new` and `dist_new` are not read and may hold anything.
         objective: from `make_objective`, or any function TokenBatch → ObjectiveOutput.
-        weights: w, what the reduction multiplies each token's loss with [B T].
-        policy_weights: c, what the policy term alone is multiplied with [B T]: a sampler correction, importance weights.
+        weights: w, the reduction's factor of each token's loss [B T].
+        policy_weights: c, the factor of the policy term alone [B T]: a sampler correction, importance weights.
         exact: leave nothing out of the gradient. Right for flat policies.
         on_policy: the new policy is its own anchor; `logp_old` is not read, and there is no `dist_old`.
         entropy: compute it too; a constant here.
@@ -107,27 +106,27 @@ def policy_loss_from_hidden(
             f"policy_loss_from_hidden: `objective` is a function; got the name {objective!r}. Pass corral.make_objective("
             f"{objective!r})."
         )
-    _check(hidden, weight, tokens, batch, weights, policy_weights, on_policy=on_policy)
-    _check_union(union, weight, batch)
-    weights, unit = _unit_scale(weights, batch.mask, hidden.dtype)
-    spec, ids = LogitSpec(scale, softcap, temperature), None if batch.dist_old is None else batch.dist_old.ids
+    spec = LogitSpec(scale, softcap, temperature)
     terms = LossTerms(objective, batch, weights, policy_weights, on_policy, union, spec)
+    _check(hidden, weight, tokens, terms)
+    weights, unit = _unit_scale(weights, batch.mask, hidden.dtype)
+    terms = replace(terms, weights=weights)
     request, joins = HeadRequest(entropy=entropy), None
     if union is not None:
         request, joins = HeadRequest(min(union.top_k, len(weight)), union.mass, entropy), union.place >= 0
+    ids = None if batch.dist_old is None else batch.dist_old.ids
     source = HeadInput(hidden, weight, bias, tokens, ids, spec, request, joins)
-    slots = 0 if ids is None else ids.shape[-1]
-    chosen = choose("policy_loss_from_hidden", impl, hidden, weight, request.top_k, slots)
+    chosen = choose("policy_loss_from_hidden", impl, hidden, weight, request.top_k, 0 if ids is None else ids.shape[-1])
     tolerance = 0.0 if exact else TOLERANCE
     fused = _fused(source, terms, tolerance, chosen) if has_token_shapes(batch) and tokens.numel() else None
     if fused is None:
-        scaled = terms if unit is None else dataclasses.replace(terms, weights=weights * unit)
-        return _from_blocks(source, scaled, tolerance, chosen)
-    return _attach(fused, (hidden, weight, bias), unit, entropy=entropy, supported=ids is not None)
+        terms = terms if unit is None else replace(terms, weights=weights * unit)
+        return _from_blocks(source, terms, tolerance, chosen)
+    return _attach(fused, source, unit)
 
 
 def _unit_scale(weights: Tensor, mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Weights and one factor for all of them: in float16 small weights would take the gradients below its range."""
+    """Weights and one factor for all of them: small weights would take float16 gradients below the range of float16."""
     weights = at_least_float32(weights.detach())
     if dtype != torch.float16 or not weights.numel():
         return weights, None
@@ -137,105 +136,90 @@ def _unit_scale(weights: Tensor, mask: Tensor, dtype: torch.dtype) -> tuple[Tens
 
 
 def _fused(source: HeadInput, terms: LossTerms, tolerance: float, impl: Chosen) -> FusedLoss | None:
-    """Loss and gradient together; None where no fused path has them, or where the objective refuses the batch."""
+    """Loss and gradient together; None if no fused path computes them, or if the objective refuses the batch."""
     inputs = (source.hidden, source.weight, source.bias)
     needed = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
-    hidden, weight, bias = (None if x is None else x.detach() for x in inputs)
-    assert hidden is not None
-    assert weight is not None
-    source = dataclasses.replace(source, hidden=hidden, weight=weight, bias=bias)
+    source = source.detach()
     if impl == "torch":
         return _fused_torch(source, terms, needed) if can_fuse(source.spec, terms.objective) else None
-    from corral.head.triton.fused import fused_loss  # Triton is there by now
+    from corral.head.triton.fused import fused_loss  # Triton is an optional dependency
 
-    with torch.cuda.device_of(hidden):  # Triton launches on the current device, wherever the tensors are
+    with torch.cuda.device_of(source.hidden):  # Triton launches on the current device, wherever the tensors are
         return fused_loss(source, terms, tolerance, needed)
 
 
 def _fused_torch(source: HeadInput, terms: LossTerms, needed: Sequence[bool]) -> FusedLoss | None:
-    """Some rows at a time; None where the objective refuses some: of the whole batch it says more."""
+    """Loss and gradient together, some rows at a time; None if the objective refuses rows, since it then gets the whole batch
+    and its message covers that."""
     packing = Packing(terms.batch.mask)
     if not packing.count:
         return None
-    tokens, ids = packing.pack(source.tokens).long(), None if source.ids is None else packing.pack(source.ids).long()
-    check_ids("policy_loss_from_hidden", "tokens", tokens, lowest=0, vocabulary=len(source.weight))
-    if ids is not None:
-        _check_support(ids, tokens)
-        check_ids("policy_loss_from_hidden", "ids", ids, lowest=-1, vocabulary=len(source.weight))
-        check_unique("policy_loss_from_hidden", "ids", ids)
-    joins = None if source.joins is None else packing.pack(source.joins)
-    packed = dataclasses.replace(source, hidden=packing.pack(source.hidden), tokens=tokens, ids=ids, joins=joins)
+    packed = source.map(packing.pack)
+    packed = replace(packed, tokens=packed.tokens.long(), ids=None if packed.ids is None else packed.ids.long())
+    check_ids("policy_loss_from_hidden", "tokens", packed.tokens, lowest=0, vocabulary=len(source.weight))
+    if packed.ids is not None:
+        _check_support(packed.ids, packed.tokens)
+        check_ids("policy_loss_from_hidden", "ids", packed.ids, lowest=-1, vocabulary=len(source.weight))
+        check_unique("policy_loss_from_hidden", "ids", packed.ids)
     try:
         total, rows, output, gradients = fused_torch(packed, terms.pack(packing), needed)
     except ValueError:
         return None
-    one, none = rows.lse.new_ones(()), rows.lse.new_zeros(())  # every row is dense, and nothing is left out
-    metrics = output.metrics | {"head/dense_share": one, "head/dropped_max": none}
-    finish = (lambda: gradients) if any(needed) else None
-    return FusedLoss(packing, total, rows, dataclasses.replace(output, metrics=metrics), finish)
+    output = replace(output, metrics=output.metrics | _all_dense(rows.lse))
+    return FusedLoss(packing, total, rows, output, (lambda: gradients) if any(needed) else None)
 
 
-def _attach(
-    fused: FusedLoss, inputs: tuple[Tensor | None, ...], unit: Tensor | None, *, entropy: bool, supported: bool
-) -> PolicyLoss:
-    """A fused path's findings with autograd attached, unpacked."""
-    packing, rows, out = fused.packing, fused.rows, fused.output
-    loss = fused.total if unit is None else fused.total * unit
+def _all_dense(like: Tensor) -> dict[str, Tensor]:
+    """Metrics of a backward pass in which every row is dense, and nothing is left out."""
+    return {"head/dense_share": like.new_ones(()), "head/dropped_max": like.new_zeros(())}
+
+
+def _attach(fused: FusedLoss, source: HeadInput, unit: Tensor | None) -> PolicyLoss:
+    """A fused path's results with autograd attached, unpacked."""
+    packing, rows, loss = fused.packing, fused.rows, fused.total if unit is None else fused.total * unit
     if (finish := fused.finish) is not None:
 
         def unpack() -> Gradients:
             d_hidden, d_weight, d_bias = finish()
             return None if d_hidden is None else packing.unpack(d_hidden), d_weight, d_bias
 
-        loss = with_gradients(loss, inputs, unpack, unit, fused.scale)
-
-    def places(x: Tensor | None) -> Tensor | None:
-        return None if x is None else packing.unpack(x[0])
-
+        inputs = (source.hidden, source.weight, source.bias)
+        loss = PrecomputedGradients.apply(loss, unpack, unit, fused.scale, *inputs)
+    out = fused.output.map(lambda x: packing.unpack(x[0]))
+    entropy = packing.unpack(rows.entropy) if source.request.entropy else None
+    dist = None
+    if source.ids is not None:
+        dist = packing.unpack_dist(SparseDist(rows.ids, rows.kept, rows.rest, rows.rest_max))
     return PolicyLoss(
-        loss, packing.unpack(out.loss[0]), packing.unpack(rows.logp), out.metrics,
-        packing.unpack(rows.entropy) if entropy else None,
-        packing.unpack_dist(SparseDist(rows.ids, rows.kept, rows.rest, rows.rest_max)) if supported else None,
-        places(out.acted), places(out.kl_after), places(out.regression),
-    )  # fmt: skip
+        loss, out.loss, packing.unpack(rows.logp), out.metrics, entropy, dist, out.acted, out.kl_after, out.regression
+    )
 
 
 def _from_blocks(source: HeadInput, terms: LossTerms, tolerance: float, impl: Chosen) -> PolicyLoss:
-    """`lm_head`, then the objective of the whole batch, then autograd."""
-    batch, spec = terms.batch, source.spec
-    packing = Packing(batch.mask)
-    ids, tokens = None if source.ids is None else packing.pack(source.ids), packing.pack(source.tokens)
-    _check_support(ids, tokens)
-    request, joins = source.request, None if source.joins is None else packing.pack(source.joins)
+    """The loss by autograd: `lm_head`, then the objective of the whole batch."""
+    packing = Packing(terms.batch.mask)
+    packed = source.map(packing.pack)
+    _check_support(packed.ids, packed.tokens)
     head = lm_head(
-        packing.pack(source.hidden), source.weight, tokens, bias=source.bias, scale=spec.scale, softcap=spec.softcap,
-        temperature=spec.temperature, top_k=request.top_k, mass=request.mass, ids=ids, joins=joins, entropy=request.entropy,
-        impl=impl, tolerance=tolerance,
+        packed.hidden, packed.weight, packed.tokens, bias=packed.bias, ids=packed.ids, joins=packed.joins, impl=impl,
+        tolerance=tolerance, **vars(packed.spec), **vars(packed.request),
     )  # fmt: skip
     logp, dist = packing.unpack(head.logp), None if head.dist is None else packing.unpack_dist(head.dist)
     loss, out = terms(logp, dist)
-    constant, metrics = out.detach(), out.metrics
-    if head.report is None:  # every row is dense, and nothing is left out
-        metrics = metrics | {"head/dense_share": logp.new_ones(()), "head/dropped_max": logp.new_zeros(())}
+    constant = out.detach()
     return PolicyLoss(
-        loss, torch.where(batch.mask, constant.loss, 0.0), logp.detach(), metrics,
+        loss, torch.where(terms.batch.mask, constant.loss, 0.0), logp.detach(),
+        out.metrics if head.report is not None else out.metrics | _all_dense(logp),
         None if head.entropy is None else packing.unpack(head.entropy.detach()), None if dist is None else dist.detach(),
         out.acted, out.kl_after, constant.regression, head.report,
     )  # fmt: skip
 
 
-def _check(
-    hidden: Tensor,
-    weight: Tensor,
-    tokens: Tensor,
-    batch: TokenBatch,
-    weights: Tensor,
-    policy_weights: Tensor | None,
-    *,
-    on_policy: bool,
-) -> None:
+def _check(hidden: Tensor, weight: Tensor, tokens: Tensor, terms: LossTerms) -> None:
+    """Refuse shapes that do not fit each other, and a union without an old support or for another head or batch."""
+    batch, union = terms.batch, terms.union
     shape = batch.mask.shape
-    for name, x in (("weights", weights), ("policy_weights", policy_weights)):
+    for name, x in (("weights", terms.weights), ("policy_weights", terms.policy_weights)):
         if x is not None and (x.shape != shape or not x.is_floating_point() or x.requires_grad):
             raise ValueError(
                 f"policy_loss_from_hidden: {name} are constants [B T] like the mask, {list(shape)}; got {list(x.shape)}, "
@@ -256,14 +240,11 @@ def _check(
         raise ValueError(
             f"policy_loss_from_hidden: dist_old describes {list(batch.dist_old.rest.shape)} positions, the mask {list(shape)}."
         )
-    if on_policy and batch.dist_old is not None:
+    if terms.on_policy and batch.dist_old is not None:
         raise ValueError(
             "policy_loss_from_hidden: on_policy=True takes the new policy for the anchor, and a dist_old was given. Pass one."
         )
 
-
-def _check_union(union: UnionSupport | None, weight: Tensor, batch: TokenBatch) -> None:
-    """Refuse a union without an old support, or with another vocabulary or batch."""
     if union is None:
         return
     if batch.dist_old is None:
@@ -282,7 +263,7 @@ def _check_union(union: UnionSupport | None, weight: Tensor, batch: TokenBatch) 
 
 
 def _check_support(ids: Tensor | None, tokens: Tensor) -> None:
-    """Refuse a support [N K] of other tokens than those sampled [N]: nothing behind this sees both."""
+    """Refuse a support [N K] of other tokens than those sampled [N]: no later check sees both."""
     if ids is not None and (wrong := int((ids[:, :1] != tokens[:, None]).all(-1).sum())):
         raise ValueError(
             f"policy_loss_from_hidden: slot 0 of dist_old.ids is not the sampled token at {wrong} of {len(tokens)} unmasked "

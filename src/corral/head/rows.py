@@ -1,22 +1,18 @@
-"""Rows of tokens for the head: their records, blocks of a matrix product, and copies to the host that nothing waits for."""
+"""Rows of tokens for the head: what goes in, what comes out, and copies to the host that nothing waits for."""
 
-import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from corral.head.logits import LogitSpec
-
-Rows = TypeVar("Rows", bound=Any)
-"""A dataclass of tensors [n …]."""
+from corral.tensors import Tensors
 
 
 @dataclass(frozen=True)
 class HeadRequest:
-    """What to find out about each token's distribution."""
+    """A request to the head: which numbers to compute of each token's distribution."""
 
     top_k: int | None = None
     mass: float = 1.0
@@ -24,8 +20,8 @@ class HeadRequest:
 
 
 @dataclass(frozen=True, eq=False)
-class HeadRows:
-    """What the head knows of n tokens."""
+class HeadRows(Tensors):
+    """The head's results for n tokens."""
 
     lse: Tensor
     """Log of the normaliser [n]."""
@@ -43,8 +39,10 @@ class HeadRows:
 
 
 @dataclass(frozen=True, eq=False)
-class HeadInput:
-    """Rows of a head's input."""
+class HeadInput(Tensors):
+    """A head, and rows of its input."""
+
+    SHARED: ClassVar[tuple[str, ...]] = ("weight", "bias")
 
     hidden: Tensor
     """Hidden states [n, H]."""
@@ -59,26 +57,13 @@ class HeadInput:
     joins: Tensor | None = None
     """Where the policy's own support joins the one given [n] bool; everywhere if None."""
 
-    def rows(self, which: slice | Tensor) -> "HeadInput":
-        """Some of them."""
-        ids, joins = (None if x is None else x[which] for x in (self.ids, self.joins))
-        return dataclasses.replace(self, hidden=self.hidden[which], tokens=self.tokens[which], ids=ids, joins=joins)
-
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Of hidden states, weight and bias, those that are needed."""
-
-
-def join(parts: Sequence[Rows]) -> Rows:
-    """Rows one behind the other."""
-    if len(parts) == 1:
-        return parts[0]
-    fields = dataclasses.fields(parts[0])
-    return type(parts[0])(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields))
+"""Gradients of hidden states, weight and bias; None where one is not needed."""
 
 
 class AsyncCopy:
-    """A small tensor on its way to the host behind the work queued so far; only reading it waits, for no more than that."""
+    """An asynchronous device-to-host copy of a small tensor: only reading it waits, and only for work queued before it."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._event: torch.cuda.Event | None = None

@@ -1,18 +1,21 @@
 """The union of the old support and the new policy's likeliest tokens, for supports of any length."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from corral.head.dispatch import choose
-from corral.head.logits import LogitSpec
-from corral.head.torch.gathered import gather_logp as gather_torch
+from corral.head.logits import LogitSpec, slices, working_dtype
 from corral.numerics import at_least_float32
 from corral.support import extend_support
-from corral.tensors import SparseDist
+from corral.tensors import SparseDist, Tensors
 from corral.validate import number_in
+
+AT_ONCE = 2**24
+"""Elements of gathered weights that are held at once."""
 
 
 @torch.no_grad()
@@ -33,21 +36,29 @@ def gather_logp(
 
     The normaliser is in log p(a) already, so nothing is summed over the vocabulary.
     """
-    if choose("gather_logp", impl, hidden, weight) == "torch":
-        return gather_torch(hidden, weight, bias, spec, tokens, logp, ids)
-    from corral.head.triton.gathered import gather_logp as gather_triton  # Triton is there by now
+    if choose("gather_logp", impl, hidden, weight) == "triton":
+        from corral.head.triton.gathered import gather_logp as gather_triton  # Triton is an optional dependency
 
-    with torch.cuda.device_of(hidden):  # Triton launches on the current device, wherever the tensors are
-        return gather_triton(hidden, weight, bias, spec, tokens, logp, ids)
+        with torch.cuda.device_of(hidden):  # Triton launches on the current device, wherever the tensors are
+            return gather_triton(hidden, weight, bias, spec, tokens, logp, ids)
+    wanted, dtype, found = torch.cat([tokens.long()[:, None], ids.long()], -1), working_dtype(hidden, weight), []
+    for part in slices(len(hidden), max(1, AT_ONCE // max(wanted.shape[-1] * weight.shape[-1], 1))):
+        some = wanted[part].clamp(min=0)
+        z = torch.einsum("nh,nmh->nm", hidden[part].to(dtype), weight[some].to(dtype))
+        z = spec.finish_(z if bias is None else z.add_(bias[some]))
+        found.append(logp[part, None] + (z[:, 1:] - z[:, :1]))
+    return torch.where(ids < 0, -torch.inf, torch.cat(found) if found else logp.new_empty(ids.shape))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class UnionSupport:
-    """A region on what either policy thinks likely: so many of the new policy's tokens join the old policy's support.
+class UnionSupport(Tensors):
+    """A request for a union of supports: `top_k` of the new policy's tokens join the old policy's support.
 
-    Old log-probs of those are exact: dot products of old hidden states with rows of the old head. Where the head is trained,
-    that is a copy, made before the first update.
+    Old log-probs of the tokens that join are exact: dot products of old hidden states with rows of the old head. Where the head
+    is trained, `weight` is a copy made before the first update.
     """
+
+    SHARED: ClassVar[tuple[str, ...]] = ("hidden", "weight", "bias")
 
     top_k: int
     mass: float = 1.0
@@ -56,9 +67,9 @@ class UnionSupport:
     """Old hidden states."""
     weight: Float[Tensor, "V H"]
     bias: Float[Tensor, " V"] | None = None
-    """The old head's."""
+    """Weight and bias of the old head."""
     place: Int[Tensor, "B T"]
-    """Which of `hidden` is each token's; −1 where none was kept: there the support stays the old policy's."""
+    """Each token's row of `hidden`; −1 where none was kept: there the support stays the old policy's."""
 
     def __post_init__(self) -> None:
         if type(self.top_k) is not int or self.top_k < 1:
@@ -83,18 +94,18 @@ class UnionSupport:
         mass: float = 1.0,
         bias: Float[Tensor, " V"] | None = None,
     ) -> "UnionSupport":
-        """With the old hidden states of every token."""
+        """A union for which the old hidden states of every token were kept."""
         rows = hidden.detach().flatten(0, 1)
         place = torch.arange(len(rows), device=rows.device).view(hidden.shape[:2])
         bias = None if bias is None else bias.detach()
         return cls(top_k=top_k, mass=mass, hidden=rows, weight=weight.detach(), bias=bias, place=place)
 
-    def extend(self, old: SparseDist, ids: Int[Tensor, "B T K"], place: Int[Tensor, "B T"], spec: LogitSpec) -> SparseDist:
+    def extend(self, old: SparseDist, ids: Int[Tensor, "B T K"], spec: LogitSpec) -> SparseDist:
         """The old policy on the union `ids`, which begins with its own support.
 
         The reference of `triton.gathered.extend_rows`.
         """
-        members = (old.ids >= 0).sum(-1, keepdim=True)
+        place, members = self.place, (old.ids >= 0).sum(-1, keepdim=True)
         added = ((ids >= 0).sum(-1, keepdim=True) - members).clamp(min=0)
         step = torch.arange(max(1, int(added.max())) if added.numel() else 1, device=ids.device)
         others = torch.where(step < added, ids.gather(-1, (members + step).clamp(max=ids.shape[-1] - 1)), -1)

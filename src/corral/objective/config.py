@@ -72,7 +72,7 @@ class ObjectiveConfig:
     """Policy that a trainer should pass as `logp_old`: "old" is recomputed by the trainer, "rollout" is the sampler's."""
 
     action: ClassVar[Action] = "clipped"
-    """What happens to a token that leaves the region, in a word."""
+    """Word for what happens to a token that leaves the region."""
 
     has_region: ClassVar[bool] = True
     """False if nothing keeps the new policy near the old one."""
@@ -206,7 +206,7 @@ class VESPOConfig(JointConfig):
     k_positive: float = 2.0
     """k where Â ≥ 0: how fast the weight falls as the sequence grows unlikely."""
     lambda_positive: float = 3.0
-    """λ where Â ≥ 0: how fast it falls as the sequence grows likely."""
+    """λ where Â ≥ 0: how fast the weight falls as the sequence grows likely."""
     k_negative: float = 3.0
     """k where Â < 0."""
     lambda_negative: float = 2.0
@@ -326,7 +326,7 @@ class RIPOConfig(ObjectiveConfig):
     bound_low: float = 0.05
     """δ where Â < 0: largest π_old (ρ − 1)² on the way down."""
     bound_high: float = 0.05
-    """δ where Â > 0: the same on the way up."""
+    """δ where Â > 0: largest π_old (ρ − 1)² on the way up."""
 
     def __post_init__(self) -> None:
         require(self, "bound_low", "bound_high", at_least=0, what="a squared distance", note="inf switches it off")
@@ -347,11 +347,11 @@ class BAPOConfig(JointConfig):
     low: float = 0.6
     """Smallest ratio with a gradient where Â < 0, in a balanced batch."""
     low_end: float = 0.9
-    """The same in a batch that is not."""
+    """Smallest ratio with a gradient where Â < 0, in an unbalanced batch."""
     high: float = 1.2
     """Largest ratio with a gradient where Â > 0, in a balanced batch."""
     high_end: float = 3.0
-    """How far it may be raised."""
+    """Largest value that `high` is raised to in an unbalanced batch."""
     dual_clip: float | None = 3.0
     """c > 1: with a negative advantage the loss is cut off at c|Â|, so that a ratio above c has no gradient."""
 
@@ -430,9 +430,9 @@ class DPPOConfig(ObjectiveConfig):
     reductions: ClassVar[tuple[Reduction, ...]] = _SUM_FIRST
 
     divergence: Literal["tv", "kl", "ratio"] = "tv"
-    """What is measured: total variation, KL(old‖new), or |ρ − 1|, which is PPO's own rule."""
+    """Divergence that is bounded: total variation, KL(old‖new), or |ρ − 1|, which is PPO's own rule."""
     estimator: Literal["binary", "topk", "full"] = "binary"
-    """What it is measured on: the sampled token against all others, a top-K support with its tail, or every token."""
+    """Tokens it is measured on: the sampled one against all others, a top-K support with its tail, or every token."""
     bound: float | None = None
     """δ: beyond it a token may not move further out. None: 0.2 for tv, 0.05 for kl, 0.2 for ratio; inf switches it off."""
     bound_low: float | None = None
@@ -440,8 +440,8 @@ class DPPOConfig(ObjectiveConfig):
     bound_high: float | None = None
     """δ where Â > 0; None takes `bound`."""
     mask: Literal["outward", "symmetric", "predictive"] = "outward"
-    """Which tokens outside lose their gradient: those moved along their advantage, all, or those whose step raises D on the
-    support."""
+    """Tokens outside the region that lose their gradient: those moved along their advantage, all, or those whose own step
+    raises D on the support."""
     ratio_cap: float | None = None
     """Largest weight of a token, as a constant for autograd; None leaves the ratio alone."""
 
@@ -499,7 +499,7 @@ class CPPOConfig(JointConfig):
     action: ClassVar[Action] = "masked"
 
     estimator: Literal["binary", "topk"] = "binary"
-    """What the total variation is measured on: the sampled token against all others, or a top-K support with its tail."""
+    """Tokens the total variation is measured on: the sampled one against all others, or a top-K support with its tail."""
     bound: float = 0.2
     """δ: total variation beyond which the first token of a sequence may not move further out."""
     weight_last: float = 0.8
@@ -551,9 +551,9 @@ class ClipCovConfig(ClipRangeConfig, JointConfig):
 @dataclass(frozen=True, kw_only=True)
 class KLCovConfig(JointConfig):
     share: float = 2e-4
-    """Share of the call's tokens that are held, at least one."""
+    """Share of the call's tokens that are penalised, at least one."""
     penalty: float = 1.0
-    """β: how strongly."""
+    """β: weight of the penalty."""
 
     def __post_init__(self) -> None:
         require(self, "share", above=0, at_most=1, what="a share of the tokens")
@@ -577,13 +577,13 @@ class TROLLConfig(ObjectiveConfig):
     vocab_size: int | None = None
     """V; `tail="fill"` needs it to count the tokens outside the support."""
     level: Literal["token", "sequence"] = "token"
-    """Whose ratio: each token's own, or the length-normalised one of its sequence (as GSPO's)."""
+    """Ratio in the policy gradient: each token's own, or the length-normalised one of its sequence, as in GSPO."""
     gradient: Literal["exact", "constant_dual", "unprojected"] = "exact"
-    """Through the projection: exact, with the dual held constant, or not at all (the regression alone holds the region)."""
+    """Gradient through the projection: exact, with the dual held constant, or none (the regression alone holds the region)."""
     project: Literal["all", "outward"] = "all"
-    """Which tokens outside the ball: all, or not those whose own gradient step lowers the KL, which are left as they are."""
+    """Tokens that are projected: all outside the ball, or not those whose own gradient step lowers the KL."""
     centre: Literal["old", "reference"] = "old"
-    """Of the ball: the old policy, which moves with training, or a frozen one (`dist_teacher`): that bounds the whole drift."""
+    """Centre of the ball: the old policy, which moves with training, or a frozen one (`dist_teacher`), to bound all drift."""
     ratio_cap: float | None = None
     """Largest weight of a token, as a constant for autograd. A KL bound does not bound the ratio of a rare token."""
 
@@ -644,7 +644,7 @@ class DistillConfig(ObjectiveConfig):
     bound: float = 0.05
     """ε: KL(target‖old) of every token, in nats; inf makes the teacher itself the target."""
     direction: Literal["reverse", "forward"] = "reverse"
-    """How the target is regressed onto: KL(new‖target), which gives up modes, or KL(target‖new), which covers them."""
+    """Direction of the regression: KL(new‖target), which gives up modes, or KL(target‖new), which covers them."""
 
     def __post_init__(self) -> None:
         require(self, "bound", at_least=0, what="a KL in nats", note="inf switches it off")

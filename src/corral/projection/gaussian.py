@@ -78,7 +78,7 @@ class _Gaussians(NamedTuple):
 # ---------------------------------------------------------------------------------------------------- steps
 
 
-class _Step(NamedTuple):
+class _Part(NamedTuple):
     """One part of a projection."""
 
     value: Tensor
@@ -90,7 +90,7 @@ class _Step(NamedTuple):
     converged: Tensor
 
 
-def _join(mean: _Step, cov: _Step) -> GaussianProjection:
+def _join(mean: _Part, cov: _Part) -> GaussianProjection:
     """Both parts as one result."""
     return GaussianProjection(
         mean.value, cov.value, (1 - mean.t) / mean.t, (1 - cov.t) / cov.t, mean.active, cov.active,
@@ -98,7 +98,7 @@ def _join(mean: _Step, cov: _Step) -> GaussianProjection:
     )  # fmt: skip
 
 
-def _radial(distance: Tensor, bound: Tensor) -> _Step:
+def _radial(distance: Tensor, bound: Tensor) -> _Part:
     """Step length t along a straight line of squared length `distance` up to the bound; `value` is t with its gradient.
 
         t = √(ε / distance)  where distance > ε,  else 1
@@ -113,10 +113,10 @@ def _radial(distance: Tensor, bound: Tensor) -> _Step:
     t = torch.where(reachable, t, torch.where(active, 0.0, 1.0))
     fixed, before = t.detach(), distance.detach()
     after = torch.where(reachable, fixed**2 * before, torch.where(active, 0.0, before))
-    return _Step(t, fixed, active, before, after, before.isfinite())
+    return _Part(t, fixed, active, before, after, before.isfinite())
 
 
-def _step_mean(g: _Gaussians, distance: Tensor) -> _Step:
+def _step_mean(g: _Gaussians, distance: Tensor) -> _Part:
     """Step of the mean, μ̃ = μ_o + t (μ − μ_o): the nearest mean to μ within the bound, whatever the quadratic form.
 
     `distance` is differentiable in the mean, so that at the bound μ̃ moves along the ellipsoid and not further out.
@@ -127,7 +127,7 @@ def _step_mean(g: _Gaussians, distance: Tensor) -> _Step:
     return step._replace(value=torch.where(step.active[..., None], moved, g.mean))
 
 
-def _move_covariance(g: _Gaussians, step: _Step, moved: Tensor) -> _Step:
+def _move_covariance(g: _Gaussians, step: _Part, moved: Tensor) -> _Part:
     """Step of the covariance: the new factor inside the ball, `moved` outside, and the old factor where t = 0."""
     reached = (step.active & (step.t > 0))[g.entries]
     return step._replace(value=torch.where(step.active[g.entries], torch.where(reached, moved, g.old_chol), g.chol))
@@ -191,7 +191,7 @@ def project_gaussian_kl(
     return _join(_confirm(moved, measured, g.mean_bound, error), _step_covariance_kl(g, error))
 
 
-def _step_covariance_kl(g: _Gaussians, error: Tensor) -> _Step:
+def _step_covariance_kl(g: _Gaussians, error: Tensor) -> _Part:
     """The covariance's part. Rows inside the ball, mostly all, are not solved."""
     chol, bound = g.chol, g.cov_bound
     with torch.no_grad():
@@ -199,7 +199,7 @@ def _step_covariance_kl(g: _Gaussians, error: Tensor) -> _Step:
         active = before > bound
     t, after, converged = torch.ones_like(before), before.clone(), ~before.isnan()
     if not bool(active.any()):
-        return _confirm(_Step(chol, t, active, before, after, converged), before, bound, error)
+        return _confirm(_Part(chol, t, active, before, after, converged), before, bound, error)
     rows = chol[active], g.old_chol[active]
     with torch.no_grad():
         precision = relative_precision(*rows, g.diagonal)
@@ -210,7 +210,7 @@ def _step_covariance_kl(g: _Gaussians, error: Tensor) -> _Step:
     # Rounding moves a KL of ε by about eps κ D / √ε of itself: mostly nothing, and then nobody has to measure it.
     if bool((error * chol.shape[-1] > TOLERANCE / 100 * bound.sqrt())[active].any()):
         measured[active] = kl_of_covariances(tilted.detach(), rows[1], g.diagonal)
-    return _confirm(_Step(out, t, active, before, after, converged), measured, bound, error)
+    return _confirm(_Part(out, t, active, before, after, converged), measured, bound, error)
 
 
 def solve_tilt(precision: RelativePrecision, bound: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -243,7 +243,7 @@ def solve_tilt(precision: RelativePrecision, bound: Tensor) -> tuple[Tensor, Ten
     return t, torch.where(binding, divergence(eta)[0], 0.0), found.converged & finite
 
 
-def _confirm(step: _Step, measured: Tensor, bound: Tensor, error: Tensor) -> _Step:
+def _confirm(step: _Part, measured: Tensor, bound: Tensor, error: Tensor) -> _Part:
     """Mark a step as not converged unless its value is known to lie at its bound to within `TOLERANCE`.
 
     Args:

@@ -1,7 +1,5 @@
 """The TRL integration: `CorralTrainer` is GRPOTrainer with a trust region. Facts here are read without importing TRL."""
 
-import re
-
 TRL_RANGE = ("1.7", "1.17")
 """First release of TRL that works, and the first that was never tested. Reading it imports nothing."""
 
@@ -21,6 +19,9 @@ class IncompatibleTRL(ImportError):
 
 def is_untested(version: str) -> bool:
     """Whether a release of TRL, or what leads up to it, is newer than those that were tested."""
-    major, minor = (int(part) for part in TRL_RANGE[1].split("."))
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return found is None or (int(found[1]), int(found[2])) >= (major, minor)
+    from packaging.version import InvalidVersion, Version  # comes with transformers
+
+    try:
+        return Version(version).release[:2] >= Version(TRL_RANGE[1]).release
+    except InvalidVersion:
+        return True

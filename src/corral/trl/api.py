@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 import trl
@@ -121,51 +121,30 @@ def breaches() -> list[str]:
 
 
 def _breaches(place: str, clause: Clause) -> Iterator[str]:
-    """What one place does otherwise: nothing else is said of one that is gone."""
-    found = _find(place)
-    if found is None:
+    """Differences from a clause, of one function, method or class; "is gone" alone if it does not exist."""
+    try:
+        found: Any = resolve_name(place)
+    except (AttributeError, ImportError):
         yield "is gone"
         return
     if not callable(found):  # a constant is there, or it is not
         return
-    signature = inspect.signature(found)
+    parameters = inspect.signature(found).parameters
     if isinstance(found, type):
-        missing = [name for name in clause.names.split() if name not in signature.parameters]
-        if missing:
+        if missing := [name for name in clause.names.split() if name not in parameters]:
             yield f"has no {', '.join(missing)}"
         return
-    if not _takes(signature, clause.parameters):
-        yield f"takes ({', '.join(signature.parameters)}), not ({', '.join(clause.parameters.split())})"
-    if clause.names or clause.returns:
-        body = _parse(found)
-        missing = sorted(set(clause.names.split()) - _names(body))
-        if missing:
-            yield f"does without {', '.join(missing)}"
-        if clause.returns and not _is_prefix(clause.returns, returned := _returned(body)):
-            yield f"returns ({', '.join(returned)}), not ({', '.join(clause.returns.split())})"
-
-
-def _find(place: str) -> Any | None:
-    """A module's attribute, or an attribute of that, by its dotted name; None where any part is gone."""
-    parts = place.split(".")
-    found: Any = import_module(parts[0])
-    for index, part in enumerate(parts[1:], start=2):
-        try:
-            found = getattr(found, part)
-        except AttributeError:
-            try:
-                found = import_module(".".join(parts[:index]))
-            except ModuleNotFoundError:
-                return None
-    return found
-
-
-def _takes(signature: inspect.Signature, expected: str) -> bool:
-    """Whether a function takes these parameters first, and others only where they may follow, with a default."""
-    count = len(expected.removesuffix("*").split())
-    more = list(signature.parameters.values())[count:]
+    more = list(parameters.values())[len(clause.parameters.removesuffix("*").split()) :]
     optional = all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in more)
-    return _is_prefix(expected, list(signature.parameters)) and optional
+    if not (optional and _is_prefix(clause.parameters, list(parameters))):
+        yield f"takes ({', '.join(parameters)}), not ({', '.join(clause.parameters.split())})"
+    source = inspect.getsource(inspect.unwrap(found))
+    body = ast.parse(f"if True:\n{source}" if source[0].isspace() else source)
+    if missing := sorted(set(clause.names.split()) - _names(body)):
+        yield f"does without {', '.join(missing)}"
+    returned = _returned(body)
+    if clause.returns and not _is_prefix(clause.returns, returned):
+        yield f"returns ({', '.join(returned)}), not ({', '.join(clause.returns.split())})"
 
 
 def _is_prefix(expected: str, found: list[str]) -> bool:
@@ -174,28 +153,20 @@ def _is_prefix(expected: str, found: list[str]) -> bool:
     return found[: len(names)] == names and (expected.endswith("*") or len(found) == len(names))
 
 
-def _parse(function: Any) -> ast.AST:
-    """A function's source below its decorators, parsed."""
-    source = inspect.getsource(inspect.unwrap(function))
-    return ast.parse(f"if True:\n{source}" if source[0].isspace() else source)
-
-
 def _names(body: ast.AST) -> set[str]:
-    """Variables, attributes, keyword arguments and strings of a piece of source."""
+    """Variables, attributes, parameters, keyword arguments and strings of a piece of source."""
     found: set[str] = set()
     for node in ast.walk(body):
         match node:
-            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.Constant(value=str(name)):
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
                 found.add(name)
-            case ast.keyword(arg=str(name)):
+            case ast.keyword(arg=str(name)) | ast.Constant(value=str(name)):
                 found.add(name)
-            case _:
-                pass
     return found
 
 
 def _returned(body: ast.AST) -> list[str]:
-    """Names in the last `return` of a function; `?` for what is no name."""
+    """Names in the last `return` of a function; `?` stands for anything else."""
     last = max((node for node in ast.walk(body) if isinstance(node, ast.Return)), key=lambda node: node.lineno, default=None)
     value = None if last is None else last.value
     parts = value.elts if isinstance(value, ast.Tuple) else [] if value is None else [value]

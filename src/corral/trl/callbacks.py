@@ -62,9 +62,7 @@ class SelfCheck(TrainerCallback):
         fresh = self.trainer._step % steps_per_batch(self.trainer.args) == 0 and self.trainer.teacher is None
         self._before = len(self._active_fractions()) if fresh and not self.drift_reported else None
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Warn if the region acted on-policy: sampler and trainer differ."""
         active = [] if self._before is None else self._active_fractions()[self._before :]
         share = sum(active) / len(active) if active else 0.0

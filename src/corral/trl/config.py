@@ -129,18 +129,15 @@ class CorralConfig(GRPOConfig):
             self.deployed_bound = AUTO_BOUND if self.num_iterations == 1 else PASSES_BOUND
         if self.reuse == "auto" and self.num_iterations == 1:
             self.num_iterations = AUTO_PASSES
-        _check_numbers(self)  # before TRL divides by them
-        super().__post_init__()
-        self.make_objective()
-        self.make_correction()
         if self.advantage == "gae":
             raise ValueError(
                 "CorralConfig: advantage='gae' needs a critic, which TRL's GRPO does not train. Use grpo, dr_grpo, rloo or "
                 "reinforce++; in a loop of your own with a critic, corral.gae."
             )
-        _check_own(self)
-        _refuse(_of_trl(self))
-        _refuse(_of_generation(self, _settings("generation_kwargs", self.generation_kwargs)))
+        _check_values(self)  # before TRL divides by them
+        super().__post_init__()
+        self.make_correction()
+        _refuse(_of_trl(self) | _of_generation(self, _settings("generation_kwargs", self.generation_kwargs)))
         if self.use_vllm:
             self.check_sampler("vllm")
 
@@ -223,8 +220,8 @@ def _settings(name: str, config: dict[str, Any] | str | None) -> dict[str, Any]:
     return config
 
 
-def _check_numbers(config: CorralConfig) -> None:
-    """Raise for a number of TRL's that no training could use, before TRL divides by it or torch refuses it in a traceback."""
+def _check_values(config: CorralConfig) -> None:
+    """Raise for a value that no training could use, before TRL divides by it or torch refuses it in a traceback."""
     check = partial(require, config, name="CorralConfig")
     counts = ("num_iterations", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
     check(*counts, at_least=1, integer=True)
@@ -239,11 +236,6 @@ def _check_numbers(config: CorralConfig) -> None:
     check("top_p", above=0, at_most=1, optional=True, what="a probability")
     check("min_p", at_least=0, at_most=1, optional=True, what="a probability")
     check("scale_rewards", one_of=(True, False, "group", "batch", "none"))
-
-
-def _check_own(config: CorralConfig) -> None:
-    """Raise for a value of a setting of corral's that it cannot have."""
-    check = partial(require, config, name="CorralConfig")
     check("anchor", one_of=("auto", *get_args(Anchor)))
     check("advantage", one_of=get_args(Advantage), optional=True)
     check("support_size", at_least=1, integer=True)

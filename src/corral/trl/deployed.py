@@ -9,7 +9,7 @@ import logging
 import math
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -176,10 +176,10 @@ class DeployedCallback(TrainerCallback):
         search = RateSearch(trainer, self.probe, old, self.per_step, self.per_pass, self.bound, aim)
         found = search.find()
         if found is None:
+            update = trainer.state.global_step + 1
             logger.info(
-                "Update %d: no completion of this batch has a gradient, so the learning rate is looked for on the next batch.",
-                trainer.state.global_step + 1,
-            )  # fmt: skip
+                "Update %d: no completion of this batch has a gradient, so the next one gives the learning rate.", update
+            )
             return
         self.searches, start = False, scheduler.optimizer.param_groups[0]["initial_lr"]
         self.controller.scale = found.scale
@@ -719,45 +719,37 @@ class RateSearch:
     def _undone(self) -> Iterator[None]:
         """Everything that updates change is as before, once the context is left."""
         trainer, accelerator, optimizer = self.trainer, self.trainer.accelerator, self.scheduler.optimizer
-        buffers = [(buffer, buffer.clone()) for buffer in trainer.model.buffers()]
-        moments = {weight: copy.deepcopy(state) for weight, state in optimizer.state.items()}
-        groups = [{key: copy.deepcopy(x) for key, x in group.items() if key != "params"} for group in optimizer.param_groups]
-        schedule, sync = copy.deepcopy(self.scheduler.state_dict()), accelerator.sync_gradients
-        scaler = None if accelerator.scaler is None else accelerator.scaler.state_dict()
-        attributes, rollouts = dict(vars(trainer)), [dict(inputs) for inputs in trainer._buffered_inputs]
-        metrics = {mode: {name: [*values] for name, values in found.items()} for mode, found in trainer._metrics.items()}
-        others = random.getstate(), np.random.get_state()
-        trainer.ledger = Ledger()
-        if trainer.token_observer is not None:
-            trainer.token_observer = lambda *_: None  # and not None: with an observer the loss takes another path
         device = trainer.args.device
-        try:
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-                yield
-        finally:
-            restore(trainer.model, self.old)
-            with torch.no_grad():
-                for buffer, was in buffers:
-                    buffer.copy_(was)
-            optimizer.state.clear()
-            optimizer.state.update(moments)
-            for group, was_group in zip(optimizer.param_groups, groups, strict=True):
-                for key in group.keys() - was_group.keys() - {"params"}:
-                    del group[key]
-                group.update(was_group)
-            self.scheduler.load_state_dict(schedule)
-            accelerator.gradient_state._set_sync_gradients(sync)
-            if scaler is not None:
-                accelerator.scaler.load_state_dict(scaler)
-            for name in vars(trainer).keys() - attributes.keys():
-                delattr(trainer, name)
-            vars(trainer).update(attributes)
-            trainer._buffered_inputs[:] = rollouts
-            for mode, found in metrics.items():
-                trainer._metrics[mode].clear()
-                trainer._metrics[mode].update(found)
-            random.setstate(others[0])
-            np.random.set_state(others[1])
+        with ExitStack() as undo:
+            undo.callback(random.setstate, random.getstate())
+            undo.callback(np.random.set_state, np.random.get_state())
+            for found in trainer._metrics.values():
+                undo.callback(_reset, found, {name: [*values] for name, values in found.items()})
+            undo.callback(trainer._buffered_inputs.__setitem__, slice(None), [dict(x) for x in trainer._buffered_inputs])
+            undo.callback(_reset, vars(trainer), dict(vars(trainer)))
+            if accelerator.scaler is not None:
+                undo.callback(accelerator.scaler.load_state_dict, accelerator.scaler.state_dict())
+            undo.callback(accelerator.gradient_state._set_sync_gradients, accelerator.sync_gradients)
+            undo.callback(self.scheduler.load_state_dict, copy.deepcopy(self.scheduler.state_dict()))
+            for group in optimizer.param_groups:
+                others = {name: copy.deepcopy(x) for name, x in group.items() if name != "params"}
+                undo.callback(_reset, group, others | {"params": group["params"]})
+            moments = {weight: copy.deepcopy(state) for weight, state in optimizer.state.items()}
+            undo.callback(_reset, optimizer.state, moments)
+            for buffer in trainer.model.buffers():
+                undo.callback(buffer.data.copy_, buffer.clone())
+            undo.callback(restore, trainer.model, self.old)
+            undo.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
+            trainer.ledger = Ledger()
+            if trainer.token_observer is not None:
+                trainer.token_observer = lambda *_: None  # and not None: with an observer the loss takes another path
+            yield
+
+
+def _reset(target: dict[Any, Any], was: dict[Any, Any]) -> None:
+    """Make a dictionary what it was, in place."""
+    target.clear()
+    target.update(was)
 
 
 def set_scale(scheduler: LambdaLR, scale: float) -> None:

@@ -4,12 +4,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from corral.head.packed import Packing
 from corral.head.union import UnionSupport, gather_logp
 from corral.numerics import logsumexp
 from corral.support import extend_support
@@ -98,14 +99,12 @@ class OldPolicy:
         most = max(1, int(brought.sum(-1).max()))
         others = (members[..., None] + torch.arange(most, device=ids.device)).clamp(max=slots - 1)
         others = torch.where(torch.arange(most, device=ids.device) < brought.sum(-1, keepdim=True), ids.gather(-1, others), -1)
-        if self.fill is None:
-            added = self._score(inputs, others)
-        else:
-            added = torch.full(others.shape, math.log(self.fill), device=ids.device)
-        return SparseDist(ids, logp, rest, new.rest_max), extend_support(old, ids, added)
+        return SparseDist(ids, logp, rest, new.rest_max), extend_support(old, ids, self._score(inputs, others))
 
     def _score(self, inputs: dict[str, Any], ids: Int[Tensor, "B T M"]) -> Float[Tensor, "B T M"]:
         """The old policy's log-probs of some tokens [B T M]; −inf where there are none, or where no hidden state was kept."""
+        if self.fill is not None:
+            return torch.full(ids.shape, math.log(self.fill), device=ids.device)
         assert self.head is not None
         assert self.hidden is not None
         row, out = inputs[_ROW], torch.full(ids.shape, -torch.inf, device=ids.device)
@@ -133,9 +132,8 @@ _Nested = list[list[list[Any]]]
 """By completion, by token, the entries of that token."""
 
 
-@dataclass(frozen=True)
-class _Report:
-    """What a sampler said of its completions."""
+class _Report(NamedTuple):
+    """The tokens that a sampler drew, and the likeliest ones that it reported at each of them."""
 
     tokens: list[list[int]]
     ids: _Nested
@@ -144,10 +142,7 @@ class _Report:
 
     def sampled(self) -> list[list[float]]:
         """Log-probs of the sampled tokens, for TRL; NaN where one could not be scored, or is not among those reported."""
-        return [
-            [_find(token, ids, logp) for token, ids, logp in zip(*rows, strict=True)]
-            for rows in zip(self.tokens, self.ids, self.logprobs, strict=True)
-        ]
+        return [[_find(*token) for token in zip(*rows, strict=True)] for rows in zip(*self, strict=True)]
 
 
 def _find(token: int, ids: list[int], logp: list[float | None]) -> float:
@@ -170,38 +165,31 @@ class RolloutSupport:
         self._report: _Report | None = None
         if trainer.use_vllm:
             trainer.vllm_generation.logprobs = trainer.args.support_size
+        self._sample: Callable[..., Any]
         if trainer.rollout_func is not None:
-            trainer.rollout_func = self._of_function(trainer.rollout_func)
+            self._sample, trainer.rollout_func = trainer.rollout_func, self._roll_out
         else:
             sampler: Any = trainer.vllm_generation
-            sampler.generate = self._of_vllm(sampler.generate)
+            self._sample, sampler.generate = sampler.generate, self._generate
 
-    def _of_vllm(self, generate: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-        """TRL's `generate`, with the sampled token's log-prob as the only entry of each token."""
+    def _generate(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """TRL's vLLM draws completions; of each token's log-probs the sampled one's is left, the others are kept here."""
+        prompts, tokens, logprobs, ids = self._sample(*args, **kwargs)
+        self._report = _Report(tokens, ids, logprobs)
+        return prompts, tokens, [[[logp] for logp in row] for row in self._report.sampled()], None
 
-        def generate_and_keep(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-            prompts, tokens, logprobs, ids = generate(*args, **kwargs)
-            self._report = _Report(tokens, ids, logprobs)
-            return prompts, tokens, [[[logp] for logp in row] for row in self._report.sampled()], None
-
-        return generate_and_keep
-
-    def _of_function(self, rollout: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-        """A rollout function that reports `logprobs` and `logprob_token_ids` with several entries for each token."""
-
-        def roll_out_and_keep(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            output = dict(rollout(*args, **kwargs))
-            ids = output.pop("logprob_token_ids", None)
-            if ids is None or output.get("logprobs") is None:
-                raise ValueError(
-                    "CorralTrainer: anchor='rollout' on a support needs the sampler's likeliest tokens, and the rollout "
-                    "function returned no `logprobs` or no `logprob_token_ids`, both [completion][token][entry]. Have it "
-                    "return them, or use anchor='old'."
-                )
-            self._report = _Report(output["completion_ids"], ids, output["logprobs"])
-            return output | {"logprobs": self._report.sampled()}
-
-        return roll_out_and_keep
+    def _roll_out(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The user's function draws completions; `logprobs` and `logprob_token_ids` have several entries for each token."""
+        output = dict(self._sample(*args, **kwargs))
+        ids = output.pop("logprob_token_ids", None)
+        if ids is None or output.get("logprobs") is None:
+            raise ValueError(
+                "CorralTrainer: anchor='rollout' on a support needs the sampler's likeliest tokens, and the rollout function "
+                "returned no `logprobs` or no `logprob_token_ids`, both [completion][token][entry]. Have it return them, or "
+                "use anchor='old'."
+            )
+        self._report = _Report(output["completion_ids"], ids, output["logprobs"])
+        return output | {"logprobs": self._report.sampled()}
 
     def store(self, output: dict[str, Any]) -> None:
         """Write the support of the newest rollouts into TRL's buffer `output`."""
@@ -212,28 +200,19 @@ class RolloutSupport:
         if report is None or len(lengths) != len(tokens) or max(lengths) > tokens.shape[1]:
             raise RuntimeError("CorralTrainer: TRL trains on other completions than the sampler's. Please report it.")
         # Of each completion's own tokens: those that `mask_truncated_completions` takes out are still in the report.
-        place = torch.arange(tokens.shape[1]) < torch.tensor(lengths)[:, None]
+        packing = Packing(torch.arange(tokens.shape[1]) < torch.tensor(lengths)[:, None])
         rows = [list(chain.from_iterable(x)) for x in (report.ids, report.logprobs)]
         slots = max(map(len, rows[0]))
         ids = torch.tensor([[*row, *[-1] * (slots - len(row))] for row in rows[0]])
         logp = [[torch.nan if x is None else x for x in row] + [-torch.inf] * (slots - len(row)) for row in rows[1]]
-        found = sampler_support(
-            tokens.cpu()[place], ids, torch.tensor(logp, dtype=torch.float64), live.cpu()[place], self.vocabulary
-        )
-        dist = SparseDist(
-            torch.full((*tokens.shape, slots), -1).masked_scatter(place[..., None], found.ids),
-            torch.full((*tokens.shape, slots), -torch.inf).masked_scatter(place[..., None], found.logp.float()),
-            torch.zeros(tokens.shape).masked_scatter(place, found.rest.float()),
-        )
+        scored = torch.tensor(logp, dtype=torch.float64)
+        found = sampler_support(packing.pack(tokens.cpu()), ids, scored, packing.pack(live.cpu()), self.vocabulary)
+        dist = packing.unpack_dist(SparseDist(found.ids, found.logp.float(), found.rest.float()))
         write_support(output, dist.map(lambda x: x.to(tokens.device)))
 
 
 def sampler_support(
-    tokens: Int[Tensor, " N"],
-    ids: Int[Tensor, "N M"],
-    logp: Float[Tensor, "N M"],
-    live: Bool[Tensor, " N"],
-    vocabulary: int,
+    tokens: Int[Tensor, " N"], ids: Int[Tensor, "N M"], logp: Float[Tensor, "N M"], live: Bool[Tensor, " N"], vocabulary: int
 ) -> SparseDist:
     """The support that a sampler reported, in any order, with the mass of all other tokens.
 

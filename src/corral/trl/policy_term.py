@@ -56,7 +56,7 @@ class PolicyTerm:
         trainer, support = self.trainer, SupportRequest()
         if "corral_ids" in self.inputs:
             support = replace(trainer.own_support() if trainer.union else support, ids=self.inputs["corral_ids"])
-        elif trainer.needs_support and not trainer.objective.plain_on_policy:
+        elif not trainer.objective.plain_on_policy:
             support = trainer.own_support()
         return ScoringPass(support=support, loss=self._loss_terms(support), tolerance=TOLERANCE)
 

@@ -87,17 +87,13 @@ def check_processes(trainer: "CorralTrainer") -> None:
 
 def check_teacher(trainer: "CorralTrainer") -> None:
     """Refuse a teacher where models are loaded in parts: each process scores with a whole one."""
+    plugin, why = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None, ""
     if is_zero3(trainer):
-        raise ValueError(
-            f"CorralTrainer: objective={trainer.objective.name!r} has a whole teacher in every process, and with DeepSpeed "
-            f"ZeRO-3 models are loaded in parts. Use ZeRO-2 or FSDP2."
-        )
-    plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
-    if plugin is not None and plugin.cpu_ram_efficient_loading:
-        raise ValueError(
-            f"CorralTrainer: objective={trainer.objective.name!r} has a whole teacher in every process, and with "
-            f"fsdp_cpu_ram_efficient_loading only the first one loads weights. Set it to false."
-        )
+        why = "with DeepSpeed ZeRO-3 models are loaded in parts. Use ZeRO-2 or FSDP2."
+    elif plugin is not None and plugin.cpu_ram_efficient_loading:
+        why = "with fsdp_cpu_ram_efficient_loading only the first one loads weights. Set it to false."
+    if why:
+        raise ValueError(f"CorralTrainer: objective={trainer.objective.name!r} has a whole teacher in every process, and {why}")
 
 
 def is_zero3(trainer: "CorralTrainer") -> bool:

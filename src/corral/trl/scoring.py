@@ -30,11 +30,6 @@ class SupportRequest:
     mass: float = 1.0
     ids: Tensor | None = None
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no support is wanted, but log-probs and entropy alone."""
-        return self.top_k is None and self.ids is None
-
 
 @dataclass(frozen=True, eq=False)
 class HeadInputs:
@@ -190,7 +185,7 @@ class PolicyHead:
                     stack.callback(model.register_forward_pre_hook(head.read_labels, with_kwargs=True).remove)
                 stack.callback(setattr, _trl_utils, "_ChunkedLogProbFunction", _trl_utils._ChunkedLogProbFunction)
                 _trl_utils._ChunkedLogProbFunction = head
-            elif not scoring.support.is_empty:
+            elif scoring.support.top_k is not None or scoring.support.ids is not None:
                 for model in self.models:
                     hook = functools.partial(_read_logits, scoring, self.temperature)
                     stack.callback(model.register_forward_hook(hook, with_kwargs=True).remove)

@@ -95,10 +95,9 @@ class CorralTrainer(GRPOTrainer):
         args.check_sampler(sampler, base.generation_config)
         self.objective, self.correction, self.anchor = args.make_objective(), args.make_correction(), args.resolve_anchor()
         self.needs_support = args.needs_support
-        own = self.own_support() if self.needs_support else SupportRequest()
         models = [base] if self.ref_model is None else [base, self.ref_model]
         taught = "dist_teacher" in self.objective.needs
-        self.policy_head = PolicyHead(models, self.temperature, own, union=self.union or taught)
+        self.policy_head = PolicyHead(models, self.temperature, self.own_support(), union=self.union or taught)
         self.teacher = Teacher(self, teacher) if taught else None
         if teacher is not None and not taught:
             raise ValueError(f"CorralTrainer: objective={args.objective!r} reads no teacher. Use objective='distill', or none.")
@@ -177,12 +176,15 @@ class CorralTrainer(GRPOTrainer):
         return self._old_policies[self.mode]
 
     def own_support(self) -> SupportRequest:
-        """How much of its own policy an old pass keeps."""
+        """The support that an old pass keeps of its own policy; none if the objective reads none."""
+        if not self.needs_support:
+            return SupportRequest()
         if self.objective.config.support == "full":
             return SupportRequest(top_k=sys.maxsize)
         return SupportRequest(top_k=self.args.support_size, mass=self.args.support_mass)
 
     def _announce(self) -> None:
+        """Warn of settings with which the region cannot act, or the loss is none of the objective's own."""
         if is_alone_by_mistake():
             logger.warning(ALONE)
         if self.args.other_reduction:
@@ -248,7 +250,7 @@ class CorralTrainer(GRPOTrainer):
             )
         keeps = self.needs_support and self.off_policy and self.rollout_support is None
         hidden = self.teacher is not None or (self.union and self.old_policy.fill is None)
-        scoring = ScoringPass(support=self.own_support(), keep_hidden=hidden) if self.needs_support else ScoringPass()
+        scoring = ScoringPass(support=self.own_support(), keep_hidden=hidden)
         expected = scoring if keeps else ScoringPass()
         probe = None if self.deployed is None or self.mode == "eval" else self.deployed.probe
         if probe is not None:

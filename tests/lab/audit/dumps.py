@@ -7,6 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from corral.lab.audit.dump import find_dump
+from corral.lab.audit.rules import Rules
+from corral.lab.audit.tally import Audit, DumpAudit
+
 LINE = {
     "step": 3,
     "tokens": [5, 6, 7, 8],
@@ -58,3 +62,10 @@ def drawn_line(seed: int, length: int = 40, step: int = 1, size: float = 0.4, **
         "sampled_at": step - seed % 3,
         **given,
     }
+
+
+def audit_dump(path: Path) -> Audit:
+    """The audit of everything in a dump, by default rules."""
+    dump, audit = find_dump(path), DumpAudit(Rules())
+    audit.read(dump, lambda _: None)
+    return audit.result(dump)

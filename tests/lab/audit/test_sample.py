@@ -6,16 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from audit.dumps import LINE, drawn_line, write_lines
+from audit.dumps import LINE, audit_dump, drawn_line, write_lines
 
 from corral.lab.audit.dump import LoggedCompletion, find_dump
 from corral.lab.audit.rules import Rules
-from corral.lab.audit.tally import DumpAudit, Sample, audit_dump
+from corral.lab.audit.tally import DumpAudit, Sample
 from corral.lab.audit.tokens import Tokens, join_completions
 
 
 def sample(path: Path) -> list[Tokens]:
-    return [tokens for _, tokens in audit_dump(find_dump(path), Rules(), lambda _: None).completions]
+    return [tokens for _, tokens in audit_dump(path).completions]
 
 
 def test_golden(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_those_with_the_most_errors_are_kept(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("corral.lab.audit.tally._LONGEST", 30)
     # A drift of one size on each token; the seeds 8, 9 and 11 drift furthest.
     lines = [drawn_line(2, step=seed, size=1.0 if seed in (8, 9, 11) else 0.01) for seed in range(12)]
-    audit = audit_dump(find_dump(write_lines(tmp_path / "run.jsonl", lines)), Rules(), lambda _: None)
+    audit = audit_dump(write_lines(tmp_path / "run.jsonl", lines))
     assert [tokens.step[0] for _, tokens in audit.completions] == [8, 9, 11]
     assert [(length, len(tokens)) for length, tokens in audit.completions] == 3 * [(40, 30)]
 

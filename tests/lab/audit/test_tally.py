@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from audit.dumps import LINE, drawn_line, write_exports, write_lines
+from audit.dumps import LINE, audit_dump, drawn_line, write_exports, write_lines
 
-from corral.lab.audit.dump import find_dump
 from corral.lab.audit.rules import Rules
-from corral.lab.audit.tally import Summary, audit_dump
+from corral.lab.audit.tally import Summary
 from corral.lab.audit.words import sentences
 from corral.validate import RunError
 
@@ -18,7 +17,7 @@ INFO = {"what": "compared", "rules": {**Rules().as_dict()}}
 
 
 def audit(path: Path) -> Summary:
-    return audit_dump(find_dump(path), Rules(), lambda _: None).summary
+    return audit_dump(path).summary
 
 
 class TestGolden:
@@ -64,6 +63,12 @@ def test_mismatch_and_behaviour(tmp_path: Path) -> None:
     assert found.ess == pytest.approx(1.0)
     assert found.distances["mismatch"]["mean"] == pytest.approx(math.exp(-0.5) - math.exp(-1))
     assert [(row["age"], row["tokens"]) for row in found.by_age] == [(2, 2)]
+
+
+def test_ratios_that_underflow_leave_no_samples(tmp_path: Path) -> None:
+    line = {"tokens": [1, 2], "advantages": 1, "logp_old": [-1.0, -1.0], "logp_new": [-2000.0, -3000.0]}
+    found = audit(write_lines(tmp_path / "run.jsonl", [line]))
+    assert (found.ess, found.by_step[0]["ess"], found.tokens) == (0.0, 0.0, 2)
 
 
 def test_pieces_make_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,9 @@ def test_json_and_the_range_that_is_audited(dump: Path, capsys: pytest.CaptureFi
     first = found["thresholds"][0]
     assert first["rule"] == "audited"
     assert 0 < first["kl"]["wrongly_blocked_share"] <= first["blocked_share"]
+    assert found["verdicts"]["clipped"]["share"] == first["blocked_share"], "as in the audit of a trainer"
+    assert sum(row["tokens"] for row in found["by_sign"]) == 640
+    assert {"clip", "dppo_tv", "dppo_kl", "outside", "tv", "tv_p999", "kl_max"} <= found["by_probability"][0].keys()
     assert main([*argv[:2], "--json", "numbers.json", "--page", "p.html", "--quiet"]) == 0
     assert json.loads(Path("numbers.json").read_text())["sequences"] == 16
 

@@ -16,15 +16,15 @@ from transformers import AutoModelForCausalLM
 from corral.lab.cli import main
 from corral.lab.cli.kind import all_recipes
 from corral.lab.jobs.llm import settings as known
-from corral.lab.jobs.llm.dry_run import model_to_fetch
+from corral.lab.jobs.llm.prepare import model_to_fetch
 from corral.lab.jobs.llm.settings import Settings, check_early, read_recipe, resolve
 from corral.lab.jobs.llm.train import resume, train
 from corral.lab.jobs.robot.settings import ALGORITHMS
 from corral.lab.jobs.robot.settings import resolve as resolve_robot
 from corral.lab.jobs.robot.train import train as train_robot
 from corral.lab.models.load import load_skeleton
-from corral.lab.run.ending import last_words, summarise
 from corral.lab.run.folder import default_name
+from corral.lab.run.life import last_words, summarise
 from corral.lab.run.settings import toml_lines
 from corral.lab.tasks import TASKS
 from corral.lab.tasks.dataset import FiniteTask
@@ -143,7 +143,7 @@ def test_a_dry_run_of_a_robot_and_of_what_must_be_fetched(
     def offline(name: str) -> None:
         raise RunError(f"{name} could not be loaded")
 
-    monkeypatch.setattr("corral.lab.jobs.llm.dry_run.load_skeleton", offline)
+    monkeypatch.setattr("corral.lab.jobs.llm.prepare.load_skeleton", offline)
     assert main(["train", "--dry-run", "--recipe", "gsm8k"]) == 0
     text = capsys.readouterr().out
     assert "would fetch the weights of Qwen/Qwen2.5-0.5B-Instruct; their size is unknown" in text
@@ -151,7 +151,7 @@ def test_a_dry_run_of_a_robot_and_of_what_must_be_fetched(
     files = [("model.safetensors", 988_097_824), ("tokenizer.json", 7_000_000)]
     siblings = [type("File", (), {"rfilename": name, "size": size}) for name, size in files]
     monkeypatch.setattr(
-        "corral.lab.jobs.llm.dry_run.HfApi.model_info", lambda *_, **__: type("Info", (), {"siblings": siblings})
+        "corral.lab.jobs.llm.prepare.HfApi.model_info", lambda *_, **__: type("Info", (), {"siblings": siblings})
     )
     assert model_to_fetch("Qwen/Qwen2.5-0.5B-Instruct") == "the weights of Qwen/Qwen2.5-0.5B-Instruct: 0.988 GB"
 
@@ -164,9 +164,9 @@ def test_a_dry_run_of_every_recipe_and_task_names_what_is_fetched_and_the_memory
 
     load = load_skeleton
     monkeypatch.setattr(
-        "corral.lab.jobs.llm.dry_run.load_skeleton", lambda name: load(name) if name in ("tiny", "smoke") else offline(name)
+        "corral.lab.jobs.llm.prepare.load_skeleton", lambda name: load(name) if name in ("tiny", "smoke") else offline(name)
     )
-    monkeypatch.setattr("corral.lab.jobs.llm.dry_run.is_installed", lambda name: False)
+    monkeypatch.setattr("corral.lab.jobs.llm.prepare.is_installed", lambda name: False)
     for recipe, path in all_recipes().items():
         if path.parent.name == "llm":
             assert main(["train", "--recipe", recipe, "--dry-run"]) == 0, recipe

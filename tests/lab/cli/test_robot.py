@@ -97,7 +97,7 @@ def test_a_film_without_its_encoder_is_refused_before_anything_is_played(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
-    monkeypatch.setattr("corral.lab.jobs.robot.evaluate.prepare", pytest.fail)
+    monkeypatch.setattr("corral.lab.jobs.robot.evaluate.restored", pytest.fail)
     assert main(["eval", str(run), "--video", str(tmp_path / "film.mp4")]) == 1
     assert "pip install imageio-ffmpeg. A .gif does not." in capsys.readouterr().err
 

@@ -14,11 +14,10 @@ from pathlib import Path
 
 from corral.lab.compare.check import Budget
 from corral.lab.compare.folder import Progress
-from corral.lab.compare.job import Preparation, describe, run_comparison
+from corral.lab.compare.job import Preparation, choose, describe, run_comparison
 from corral.lab.compare.local import Engine, LocalEngine
 from corral.lab.compare.plan import Training, make_plan
 from corral.lab.compare.record import Comparison, read
-from corral.lab.compare.results import choose
 from corral.lab.compare.schedule import Schedule
 from corral.lab.compare.view import make_compare_view
 from corral.lab.report.read import PlannedRun

@@ -10,9 +10,8 @@ from fake_comparisons import FAKE, Notes, begun, drive, interrupt_when, resumed,
 
 from corral.lab.compare import local
 from corral.lab.compare.folder import log_tail
-from corral.lab.compare.job import comparison_status, findings
+from corral.lab.compare.job import choose, comparison_status, findings, report_lines, sweep_rows, write_report
 from corral.lab.compare.local import LocalEngine
-from corral.lab.compare.results import choose, report_lines, sweep_rows, write_report
 from corral.lab.compare.schedule import Schedule
 from corral.lab.run.files import lock
 from corral.validate import RunError

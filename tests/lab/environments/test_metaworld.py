@@ -1,11 +1,17 @@
 """Meta-World's tasks through the adapter; skipped without the package (make test-metaworld has an environment for it)."""
 
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
 import gymnasium
 import numpy as np
 import pytest
+import torch
 
 from corral.lab.environments import ENVIRONMENTS, make_envs
 from corral.lab.environments.metaworld import DT, STEPS, MetaWorld, _tolerance, quickened, task_names
+from corral.lab.jobs.robot.settings import read_recipe, resolve
+from corral.robot.prodmp import ProDMP
 
 NAME = "corral/MetaWorld-v0"
 
@@ -28,6 +34,80 @@ def test_without_the_package_the_error_says_what_to_install() -> None:
 
 def test_it_is_registered_with_its_length_and_step() -> None:
     assert (ENVIRONMENTS[NAME].steps, ENVIRONMENTS[NAME].dt) == (STEPS, DT)
+
+
+class _Finger:
+    """A stand-in for a task of Meta-World: a guide, and a finger that slides from 0 m (open) to 0.04 m (closed)."""
+
+    _obs_obj_max_len: ClassVar[int] = 14
+
+    def __init__(self, seed: int) -> None:
+        self.mocap_low, self.mocap_high = np.array([-0.5, 0.4, 0.05]), np.array([0.5, 1.0, 0.5])
+        self.finger, self.commands = 0.0, list[float]()
+        self.data = SimpleNamespace(mocap_pos=np.zeros((1, 3)), joint=lambda name: {"r_close": self}[name])
+
+    @property
+    def qpos(self) -> np.ndarray:
+        return np.array([self.finger])
+
+    def reset(self) -> tuple[np.ndarray, dict[str, Any]]:
+        self.data.mocap_pos[0], self.finger, self.commands = [0.0, 0.6, 0.2], 0.0, []
+        return np.zeros(39), {}
+
+    def step(self, command: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.data.mocap_pos[0] += command[:3] / 100
+        # A position servo of 400 N/m against 1,000 N s/m, 0.0125 s a step.
+        self.finger = float(np.clip(self.finger + 0.005 * (command[3] - self.finger), 0.0, 0.04))
+        self.commands.append(float(command[3]))
+        return np.zeros(39), 0.0, False, False, {"success": 0.0}
+
+    def _get_quat_objects(self) -> None: ...
+
+    def compute_reward(self) -> None: ...
+
+    def _gripper_caging_reward(self) -> None: ...
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> MetaWorld:
+    """The adapter around `_Finger` in the package's place."""
+    tasks = {"reach-v3-goal-observable": _Finger}
+    package = SimpleNamespace(
+        ALL_V3_ENVIRONMENTS=["reach-v3"],
+        ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE=tasks,
+        utils=SimpleNamespace(reward_utils=SimpleNamespace()),
+    )
+    monkeypatch.setattr("corral.lab.environments.metaworld._metaworld", lambda: package)
+    return MetaWorld("reach-v3")
+
+
+def test_a_batch_of_first_plans_opens_and_closes_the_gripper(stand_in: MetaWorld) -> None:
+    settings = resolve([read_recipe("metaworld")]).prodmp
+    prodmp = ProDMP(4, settings.pop("basis"), settings.pop("tau"), **settings)
+    observation, _ = stand_in.reset()
+    start = [torch.from_numpy(part) for part in ENVIRONMENTS[NAME].tracking.state(observation)]
+    params = torch.randn(64, prodmp.parameters, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    plans, _ = prodmp.trajectory(DT * torch.arange(1, STEPS + 1).double(), params, *start)
+    fingers = np.empty((64, STEPS))
+    for plan, row in zip(plans.numpy(), fingers, strict=True):
+        stand_in.reset()
+        for step, action in enumerate(plan):
+            stand_in.step(action)
+            row[step] = stand_in.inner.finger
+    assert (fingers.max(1) > 0.03).mean() > 0.5, "most plans close the gripper at some time"
+    assert (fingers[:, -1] > 0.03).any()
+    assert (fingers[:, -1] < 0.01).any()
+
+
+def test_joint_four_is_the_finger(stand_in: MetaWorld) -> None:
+    # The servo moves the finger 0.005 · 1 m in the first step, 0.005 · 0.995 m in the second.
+    observation, _ = stand_in.reset()
+    assert (observation[3], observation[7]) == (0.0, 0.0)
+    action = np.array([0.0, 0.6, 0.2, 1.0], np.float32)
+    for finger, moved in ((0.005, 0.005), (0.009975, 0.004975)):
+        observation, *_ = stand_in.step(action)
+        np.testing.assert_allclose(observation[[3, 7]], [finger, moved / DT], rtol=1e-12)
+    assert stand_in.inner.commands == [1.0, 1.0], "the command is the desired number itself, not the way to it"
 
 
 @needs_metaworld
@@ -120,6 +200,19 @@ def test_a_reach_that_is_planned_succeeds() -> None:
     picture = env.render()
     assert (picture.shape, picture.dtype) == ((360, 480, 3), np.uint8)
     assert len(np.unique(picture.reshape(-1, 3), axis=0)) > 50
+
+
+@needs_metaworld
+@meets_its_warnings
+def test_a_closing_command_moves_the_finger() -> None:
+    env = MetaWorld("reach-v3")
+    before, _ = env.reset(seed=0)
+    assert abs(before[3]) < 0.01  # open, where Meta-World's reset leaves it
+    for _ in range(60):
+        after, *_ = env.step(np.append(before[:3], 1.0))
+    assert after[3] > 0.03
+    assert after[11] < before[11] - 0.3  # Meta-World's own share by which the gripper is open
+    env.close()
 
 
 @needs_metaworld

@@ -118,7 +118,7 @@ def test_tools_are_out_of_the_region_and_played_alike_without_a_trainer(
         instruction="{problem}",
         template=calls.template(trainer.processing_class),
     )
-    found = calls.play(trainer.model, problems, ["a", "b"], Sampling(max_tokens=200), greedy=True)
+    found = calls.play(trainer.model, problems, ["a", "b"], Sampling(max_tokens=200, greedy=True))
     assert any(one.replies for one in found), "a greedy completion that calls nothing compares nothing"
     for one, row in zip(found, (0, 4), strict=True):  # TRL's own loop is the oracle
         live = output["completion_mask"][row].bool()

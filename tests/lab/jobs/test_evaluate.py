@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from corral.lab.jobs.llm.evaluate import EvalSettings, Evaluation, default_problems, draw_seed, evaluate, prepare_evaluation
-from corral.lab.jobs.llm.problems import cut_at_end, end_tokens, generate
+from corral.lab.jobs.llm.problems import Sampling, cut_at_end, end_tokens, generate
 from corral.lab.jobs.llm.results import (
     Estimate,
     EvalFolder,
@@ -355,20 +355,20 @@ def test_temperature_and_top_p_reach_the_model(model: str) -> None:
     """Near temperature 0, or with next to no probability to draw from, samples are the greedy answer."""
     loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     ids = tokenizer(["a", "b", "c"])["input_ids"]
-    greedy = generate(loaded, tokenizer, ids, 6, greedy=True)
-    assert generate(loaded, tokenizer, ids, 6, greedy=False, temperature=1e-4) == greedy
-    assert generate(loaded, tokenizer, ids, 6, greedy=False, top_p=1e-6) == greedy
-    assert generate(loaded, tokenizer, ids, 6, greedy=False) != greedy
+    greedy = generate(loaded, tokenizer, ids, Sampling(max_tokens=6, greedy=True))
+    assert generate(loaded, tokenizer, ids, Sampling(max_tokens=6, temperature=1e-4)) == greedy
+    assert generate(loaded, tokenizer, ids, Sampling(max_tokens=6, top_p=1e-6)) == greedy
+    assert generate(loaded, tokenizer, ids, Sampling(max_tokens=6)) != greedy
 
 
 def test_penalties_in_a_model_s_folder_are_no_part_of_its_policy(model: str) -> None:
     loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     ids = tokenizer(["a", "b", "c"])["input_ids"]
-    plain = generate(loaded, tokenizer, ids, 6, greedy=True)
+    plain = generate(loaded, tokenizer, ids, Sampling(max_tokens=6, greedy=True))
     loaded.generation_config.repetition_penalty = 10.0
     loaded.generation_config.no_repeat_ngram_size = 1
     loaded.generation_config.min_p = 0.9
-    assert generate(loaded, tokenizer, ids, 6, greedy=True) == plain
+    assert generate(loaded, tokenizer, ids, Sampling(max_tokens=6, greedy=True)) == plain
 
 
 def test_tokens_end_with_the_first_end() -> None:

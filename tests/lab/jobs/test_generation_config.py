@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from corral.lab.jobs.llm.problems import generate
+from corral.lab.jobs.llm.problems import Sampling, generate
 from corral.lab.jobs.llm.turns import converse
 from corral.lab.models.smoke import build_smoke
 from corral.lab.tasks.imports import Calculator
@@ -76,7 +76,7 @@ class TestEveryField:
 
         def draw() -> list[list[int]]:
             torch.manual_seed(0)
-            return generate(model, tokenizer, ids, 12, greedy=greedy)
+            return generate(model, tokenizer, ids, Sampling(max_tokens=12, greedy=greedy))
 
         plain = draw()
         make_odd(model, name)
@@ -91,7 +91,7 @@ class TestEveryField:
 
         def play() -> list[tuple[list[int], list[float]]]:
             torch.manual_seed(0)
-            found = converse(model, tokenizer, asked, ids, Calculator(), 12)
+            found = converse(model, tokenizer, asked, ids, Calculator(), Sampling(max_tokens=12))
             return [(one.tokens, one.logps) for one in found]
 
         plain = play()

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from corral.lab.jobs.robot.banner import banner
 from corral.lab.jobs.robot.prepare import prepare
 from corral.lab.jobs.robot.settings import resolve
 from corral.lab.jobs.robot.smoke import TRAINING
+from corral.lab.jobs.robot.train import banner
 
 
 @pytest.mark.parametrize(

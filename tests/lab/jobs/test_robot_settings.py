@@ -7,12 +7,10 @@ import pytest
 
 from corral.lab.baselines.config import BaselineConfig
 from corral.lab.cli.explain import field_docs
-from corral.lab.jobs.robot.dry_run import rehearse
-from corral.lab.jobs.robot.prepare import prepare
+from corral.lab.jobs.robot.prepare import check_used, prepare, rehearse, used_by
 from corral.lab.jobs.robot.settings import ALGORITHMS, RECIPES, Settings, check_flags, read_recipe, resolve
 from corral.lab.jobs.robot.smoke import TRAINING
 from corral.lab.jobs.robot.train import train
-from corral.lab.jobs.robot.unused import check_used, used_by
 from corral.lab.run.settings import recipes
 from corral.validate import RunError
 

@@ -19,11 +19,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from corral.lab.jobs.llm.banner import banner, why_inactive
 from corral.lab.jobs.llm.prepare import prepare
 from corral.lab.jobs.llm.rewards import verifier
 from corral.lab.jobs.llm.sampler import Sampling, TransformersSampler
-from corral.lab.jobs.llm.train import resume, train
+from corral.lab.jobs.llm.train import banner, resume, train, why_inactive
 from corral.lab.jobs.llm.trainer import GuardCallback, RunTrainer
 from corral.lab.models.subject import find_subject
 from corral.lab.tasks import TASKS
@@ -375,7 +374,7 @@ def test_an_adapters_checkpoint_is_evaluated(adapter_run: Path, model: str) -> N
         adapted = AutoModelForCausalLM.from_pretrained(start)(torch.tensor(ids)).logits
         assert torch.equal(sampler.model(torch.tensor(ids)).logits, adapted)
     assert not torch.equal(plain, adapted)
-    completions = sampler.complete(ids, [0] * 4, Sampling(max_tokens=3), greedy=False)
+    completions = sampler.complete(ids, [0] * 4, Sampling(max_tokens=3))
     assert [completion.tokens for completion in completions] == [3] * 4
 
 

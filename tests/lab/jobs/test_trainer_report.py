@@ -38,7 +38,7 @@ def test_a_report_of_one_run(output: Path, tmp_path: Path, capsys: pytest.Captur
 def test_every_logged_update_is_a_line(output: Path) -> None:
     run = read_run(output)
     assert (run.objective, run.task, run.seed, run.stopped) == ("dppo", "even_words", "3", "finished")
-    assert (run.steps, run.planned_steps, run.own_reduction) == (6, 6, True)
+    assert (run.steps, run.planned_steps, run.config["reduction"]["own"]) == (6, 6, True)
     assert run.settings["objective_config"]["bound"] == 0.3
     logged = json.loads((output / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]
     assert [step for step, _ in run.values("tr/active_frac")] == [1, 2, 3, 4, 5, 6]

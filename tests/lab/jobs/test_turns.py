@@ -12,6 +12,7 @@ from corral.lab.audit.models import audit_run
 from corral.lab.audit.rules import Rules
 from corral.lab.jobs.llm.evaluate import EvalSettings, evaluate
 from corral.lab.jobs.llm.prepare import prepare
+from corral.lab.jobs.llm.problems import Sampling
 from corral.lab.jobs.llm.results import make_eval_view
 from corral.lab.jobs.llm.settings import read_recipe, resolve
 from corral.lab.jobs.llm.train import train
@@ -47,7 +48,7 @@ def test_tokens_have_their_writer_and_their_log_prob(model: str, temperature: fl
     network, tokenizer = AutoModelForCausalLM.from_pretrained(model).eval(), AutoTokenizer.from_pretrained(model)
     prompts = tokenizer(["q", "qqq"] * 6)["input_ids"]
     torch.manual_seed(0)
-    found = converse(network, tokenizer, ["q"] * 12, prompts, Shout(), 20, temperature=temperature)
+    found = converse(network, tokenizer, ["q"] * 12, prompts, Shout(), Sampling(max_tokens=20, temperature=temperature))
     assert any(one.replies for one in found)
     for one in found:
         assert len(one.tokens) == len(one.own) == len(one.logps) <= 20
@@ -63,7 +64,7 @@ def test_tokens_have_their_writer_and_their_log_prob(model: str, temperature: fl
 def test_a_tool_may_end_a_completion(model: str) -> None:
     network, tokenizer = AutoModelForCausalLM.from_pretrained(model).eval(), AutoTokenizer.from_pretrained(model)
     torch.manual_seed(0)
-    found = converse(network, tokenizer, ["q"] * 16, tokenizer(["q"] * 16)["input_ids"], Shout(), 30)
+    found = converse(network, tokenizer, ["q"] * 16, tokenizer(["q"] * 16)["input_ids"], Shout(), Sampling(max_tokens=30))
     ended: list[Dialogue] = [one for one in found if one.replies == 2 and not one.own[-1]]
     assert ended, "after two replies and a third letter"
     assert all(one.tokens[-1] == tokenizer.eos_token_id for one in ended)
@@ -72,7 +73,7 @@ def test_a_tool_may_end_a_completion(model: str) -> None:
 def test_a_tool_that_fails_is_named(model: str) -> None:
     network, tokenizer = AutoModelForCausalLM.from_pretrained(model).eval(), AutoTokenizer.from_pretrained(model)
     with pytest.raises(RewardError, match="the tool Broken raised KeyError"):
-        converse(network, tokenizer, ["q"] * 16, tokenizer(["q"] * 16)["input_ids"], Broken(), 30)
+        converse(network, tokenizer, ["q"] * 16, tokenizer(["q"] * 16)["input_ids"], Broken(), Sampling(max_tokens=30))
 
 
 @pytest.mark.supports("run: tools that answer within a completion", door="command line")

@@ -53,6 +53,17 @@ def test_it_says_what_was_found(tmp_path: Path) -> None:
     assert "There is one audited update" in page
 
 
+def test_distances_have_medians_and_estimates(tmp_path: Path) -> None:
+    page = page_of(tmp_path / "audit", {1: [completion("thing")]})
+    far = page.partition('id="distances"')[2].partition("</section>")[0]
+    assert re.findall(r'<th scope="row"[^>]*>(.*?)</th>', far) == [
+        *("true KL(new‖old), nats", "true total variation", "|k1|: |log old − log new|", "k2: ½ (log ratio)²"),
+        "k3: ratio − 1 − log ratio",
+    ]
+    # KL .00195, .135, .136, .136: the median is at rank ⌈1.5⌉, the third.
+    assert re.findall(r"<td[^>]*>(.*?)</td>", far)[:5] == ["0.1", "0.14", "0.14", "0.14", "0.14"]
+
+
 def test_what_clipping_did_stands_once_and_before_what_it_would_do(tmp_path: Path) -> None:
     page = page_of(tmp_path / "audit", {1: [completion()]}, {"kind": "trainer", "rules": {**RULES.as_dict(), "own": True}})
     did, would = "What clipping did in the updates that were made was not recorded.", "On one more update:"

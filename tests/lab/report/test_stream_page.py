@@ -7,20 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from audit.dumps import LINE, drawn_line, write_lines
+from audit.dumps import LINE, audit_dump, drawn_line, write_lines
 from report.conftest import BEYOND
 
-from corral.lab.audit.dump import find_dump
 from corral.lab.audit.figures import Axis
 from corral.lab.audit.page import audit_page
 from corral.lab.audit.rules import Rules
-from corral.lab.audit.tally import audit_dump
 
 INFO = {"name": "a dump", "what": "compared", "rules": Rules().as_dict(), "settings": {"format": "corral"}}
 
 
 def page_of(path: Path, lines: list[dict[str, Any]], texts: dict[int, str] | None = None, **info: Any) -> str:
-    audit = audit_dump(find_dump(write_lines(path / "run.jsonl", lines)), Rules(), lambda _: None)
+    audit = audit_dump(write_lines(path / "run.jsonl", lines))
     return audit_page(replace(audit, info={**INFO, **info}, texts=texts or {}))
 
 
@@ -39,6 +37,29 @@ def test_it_says_what_was_found(tmp_path: Path) -> None:
     assert len(rows) == 7
     assert "δ = 0.2 ●" in rows[4]
     assert page.count("<strong>") == 10 + 5, "a bound of each rule that has the fewest errors; four cells and the headline"
+
+
+def test_tables_are_those_of_any_audit(tmp_path: Path) -> None:
+    """ρ = e^½ and e^−1 at Â = 1 and p_old = e⁻¹ and e^−½: the first is blocked, and outside KL ≤ .05."""
+    line = {"tokens": [7, 8], "advantages": 1.0, "logp_old": [-1.0, -0.5], "logp_new": [-0.5, -1.5], "entropy": [0.3, 3.0]}
+    page = page_of(tmp_path, [line], {7: " a"})
+    blocked = page.partition('id="tokens"')[2].partition("</section>")[0]
+    assert re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", blocked)[7:] == [
+        "<code>␣a</code>",
+        "7",
+        "1",
+        "1",
+        "0 (0 %)",
+        "0.37",
+        "0.24",
+    ]
+    kinds = page.partition('id="kinds"')[2].partition("</section>")[0]
+    assert re.findall(r'<th scope="row"[^>]*>(.*?)</th>', kinds) == [".1 … .5", "&gt; 2", "positive"]
+    probability = page.partition('id="probability"')[2].partition("</section>")[0]
+    row = re.findall(r"<td[^>]*>(.*?)</td>", probability.partition(".1 … .5</th>")[2].partition("</tr>")[0])
+    assert row == ["1", "0.24, 0.24, 0.24", "0.12, 0.12, 0.12", "100 %", "100 %", "100 %", "100 %"]
+    assert 'id="ratio"' not in page, "not every token of a dump is in memory"
+    assert 'id="age"' not in page, "nobody logged when tokens were sampled"
 
 
 def test_cells_of_a_dump_are_bounds(tmp_path: Path) -> None:

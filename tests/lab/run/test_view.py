@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from corral.lab.run.ending import STOPPING
+from corral.lab.run.life import STOPPING
 from corral.lab.run.text import count
 from corral.lab.run.view import Clock, LiveView, PatientConsole, PlainView, RunView, make_view, number, readable, shorten
 

@@ -1,5 +1,6 @@
 """Order and care of what is written: synced before it gets its name, locked while it is written, refused where it cannot be."""
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -11,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from corral.lab.run import files
-from corral.lab.run.ending import extend, record_change
-from corral.lab.run.files import append_line, disk_sentence, lock, read_regular, write_json, write_whole
+from corral.lab.run.files import append_line, disk_errors, disk_sentence, lock, read_regular, write_json, write_whole
 from corral.lab.run.folder import RunFolder, choose_checkpoint, damage
+from corral.lab.run.life import changed_setting, extend
 from corral.lab.run.text import visible
 from corral.validate import RunError
 
@@ -186,9 +187,9 @@ def test_a_run_is_given_no_end_that_it_has_passed(folder: RunFolder) -> None:
     folder.write_config({"settings": {"steps": 5}})
     found = choose_checkpoint(folder, "latest")[0] if put(folder, 4) else None
     with pytest.raises(RunError, match="has done 4 steps, more than --steps 3"):
-        extend(folder, folder.read_config(), {"steps": 3}, found)
-    extend(folder, folder.read_config(), {"steps": 8}, found)
-    record_change(folder, folder.read_config(), {"steps": 8}, 4, "extended")  # no change is none
+        extend(folder, folder.read_config(), "steps", 3, found)
+    assert extend(folder, folder.read_config(), "steps", 8, found) == folder.read_config()
+    assert changed_setting(folder.read_config(), "steps", 8, 4, "extended") == {}, "no change is none"
     content = json.loads(folder.config.read_text())
     assert content["settings"]["steps"] == 8
     assert content["extended"] == [{"from": 5, "to": 8, "after": 4}]
@@ -201,3 +202,22 @@ def test_hidden_characters_are_written_out(code: int) -> None:
 
 def test_letters_lines_and_tabs_stay() -> None:
     assert visible("é\n\tف👩‍🔬\r\n") == "é\n\tف👩‍🔬\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "the disk is full"),
+        (RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0"), "the disk is full"),
+        (PermissionError(errno.EACCES, "Permission denied"), "cannot be written: Permission denied"),
+        (RunError("No space left is said already"), r"^No space left is said already$"),
+    ],
+)
+def test_an_error_of_the_disk_says_what_to_do(error: Exception, raised: str, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=raised), disk_errors(tmp_path / "file"):
+        raise error
+
+
+def test_an_error_that_is_not_of_the_disk_passes(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^no number$"), disk_errors(tmp_path / "file"):
+        raise ValueError("no number")

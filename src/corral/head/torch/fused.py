@@ -1,6 +1,6 @@
 """Loss and gradient together on the torch path: three GEMMs, where recomputing the logits in a backward pass takes four.
 
-Some rows at a time: their logits are made, the objective takes its loss of what they say, and its gradient is read off the
+Some rows at a time: their logits are made, the objective computes its loss from them, and its gradient is computed from the
 same logits before they are dropped. Every token passes the objective once.
 """
 
@@ -11,51 +11,42 @@ from torch import Tensor
 
 from corral.head.logits import LogitSpec, Scratch, accumulate, block_size, operand, slices, working_dtype
 from corral.head.packed import LossTerms
-from corral.head.rows import Gradients, HeadInput, HeadRows, join
-from corral.head.torch.stream import HeadGradients, HeadState, LogitGradient, Outside, Shard, scan_rows
+from corral.head.rows import Gradients, HeadInput, HeadRows
+from corral.head.torch.stream import HeadGradients, LogitGradient, Outside, Shard, scan_rows
 from corral.tensors import ObjectiveOutput, SparseDist, join_outputs
 
 
 def can_fuse(spec: LogitSpec, objective: object) -> bool:
-    """Whether gradients can be read off the logits of a forward pass: token by token, and without a soft cap."""
-    config = getattr(objective, "config", None)  # any function of a batch is an objective, and of those nothing is known
+    """True if the forward pass's logits are enough for gradients: the objective works token by token, without a soft cap."""
+    config = getattr(objective, "config", None)  # an objective may be any function of a batch
     return spec.softcap is None and getattr(config, "tokenwise", False)
 
 
 def fused_loss(
     source: HeadInput, terms: LossTerms, needed: Sequence[bool]
 ) -> tuple[Tensor, HeadRows, ObjectiveOutput, Gradients]:
-    """The sum, what the head says of its rows, the objective's output [1 N], and the gradients that are needed."""
+    """The sum, the head's results, the objective's output [1 N], and the gradients that are needed."""
     total, found, outputs = source.hidden.new_zeros((), dtype=working_dtype(source.hidden, source.weight)), [], []
-    into = _GradientSum(source, needed)
-    for part, rows, outside in scan_rows(source, Shard(), outside=any(needed)):
-        value, output, grads = _loss_of_rows(rows, source.ids is not None, terms, part, trained=any(needed))
-        if outside is not None and grads is not None:
+    into, trained = _GradientSum(source, needed), any(needed)
+    for part, rows, outside in scan_rows(source, Shard(), outside=trained):
+        leaves = [x.detach().requires_grad_(trained) for x in (rows.logp, rows.kept, rows.rest)]
+        with torch.set_grad_enabled(trained):
+            logp, kept, rest = leaves
+            new = SparseDist(rows.ids, kept, rest, rows.rest_max)[None] if source.ids is not None else None
+            value, output = terms[:, part](logp[None], new)
+        if value.requires_grad and outside is not None:
+            gradients = torch.autograd.grad(value, leaves, allow_unused=True)
+            logp, kept, rest = (torch.zeros_like(x) if g is None else g for x, g in zip(leaves, gradients, strict=True))
+            grads = HeadGradients(logp, kept, rest, torch.zeros_like(logp))
             into.add(part, rows, grads.scaled(source.spec.slope), outside)
-        total += value
+        total += value.detach()
         found.append(rows)
-        outputs.append(output)
-    return total, join(found), join_outputs(outputs), into.gradients()
-
-
-def _loss_of_rows(
-    rows: HeadRows, supported: bool, terms: LossTerms, part: slice, *, trained: bool
-) -> tuple[Tensor, ObjectiveOutput, HeadGradients | None]:
-    """The loss of some rows, and its gradients with respect to what the head says of them."""
-    leaves = [x.detach().requires_grad_(trained) for x in (rows.logp, rows.kept, rows.rest)]
-    with torch.set_grad_enabled(trained):
-        logp, kept, rest = leaves
-        new = SparseDist(*(x[None] for x in (rows.ids, kept, rest, rows.rest_max))) if supported else None
-        total, output = terms(logp[None], new, part)
-    if not total.requires_grad:
-        return total.detach(), output, None
-    found = torch.autograd.grad(total, leaves, allow_unused=True)
-    logp, kept, rest = (torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True))
-    return total.detach(), output.detach(), HeadGradients(logp, kept, rest, torch.zeros_like(logp))
+        outputs.append(output.detach())
+    return total, HeadRows.cat(found), join_outputs(outputs), into.gradients()
 
 
 class _GradientSum:
-    """dH, dW and db of the rows so far, in the working dtype."""
+    """Sums of dH, dW and db over the rows so far, in the working dtype."""
 
     def __init__(self, source: HeadInput, needed: Sequence[bool]) -> None:
         hidden, weight, bias = source.hidden, source.weight, source.bias
@@ -67,14 +58,13 @@ class _GradientSum:
         self.scratch = Scratch(hidden.device)
 
     def add(self, part: slice, rows: HeadRows, grads: HeadGradients, outside: Outside) -> None:
-        """Those of some rows; what is outside their support is used up."""
+        """Add the gradients of some rows; `outside` is overwritten."""
         picked = grads.nonzero()
         if not len(picked):
             return
         hidden, tokens, weight = self.source.hidden[part], self.source.tokens[part], self.source.weight
         blocks = list(slices(len(weight), block_size(hidden.device, len(picked))[1]))
-        state = HeadState(hidden, weight, None, tokens, rows.ids, rows.lse, rows.rest, entropy=None, shard=Shard())
-        gradient = LogitGradient(state, grads, picked, blocks)
+        gradient = LogitGradient(tokens[picked], rows[picked], grads[picked], blocks, entropy=False)
         singles = gradient.singles(torch.cat([rows.kept, rows.logp[:, None]], -1)[picked])
         h = operand(hidden[picked], self.dtype)
         d_hidden = None if self.hidden is None else torch.zeros_like(h, dtype=self.dtype)

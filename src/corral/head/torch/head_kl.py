@@ -1,5 +1,7 @@
 """The exact KL of two networks, token by token, from their hidden states: a few rows of logits at a time."""
 
+from typing import NamedTuple
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -43,8 +45,8 @@ def head_kl(
         Schulman 2020, "Approximating KL divergence" (the term is its k3). Invariant: equal to categorical_kl of both
         log-softmaxes.
     """
-    spec = LogitSpec(scale, softcap, temperature)
-    return _measure(hidden_new, weight_new, bias_new, hidden_old, weight_old, bias_old, spec, both=False)[0]
+    new, old = _Network("new", hidden_new, weight_new, bias_new), _Network("old", hidden_old, weight_old, bias_old)
+    return _measure(new, old, LogitSpec(scale, softcap, temperature), both=False)[0]
 
 
 @without_autocast
@@ -61,48 +63,55 @@ def head_kl_both_ways(
     softcap: float | None = None,
     temperature: float = 1.0,
 ) -> tuple[Float[Tensor, "*b"], Float[Tensor, "*b"]]:
-    """KL(new‖old) and KL(old‖new), as `head_kl` has each of them, from the same two GEMMs."""
-    spec = LogitSpec(scale, softcap, temperature)
-    there, back = _measure(hidden_new, weight_new, bias_new, hidden_old, weight_old, bias_old, spec, both=True)
+    """KL(new‖old) and KL(old‖new) from the same two GEMMs; each equals the result of `head_kl`."""
+    new, old = _Network("new", hidden_new, weight_new, bias_new), _Network("old", hidden_old, weight_old, bias_old)
+    there, back = _measure(new, old, LogitSpec(scale, softcap, temperature), both=True)
     return there, back
 
 
-def _measure(
-    hidden_new: Tensor,
-    weight_new: Tensor,
-    bias_new: Tensor | None,
-    hidden_old: Tensor,
-    weight_old: Tensor,
-    bias_old: Tensor | None,
-    spec: LogitSpec,
-    *,
-    both: bool,
-) -> list[Tensor]:
+class _Network(NamedTuple):
+    """One side of a comparison: its last hidden states [*, H] and its head."""
+
+    name: str
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+
+def _measure(new: _Network, old: _Network, spec: LogitSpec, *, both: bool) -> list[Tensor]:
     """[KL(new‖old)], or with `both` [KL(new‖old), KL(old‖new)]."""
-    _check(hidden_new, weight_new, bias_new, hidden_old, weight_old, bias_old)
-    new, old = (
-        (hidden_new.reshape(-1, hidden_new.shape[-1]), weight_new),
-        (hidden_old.reshape(-1, hidden_old.shape[-1]), weight_old),
-    )
-    scratch = {"new": Scratch(hidden_new.device), "old": Scratch(hidden_new.device)}
-    dtype, count = working_dtype(*new, *old), len(new[0])
-    at_once = HELD.get(hidden_new.device.type, HELD["cpu"]) // 2 // max(len(weight_new), 1) // ROWS * ROWS
-    found = [torch.empty(count, dtype=dtype, device=hidden_new.device) for _ in range(1 + both)]
-    for part in slices(count, max(ROWS, min(at_once, MOST_ROWS))):
-        p = _log_softmax(new[0][part], weight_new, bias_new, spec, dtype, scratch["new"])
-        q = _log_softmax(old[0][part], weight_old, bias_old, spec, dtype, scratch["old"])
+    for name, hidden, weight, bias in (new, old):
+        require_tensors("head_kl", **{f"hidden_{name}": hidden, f"weight_{name}": weight})
+        if weight.ndim != 2 or hidden.shape[-1:] != weight.shape[-1:]:
+            raise ValueError(
+                f"head_kl: hidden_{name} is [*, H] and weight_{name} [V, H]; got {list(hidden.shape)} and {list(weight.shape)}."
+            )
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise ValueError(f"head_kl: bias_{name} is [V] with V = {len(weight)}; got {list(bias.shape)}.")
+    shape, vocabulary, device = new.hidden.shape[:-1], len(new.weight), new.hidden.device
+    if shape != old.hidden.shape[:-1] or vocabulary != len(old.weight):
+        raise ValueError(
+            f"head_kl: both networks see the same tokens and have one vocabulary; got tokens {list(shape)} and "
+            f"{list(old.hidden.shape[:-1])}, vocabularies {vocabulary} and {len(old.weight)}. Were both run on one batch?"
+        )
+    dtype = working_dtype(new.hidden, new.weight, old.hidden, old.weight)
+    at_once = HELD.get(device.type, HELD["cpu"]) // 2 // max(vocabulary, 1) // ROWS * ROWS
+    found = [torch.empty(shape.numel(), dtype=dtype, device=device) for _ in range(1 + both)]
+    scratch = {"new": Scratch(device), "old": Scratch(device)}
+    for part in slices(shape.numel(), max(ROWS, min(at_once, MOST_ROWS))):
+        p, q = (_log_softmax(side, part, spec, dtype, scratch[side.name]) for side in (new, old))
         for kl, (one, other) in zip(found, ((p, q), (q, p)), strict=False):
-            total = torch.zeros(len(p), dtype=dtype, device=p.device)
-            for block in slices(len(weight_new), COLUMNS):
+            total = torch.zeros(len(p), dtype=dtype, device=device)
+            for block in slices(vocabulary, COLUMNS):
                 total += kl_elements(one[:, block], other[:, block], other[:, block] - one[:, block]).sum(-1)
             kl[part] = total[: part.stop - part.start]
-    return [kl.reshape(hidden_new.shape[:-1]) for kl in found]
+    return [kl.reshape(shape) for kl in found]
 
 
-def _log_softmax(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LogitSpec, dtype: torch.dtype, scratch: Scratch
-) -> Tensor:
-    """Log-probs of some rows [n, V], n a multiple of `ROWS`, in memory that the next rows overwrite."""
+def _log_softmax(side: _Network, part: slice, spec: LogitSpec, dtype: torch.dtype, scratch: Scratch) -> Tensor:
+    """Log-probs of some rows [n, V], n padded to a multiple of `ROWS`, in memory that the next rows overwrite."""
+    _, hidden, weight, bias = side
+    hidden = hidden.reshape(-1, hidden.shape[-1])[part]
     h = pad(operand(hidden, dtype), (0, 0, 0, -len(hidden) % ROWS))
     z = make_logits(h, weight, None if bias is None else bias.to(dtype), spec, dtype, scratch)
     # Relative to the largest first: a normaliser is as large as the logits are, and would cost their digits.
@@ -111,27 +120,3 @@ def _log_softmax(
     for block in slices(len(weight), COLUMNS):
         total += z[:, block].exp().sum(-1)
     return z.sub_(total.log()[:, None])
-
-
-def _check(
-    hidden_new: Tensor,
-    weight_new: Tensor,
-    bias_new: Tensor | None,
-    hidden_old: Tensor,
-    weight_old: Tensor,
-    bias_old: Tensor | None,
-) -> None:
-    sides = (("new", hidden_new, weight_new, bias_new), ("old", hidden_old, weight_old, bias_old))
-    for name, hidden, weight, bias in sides:
-        require_tensors("head_kl", **{f"hidden_{name}": hidden, f"weight_{name}": weight})
-        if weight.ndim != 2 or hidden.shape[-1:] != weight.shape[-1:]:
-            raise ValueError(
-                f"head_kl: hidden_{name} is [*, H] and weight_{name} [V, H]; got {list(hidden.shape)} and {list(weight.shape)}."
-            )
-        if bias is not None and bias.shape != weight.shape[:1]:
-            raise ValueError(f"head_kl: bias_{name} is [V] with V = {len(weight)}; got {list(bias.shape)}.")
-    if hidden_new.shape[:-1] != hidden_old.shape[:-1] or len(weight_new) != len(weight_old):
-        raise ValueError(
-            f"head_kl: both networks see the same tokens and have one vocabulary; got tokens {list(hidden_new.shape[:-1])} and "
-            f"{list(hidden_old.shape[:-1])}, vocabularies {len(weight_new)} and {len(weight_old)}. Were both run on one batch?"
-        )

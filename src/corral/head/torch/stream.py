@@ -11,8 +11,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from corral.head.logits import LogitSpec, Scratch, accumulate, block_size, operand, slices, working_dtype
-from corral.head.rows import HeadInput, HeadRequest, HeadRows, join
+from corral.head.rows import Gradients, HeadInput, HeadRequest, HeadRows
 from corral.support import check_ids, check_unique, choose_support, rank_top_k
+from corral.tensors import Tensors
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Shard:
 
     @classmethod
     def of(cls, weight: Tensor, group: dist.ProcessGroup | None) -> "Shard":
-        """Learn from the other processes where this one's rows lie."""
+        """The shard of this process, from the sizes of all processes' weights."""
         if group is None:
             return cls(vocabulary=len(weight))
         own = torch.tensor([len(weight)], device=weight.device)
@@ -44,7 +45,7 @@ class Shard:
         return x
 
     def largest(self, z: Tensor) -> Tensor:
-        """Of logits [n, v] the largest of each row; −inf where nothing is possible."""
+        """The largest logit of each row [n, v]; −inf where all are."""
         return self._maximum(z.amax(-1) if z.shape[-1] else z.new_full(z.shape[:1], -torch.inf))
 
     def pick(self, z: Tensor, ids: Tensor) -> Tensor:
@@ -75,7 +76,7 @@ class Shard:
         return ids.gather(-1, order), values.gather(-1, order)
 
     def _places(self, z: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Columns of some tokens in this part, and whether they are in it."""
+        """Columns of tokens in this part, and a mask of those that are in it."""
         place = ids - self.start
         return place, (ids >= 0) & (place >= 0) & (place < z.shape[-1])
 
@@ -104,8 +105,8 @@ IMPOSSIBLE = -1e4
 
 
 @dataclass(frozen=True, eq=False)
-class Outside:
-    """The logits outside the support, exponentiated; memory that the next rows overwrite."""
+class Outside(Tensors):
+    """The logits outside the support, exponentiated; the next rows overwrite this memory."""
 
     mass: Tensor
     """e^(z − m) [n, V]; 0 on the support, if there is one."""
@@ -114,10 +115,10 @@ class Outside:
 
 
 def scan_rows(source: HeadInput, shard: Shard, *, outside: bool = False) -> Iterator[tuple[slice, HeadRows, Outside | None]]:
-    """Some rows at a time, with the logits outside their support if those are wanted.
+    """Results for some rows at a time, with the logits outside their support if `outside`.
 
-    The support is the policy's own with `request.top_k`, the one given with `ids`, and with both their union, where that
-    `joins`.
+    The support is the policy's own with `request.top_k`, the given one with `ids`, and their union with both, in rows that
+    `joins` marks.
     """
     hidden, weight, spec, request = source.hidden, source.weight, source.spec, source.request
     dtype, scratch, count = working_dtype(hidden, weight), Scratch(hidden.device), len(hidden)
@@ -132,20 +133,19 @@ def scan_rows(source: HeadInput, shard: Shard, *, outside: bool = False) -> Iter
         z = make_logits(h, weight, source.bias, spec, dtype, scratch)
         rows, rest = _read(z, t, given, joins, request, shard, scratch, outside)
         if missing:
-            rows = HeadRows(*(x[:real] for x in vars(rows).values()))
-            rest = None if rest is None else Outside(rest.mass[:real], rest.peak[:real])
+            rows, rest = rows[:real], None if rest is None else rest[:real]
         yield part, rows, rest
 
 
 def head_forward(source: HeadInput, shard: Shard) -> HeadRows:
-    """What the head knows of all rows."""
-    return join([rows for _, rows, _ in scan_rows(source, shard)])
+    """The head's results for all rows."""
+    return HeadRows.cat([rows for _, rows, _ in scan_rows(source, shard)])
 
 
 def make_logits(
     h: Tensor, weight: Tensor, bias: Tensor | None, spec: LogitSpec, dtype: torch.dtype, scratch: Scratch
 ) -> Tensor:
-    """[n, V], in memory that the next rows overwrite; a weight in another precision is converted a piece at a time."""
+    """Logits [n, V], in memory that the next rows overwrite; a weight in another precision is converted a piece at a time."""
     z = scratch("z", (len(h), len(weight)), dtype)
     whole = operand(weight[:0], dtype).dtype == weight.dtype
     for block in slices(len(weight), len(weight) if whole else COLUMNS):
@@ -164,16 +164,15 @@ def _read(
     scratch: Scratch,
     outside: bool,
 ) -> tuple[HeadRows, Outside | None]:
-    """What logits [n, V] say of n tokens; they are used up."""
+    """Results for n tokens from their logits [n, V], which are overwritten."""
     whole = _Normaliser(z, request.entropy, shard, scratch)
     sampled = whole.logp(shard.pick(z, tokens[:, None]))
     if given is None and request.top_k is None:
         nothing, everything = tokens.new_empty((len(tokens), 0)), torch.zeros_like(whole.lse)
         rows = HeadRows(whole.lse, sampled[:, 0], nothing, sampled[:, :0], everything, whole.entropy, -whole.log_total)
-        if not outside:
-            return rows, None
-        _mass(z, whole.peak, None)
-        return rows, Outside(z, whole.peak)
+        if outside:
+            _mass(z, whole.peak, None)  # in place
+        return rows, Outside(z, whole.peak) if outside else None
     support = given
     if request.top_k is not None:
         ranked, values = shard.rank(z, request.top_k)
@@ -202,16 +201,13 @@ class _Normaliser:
         total = shard.sum_(_mass(z, self.peak, scratch))
         self.log_total, self.lse = total.log(), self.peak + total.log()
         self.entropy = torch.zeros_like(total)
-        if entropy:
-            self.entropy = self.log_total - shard.sum_(self._weighted(z, scratch)) / total
-
-    def _weighted(self, z: Tensor, scratch: Scratch) -> Tensor:
-        """W."""
+        if not entropy:
+            return
         base, weighted = torch.where(self.peak > -torch.inf, self.peak, 0.0)[:, None], torch.zeros_like(self.peak)
         for block in slices(z.shape[-1], COLUMNS):
             gap = torch.sub(z[:, block], base, out=scratch("gap", z[:, block].shape, z.dtype)).clamp_(min=IMPOSSIBLE)
             weighted += torch.exp(gap, out=scratch("e", gap.shape, z.dtype)).mul_(gap).sum(-1)
-        return weighted
+        self.entropy = self.log_total - shard.sum_(weighted) / total
 
     def logp(self, z: Tensor) -> Tensor:
         """Log-probabilities of logits [n, m]: relative to the largest first, since a normaliser is as large as they are."""
@@ -219,7 +215,7 @@ class _Normaliser:
 
 
 def _mass(z: Tensor, peak: Tensor, scratch: Scratch | None) -> Tensor:
-    """Σ e^(z − peak) [n], a block at a time; the logits become their exponentials where there is no scratch memory for them."""
+    """Σ e^(z − peak) [n], a block at a time; without scratch memory the logits are replaced by their exponentials."""
     base, total = torch.where(peak > -torch.inf, peak, 0.0)[:, None], torch.zeros_like(peak)
     for block in slices(z.shape[-1], COLUMNS):
         some = z[:, block]
@@ -229,8 +225,8 @@ def _mass(z: Tensor, peak: Tensor, scratch: Scratch | None) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class HeadGradients:
-    """Gradients of the loss with respect to what the head returned for n tokens."""
+class HeadGradients(Tensors):
+    """Gradients of the loss with respect to the head's results for n tokens."""
 
     logp: Tensor
     kept: Tensor
@@ -238,15 +234,13 @@ class HeadGradients:
     entropy: Tensor
 
     def nonzero(self) -> Tensor:
-        """Rows [m] that have any: masked and blocked tokens cost nothing."""
+        """Rows [m] with a gradient: masked and blocked tokens cost nothing."""
         some = (self.logp != 0) | (self.entropy != 0) | (self.rest != 0) | (self.kept != 0).any(-1)
         return some.nonzero().squeeze(-1)
 
     def scaled(self, factor: float) -> "HeadGradients":
-        """All of them times a constant."""
-        if factor == 1.0:
-            return self
-        return HeadGradients(self.logp * factor, self.kept * factor, self.rest * factor, self.entropy * factor)
+        """All gradients times a constant."""
+        return self if factor == 1.0 else self.map(lambda x: x * factor)
 
 
 class Marks:
@@ -277,21 +271,24 @@ class LogitGradient:
     S is the support, a the sampled token. Off the support all of a row shares one factor; c_v stays exact where p_rest is tiny.
     """
 
-    def __init__(self, state: "HeadState", grads: HeadGradients, row: Tensor, blocks: Sequence[slice]) -> None:
-        tokens, ids, g_logp = state.tokens[row, None], state.ids[row], grads.logp[row, None]
-        empty = state.rest[row, None] == -torch.inf
-        rest, g_rest = (torch.where(empty, 0.0, x[row, None]) for x in (state.rest, grads.rest))
+    def __init__(
+        self, tokens: Tensor, rows: HeadRows, grads: HeadGradients, blocks: Sequence[slice], *, first: int = 0, entropy: bool
+    ) -> None:
+        """`first` is the token with which the blocks begin; `entropy` says if its gradient is wanted."""
+        tokens, ids, g_logp = tokens[:, None], rows.ids, grads.logp[:, None]
+        empty = rows.rest[:, None] == -torch.inf
+        rest, g_rest = (torch.where(empty, 0.0, x[:, None]) for x in (rows.rest, grads.rest))
         in_support = ids == tokens
-        g_kept = torch.where(ids < 0, 0.0, grads.kept[row])
+        g_kept = torch.where(ids < 0, 0.0, grads.kept)
         total = g_logp + g_kept.sum(-1, keepdim=True) + g_rest
         elsewhere = torch.where(in_support.any(-1, keepdim=True), -1, tokens)
-        self.marks = Marks(torch.cat([ids, elsewhere], -1), blocks, state.shard.start)
+        self.marks = Marks(torch.cat([ids, elsewhere], -1), blocks, first)
         self.value = torch.cat([g_kept + g_logp * in_support, g_logp], -1).flatten()
         self.slots = ids.shape[-1] + 1
-        self.shift, self.rest = state.lse[row, None] + rest, rest
+        self.shift, self.rest = rows.lse[:, None] + rest, rest
         self.outside, self.inside = g_rest - rest.exp() * total, -total
-        self.g_entropy = grads.entropy[row, None]
-        self.entropy = None if state.entropy is None else state.entropy[row, None]
+        self.g_entropy = grads.entropy[:, None]
+        self.entropy = rows.entropy[:, None] if entropy else None
 
     def block(self, z: Tensor, block: int, spare: Tensor | None = None) -> Tensor:
         """dz of one block of logits [n, v], in their place; with entropy in `spare`, and both are used up."""
@@ -330,37 +327,22 @@ class LogitGradient:
         return torch.where(inside, logp, logp - rest).exp() * factor
 
 
-@dataclass(frozen=True, eq=False)
-class HeadState:
-    """What the backward pass needs of the forward: its inputs and a few numbers per row."""
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    tokens: Tensor
-    ids: Tensor
-    lse: Tensor
-    rest: Tensor
-    entropy: Tensor | None
-    """Entropy, where its gradient is wanted."""
-    shard: Shard
-    """Which part of the vocabulary the weight is."""
-
-
-def head_backward(
-    spec: LogitSpec, state: HeadState, grads: HeadGradients, needed: Sequence[bool]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of hidden states, weight and bias, those that are needed.
+def head_backward(source: HeadInput, rows: HeadRows, grads: HeadGradients, needed: Sequence[bool], shard: Shard) -> Gradients:
+    """Gradients of hidden states, weight and bias, if needed.
 
     One part of the vocabulary at a time, over all tokens: its rows of dW are then finished once, and never held twice.
     """
-    weight, bias, dtype = state.weight, state.bias, state.lse.dtype
+    weight, bias, spec, dtype = source.weight, source.bias, source.spec, rows.lse.dtype
     grads = grads.scaled(spec.slope)  # the constant part of dz / d(h Wᵀ + b)
     picked = grads.nonzero()
-    rows, columns = block_size(weight.device, len(picked))
-    hidden = operand(state.hidden[picked], dtype)
-    parts, blocks = list(slices(len(picked), rows)), list(slices(len(weight), columns))
-    makers = [BlockGradient(spec, state, grads, picked[part], blocks) for part in parts]
+    height, columns = block_size(weight.device, len(picked))
+    hidden = operand(source.hidden[picked], dtype)
+    parts, blocks = list(slices(len(picked), height)), list(slices(len(weight), columns))
+    chosen = [picked[part] for part in parts]
+    entropy = source.request.entropy
+    makers = [
+        LogitGradient(source.tokens[row], rows[row], grads[row], blocks, first=shard.start, entropy=entropy) for row in chosen
+    ]
     d_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if needed[0] else None
     make_weight = torch.empty_like if parts else torch.zeros_like  # every row of it is written, once there is any gradient
     d_weight = make_weight(weight) if needed[1] else None
@@ -372,7 +354,12 @@ def head_backward(
         if d_weight is not None:
             d_w = d_weight[block] if weight.dtype == dtype else scratch("d_weight", w.shape, dtype)
         for part, make in zip(parts, makers, strict=True):
-            dz = make(hidden[part], w, b, i, scratch)
+            shape = (part.stop - part.start, len(w))
+            z = spec.block(hidden[part], w, b, out=scratch("z", shape, dtype))
+            capped = None if spec.softcap is None else scratch("capped", shape, dtype).copy_(z)
+            dz = make.block(z, i, scratch("p", shape, dtype) if entropy else None)
+            if capped is not None:
+                spec.flatten(dz, capped)
             if d_hidden is not None:
                 accumulate(d_hidden[part], dz, w)
             if d_w is not None:
@@ -384,28 +371,10 @@ def head_backward(
         if d_bias is not None and d_b is not None:
             d_bias[block] = d_b
     if d_hidden is not None:
-        if len(picked) < len(state.hidden):
-            d_hidden = torch.zeros(state.hidden.shape, dtype=dtype, device=hidden.device).index_copy_(0, picked, d_hidden)
-        d_hidden = state.shard.sum_(d_hidden).to(state.hidden.dtype)
+        if len(picked) < len(source.hidden):
+            d_hidden = torch.zeros(source.hidden.shape, dtype=dtype, device=hidden.device).index_copy_(0, picked, d_hidden)
+        d_hidden = shard.sum_(d_hidden).to(source.hidden.dtype)
     return d_hidden, d_weight, d_bias
-
-
-class BlockGradient:
-    """Gradient of h Wᵀ + b of some rows, block by block."""
-
-    def __init__(self, spec: LogitSpec, state: HeadState, grads: HeadGradients, row: Tensor, blocks: Sequence[slice]) -> None:
-        self.spec, self.entropy = spec, state.entropy is not None
-        self.logits = LogitGradient(state, grads, row, blocks)
-
-    def __call__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, block: int, scratch: Scratch) -> Tensor:
-        """d(h Wᵀ + b) [n, v] of one block, in scratch memory."""
-        shape, dtype = (len(hidden), len(weight)), self.logits.shift.dtype
-        z = self.spec.block(hidden, weight, bias, out=scratch("z", shape, dtype))
-        capped = None if self.spec.softcap is None else scratch("capped", shape, dtype).copy_(z)
-        dz = self.logits.block(z, block, scratch("p", shape, dtype) if self.entropy else None)
-        if capped is not None:
-            self.spec.flatten(dz, capped)
-        return dz
 
 
 class TorchHead(torch.autograd.Function):
@@ -417,21 +386,19 @@ class TorchHead(torch.autograd.Function):
         request: HeadRequest, shard: Shard, joins: Tensor | None = None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.spec, ctx.request, ctx.shard = spec, request, shard
-        check_ids("lm_head", "tokens", tokens, lowest=0, vocabulary=ctx.shard.vocabulary)
+        check_ids("lm_head", "tokens", tokens, lowest=0, vocabulary=shard.vocabulary)
         if ids is not None:
-            check_ids("lm_head", "ids", ids, lowest=-1, vocabulary=ctx.shard.vocabulary)
+            check_ids("lm_head", "ids", ids, lowest=-1, vocabulary=shard.vocabulary)
             check_unique("lm_head", "ids", ids)
         rows = head_forward(HeadInput(hidden, weight, bias, tokens, ids, spec, request, joins), shard)
         ctx.mark_non_differentiable(rows.ids, rows.rest_max)
-        ctx.save_for_backward(hidden, weight, bias, tokens, rows.ids, rows.lse, rows.rest, rows.entropy)
+        ctx.save_for_backward(hidden, weight, bias, tokens, *vars(rows).values())
         return rows.logp, rows.entropy, rows.kept, rows.rest, rows.ids, rows.rest_max
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_logp: Tensor, g_entropy: Tensor, g_kept: Tensor, g_rest: Tensor, *_: Any) -> tuple[Any, ...]:
-        hidden, weight, bias, tokens, ids, lse, rest, entropy = ctx.saved_tensors
-        entropy = entropy if ctx.request.entropy else None
-        state = HeadState(hidden, weight, bias, tokens, ids, lse, rest, entropy=entropy, shard=ctx.shard)
+        hidden, weight, bias, tokens, *fields = ctx.saved_tensors
+        source = HeadInput(hidden, weight, bias, tokens, None, ctx.spec, ctx.request)
         grads = HeadGradients(g_logp, g_kept, g_rest, g_entropy)
-        found = head_backward(ctx.spec, state, grads, ctx.needs_input_grad[:3])
-        return (*found, None, None, None, None, None, None)
+        return (*head_backward(source, HeadRows(*fields), grads, ctx.needs_input_grad[:3], ctx.shard), *(None,) * 6)

@@ -1,4 +1,4 @@
-"""The head in kernels as an autograd function, and what its inputs must be."""
+"""The head in kernels as an autograd function, and checks of its inputs."""
 
 from typing import Any, no_type_check
 
@@ -10,15 +10,17 @@ from torch.autograd.function import once_differentiable
 
 from corral.head.logits import LogitSpec
 from corral.head.rows import AsyncCopy, HeadInput, HeadRequest, HeadRows
-from corral.head.triton.backward import Upstream, head_gradients, row_gradient
+from corral.head.triton.backward import head_gradients, row_gradient
+from corral.head.triton.gemm_stats import lanes
+from corral.head.triton.loss import Upstream
 from corral.head.triton.support import stream_head
 from corral.support import refuse_ids, refuse_repeats
 
 
 class IdCheck:
-    """Whether sampled tokens and a support are valid: checked on the device now, raised once the work behind it is queued.
+    """A check of sampled tokens and a support: queued on the device now, raised once the kernels are queued behind it.
 
-    Until then kernels have to look after themselves: an id may be anything.
+    Kernels must therefore read no memory out of bounds, whatever the ids.
     """
 
     def __init__(self, where: str, tokens: Tensor, ids: Tensor | None, vocabulary: int) -> None:
@@ -27,7 +29,10 @@ class IdCheck:
         self._asked = {name: (x, low) for name, (x, low) in given.items() if x is not None and x.numel()}
         found = [bound for x, _ in self._asked.values() for bound in x.aminmax()]
         if "ids" in self._asked:
-            found.append(_repeats(self._asked["ids"][0]))
+            count, slots = (support := self._asked["ids"][0]).shape
+            repeated = torch.zeros((), dtype=support.dtype, device=support.device)
+            _repeat_kernel[(count,)](support, repeated, slots, SLOTS=lanes(slots), SOME=16, num_warps=4)
+            found.append(repeated)
         self._found = AsyncCopy(torch.stack(found)) if found else None
 
     def wait(self) -> None:
@@ -39,16 +44,10 @@ class IdCheck:
             refuse_repeats(self._where, "ids", bool(found[-1]))
 
 
-def _repeats(ids: Tensor) -> Tensor:
-    """1 where any row [N, K] has a token twice, else 0."""
-    (count, slots), found = ids.shape, torch.zeros((), dtype=ids.dtype, device=ids.device)
-    _repeat_kernel[(count,)](ids, found, slots, SLOTS=max(2, triton.next_power_of_2(slots)), SOME=16, num_warps=4)
-    return found
-
-
 @triton.jit
 @no_type_check
 def _repeat_kernel(ids, found, slots, SLOTS: tl.constexpr, SOME: tl.constexpr):
+    """Set `found` to 1 if a row has a token twice."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, SLOTS)
     id = tl.load(ids + row * slots + slot, mask=slot < slots, other=-1)
@@ -68,14 +67,13 @@ class TritonHead(torch.autograd.Function):
         request: HeadRequest, tolerance: float, report: Tensor | None, joins: Tensor | None = None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.spec, ctx.request, ctx.tolerance, ctx.report = spec, request, tolerance, report
-        # Kernels read what lies one behind the other.
-        hidden, tokens = hidden.contiguous(), tokens.contiguous()
-        bias, ids = (None if x is None else x.contiguous() for x in (bias, ids))
-        check = IdCheck("lm_head", tokens, ids, len(weight))
-        rows = stream_head(HeadInput(hidden, weight, bias, tokens, ids, spec, request, joins), queued=check.wait)
+        source = HeadInput(hidden, weight, bias, tokens, ids, spec, request, joins)
+        source = source.map(Tensor.contiguous, shared=True)  # kernels read one row behind the other
+        check = IdCheck("lm_head", source.tokens, source.ids, len(weight))
+        rows = stream_head(source, queued=check.wait)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(rows.ids, rows.rest_max)
-        ctx.save_for_backward(hidden, weight, bias, tokens, *vars(rows).values())
+        ctx.save_for_backward(source.hidden, weight, source.bias, source.tokens, *vars(rows).values())
         return rows.logp, rows.entropy, rows.kept, rows.rest, rows.ids, rows.rest_max
 
     @staticmethod
@@ -87,10 +85,9 @@ class TritonHead(torch.autograd.Function):
             none = (torch.zeros_like(x) if need else None for x, need in zip((hidden, weight, bias), needed, strict=True))
             return (*none, *nothing, None)
         rows, source = HeadRows(*fields), HeadInput(hidden, weight, bias, tokens, None, ctx.spec, ctx.request)
-        upstream = Upstream(logp=g_logp, kept=g_kept, rest=g_rest, entropy=g_entropy)
+        upstream = Upstream(logp=g_logp, kept=g_kept, rest=g_rest, entropy=g_entropy).map(Tensor.contiguous)
         gradient = row_gradient(rows, tokens, upstream, ctx.spec)
-        g_entropy = None if g_entropy is None else g_entropy.contiguous()
-        pending = head_gradients(source, rows, gradient, ctx.tolerance, needed, g_entropy=g_entropy)
+        pending = head_gradients(source, rows, gradient, ctx.tolerance, needed, g_entropy=upstream.entropy)
         if ctx.report is not None:
             ctx.report.copy_(pending.routes.shares)
         return (*pending.finish(), *nothing, None)

@@ -1,7 +1,6 @@
 """Gradients of the head in kernels: dense rows, sparse rows, and the sum over both."""
 
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import no_type_check
@@ -11,25 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from corral.head.dispatch import tile_of
 from corral.head.logits import LogitSpec, slices
-from corral.head.rows import AsyncCopy, Gradients, HeadInput, HeadRows, join
-from corral.head.triton.gemm_stats import TileStatistics, finish_logits, gemm_stats, spec_arguments, tile_of
-from corral.head.triton.loss import LossRows, OldRows
+from corral.head.rows import AsyncCopy, Gradients, HeadInput, HeadRows
+from corral.head.triton.gemm_stats import finish_logits, gemm_stats, lanes, spec_arguments
+from corral.head.triton.loss import LossRows, OldRows, Upstream
 from corral.head.triton.support import support_rows
 
-DEAD, SPARSE, DENSE = 0, 1, 2
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Upstream:
-    """Gradients of the loss with respect to what the head said of N rows; None is 0 everywhere."""
-
-    logp: Tensor | None = None
-    kept: Tensor | None = None
-    rest: Tensor | None = None
-    entropy: Tensor | None = None
-    weights: Tensor | None = None
-    """Factor of each row's gradients [N]."""
+DEAD, SPARSE, DENSE = map(tl.constexpr, range(3))
+"""Routes of a row: it has no gradient; its single entries may be enough; its gradient is dense."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,31 +28,29 @@ class RowGradient:
     ids: Tensor
     """Token of each entry [N, S] int32; −1 is none."""
     value: Tensor
-    """Gradient of h·w of that token [N, S], the soft cap's slope included."""
+    """Gradient of h·w of that token [N, S], including the slope of the soft cap."""
     factor: Tensor
-    """c: the sum of all other tokens' gradients; each has the share of it that it has of the rest mass [N]."""
+    """c: the sum of all other tokens' gradients, which share it as they share the tail mass [N]."""
     off: Tensor
     size: Tensor
-    """|c| where there are other tokens at all, and the whole Σ |dz| [N]."""
+    """|c|, 0 without other tokens, and all of Σ |dz| [N]."""
     need: Tensor
-    """DEAD, SPARSE where the single entries may be enough, DENSE where they cannot be [N] int32."""
+    """DEAD, SPARSE or DENSE, if nothing may be dropped that is not measured in `off` [N] int32."""
 
 
-def row_gradient(rows: HeadRows, tokens: Tensor, upstream: Upstream, spec: LogitSpec) -> RowGradient:
-    """Single entries and factor of each row."""
-    count, kept = rows.kept.shape
-    slots, device = kept + 1, tokens.device
-    ids, value = (torch.empty(count, slots, dtype=kind, device=device) for kind in (torch.int32, torch.float32))
+def row_gradient(
+    rows: HeadRows, tokens: Tensor, upstream: Upstream, spec: LogitSpec, weights: Tensor | None = None
+) -> RowGradient:
+    """Single entries and factor of each row; `weights` [N] multiply the upstream gradients."""
+    (count, kept), device = rows.kept.shape, tokens.device
+    ids, value = (torch.empty(count, kept + 1, dtype=kind, device=device) for kind in (torch.int32, torch.float32))
     factor, off, size = (torch.empty(count, device=device) for _ in range(3))
     need = torch.empty(count, dtype=torch.int32, device=device)
-    g = upstream
-    kept_g, rest_g, own_g, g_entropy = (None if x is None else x.contiguous() for x in (g.kept, g.rest, g.logp, g.entropy))
+    g = upstream.map(Tensor.contiguous)
     _row_kernel[(count,)](
-        rows.ids, rows.kept, rows.rest, rows.logp, rows.lse, rows.entropy, tokens, kept_g, rest_g, own_g, g_entropy,
-        g.weights, ids, value, factor, off, size, need, kept, slots, rows.ids.stride(0), rows.kept.stride(0),
-        rows.logp.stride(0), spec.slope, spec.curve, KEPT=kept_g is not None, REST=rest_g is not None,
-        LOGP=own_g is not None, ENTROPY=g_entropy is not None,
-        WEIGHTS=g.weights is not None, CAP=spec.softcap is not None, SLOTS=max(2, triton.next_power_of_2(slots)), num_warps=1,
+        rows.ids, rows.kept, rows.rest, rows.logp, rows.lse, rows.entropy, tokens, g.kept, g.rest, g.logp, g.entropy, weights,
+        ids, value, factor, off, size, need, kept, kept + 1, rows.ids.stride(0), rows.kept.stride(0), rows.logp.stride(0),
+        spec.slope, spec.curve, SLOTS=lanes(kept + 1), num_warps=1,
     )  # fmt: skip
     return RowGradient(ids, value, factor, off, size, need)
 
@@ -72,9 +59,7 @@ def row_gradient(rows: HeadRows, tokens: Tensor, upstream: Upstream, spec: Logit
 @no_type_check
 def _row_kernel(
     ids, kept, rest, logp, lse, entropy, tokens, g_kept, g_rest, g_logp, g_entropy, weights, out_ids, out_value, out_factor,
-    out_off, out_size, out_need, slots_in, slots, stride_ids, stride_kept, stride_logp, slope, curve,
-    KEPT: tl.constexpr, REST: tl.constexpr, LOGP: tl.constexpr, ENTROPY: tl.constexpr,
-    WEIGHTS: tl.constexpr, CAP: tl.constexpr, SLOTS: tl.constexpr,
+    out_off, out_size, out_need, slots_in, slots, stride_ids, stride_kept, stride_logp, slope, curve, SLOTS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, SLOTS)
@@ -85,18 +70,18 @@ def _row_kernel(
     log_rest = tl.load(rest + row)
     times = log_rest * 0.0 + 1.0
     times = tl.where(times == times, times, 1.0)
-    if WEIGHTS:
+    if weights is not None:
         times = tl.load(weights + row).to(tl.float32)
     own_g, outer_g, entropy_g = 0.0 * times, 0.0 * times, 0.0 * times
     g = tl.zeros((SLOTS,), tl.float32)
-    # What is weighted with 0 is not there, whatever it is.
-    if LOGP:
+    # Weight 0 removes a gradient, NaN or not.
+    if g_logp is not None:
         own_g = tl.where(times == 0.0, 0.0, tl.load(g_logp + row) * times)
-    if REST:
+    if g_rest is not None:
         outer_g = tl.where(times == 0.0, 0.0, tl.load(g_rest + row) * times)
-    if ENTROPY:
+    if g_entropy is not None:
         entropy_g = tl.where(times == 0.0, 0.0, tl.load(g_entropy + row) * times)
-    if KEPT:
+    if g_kept is not None:
         g = tl.load(g_kept + row * slots_in + slot, mask=inside, other=0.0)
         g = tl.where(member, tl.where(times == 0.0, 0.0, g * times), 0.0)
     nothing = log_rest == -float("inf")
@@ -124,7 +109,7 @@ def _row_kernel(
     # The entropy's gradient is nowhere single, and NaN spreads as it should where everything is computed.
     must = (entropy_g != 0.0) | (size != size)
     value = value * slope
-    if CAP:
+    if curve is not None:
         u = (log_p + tl.load(lse + row)) * curve
         value = tl.where(member | extra, value * (1.0 - u * u), 0.0)
     real = slot < slots
@@ -134,23 +119,23 @@ def _row_kernel(
     tl.store(out_factor + row, factor)
     tl.store(out_off + row, off)
     tl.store(out_size + row, size)
-    tl.store(out_need + row, tl.where(alive, tl.where(must, 2, 1), 0))
+    tl.store(out_need + row, tl.where(alive, tl.where(must, DENSE, SPARSE), DEAD))
 
 
 ROWS = 16
-"""That one program routes."""
+"""Rows per program of `_route_kernel`."""
 PADDED = 16
-"""Dense rows come in multiples of this, as matrix units take them; −1 stands for none."""
+"""Dense rows are padded with −1 to a multiple of this, the width of matrix units."""
 
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """The way back of N rows with S single entries each."""
+    """The backward pass of each of N rows with S single entries."""
 
     route: Tensor
     """DEAD, SPARSE or DENSE [N]."""
     key: Tensor
-    """Tokens of the entries that a sparse backward adds up, V for none [N, S] int32."""
+    """Tokens of the entries in a sparse gradient, V for none [N, S] int32."""
     counts: Tensor
     """Rows with a gradient, and dense ones [2] int32."""
     dense: Tensor
@@ -160,9 +145,9 @@ class Routes:
 
 
 def route_rows(gradient: RowGradient, spec: LogitSpec, vocabulary: int, tolerance: float, mean: Tensor | None = None) -> Routes:
-    """Dense are rows that would drop `tolerance` or more; at 0 that is all of them.
+    """Choose sparse or dense for each row: dense, if a sparse gradient would drop `tolerance` or more; always, if that is 0.
 
-    `mean` is the mean row's Σ |dz| [1]; without it, that of these rows.
+    `mean` is the mean row's Σ |dz| [1]; by default the mean of these rows.
     """
     (count, slots), device = gradient.ids.shape, gradient.ids.device
     key, route = torch.empty_like(gradient.ids), torch.empty_like(gradient.need)
@@ -172,9 +157,8 @@ def route_rows(gradient: RowGradient, spec: LogitSpec, vocabulary: int, toleranc
     _route_kernel[(triton.cdiv(count, ROWS),)](
         gradient.ids, gradient.value, gradient.off, gradient.size, gradient.need, mean, route, key, share, count, slots,
         vocabulary, tolerance, abs(spec.slope),
-        # Where a soft cap flattens them, entries are smaller than what the sums were made of: none is left out.
-        0.0 if spec.softcap is not None else tolerance / (8 * slots), MEAN=mean is not None, ROWS=ROWS,
-        SLOTS=max(2, triton.next_power_of_2(slots)), BLOCK=2048, num_warps=8,
+        # A soft cap flattens the entries after `size` was summed: none is small enough to be left out for certain.
+        0.0 if spec.softcap is not None else tolerance / (8 * slots), ROWS=ROWS, SLOTS=lanes(slots), BLOCK=2048, num_warps=8,
     )  # fmt: skip
     _tally_kernel[(1,)](
         route, share, counts, dense, shares, count, PADDED=PADDED, BLOCK=min(8192, triton.next_power_of_2(count)), num_warps=8
@@ -186,10 +170,10 @@ def route_rows(gradient: RowGradient, spec: LogitSpec, vocabulary: int, toleranc
 @no_type_check
 def _route_kernel(
     ids, value, off, size, need, given_mean, route, key, out_share, count, slots, vocabulary, tolerance, slope, small,
-    MEAN: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The route of ROWS rows, and which entries a sparse backward adds up."""
-    if MEAN:
+    if given_mean is not None:
         mean = tl.load(given_mean)
     else:  # every program adds up all rows, in the same order, sooner than another kernel would start
         sums = tl.zeros((BLOCK,), tl.float32)
@@ -210,23 +194,23 @@ def _route_kernel(
     left_out = tl.load(off + row, mask=here, other=0.0) + tl.sum(tl.where((id >= 0) & ~counts_for, g, 0.0), 1) / slope
     share = tl.where(left_out > 0.0, left_out / whole, 0.0)
     way = tl.load(need + row, mask=here, other=0)
-    way = tl.where((way == 1) & ~(share < tolerance), 2, way)
+    way = tl.where((way == SPARSE) & ~(share < tolerance), DENSE, way)
     tl.store(route + row, way, mask=here)
-    tl.store(out_share + row, tl.where(way == 1, share, 0.0), mask=here)
-    tl.store(key + at, tl.where((way == 1)[:, None] & counts_for, id, vocabulary), mask=real)
+    tl.store(out_share + row, tl.where(way == SPARSE, share, 0.0), mask=here)
+    tl.store(key + at, tl.where((way == SPARSE)[:, None] & counts_for, id, vocabulary), mask=real)
 
 
 @triton.jit
 @no_type_check
 def _tally_kernel(route, share, counts, dense_rows, shares, count, PADDED: tl.constexpr, BLOCK: tl.constexpr):
-    """One program for all rows."""
+    """One program for all rows: dense rows keep their order, which decides the order of sums in dW."""
     with_gradient, dense, most = 0, 0, 0.0
     for begin in range(0, count, BLOCK):
         row = begin + tl.arange(0, BLOCK)
         way = tl.load(route + row, mask=row < count, other=0)
-        with_gradient += tl.sum((way > 0).to(tl.int32), 0)
-        is_dense = (way == 2).to(tl.int32)
-        tl.store(dense_rows + dense + tl.cumsum(is_dense, 0) - 1, row.to(tl.int64), mask=way == 2)
+        with_gradient += tl.sum((way > DEAD).to(tl.int32), 0)
+        is_dense = (way == DENSE).to(tl.int32)
+        tl.store(dense_rows + dense + tl.cumsum(is_dense, 0) - 1, row.to(tl.int64), mask=way == DENSE)
         dense += tl.sum(is_dense, 0)
         most = tl.maximum(most, tl.max(tl.load(share + row, mask=row < count, other=0.0), 0))
     tl.store(dense_rows + dense + tl.arange(0, PADDED), tl.full((PADDED,), -1, tl.int64))
@@ -237,7 +221,7 @@ def _tally_kernel(route, share, counts, dense_rows, shares, count, PADDED: tl.co
 
 
 LOGITS_AT_ONCE = 2**28
-"""Held at once: 1 GiB of them in float32, and half as much of their gradient."""
+"""Logits held at once: 1 GiB in float32, and half as much for their gradient in half precision."""
 ROWS_AT_ONCE = 16384
 
 
@@ -254,7 +238,10 @@ def dense_rows(
     *,
     add: bool = False,
 ) -> None:
-    """Write dH of the first `count` rows `picked`, −1 behind them, and their dW and db; or `add` these to what is there."""
+    """Compute dH of the first `count` rows `picked`, padded with −1, and their dW and db, by recomputing their logits.
+
+    Writes into `d_hidden`, `d_weight` and `d_bias`; with `add` the last two are added to.
+    """
     hidden, weight, bias, spec = source.hidden, source.weight, source.bias, source.spec
     for part in slices(triton.cdiv(count, PADDED) * PADDED, ROWS_AT_ONCE):
         add = add or part.start > 0
@@ -272,11 +259,8 @@ def dense_rows(
             multiply(h, w.T, dots)
             _dense_kernel[(shape[0], triton.cdiv(shape[1], 4096))](
                 dots, dz, bias, row, rows.lse, rows.rest, rows.entropy, g_entropy, gradient.factor, gradient.ids,
-                gradient.value, block.start, shape[1], len(weight), gradient.ids.shape[1], *spec_arguments(spec),
-                spec.slope,
-                spec.curve, BIAS=bias is not None,
-                CAP=spec.softcap is not None, ENTROPY=g_entropy is not None, BLOCK=4096,
-                SLOTS=max(2, triton.next_power_of_2(gradient.ids.shape[1])), num_warps=8,
+                gradient.value, block.start, shape[1], len(weight), gradient.ids.shape[1], *spec_arguments(spec), spec.slope,
+                spec.curve, BLOCK=4096, SLOTS=lanes(gradient.ids.shape[1]), num_warps=8,
             )  # fmt: skip
             if d_h is not None:
                 multiply(dz, w, d_h, add=block.start > 0)
@@ -290,7 +274,7 @@ def dense_rows(
 
 
 def multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:
-    """out = left @ right, or out += it, summed in float32 whatever the factors are."""
+    """out = left @ right, or out += left @ right, summed in float32 whatever the dtypes of the factors."""
     if left.dtype == out.dtype and (left.is_cuda or left.dtype == torch.float32):
         torch.addmm(out, left, right, out=out) if add else torch.mm(left, right, out=out)
     elif left.is_cuda:
@@ -307,7 +291,7 @@ def multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> 
 @no_type_check
 def _dense_kernel(
     dots, dz, bias, picked, lse, rest, entropy, g_entropy, factor, ids, value, start, width, vocabulary, slots, before, cap,
-    after, slope, curve, BIAS: tl.constexpr, CAP: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
+    after, slope, curve, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """BLOCK columns of one row: the factor times p / p_rest everywhere, then the single entries in their places."""
     row = tl.load(picked + tl.program_id(0))
@@ -317,16 +301,16 @@ def _dense_kernel(
     column = begin + tl.arange(0, BLOCK)
     at = tl.program_id(0).to(tl.int64) * width
     dot = tl.load(dots + at + column, mask=column < width, other=0.0)[None, :]
-    z = finish_logits(dot, start + column, bias, vocabulary, before, cap, after, BIAS, CAP)
+    z = finish_logits(dot, start + column, bias, vocabulary, before, cap, after)
     log_p = z - tl.load(lse + row)
     log_rest = tl.load(rest + row)
     log_rest = tl.where(log_rest == -float("inf"), 0.0, log_rest)
     g = tl.exp(log_p - log_rest) * tl.load(factor + row)
-    if ENTROPY:
+    if g_entropy is not None:
         surprise = tl.where(log_p > -float("inf"), log_p + tl.load(entropy + row), 0.0)
         g -= tl.exp(log_p) * tl.load(g_entropy + row) * surprise
     g = tl.where(real, g * slope, 0.0)
-    if CAP:
+    if curve is not None:
         u = z * curve
         g = tl.where(z > -float("inf"), g * (1.0 - u * u), 0.0)
     kind = dz.dtype.element_ty
@@ -339,22 +323,22 @@ def _dense_kernel(
 
 
 REACH: tl.constexpr = tl.constexpr(50.0)
-"""How far the reference may lie below the row's normaliser, or above what is off the support."""
+"""The most that a reference may lie below the row's normaliser, or above the tail mass."""
 WEAKEST: tl.constexpr = tl.constexpr(2.0**-80)
-"""The least s, as a share of the largest single entry: these are divided by it."""
+"""The least factor s, as a share of the largest single entry, since single entries are divided by s."""
 LIKELY = 4
-"""Entries of each row whose rounding is made good: the sampled token, and the most likely ones of the support."""
+"""Single entries of each row whose rounding errors are added back: the sampled and the most likely tokens."""
 
 
 @dataclass(frozen=True, eq=False)
 class FactoredGradient:
-    """Gradients of h Wᵀ [n, V] of some rows: one factor per row [n], or none, times what is stored of them."""
+    """Gradients of h Wᵀ [n, V] of some rows: `stored` times one factor per row [n], or `stored` itself."""
 
     stored: Tensor
     factor: Tensor | None = None
     likely: Tensor | None = None
     lost: Tensor | None = None
-    """The first few single entries' tokens [n, LIKELY], −1 for none, and what rounding took from them."""
+    """Tokens of the first few single entries [n, LIKELY], −1 for none, and their rounding errors."""
 
     def times_weight(self, weight: Tensor, out: Tensor) -> None:
         """dH, into `out` [n, H]."""
@@ -375,7 +359,7 @@ class FactoredGradient:
         """db [V], in float32."""
         if self.factor is None:
             return self.stored.sum(0, dtype=torch.float32)
-        # As a sum of two numbers of that dtype, so that no more than E is rounded; matrix units take columns by the eight.
+        # The factor as a sum of two numbers in half precision, so that only E is rounded; matrix units want 8 columns.
         parts = self.stored.new_zeros(len(self.factor), 8)
         parts[:, 0] = self.factor
         parts[:, 1] = self.factor - parts[:, 0].float()
@@ -385,25 +369,18 @@ class FactoredGradient:
 
 
 def reaches(hidden: Tensor, spec: LogitSpec) -> bool:
-    """Whether E of such rows is in range, and the slope dz / d(h·w) the same for every token."""
+    """True if E = e^(z − reference) is in range for this dtype, and the slope dz / d(h·w) the same for every token."""
     return hidden.dtype != torch.float16 and spec.softcap is None
 
 
-def sampled_logits(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    spec: LogitSpec,
-    tokens: Tensor,
-) -> Tensor:
-    """About z_a of each row [N], for a reference; without a soft cap.
+def sampled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LogitSpec, tokens: Tensor) -> Tensor:
+    """The logit z_a of each row's sampled token [N], up to rounding: a reference; without a soft cap.
 
-    A token outside the vocabulary, which is refused elsewhere, stands for the nearest inside.
+    For a token outside the vocabulary, which is refused elsewhere, it is the logit of the nearest token inside.
     """
     (count, width), out = hidden.shape, hidden.new_empty(len(hidden), dtype=torch.float32)
-    block = min(1024, triton.next_power_of_2(width))
     _sampled_kernel[(count,)](
-        hidden, weight, bias, tokens, out, len(weight), width, spec.slope, BIAS=bias is not None, BLOCK=block,
+        hidden, weight, bias, tokens, out, len(weight), width, spec.slope, BLOCK=min(1024, triton.next_power_of_2(width)),
         num_warps=2,
     )  # fmt: skip
     return out
@@ -412,12 +389,11 @@ def sampled_logits(
 def put_singles(
     stored: Tensor, reference: Tensor, rows: HeadRows, gradient: RowGradient, spec: LogitSpec, left_out: Tensor
 ) -> FactoredGradient:
-    """Single entries into `stored` [n, columns], in place; s is 0 where nothing has a gradient.
+    """Write single entries into `stored` [n, columns], in place; the factor s is 0 for rows without a gradient.
 
-    `left_out` [n] becomes True where a row with a gradient cannot be held, and is not: its s is 0 too.
+    `left_out` [n] becomes True where a row with a gradient is out of range: it gets s = 0 and is recomputed later.
     """
-    count, slots = gradient.ids.shape
-    factor = torch.empty_like(gradient.factor)
+    (count, slots), factor = gradient.ids.shape, torch.empty_like(gradient.factor)
     likely, lost = gradient.ids.new_empty(count, LIKELY), gradient.value.new_empty(count, LIKELY)
     _singles_kernel[(count,)](
         stored, reference, rows.lse, rows.rest, gradient.factor, gradient.ids, gradient.value, factor, likely, lost,
@@ -435,7 +411,7 @@ def scale_rows(
     lost: Tensor | None = None,
     weight: Tensor | None = None,
 ) -> Tensor:
-    """out = diag(factor) x, 0 where the factor is, whatever x is; plus Σ lost · w over the `likely` tokens. Rounded once."""
+    """out = diag(factor) x + Σ lost · w over the `likely` tokens, rounded once; a factor of 0 gives 0, NaN in x or not."""
     (count, width), block = x.shape, min(1024, triton.next_power_of_2(x.shape[1]))
     _rows_kernel[(count, triton.cdiv(width, block))](
         x, factor, likely, lost, weight, out, width, LIKELY=0 if likely is None else LIKELY, BLOCK=block, num_warps=2
@@ -445,9 +421,7 @@ def scale_rows(
 
 @triton.jit
 @no_type_check
-def _sampled_kernel(
-    hidden, weight, bias, tokens, out, vocabulary, width, slope, BIAS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def _sampled_kernel(hidden, weight, bias, tokens, out, vocabulary, width, slope, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     token = tl.minimum(tl.maximum(tl.load(tokens + row).to(tl.int64), 0), vocabulary - 1)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -456,7 +430,7 @@ def _sampled_kernel(
         h = tl.load(hidden + row * width + column, mask=column < width, other=0.0).to(tl.float32)
         total += h * tl.load(weight + token * width + column, mask=column < width, other=0.0).to(tl.float32)
     z = tl.sum(total, 0)
-    if BIAS:
+    if bias is not None:
         z += tl.load(bias + token).to(tl.float32)
     z = z * slope
     # An impossible token has no finite loss, and is refused for it; until then the others are relative to something.
@@ -514,24 +488,24 @@ def _rows_kernel(x, factor, likely, lost, weight, out, width, LIKELY: tl.constex
 
 
 BYTES_AT_ONCE = 7 * 2**28
-"""Of what is stored of the logits: the more rows at once, the fewer times dW is read and written."""
+"""Memory for stored exponentials of logits: the more rows at once, the fewer times dW is read and written."""
 
 Rule = Callable[[HeadRows, OldRows], LossRows]
 
 
 @dataclass(frozen=True, eq=False)
 class DenseRows:
-    """Loss and gradient of some rows, but for the last two GEMMs: what the host asks for before them is soon answered."""
+    """Loss and gradient of some rows, with the last two GEMMs still to be queued: the host can read results before them."""
 
     rows: HeadRows
     loss: LossRows
     sizes: Tensor
     """Σ |dz| of each row [N]."""
     left_out: Tensor
-    """[N] True where a row's gradient could not be stored and has to be recomputed: a sampled token that is next to impossible,
-    or next to no mass off the support and yet a gradient there."""
+    """[N] True where a row's gradient could not be stored and has to be recomputed: the sampled token is almost impossible, or
+    the tail has a gradient but almost no mass."""
     finish: Callable[[], Gradients]
-    """Gradients of hidden states, weight and bias for Σ weights · loss; without the rows that are left out."""
+    """Queues the last GEMMs and returns dH, dW and db of Σ weights · loss, without the rows that are left out."""
 
 
 def dense_forward(
@@ -542,14 +516,18 @@ def dense_forward(
     needed: Sequence[bool],
     overflows: list[AsyncCopy] | None = None,
 ) -> DenseRows:
-    """Rows, losses, and the gradients that are needed; `overflows` as in `stream_head`."""
+    """Rows, losses, and the gradients that are needed; `overflows` as in `stream_head`.
+
+    One GEMM makes the logits and stores their exponentials; the gradient is made from these in place, for two more GEMMs. The
+    GEMMs of a part are queued after the next part's kernels, so that the host is ahead of the device.
+    """
     hidden, weight, bias, spec = source.hidden, source.weight, source.bias, source.spec
     d_hidden, d_weight = (torch.empty_like(x) if need else None for x, need in zip((hidden, weight), needed, strict=False))
     d_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and needed[2] else None
     tile = tile_of(hidden)
-    columns = triton.cdiv(len(weight), tile.columns) * tile.columns
-    most = max(tile.rows, BYTES_AT_ONCE // (columns * hidden.element_size()))
-    memory = hidden.new_empty(triton.cdiv(len(hidden), triton.cdiv(len(hidden), most)), columns)
+    tiles = triton.cdiv(len(weight), tile.columns)
+    most = max(tile.rows, BYTES_AT_ONCE // (tiles * tile.columns * hidden.element_size()))
+    memory = hidden.new_empty(triton.cdiv(len(hidden), triton.cdiv(len(hidden), most)), tiles * tile.columns)
     reference = sampled_logits(hidden, weight, bias, spec, source.tokens) if reaches(hidden, spec) else None
     left_out = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
     found: list[HeadRows] = []
@@ -568,13 +546,27 @@ def dense_forward(
     for part in slices(len(hidden), len(memory)):
         if pending is not None:
             multiply_out(*pending)
-        some, level = old.each(operator.itemgetter(part)), None if reference is None else reference[part]
+        some, level = source[part], None if reference is None else reference[part]
         stored = memory[: part.stop - part.start]
-        rows, loss, sizes[part], dz = _gradient_of_logits(
-            source.rows(part), some, weights[part], rule, stored, level, left_out[part], overflows
-        )
+        how = some.hidden, weight, bias, spec
+        stats = gemm_stats(*how, entropy=source.request.entropy, store=stored, reference=level)
+        second = stats.second.clone() if level is None else stats.second  # recomputed tiles change it
+        rows = support_rows(some, stats, overflows)
+        loss = rule(rows, old[part])
+        gradient = row_gradient(rows, some.tokens, loss, spec, weights[part])
+        dz = FactoredGradient(stored[:, : len(weight)])
+        if level is not None:
+            dz = put_singles(dz.stored, level, rows, gradient, spec, left_out[part])
+        else:
+            at_once = min(16, triton.next_power_of_2(tiles))
+            _gradient_kernel[(len(stored), triton.cdiv(tiles, at_once))](
+                stored, stats.peak, stats.place, second, rows.lse, rows.rest, gradient.factor, gradient.ids, gradient.value,
+                tiles, gradient.ids.shape[1], spec.slope, spec.curve, SOME=at_once, COLUMNS=tile.columns,
+                SLOTS=lanes(gradient.ids.shape[1]), num_warps=8,
+            )  # fmt: skip
         found.append(rows)
         losses.append(loss)
+        sizes[part] = gradient.size
         pending = part, dz
 
     def finish() -> Gradients:
@@ -582,37 +574,11 @@ def dense_forward(
         multiply_out(*pending)
         return d_hidden, d_weight, d_bias.to(bias.dtype) if d_bias is not None and bias is not None else None
 
-    return DenseRows(join(found), LossRows.join(losses), sizes, left_out, finish)
-
-
-def _gradient_of_logits(
-    source: HeadInput,
-    old: OldRows,
-    weights: Tensor,
-    rule: Rule,
-    stored: Tensor,
-    reference: Tensor | None,
-    left_out: Tensor,
-    overflows: list[AsyncCopy] | None,
-) -> tuple[HeadRows, LossRows, Tensor, FactoredGradient]:
-    """Rows, loss, Σ |dz| and dz of one part of the rows; all it is given is of that part. Fills in `stored` and `left_out`."""
-    spec, entropy = source.spec, source.request.entropy
-    how = source.hidden, source.weight, source.bias, spec
-    stats = gemm_stats(*how, entropy=entropy, store=stored, reference=reference)
-    base = stats.second.clone() if reference is None else None  # it changes where tiles are recomputed
-    rows = support_rows(source, stats, overflows)
-    loss = rule(rows, old)
-    upstream = Upstream(logp=loss.own, kept=loss.kept, rest=loss.rest, weights=weights)
-    gradient, of_words = row_gradient(rows, source.tokens, upstream, spec), stored[:, : len(source.weight)]
-    if reference is not None:
-        return rows, loss, gradient.size, put_singles(of_words, reference, rows, gradient, spec, left_out)
-    assert base is not None
-    _turn_into_gradient(stored, stats, base, rows, gradient, source)
-    return rows, loss, gradient.size, FactoredGradient(of_words)
+    return DenseRows(HeadRows.cat(found), LossRows.cat(losses), sizes, left_out, finish)
 
 
 def scale(x: Tensor, factor: Tensor) -> None:
-    """x times the first element of another tensor, in place; nothing is read or written where that is 1, as in a plain sum."""
+    """Multiply x by the first element of another tensor, in place; if that is 1, as in a plain sum, x is not even read."""
     flat = x.view(-1)
     _scale_kernel[(triton.cdiv(flat.numel(), 65536),)](flat, factor, flat.numel(), BLOCK=8192, num_warps=8)
 
@@ -628,25 +594,11 @@ def _scale_kernel(x, factor, total, BLOCK: tl.constexpr):
             tl.store(x + at, value.to(x.dtype.element_ty), mask=at < total)
 
 
-def _turn_into_gradient(
-    stored: Tensor, stats: TileStatistics, base: Tensor, rows: HeadRows, gradient: RowGradient, source: HeadInput
-) -> None:
-    """In place."""
-    spec, (count, tiles) = source.spec, base.shape
-    width, slots = tile_of(source.hidden).columns, gradient.ids.shape[1]
-    some = min(16, triton.next_power_of_2(tiles))
-    _gradient_kernel[(count, triton.cdiv(tiles, some))](
-        stored, stats.peak, stats.place, base, rows.lse, rows.rest, gradient.factor, gradient.ids, gradient.value, tiles, slots,
-        spec.slope, spec.curve,
-        CAP=spec.softcap is not None, SOME=some, COLUMNS=width, SLOTS=max(2, triton.next_power_of_2(slots)), num_warps=8,
-    )  # fmt: skip
-
-
 @triton.jit
 @no_type_check
 def _gradient_kernel(
-    stored, peak, place, second, lse, rest, factor, ids, value, tiles, slots, slope, curve,
-    CAP: tl.constexpr, SOME: tl.constexpr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr,
+    stored, peak, place, second, lse, rest, factor, ids, value, tiles, slots, slope, curve, SOME: tl.constexpr,
+    COLUMNS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """SOME tiles of one row: the factor times p / p_rest everywhere, then the tiles' largest, then the single entries."""
     row = tl.program_id(0).to(tl.int64)
@@ -665,7 +617,7 @@ def _gradient_kernel(
     high = below - shift
     g = e * tl.exp(tl.minimum(high, 80.0))[:, None] * (tl.exp(tl.minimum(tl.maximum(high - 80.0, 0.0), 80.0)) * times)[:, None]
     of_top = tl.exp(top - shift) * times
-    if CAP:
+    if curve is not None:
         u = tl.where(e > 0.0, (tl.log(e) + below[:, None]) * curve, 0.0)
         g = g * (1.0 - u * u)
         v = tl.where(top > -float("inf"), top * curve, 0.0)
@@ -684,38 +636,37 @@ def _gradient_kernel(
 
 
 BLOCK = 4096
-"""Hidden width that one program writes of a row of dW."""
+"""Width of the part of a row of dW that one program writes."""
 PIECE = 64
-"""Entries of one token that a program of its own adds up beforehand, unless their sums would take too much memory."""
+"""Entries of one token that a separate program adds up first, unless these sums would take too much memory."""
 PIECE_BYTES = 36 * 2**20
-"""For the sums of all pieces that there might be."""
+"""Memory for the sums of all possible pieces."""
 
 
 def sparse_hidden(weight: Tensor, gradient: RowGradient, routes: Routes, out: Tensor) -> None:
-    """dH [N, H] of the sparse rows, 0 elsewhere."""
+    """Write dH [N, H] of the sparse rows, 0 elsewhere."""
     (vocabulary, width), slots = weight.shape, routes.key.shape[1]
     block = min(1024, triton.next_power_of_2(width))
     _hidden_kernel[(len(out), triton.cdiv(width, block))](
-        weight, routes.key, gradient.value, out, vocabulary, width, slots, BLOCK=block, SOME=4,
-        SLOTS=max(2, triton.next_power_of_2(slots)), num_warps=4,
-    )  # fmt: skip
+        weight, routes.key, gradient.value, out, vocabulary, width, slots, BLOCK=block, SOME=4, SLOTS=lanes(slots), num_warps=4
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class ByToken:
-    """The single entries of all rows in the order of their tokens, and within a token's in that of the rows."""
+    """The single entries of all rows, sorted by token; entries of one token keep the order of their rows."""
 
     keys: Tensor
     order: Tensor
-    """Token of each, V behind the last, and its place in [N, S]."""
+    """Token of each entry, V behind the last, and its place in [N, S]."""
     starts: Tensor
-    """Where each token's begin, and where the last's end [V + 1]."""
+    """Index of each token's first entry, and the end of the last token's [V + 1]."""
     done: torch.cuda.Event | None
-    """On a GPU they are sorted beside other work: when they can be used."""
+    """On a GPU the end of the sort, which runs on a stream of its own."""
 
 
 def sort_by_token(routes: Routes, vocabulary: int) -> ByToken:
-    """Those that a sparse backward adds up."""
+    """Sort the entries of the sparse gradients."""
     if not routes.key.is_cuda:
         return ByToken(*_sorted(routes.key, vocabulary), None)
     usual, stream = torch.cuda.current_stream(routes.key.device), _beside(routes.key.device)
@@ -730,7 +681,7 @@ def sort_by_token(routes: Routes, vocabulary: int) -> ByToken:
 
 @functools.cache
 def _beside(device: torch.device) -> torch.cuda.Stream:
-    """A stream for many small kernels that the usual one need not stop for, and that go first where both have some."""
+    """A second stream for many small kernels: they run beside the usual stream's, and first if both have work."""
     return torch.cuda.Stream(device, priority=-1)
 
 
@@ -741,7 +692,7 @@ def _sorted(key: Tensor, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @functools.lru_cache(maxsize=4)
 def _tokens(vocabulary: int, device: torch.device) -> Tensor:
-    """All of them, and one more."""
+    """Token ids 0 … V."""
     return torch.arange(vocabulary + 1, dtype=torch.int32, device=device)
 
 
@@ -755,7 +706,7 @@ def sparse_weight(
     *,
     add: bool,
 ) -> None:
-    """dW [V, H] and db [V] of the sparse rows, every row of them written; or `add` them to what is there."""
+    """Write every row of dW [V, H] and db [V] of the sparse rows; with `add` they are added to."""
     (vocabulary, width), slots = (len(by_token.starts) - 1, hidden.shape[1]), routes.key.shape[1]
     if by_token.done is not None:
         torch.cuda.current_stream(hidden.device).wait_event(by_token.done)
@@ -764,17 +715,17 @@ def sparse_weight(
     piece = PIECE
     while len(by_token.keys) // piece * 4 * width > PIECE_BYTES:
         piece *= 2
-    switches = {"WEIGHT": d_weight is not None, "PIECE": piece, "BLOCK": block}
     pieces = len(by_token.keys) // piece
-    sums, sums_g = (hidden.new_empty(pieces, n, dtype=torch.float32) for n in (width if d_weight is not None else 0, 1))
+    sums = None if d_weight is None else hidden.new_empty(pieces, width, dtype=torch.float32)
+    sums_g = hidden.new_empty(pieces, 1, dtype=torch.float32)
     if pieces:
         _piece_kernel[(pieces, blocks)](
-            hidden, gradient.value, by_token.keys, by_token.order, sums, sums_g, vocabulary, width, slots,
-            SOME=min(8, piece), num_warps=max(1, block // 256), **switches,
+            hidden, gradient.value, by_token.keys, by_token.order, sums, sums_g, vocabulary, width, slots, SOME=min(8, piece),
+            PIECE=piece, BLOCK=block, num_warps=max(1, block // 256),
         )  # fmt: skip
     _weight_kernel[(vocabulary, blocks)](
         hidden, gradient.value, by_token.order, by_token.starts, sums, sums_g, d_weight, d_bias, width, slots, ADD=add,
-        BIAS=d_bias is not None, num_warps=max(1, block // 1024), **switches,
+        PIECE=piece, BLOCK=block, num_warps=max(1, block // 1024),
     )  # fmt: skip
 
 
@@ -782,7 +733,7 @@ def sparse_weight(
 @no_type_check
 def _hidden_kernel(
     weight, key, value, out, vocabulary, width, slots, BLOCK: tl.constexpr, SOME: tl.constexpr, SLOTS: tl.constexpr
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -806,10 +757,10 @@ def _hidden_kernel(
 @triton.jit
 @no_type_check
 def _piece_kernel(
-    hidden, value, keys, order, sums, sums_g, vocabulary, width, slots, WEIGHT: tl.constexpr,
-    PIECE: tl.constexpr, BLOCK: tl.constexpr, SOME: tl.constexpr,
+    hidden, value, keys, order, sums, sums_g, vocabulary, width, slots, PIECE: tl.constexpr, BLOCK: tl.constexpr,
+    SOME: tl.constexpr,
 ):  # fmt: skip
-    """PIECE entries, if they are all one token's."""
+    """Add up PIECE entries, if all are of one token."""
     piece = tl.program_id(0)
     token = tl.load(keys + piece * PIECE)
     if (token == vocabulary) | (token != tl.load(keys + piece * PIECE + PIECE - 1)):
@@ -819,12 +770,12 @@ def _piece_kernel(
     for begin in range(0, PIECE, SOME):
         entry = tl.load(order + piece * PIECE + begin + tl.arange(0, SOME))
         g = tl.load(value + entry)
-        if WEIGHT:
+        if sums is not None:
             from_row = hidden + (entry // slots)[:, None] * width
             h = tl.load(from_row + column[None, :], mask=(column < width)[None, :], other=0.0)
             total += tl.sum(h.to(tl.float32) * g[:, None], 0)
         sum_g += g
-    if WEIGHT:
+    if sums is not None:
         tl.store(sums + piece.to(tl.int64) * width + column, total, mask=column < width)
     if tl.program_id(1) == 0:
         tl.store(sums_g + piece, tl.sum(sum_g, 0))
@@ -833,15 +784,15 @@ def _piece_kernel(
 @triton.jit
 @no_type_check
 def _weight_kernel(
-    hidden, value, order, starts, sums, sums_g, d_weight, d_bias, width, slots, ADD: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
+    hidden, value, order, starts, sums, sums_g, d_weight, d_bias, width, slots, ADD: tl.constexpr, PIECE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One token: its entries one by one, or a whole piece of them at once."""
+    """Add up one token's entries: a whole piece at once where `_piece_kernel` has summed it, else one by one."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     within = column < width
     position, end = tl.load(starts + token), tl.load(starts + token + 1)
-    if ADD:  # noqa: SIM102 (decided when compiling, and the other when running)
+    if ADD:  # noqa: SIM102 (the first is a constexpr, the second a runtime condition)
         if position == end:
             return
     total, sum_g = tl.zeros((BLOCK,), tl.float32), tl.full((), 0.0, tl.float32)
@@ -852,21 +803,21 @@ def _weight_kernel(
         next_entry = tl.load(order + then, mask=then < end, other=0)  # on its way while this one's hidden state is
         if whole:
             piece = (position // PIECE).to(tl.int64)
-            if WEIGHT:
+            if d_weight is not None:
                 total += tl.load(sums + piece * width + column, mask=within, other=0.0)
             sum_g += tl.load(sums_g + piece)
         else:
             g = tl.load(value + entry)
-            if WEIGHT:
+            if d_weight is not None:
                 total += g * tl.load(hidden + entry // slots * width + column, mask=within, other=0.0).to(tl.float32)
             sum_g += g
         position, entry = then, next_entry
-    if WEIGHT:
+    if d_weight is not None:
         here = d_weight + token * width + column
         if ADD:
             total += tl.load(here, mask=within, other=0.0).to(tl.float32)
         tl.store(here, total.to(d_weight.dtype.element_ty), mask=within)
-    if BIAS:  # noqa: SIM102 (decided when compiling, and the other when running)
+    if d_bias is not None:  # noqa: SIM102 (the first is a constexpr, the second a runtime condition)
         if tl.program_id(1) == 0:
             if ADD:
                 sum_g += tl.load(d_bias + token).to(tl.float32)
@@ -875,11 +826,11 @@ def _weight_kernel(
 
 @dataclass(frozen=True, eq=False)
 class PendingGradients:
-    """Gradients of which all is queued that the host need not know of."""
+    """Gradients whose kernels are queued, up to the first that needs a number from the device."""
 
     routes: Routes
     finish: Callable[[], Gradients]
-    """Wait until the number of dense rows is known, recompute those, and hand over dH, dW and db, those that are needed."""
+    """Waits for the number of dense rows, recomputes these, and returns dH, dW and db, those that are needed."""
 
 
 def head_gradients(
@@ -895,7 +846,7 @@ def head_gradients(
 ) -> PendingGradients:
     """Gradients of hidden states, weight and bias, those that are needed.
 
-    `mean` is the mean row's Σ |dz| where there are other rows; those of weight and bias are added to `add_to`.
+    `mean` is the mean row's Σ |dz| if there are other rows; gradients of weight and bias are added to `add_to`.
     """
     hidden, weight, bias = source.hidden, source.weight, source.bias
     routes = route_rows(gradient, source.spec, len(weight), tolerance, mean)

@@ -1,7 +1,6 @@
 """The fused path in kernels: loss and gradient of hidden states and weights, planned once for a batch."""
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import no_type_check
@@ -13,44 +12,35 @@ from torch import Tensor
 
 from corral.head.dispatch import own_top_k
 from corral.head.packed import FusedLoss, LossTerms, Packing, token_advantages
-from corral.head.rows import AsyncCopy, Gradients, HeadInput, HeadRequest, HeadRows, join
-from corral.head.triton.backward import (
-    PADDED,
-    DenseRows,
-    Upstream,
-    dense_forward,
-    dense_rows,
-    head_gradients,
-    row_gradient,
-    scale,
-)
+from corral.head.rows import AsyncCopy, Gradients, HeadInput, HeadRequest, HeadRows
+from corral.head.triton.backward import PADDED, DenseRows, dense_forward, dense_rows, head_gradients, row_gradient, scale
 from corral.head.triton.gathered import extend_rows
-from corral.head.triton.gemm_stats import gemm_stats
+from corral.head.triton.gemm_stats import gemm_stats, lanes
 from corral.head.triton.loss import ACTED, KL_AFTER, LOSS, REGRESSION, TOLERATED, LossRows, OldRows, rule_of, summarize
 from corral.head.triton.support import fits_at_once, stream_head
 from corral.support import LogpTolerance
 from corral.tensors import ObjectiveOutput
 
 FEWEST, SMALLEST_SHARE = 128, 0.03
-"""Rows planned to be dense, and their share of all, below which they are not worth GEMMs of their own; nor are others."""
+"""Rows planned to be dense, and their share, below which GEMMs of their own do not pay; the same holds for the other rows."""
 SMALL = 10**12
-"""Operations of a GEMM so small that two parts take the host longer than they save the device: then it is all or none."""
+"""Operations of a GEMM so small that two parts cost more time on the host than they save: then all rows are dense or none."""
 ROWS = 8
 
 
 @dataclass(frozen=True, eq=False)
 class BatchPlan:
-    """The order in which the unmasked tokens of a batch are worked on, and how many they are, on its way to the host."""
+    """The order of a batch's unmasked tokens, streamed rows first, and their number, copied to the host asynchronously."""
 
     order: Tensor
-    """Their places in the flattened batch, those of streamed rows first; 0 behind the last [B · T]."""
+    """Places in the flattened batch, 0 behind the last [B · T]."""
     counts: Tensor
-    """Streamed rows, whose gradient is sparse unless `route` finds it dense; all rows, the others being dense; and those that
-    the objective would refuse [3] int32."""
+    """Numbers of streamed rows, of all rows, and of rows that the objective would refuse [3] int32. A streamed row's gradient
+    is sparse unless `route_rows` finds it dense; the other rows are dense."""
     copy: AsyncCopy
 
     def wait(self) -> tuple[int, int] | None:
-        """Streamed rows, and all; None where there are none, or one to refuse."""
+        """(streamed rows, all rows), or None if the batch is empty or has a row to refuse."""
         streamed, count, refused = self.copy.wait()
         return None if refused or not count else (streamed, count)
 
@@ -60,10 +50,10 @@ def plan_batch(
 ) -> BatchPlan:
     """Validate a batch and put its rows in order.
 
-    Shapes are right by now. Refused are token ids outside the vocabulary, a support whose slot 0 is not the sampled token, and
-    whatever `objective.check` refuses that does not come from the new policy, its `limits` of log-probs included. Without
-    `dense` no row is planned to be dense; where nothing may be dropped, all with a gradient are; where `own` tokens are to be
-    found that carry the gradient, all rows of a flat policy are.
+    Shapes have been checked. Token ids outside the vocabulary are refused, and supports whose slot 0 is not the sampled token,
+    and all that `objective.check` refuses except the new policy, its `limits` of log-probs included. Without `dense` no row is
+    planned to be dense. With tolerance 0 all rows with a gradient are. If the gradient is to be carried by `own` tokens of the
+    new policy's support, all rows of a flat policy are.
     """
     batch = terms.batch
     length, old, total = batch.mask.shape[1], batch.dist_old, batch.mask.numel()
@@ -73,18 +63,13 @@ def plan_batch(
     off, size = (torch.empty(total, device=device) for _ in range(2))
     advantages = token_advantages(batch)
     slots = old.ids.shape[-1] if old is not None else 0
-    # The kernel reads [B T …] one behind the other.
-    support = (None, None, None) if old is None else (old.ids, old.logp, old.rest)
-    given = (batch.mask, tokens, *support, batch.logp_old, batch.logp_rollout, terms.weights, terms.policy_weights)
-    mask, picked, ids, kept, rest, logp_old, rollout, weights, policy_weights = (
-        None if x is None else x.contiguous() for x in given
-    )
-    assert mask is not None
+    given = terms.map(Tensor.contiguous)  # kernels read [B T …] one row behind the other
+    b, old = given.batch, given.batch.dist_old
     _inspect_kernel[(triton.cdiv(total, ROWS),)](
-        mask.view(torch.uint8), picked, ids, kept, rest, logp_old, rollout, advantages, weights, policy_weights, off, size,
-        total, length, *advantages.stride(), slots, len(weight), *limits, SUPPORT=old is not None,
-        ROLLOUT=rollout is not None, POLICY=policy_weights is not None, ANCHOR=not terms.on_policy, DENSE=dense, EVERY=every,
-        SLOTS=max(2, triton.next_power_of_2(slots)), ROWS=ROWS, num_warps=4,
+        b.mask.view(torch.uint8), tokens.contiguous(), *((None,) * 3 if old is None else (old.ids, old.logp, old.rest)),
+        b.logp_old, b.logp_rollout, advantages, given.weights, given.policy_weights, off, size, total, length,
+        *advantages.stride(), slots, len(weight), *limits, ANCHOR=not terms.on_policy, DENSE=dense, EVERY=every,
+        SLOTS=lanes(slots), ROWS=ROWS, num_warps=4,
     )  # fmt: skip
     least = (1, 0.0, 0.0) if every else (FEWEST, SMALLEST_SHARE, 1.0 if small else SMALLEST_SHARE)
     flat = math.inf if own is None else math.log(own)
@@ -104,10 +89,10 @@ def _finite(x):
 @no_type_check
 def _inspect_kernel(
     mask, tokens, ids, kept, rest, logp_old, rollout, advantages, weights, policy_weights, off, size, total, length, stride_b,
-    stride_t, slots, vocabulary, highest, slack, SUPPORT: tl.constexpr, ROLLOUT: tl.constexpr, POLICY: tl.constexpr,
-    ANCHOR: tl.constexpr, DENSE: tl.constexpr, EVERY: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
+    stride_t, slots, vocabulary, highest, slack, ANCHOR: tl.constexpr, DENSE: tl.constexpr, EVERY: tl.constexpr,
+    SLOTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Of each row Σ |dz| and what a sparse backward drops of it; a size of −1 is no row, and −1 dropped a row to refuse.
+    """Each row's Σ |dz|, and the part that a sparse backward drops; size −1 marks a masked row, −1 dropped a row to refuse.
 
     Without a support the size is −log p_a.
     """
@@ -120,18 +105,18 @@ def _inspect_kernel(
     fit = (token >= 0) & (token < vocabulary) & _finite(anchor) & _finite(advantage)
     fit = fit & ~(anchor.to(tl.float32) > highest)
     gain = tl.abs(advantage.to(tl.float32))
-    if ROLLOUT:
+    if rollout is not None:
         sampled = tl.load(rollout + row, mask=unmasked, other=0.0)
         fit = fit & _finite(sampled) & ~(sampled.to(tl.float32) > highest)
     factor = tl.load(weights + row, mask=unmasked, other=0.0).to(tl.float32)
-    if POLICY:
+    if policy_weights is not None:
         c = tl.load(policy_weights + row, mask=unmasked, other=0.0).to(tl.float32)
         fit = fit & _finite(c)
         factor = tl.where(c != 0.0, factor * c, 0.0)
     fit = fit & _finite(factor)
     gain = tl.where(factor != 0.0, gain * tl.abs(factor), 0.0)
     whole, dropped = tl.maximum(-anchor.to(tl.float32), 0.0), tl.zeros((ROWS,), tl.float32)
-    if SUPPORT:
+    if ids is not None:
         whole = tl.zeros((ROWS,), tl.float32)
         slot = tl.arange(0, SLOTS)
         real = (slot < slots)[None, :]
@@ -158,7 +143,7 @@ def _inspect_kernel(
 @triton.jit
 @no_type_check
 def _ways(off, size, row, total, mean, tolerance):
-    """Which rows there are, and which of them are planned to be dense."""
+    """Masks of the unmasked rows, and of those planned to be dense."""
     whole = tl.load(size + row, mask=row < total, other=-1.0)
     dropped = tl.load(off + row, mask=row < total, other=0.0)
     unmasked = ~(whole < 0.0)
@@ -167,10 +152,8 @@ def _ways(off, size, row, total, mean, tolerance):
 
 @triton.jit
 @no_type_check
-def _order_kernel(
-    off, size, order, counts, total, tolerance, flat, fewest, share, rest, BLOCK: tl.constexpr
-):  # fmt: skip
-    """One program, so that the mean and with it every row's way are the same each time."""
+def _order_kernel(off, size, order, counts, total, tolerance, flat, fewest, share, rest, BLOCK: tl.constexpr):
+    """One program, so that the mean, which decides between dense and streamed, does not depend on the order of programs."""
     sizes = tl.zeros((BLOCK,), tl.float32)
     rows, refused, dense = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
     for begin in range(0, total, BLOCK):
@@ -183,7 +166,7 @@ def _order_kernel(
     every = tl.sum(rows, 0)
     mean = tl.sum(sizes, 0) / tl.maximum(every, 1).to(tl.float32)
     for begin in range(0, total, BLOCK):
-        _live, is_dense = _ways(off, size, begin + tl.arange(0, BLOCK), total, mean, tolerance)
+        _unmasked, is_dense = _ways(off, size, begin + tl.arange(0, BLOCK), total, mean, tolerance)
         dense += is_dense.to(tl.int32)
     planned = tl.sum(dense, 0)
     planned = tl.where((planned < fewest) | (planned.to(tl.float32) < share * every.to(tl.float32)), 0, planned)
@@ -212,8 +195,8 @@ def fused_loss(
 ) -> FusedLoss | None:
     """Loss and gradients of a batch [B T …]; None for objectives without a kernel, and for a batch that they refuse.
 
-    `wait` until the ranking of a union is known to be right. Otherwise all is queued, and done again in the rare case that it
-    was not.
+    With `wait` the host waits until the ranking of a union is known to be right. Otherwise everything is queued, and computed
+    again in the rare case that it was not.
     """
     rule, old = rule_of(terms.objective), terms.batch.dist_old
     if rule is None or (rule.needs_support and old is None) or (rule.needs_rollout and terms.batch.logp_rollout is None):
@@ -227,7 +210,7 @@ def fused_loss(
     )
     entropy, stats = source.request.entropy, None
     hidden, bias = source.hidden.flatten(0, 1)[plan.order], None if source.bias is None else source.bias.contiguous()
-    if fits_at_once(len(hidden)):  # the GEMM, before the host knows how many rows it has: the device does not wait for that
+    if fits_at_once(len(hidden)):  # the GEMM is queued before the host knows the number of rows: the device need not wait
         stats = gemm_stats(hidden, source.weight, bias, source.spec, entropy=entropy, counter=plan.counts)
     found = plan.wait()
     if found is None:
@@ -236,16 +219,15 @@ def fused_loss(
     # A dense gradient needs no support of its own.
     request = source.request if terms.union is not None else HeadRequest(own if sparse else None, entropy=entropy)
     packing = Packing(terms.batch.mask, plan.order[:count], in_order=sparse in (0, count))
-    ids = None if source.ids is None else packing.pack(source.ids).contiguous()
-    tokens = packing.pack(source.tokens).long().contiguous()
-    joins = None if source.joins is None else packing.pack(source.joins)
-    # Where it is all of them, no copy is kept.
+    # If no row is masked, no copy of the hidden states is kept.
     hidden = source.hidden.flatten(0, 1).contiguous() if packing.rows is None else hidden[:count]
+    tokens = packing.pack(source.tokens).long().contiguous()
+    ids, joins = (None if x is None else packing.pack(x).contiguous() for x in (source.ids, source.joins))
     packed = HeadInput(hidden, source.weight, bias, tokens, ids, source.spec, request, joins)
     first, second = slice(0, sparse), slice(sparse, count)
     overflows: list[AsyncCopy] | None = None if wait else []
-    stats = None if stats is None else stats.first(sparse)
-    ahead = packed if sparse == count else packed.rows(first)
+    stats = None if stats is None else stats[:sparse]
+    ahead = packed if sparse == count else packed[first]
     streamed = stream_head(ahead, stats, overflows=overflows) if sparse else None
     del stats  # 40 MB at 8192 tokens and a vocabulary of 152,000
     anchor, weights = _pack_anchor(terms, packing), packing.pack(terms.weights).float().contiguous()
@@ -258,13 +240,12 @@ def fused_loss(
 
     parts: list[tuple[HeadRows, LossRows]] = []
     if streamed is not None:
-        parts.append((streamed, loss_of(streamed, anchor if sparse == count else anchor.each(operator.itemgetter(first)))))
+        parts.append((streamed, loss_of(streamed, anchor if sparse == count else anchor[first])))
     stored = None
-    if second.start < second.stop:
-        behind = anchor.each(operator.itemgetter(second))
-        stored = dense_forward(packed.rows(second), behind, weights[second], loss_of, needed, overflows)
+    if sparse < count:
+        stored = dense_forward(packed[second], anchor[second], weights[second], loss_of, needed, overflows)
         parts.append((stored.rows, stored.loss))
-    rows, loss = join([rows for rows, _ in parts]), LossRows.join([loss for _, loss in parts])
+    rows, loss = HeadRows.cat([rows for rows, _ in parts]), LossRows.cat([loss for _, loss in parts])
     anchor = anchor if loss.rest_old is None else replace(anchor, rest=loss.rest_old)
     metrics, total, flawed = summarize(loss, rows, anchor, weights, projects=rule.projects)
     flaws = AsyncCopy(flawed)
@@ -274,38 +255,33 @@ def fused_loss(
         return fused_loss(source, terms, tolerance, needed, wait=True)
 
     def finish_finite() -> Gradients:
-        _refuse_flaws(int(flaws.wait()))
+        if number := int(flaws.wait()):
+            raise ValueError(
+                f"policy_loss_from_hidden: the loss is not finite at {number} unmasked tokens. NaN comes from the model, from "
+                f"a union whose `place` is beyond its hidden states, or from a support with a token twice; an impossible token "
+                f"means that both policies were not given the same logit masks. The objective on the output of corral.lm_head "
+                f"says where."
+            )
         return finish()
 
     if not any(needed):
         finish_finite()
     metrics |= {"head/dense_share": shares[0], "head/dropped_max": shares[1]}
-    fields = loss.fields[:, None].unbind()
-    output = ObjectiveOutput(
-        fields[LOSS], metrics, fields[ACTED] > 0, fields[KL_AFTER] if rule.projects else None,
-        fields[REGRESSION] if rule.projects else None,
-    )  # fmt: skip
+    output = ObjectiveOutput(loss.field(LOSS)[None], metrics, loss.field(ACTED)[None] > 0)
+    if rule.projects:
+        output = replace(output, kl_after=loss.field(KL_AFTER)[None], regression=loss.field(REGRESSION)[None])
     return FusedLoss(packing, total, rows, output, finish_finite if any(needed) else None, scale)
 
 
-def _refuse_flaws(number: int) -> None:
-    """Raise if the loss of so many tokens is not finite."""
-    if number:
-        raise ValueError(
-            f"policy_loss_from_hidden: the loss is not finite at {number} unmasked tokens. NaN comes from the model, from a "
-            f"union whose `place` is beyond its hidden states, or from a support with a token twice; an impossible token "
-            f"means that both policies were not given the same logit masks. The objective on the output of corral.lm_head "
-            f"says where."
-        )
-
-
 def _pack_anchor(terms: LossTerms, packing: Packing) -> OldRows:
-    """The old policy's rows in the same order."""
+    """The old policy's rows in packed order."""
     b, old = terms.batch, terms.batch.dist_old
-    kept, rest, rest_max = (None, None, None) if old is None else (old.logp, old.rest, old.rest_max)
-    ids, place = (None, None) if old is None or terms.union is None else (old.ids, terms.union.place)
-    rows = OldRows(b.logp_old, kept, rest, token_advantages(b), b.logp_rollout, rest_max, terms.policy_weights, ids, place)
-    return rows.each(lambda x: packing.pack(x.detach()).contiguous())
+    rows = OldRows(b.logp_old, None, None, token_advantages(b), b.logp_rollout, policy_weights=terms.policy_weights)
+    if old is not None:
+        rows = replace(rows, kept=old.logp, rest=old.rest, rest_max=old.rest_max)
+        if terms.union is not None:
+            rows = replace(rows, ids=old.ids, place=terms.union.place)
+    return rows.map(lambda x: packing.pack(x.detach()).contiguous())
 
 
 def _gradients(
@@ -318,34 +294,37 @@ def _gradients(
 ) -> tuple[Callable[[], Gradients], Tensor]:
     """Gradients of streamed rows, which come first, and of stored ones; the share of dense rows, and the most dropped [2].
 
-    All is queued that needs no host; the rest follows where they are handed over.
+    Everything that needs no host is queued now; the rest when the gradients are asked for.
     """
     if not any(needed):
         return (lambda: (None, None, None)), weights.new_zeros(2)
     count = 0 if streamed is None else len(streamed[0].lse)
-    first, second = slice(0, count), slice(count, len(weights))
-    if stored is None:
-        assert streamed is not None
-        gradient = row_gradient(streamed[0], source.tokens, _upstream(streamed[1], weights), source.spec)
-        pending = head_gradients(source, streamed[0], gradient, tolerance, needed)
-        return pending.finish, pending.routes.shares
-    left_out, finished = AsyncCopy(stored.left_out.sum()), stored.finish()
+    if stored is not None:
+        behind, behind_weights = source[slice(count, None)], weights[count:]
+        some_left_out, finished = AsyncCopy(stored.left_out.sum()), stored.finish()
 
-    def finish_stored() -> Gradients:
-        if left_out.wait():
-            _add_left_out(source.rows(second), stored, weights[second], finished)
-        return finished
+        def finish_stored() -> Gradients:
+            if some_left_out.wait():  # rows that could not be stored are recomputed, and added in place
+                picked = stored.left_out.nonzero().squeeze(-1)
+                padded = torch.nn.functional.pad(picked, (0, -len(picked) % PADDED), value=-1)
+                gradient = row_gradient(stored.rows, behind.tokens, stored.loss, source.spec, behind_weights)
+                dense_rows(behind, stored.rows, None, gradient, padded, len(picked), *finished, add=True)
+            return finished
 
-    if streamed is None:
-        shares = weights.new_zeros(2)
-        shares[0].fill_(1.0)
-        return finish_stored, shares
+        if streamed is None:
+            shares = weights.new_zeros(2)
+            shares[0].fill_(1.0)
+            return finish_stored, shares
+
+    assert streamed is not None
     rows, loss = streamed
-    gradient = row_gradient(rows, source.tokens[first], _upstream(loss, weights[first]), source.spec)
+    ahead = source if stored is None else source[slice(0, count)]
+    gradient = row_gradient(rows, ahead.tokens, loss, source.spec, weights[:count])
+    if stored is None:
+        pending = head_gradients(ahead, rows, gradient, tolerance, needed)
+        return pending.finish, pending.routes.shares
     mean = (gradient.size.sum() + stored.sizes.sum()) / len(weights)
-    pending = head_gradients(
-        source.rows(first), rows, gradient, tolerance, needed, mean=mean, add_to=(finished[1], finished[2])
-    )
+    pending = head_gradients(ahead, rows, gradient, tolerance, needed, mean=mean, add_to=finished[1:])
 
     def finish_both() -> Gradients:
         d_stored, (d_hidden, d_weight, d_bias) = finish_stored()[0], pending.finish()
@@ -355,15 +334,3 @@ def _gradients(
     alive, dense = pending.routes.counts
     share = (dense + with_gradient) / (alive + with_gradient).clamp(min=1)
     return finish_both, torch.stack([share, pending.routes.shares[1]])
-
-
-def _upstream(loss: LossRows, weights: Tensor) -> Upstream:
-    return Upstream(logp=loss.own, kept=loss.kept, rest=loss.rest, weights=weights)
-
-
-def _add_left_out(source: HeadInput, stored: DenseRows, weights: Tensor, gradients: Gradients) -> None:
-    """Recompute the gradients of stored rows that could not be held, and add them to the others', in place."""
-    picked = stored.left_out.nonzero().squeeze(-1)
-    padded = torch.nn.functional.pad(picked, (0, -len(picked) % PADDED), value=-1)
-    gradient = row_gradient(stored.rows, source.tokens, _upstream(stored.loss, weights), source.spec)
-    dense_rows(source, stored.rows, None, gradient, padded, len(picked), *gradients, add=True)

@@ -1,6 +1,6 @@
 """Log-probs of a few more tokens of a policy on a GPU: a row's tokens one after the other, their weights read once.
 
-`extend_rows` puts an old policy on a union of supports with them, `gather_logp` is for loops that do so themselves.
+`extend_rows` puts an old policy on a union of supports; `gather_logp` serves loops that do so themselves.
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from corral.head.logits import LogitSpec
-from corral.head.triton.gemm_stats import finish_logits, spec_arguments
+from corral.head.triton.gemm_stats import finish_logits, lanes, spec_arguments
 from corral.head.triton.loss import OldRows
 from corral.head.union import UnionSupport
 from corral.support import LEAST_LEFT
@@ -23,15 +23,10 @@ LEAST: tl.constexpr = tl.constexpr(LEAST_LEFT)
 def gather_logp(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LogitSpec, tokens: Tensor, logp: Tensor, ids: Tensor
 ) -> Tensor:
-    """`torch.gathered.gather_logp` is the reference. Padding costs nothing where it comes last."""
-    out, width = torch.empty(ids.shape, device=ids.device), hidden.shape[1]
-    hidden, tokens, logp, ids = (x.contiguous() for x in (hidden, tokens, logp, ids))
-    _gather_kernel[(len(ids),)](
-        hidden, weight, bias, tokens, logp, ids, out, len(weight), width, ids.shape[1], *spec_arguments(spec),
-        BIAS=bias is not None, CAP=spec.softcap is not None, BLOCK=min(512, triton.next_power_of_2(width)), SOME=8,
-        SLOTS=max(2, triton.next_power_of_2(ids.shape[1])), num_warps=4,
-    )  # fmt: skip
-    return out
+    """Log-probabilities of `ids` [N, M], as `union.gather_logp` has them. Padding costs nothing if it comes last."""
+    own, place = tokens[:, None], torch.arange(len(ids), device=ids.device)
+    rest = torch.zeros(len(ids), device=ids.device)  # not used: nothing is taken from a tail
+    return _extend(hidden, weight, bias, spec, place, own, logp[:, None], rest, torch.cat([own, ids], 1))[0][:, 1:]
 
 
 def extend_rows(old: OldRows, ids: Tensor, union: UnionSupport, spec: LogitSpec) -> OldRows:
@@ -43,24 +38,28 @@ def extend_rows(old: OldRows, ids: Tensor, union: UnionSupport, spec: LogitSpec)
     assert old.kept is not None
     assert old.rest is not None
     assert old.place is not None
-    (count, slots), (kept_at, width) = old.ids.shape, union.hidden.shape
-    kept, rest = torch.empty(ids.shape, device=ids.device), torch.empty(count, device=ids.device)
-    hidden, bias = union.hidden.contiguous(), None if union.bias is None else union.bias.contiguous()
-    _extend_kernel[(count,)](
-        hidden, union.weight.contiguous(), bias, old.place, old.ids, old.kept, old.rest, ids, kept, rest, kept_at,
-        len(union.weight), width, slots, ids.shape[1], *spec_arguments(spec), BIAS=bias is not None,
-        CAP=spec.softcap is not None, BLOCK=min(512, triton.next_power_of_2(width)), SOME=8,
-        SLOTS=max(2, triton.next_power_of_2(slots)), JOINED=max(2, triton.next_power_of_2(ids.shape[1])), num_warps=4,
-    )  # fmt: skip
+    kept, rest = _extend(union.hidden, union.weight, union.bias, spec, old.place, old.ids, old.kept, old.rest, ids)
     return replace(old, kept=kept, rest=rest)
+
+
+def _extend(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LogitSpec, place: Tensor, ids: Tensor, kept: Tensor,
+    rest: Tensor, wide: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Log-probabilities on `wide` [N, S] and the log mass left of the tail [N], given both on `ids` [N, K]."""
+    out, out_rest = torch.empty(wide.shape, device=wide.device), torch.empty(len(wide), device=wide.device)
+    given = (None if x is None else x.contiguous() for x in (hidden, weight, bias, place, ids, kept, rest, wide))
+    _extend_kernel[(len(wide),)](
+        *given, out, out_rest, *hidden.shape[:1], *weight.shape, ids.shape[1], wide.shape[1], *spec_arguments(spec),
+        BLOCK=min(512, triton.next_power_of_2(hidden.shape[1])), SOME=8, SLOTS=lanes(ids.shape[1]), JOINED=lanes(wide.shape[1]),
+        num_warps=4,
+    )  # fmt: skip
+    return out, out_rest
 
 
 @triton.jit
 @no_type_check
-def _logits(
-    hidden, weight, bias, id, row, vocabulary, width, before, cap, after, BIAS: tl.constexpr, CAP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+def _logits(hidden, weight, bias, id, row, vocabulary, width, before, cap, after, BLOCK: tl.constexpr):
     """Logits of some tokens [1, n] of one row."""
     dots, member = tl.zeros(id.shape, tl.float32), (id >= 0) & (id < vocabulary)
     for begin in range(0, width, BLOCK):
@@ -70,46 +69,22 @@ def _logits(
         at = weight + id.to(tl.int64)[:, None] * width + column[None, :]
         w = tl.load(at, mask=member[:, None] & within[None, :], other=0.0).to(tl.float32)
         dots += tl.sum(w * h[None, :], 1)
-    return finish_logits(dots[None, :], tl.where(member, id, vocabulary), bias, vocabulary, before, cap, after, BIAS, CAP)
-
-
-@triton.jit
-@no_type_check
-def _gather_kernel(
-    hidden, weight, bias, tokens, logp, ids, out, vocabulary, width, slots, before, cap, after, BIAS: tl.constexpr,
-    CAP: tl.constexpr, BLOCK: tl.constexpr, SOME: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.arange(0, SLOTS)
-    wanted = tl.load(ids + row * slots + slot, mask=slot < slots, other=-1) >= 0
-    last = tl.max(tl.where(wanted, slot + 1, 0), 0)
-    tl.store(out + row * slots + slot, tl.full((SLOTS,), -float("inf"), tl.float32), mask=(slot >= last) & (slot < slots))
-    if last > 0:
-        sampled = tl.load(tokens + row) + tl.zeros((1,), tl.int64)
-        own = _logits(hidden, weight, bias, sampled, row, vocabulary, width, before, cap, after, BIAS, CAP, BLOCK)
-        level = tl.load(logp + row).to(tl.float32) - tl.max(tl.max(own, 1), 0)
-        for begin in range(0, last, SOME):
-            some = begin + tl.arange(0, SOME)
-            id = tl.load(ids + row * slots + some, mask=some < slots, other=-1)
-            z = _logits(hidden, weight, bias, id, row, vocabulary, width, before, cap, after, BIAS, CAP, BLOCK)
-            value = tl.where((id >= 0)[None, :], z + level, -float("inf"))
-            tl.store((out + row * slots + some)[None, :], value, mask=(some < last)[None, :])
+    return finish_logits(dots[None, :], tl.where(member, id, vocabulary), bias, vocabulary, before, cap, after)
 
 
 @triton.jit
 @no_type_check
 def _extend_kernel(
     hidden, weight, bias, row_of, ids, kept, rest, wide, out_kept, out_rest, count, vocabulary, width, slots, joined, before,
-    cap, after, BIAS: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr, SOME: tl.constexpr, SLOTS: tl.constexpr,
-    JOINED: tl.constexpr,
+    cap, after, BLOCK: tl.constexpr, SOME: tl.constexpr, SLOTS: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
-    """One row: its own members, then those of the union behind them, and what these leave of the tail."""
+    """One row: its own members, then the other tokens of the union, and the tail mass that these leave."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, SLOTS)
     member = tl.load(ids + row * slots + slot, mask=slot < slots, other=-1) >= 0
     members = tl.sum(member.to(tl.int32), 0)
     place = tl.arange(0, JOINED)
-    last = tl.sum((tl.load(wide + row * joined + place, mask=place < joined, other=-1) >= 0).to(tl.int32), 0)
+    last = tl.max(tl.where(tl.load(wide + row * joined + place, mask=place < joined, other=-1) >= 0, place + 1, 0), 0)
     at = tl.load(row_of + row).to(tl.int64)
     known = (at >= 0) & (at < count)
     value = tl.load(kept + row * slots + slot, mask=member, other=0.0).to(tl.float32)
@@ -121,13 +96,13 @@ def _extend_kernel(
     if last > members:
         at = tl.where(known, at, 0)
         sampled = tl.load(wide + row * joined) + tl.zeros((1,), tl.int64)
-        own = _logits(hidden, weight, bias, sampled, at, vocabulary, width, before, cap, after, BIAS, CAP, BLOCK)
+        own = _logits(hidden, weight, bias, sampled, at, vocabulary, width, before, cap, after, BLOCK)
         level = tl.load(kept + row * slots).to(tl.float32) - tl.max(tl.max(own, 1), 0)
         share = tl.zeros((1, SOME), tl.float32)
         for begin in range(members, last, SOME):
             some = begin + tl.arange(0, SOME)
             id = tl.load(wide + row * joined + some, mask=some < last, other=-1)
-            z = _logits(hidden, weight, bias, id, at, vocabulary, width, before, cap, after, BIAS, CAP, BLOCK)
+            z = _logits(hidden, weight, bias, id, at, vocabulary, width, before, cap, after, BLOCK)
             here = (some < last)[None, :]
             logp = z + level
             share += tl.where(here, tl.exp(logp - log_rest), 0.0)

@@ -1,8 +1,7 @@
 """One GEMM of hidden states and the head's weights that keeps statistics of each tile of logits, never the logits."""
 
-import functools
 from dataclasses import dataclass
-from typing import Any, no_type_check
+from typing import no_type_check
 
 import torch
 import triton
@@ -10,7 +9,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from corral.head.dispatch import tile_of
 from corral.head.logits import LogitSpec
+from corral.tensors import Tensors
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 FAR: tl.constexpr = tl.constexpr(1e30)
@@ -22,7 +23,7 @@ ROOM: tl.constexpr = tl.constexpr(96.0)
 @triton.jit
 @no_type_check
 def reduce_any(z, ENTROPY: tl.constexpr, COLUMNS: tl.constexpr):
-    """Of logits some or all of which may be −inf."""
+    """Statistics of a tile whose logits may be −inf, some or all of them."""
     local = tl.arange(0, COLUMNS)
     # The place by comparison: faster than a maximum that carries its index along. NaN has none, and takes any.
     top = tl.max(z, 1)
@@ -42,7 +43,7 @@ def reduce_any(z, ENTROPY: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 @no_type_check
 def reduce_plain(z, factor, ENTROPY: tl.constexpr, COMPILED: tl.constexpr, COLUMNS: tl.constexpr):
-    """Of finite h Wᵀ, whose logits are larger by a positive factor.
+    """Statistics of a tile of finite h Wᵀ; logits are larger by a positive factor, which changes no order.
 
     Comparing and selecting are what costs beside a GEMM; multiplying costs next to nothing. So the largest is marked with
     1 and everything else with 0, and its place, how many equals it has, and what is left without it are sums of these. Sums of
@@ -79,38 +80,12 @@ def reduce_plain(z, factor, ENTROPY: tl.constexpr, COMPILED: tl.constexpr, COLUM
     return top * factor, place, second * factor, others, gaps, e, base, is_top
 
 
-@dataclass(frozen=True)
-class Tile:
-    """Tokens × vocabulary × hidden of one tile of the GEMM, and how many warps and pipeline stages work on it."""
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int = 8
-    stages: int = 3
-
-
-TILES = {
-    torch.bfloat16: Tile(128, 256, 64, stages=4),
-    torch.float16: Tile(128, 256, 64, stages=4),
-    torch.float32: Tile(64, 128, 32, warps=4),
-}
-"""Measured best on an H200. A tile is at most 256 columns wide, so that a place in it fits a byte."""
-
-SMALL_TILES = {
-    torch.bfloat16: Tile(64, 128, 64, warps=4, stages=2),
-    torch.float16: Tile(64, 128, 64, warps=4, stages=2),
-    torch.float32: Tile(32, 64, 32, warps=4, stages=2),
-}
-"""For GPUs whose blocks get less than 160 KiB of shared memory."""
-
-
 @dataclass(frozen=True, eq=False)
-class TileStatistics:
-    """What one tile of the vocabulary, C columns wide, leaves of each token; [N, V/C] each.
+class TileStatistics(Tensors):
+    """Statistics of each token's logits in each tile of the vocabulary, C columns wide; [N, V/C] each.
 
-    The largest logit stands apart, and the sum is relative to the second largest: what is left of a tile once its largest
-    logit has gone to the support is then known to full precision, however peaked the policy.
+    The largest logit stands apart, and the sum is relative to the second largest: the mass that remains in a tile once its
+    largest logit has gone to the support is then known to full precision, however peaked the policy.
     """
 
     peak: Tensor
@@ -124,27 +99,6 @@ class TileStatistics:
     weighted: Tensor
     """Σ (z − second) e^(z − second) over the same; for the entropy, empty unless asked for."""
 
-    def first(self, count: int) -> "TileStatistics":
-        """Those of the first tokens."""
-        if count == len(self.peak):
-            return self
-        return TileStatistics(*(x[:count] for x in (self.peak, self.place, self.second, self.others, self.weighted)))
-
-    def copy(self) -> "TileStatistics":
-        """The same, with a copy of what recomputed tiles replace; nothing for the entropy."""
-        return TileStatistics(self.peak, self.place, self.second.clone(), self.others.clone(), self.weighted[:0])
-
-
-def tile_of(x: Tensor) -> Tile:
-    """The tile for this dtype on this device."""
-    return (SMALL_TILES if x.is_cuda and _little_memory(x.device) else TILES)[x.dtype]
-
-
-@functools.cache
-def _little_memory(device: torch.device) -> bool:
-    properties: Any = torch.cuda.get_device_properties(device)  # its stub lacks this field
-    return bool(properties.shared_memory_per_block_optin < 160 * 1024)
-
 
 def gemm_stats(
     hidden: Tensor,
@@ -157,11 +111,11 @@ def gemm_stats(
     reference: Tensor | None = None,
     counter: Tensor | None = None,
 ) -> TileStatistics:
-    """Every logit of hidden [N, H] over weight [V, H], once, reduced where it was made.
+    """Statistics of every logit of hidden [N, H] over weight [V, H], from one GEMM.
 
-    `store` [N, tiles · C] gets e^(z − second) of every logit but its tile's largest, where it is 0: what a dense gradient is
-    made of, as exact in half precision as the gradient itself will be. With a `reference` [N] it gets e^(z − reference) of
-    every logit, at most 2¹⁰⁰. Only the first `counter` [1] rows count, where the host does not know how many there are.
+    `store` [N, tiles · C] gets e^(z − second) of every logit, and 0 for its tile's largest: a dense gradient is made from it,
+    as exact in half precision as the gradient itself will be. With a `reference` [N] it gets e^(z − reference) of every logit,
+    at most 2¹⁰⁰. With a `counter` [1] on the device, only so many rows count: the host need not know their number.
     """
     tile = tile_of(hidden)
     count, vocabulary = len(hidden), len(weight)
@@ -169,7 +123,7 @@ def gemm_stats(
     peak, second, others = (hidden.new_empty(count, tiles, dtype=torch.float32) for _ in range(3))
     place = hidden.new_empty(count, tiles, dtype=torch.uint8)
     weighted = torch.empty_like(others) if entropy else others[:0]
-    programs = _processors(hidden.device) if hidden.is_cuda else 2
+    programs = processors(hidden)
     # A positive factor changes no order: it goes into the exponent and the results.
     plain = bias is None and spec.softcap is None and spec.scale > 0 and (store is None) == (reference is None)
     group = 16 if hidden.shape[1] >= 2048 else 32  # row blocks that share a tile's weights: best on an H200
@@ -179,34 +133,46 @@ def gemm_stats(
         TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]),
         None if store is None else TensorDescriptor.from_tensor(store, [tile.rows, tile.columns]),
         bias, reference, peak, place, second, others, weighted, counter, count, vocabulary, hidden.shape[1], tiles,
-        *spec_arguments(spec), COUNTER=counter is not None, STORE=store is not None, REFERENCE=reference is not None,
-        BIAS=bias is not None, CAP=spec.softcap is not None, PLAIN=plain, ENTROPY=entropy,
-        COMPILED=hidden.is_cuda and torch.version.hip is None, PROGRAMS=programs, ROWS=tile.rows, COLUMNS=tile.columns,
-        DEPTH=tile.depth, GROUP=group, num_warps=tile.warps, num_stages=stages,
+        *spec_arguments(spec), PLAIN=plain, ENTROPY=entropy, COMPILED=hidden.is_cuda and torch.version.hip is None,
+        PROGRAMS=programs, ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, GROUP=group, num_warps=tile.warps,
+        num_stages=stages,
     )  # fmt: skip
     return TileStatistics(peak, place, second, others, weighted)
 
 
-def spec_arguments(spec: LogitSpec) -> tuple[float, float, float]:
-    """`before`, `cap` and `after` of `finish_logits`."""
+def spec_arguments(spec: LogitSpec) -> tuple[float, float | None, float]:
+    """Arguments `before`, `cap` and `after` of `finish_logits`."""
     if spec.softcap is None:
-        return spec.scale / spec.temperature, 1.0, 1.0
+        return spec.slope, None, 1.0
     return spec.scale, spec.softcap, 1 / spec.temperature
 
 
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+def lanes(count: int) -> int:
+    """The width of a block that holds `count` elements: Triton's blocks are powers of 2."""
+    return max(2, triton.next_power_of_2(count))
+
+
+def processors(x: Tensor) -> int:
+    """The number of multiprocessors of a tensor's GPU: persistent kernels start one program on each."""
+    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
 
 
 @triton.jit
 @no_type_check
-def finish_logits(dots, columns, bias, vocabulary, before, cap, after, BIAS: tl.constexpr, CAP: tl.constexpr):
+def finish_logits(
+    dots,
+    columns,
+    bias,
+    vocabulary,
+    before,
+    cap,
+    after,
+):
     """z = softcap(scale · (h Wᵀ + b)) / temperature; −inf beyond the vocabulary."""
-    if BIAS:
+    if bias is not None:
         dots += tl.load(bias + columns, mask=columns < vocabulary, other=0.0).to(tl.float32)[None, :]
     z = dots * before
-    if CAP:
+    if cap is not None:
         e = tl.exp(-2.0 * tl.abs(z) / cap)
         z = cap * after * tl.where(z < 0.0, e - 1.0, 1.0 - e) / (1.0 + e)
     return tl.where((columns < vocabulary)[None, :], z, -float("inf"))
@@ -215,7 +181,7 @@ def finish_logits(dots, columns, bias, vocabulary, before, cap, after, BIAS: tl.
 @triton.jit
 @no_type_check
 def rank_bits(z):
-    """An integer that sorts as the logit does."""
+    """An integer that sorts as its logit does."""
     bits = (z + 0.0).to(tl.int32, bitcast=True)  # + 0 turns −0 into 0, its equal
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -231,15 +197,14 @@ def rank_key(z, ids):
 @no_type_check
 def _stats_kernel(
     hidden, weight, store, bias, reference, peak, place, second, others, weighted, counter, count, vocabulary, width, tiles,
-    before, cap, after, COUNTER: tl.constexpr, STORE: tl.constexpr, REFERENCE: tl.constexpr, BIAS: tl.constexpr,
-    CAP: tl.constexpr, PLAIN: tl.constexpr, ENTROPY: tl.constexpr, COMPILED: tl.constexpr, PROGRAMS: tl.constexpr,
+    before, cap, after,     PLAIN: tl.constexpr, ENTROPY: tl.constexpr, COMPILED: tl.constexpr, PROGRAMS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Persistent: each program takes every PROGRAMS-th tile, GROUP row blocks at a time so that they share the weights.
 
     First whole tiles of plain logits, which take fewer steps to reduce, then the others: as a rule the last of each row.
     """
-    if COUNTER:
+    if counter is not None:
         count = tl.minimum(tl.load(counter), count)
     row_blocks = tl.cdiv(count, ROWS)
     whole = vocabulary // COLUMNS if PLAIN else 0
@@ -248,36 +213,28 @@ def _stats_kernel(
             row_block, column_block = _tile_at(index, row_blocks, whole, GROUP)
             z = _multiply(hidden, weight, row_block, column_block, width, ROWS, COLUMNS, DEPTH)
             top, at, next_top, total, gaps, e, base, is_top = reduce_plain(z, before, ENTROPY, COMPILED, COLUMNS)
-            rows = row_block * ROWS + tl.arange(0, ROWS)
-            if STORE:
-                level = tl.load(reference + rows, mask=rows < count, other=0.0)
-                kept = _relative(e, base, is_top, top, level, 100.0 - ROOM)
-                store.store([row_block * ROWS, column_block * COLUMNS], kept.to(store.dtype))
-            here = rows.to(tl.int64) * tiles + column_block
-            _leave(peak, place, second, others, weighted, here, rows < count, top, at, next_top, total, gaps, ENTROPY)
+            _put(
+                store, reference, peak, place, second, others, weighted, row_block, column_block, count, tiles, top, at,
+                next_top, total, gaps, e, base, is_top, 100.0 - ROOM, ENTROPY, ROWS, COLUMNS,
+            )  # fmt: skip
     first = (tl.program_id(0) + PROGRAMS - row_blocks * whole % PROGRAMS) % PROGRAMS
     for index in tl.range(first, row_blocks * (tiles - whole), PROGRAMS, flatten=True):
         row_block, column_block = _tile_at(index, row_blocks, tiles - whole, GROUP)
         column_block += whole
         z = _multiply(hidden, weight, row_block, column_block, width, ROWS, COLUMNS, DEPTH)
         columns = column_block * COLUMNS + tl.arange(0, COLUMNS)
-        z = finish_logits(z, columns, bias, vocabulary, before, cap, after, BIAS, CAP)
+        z = finish_logits(z, columns, bias, vocabulary, before, cap, after)
         top, at, next_top, total, gaps, e, base, is_top = reduce_any(z, ENTROPY, COLUMNS)
-        rows = row_block * ROWS + tl.arange(0, ROWS)
-        if STORE:
-            kept = e
-            if REFERENCE:
-                level = tl.load(reference + rows, mask=rows < count, other=0.0)
-                kept = _relative(e, base, is_top, top, level, 100.0)
-            store.store([row_block * ROWS, column_block * COLUMNS], kept.to(store.dtype))
-        here = rows.to(tl.int64) * tiles + column_block
-        _leave(peak, place, second, others, weighted, here, rows < count, top, at, next_top, total, gaps, ENTROPY)
+        _put(
+            store, reference, peak, place, second, others, weighted, row_block, column_block, count, tiles, top, at, next_top,
+            total, gaps, e, base, is_top, 100.0, ENTROPY, ROWS, COLUMNS,
+        )  # fmt: skip
 
 
 @triton.jit
 @no_type_check
 def _tile_at(index, row_blocks, column_blocks, GROUP: tl.constexpr):
-    """Which tile is the index-th: down a group of row blocks, then the next column."""
+    """The tile with this index: down a group of row blocks, then the next column, so that the group shares its weights."""
     group = index // (GROUP * column_blocks)
     height = min(row_blocks - group * GROUP, GROUP)
     within = index % (GROUP * column_blocks)
@@ -286,9 +243,7 @@ def _tile_at(index, row_blocks, column_blocks, GROUP: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _multiply(
-    hidden, weight, row_block, column_block, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
-):  # fmt: skip
+def _multiply(hidden, weight, row_block, column_block, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
     dots = tl.zeros((ROWS, COLUMNS), tl.float32)
     for k in range(0, width, DEPTH):
         h = hidden.load([row_block * ROWS, k])
@@ -299,19 +254,23 @@ def _multiply(
 
 @triton.jit
 @no_type_check
-def _relative(e, base, is_top, top, reference, most):
-    """e^(z − reference) of every logit, from what a tile's reduction says of all but the largest, and of that."""
-    of_top = tl.exp2(tl.minimum((top - reference) * LOG2_E, 100.0))
-    # In two steps: alone either would be too small for float32 where both together are not.
-    half = tl.exp2(0.5 * tl.minimum(base - reference * LOG2_E, most))
-    return e * half[:, None] * half[:, None] + is_top * of_top[:, None]
-
-
-@triton.jit
-@no_type_check
-def _leave(
-    peak, place, second, others, weighted, here, valid, top, at, next_top, total, gaps, ENTROPY: tl.constexpr
+def _put(
+    store, reference, peak, place, second, others, weighted, row_block, column_block, count, tiles, top, at, next_top, total,
+    gaps, e, base, is_top, most, ENTROPY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """Write a tile's statistics, and its exponentials where they are stored."""
+    rows = row_block * ROWS + tl.arange(0, ROWS)
+    valid = rows < count
+    if store is not None:
+        kept = e
+        if reference is not None:  # e^(z − reference), from e relative to `base` and from the largest, which e leaves out
+            level = tl.load(reference + rows, mask=valid, other=0.0)
+            of_top = tl.exp2(tl.minimum((top - level) * LOG2_E, 100.0))
+            # In two steps: alone either would be too small for float32 where both together are not.
+            half = tl.exp2(0.5 * tl.minimum(base - level * LOG2_E, most))
+            kept = e * half[:, None] * half[:, None] + is_top * of_top[:, None]
+        store.store([row_block * ROWS, column_block * COLUMNS], kept.to(store.dtype))
+    here = rows.to(tl.int64) * tiles + column_block
     tl.store(peak + here, top, mask=valid)
     tl.store(place + here, at.to(tl.uint8), mask=valid)
     tl.store(second + here, next_top, mask=valid)

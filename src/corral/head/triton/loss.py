@@ -1,7 +1,7 @@
 """Per-token losses in kernels: read a batch's rows, project, and write loss and gradient factors."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, no_type_check
 
 import torch
@@ -11,14 +11,25 @@ from torch import Tensor
 
 import corral.numerics as numerics
 from corral.head.rows import HeadRows
+from corral.head.triton.gemm_stats import lanes
 from corral.objective import Objective
 from corral.objective.config import ProjectionRule, TokenRule
 from corral.projection import categorical_kl as reference
 from corral.support import ANCHOR_TOLERANCE, LogpTolerance
+from corral.tensors import Tensors
 
-RULED_OUT: tl.constexpr = tl.constexpr(reference.RULED_OUT)
-LOG_RATIO_MAX: tl.constexpr = tl.constexpr(numerics.LOG_RATIO_MAX)
-CERTAIN: tl.constexpr = tl.constexpr(numerics.CERTAIN)
+RULED_OUT, LOG_RATIO_MAX, CERTAIN, TOLERATED = (
+    tl.constexpr(x) for x in (reference.RULED_OUT, numerics.LOG_RATIO_MAX, numerics.CERTAIN, ANCHOR_TOLERANCE)
+)
+UNCHECKED = LogpTolerance()
+"""For a new policy from the head and an old one that has been inspected: neither is checked again."""
+
+LOSS, LOG_RHO, ACTED, KL_MEAN, KL_MAX, KL_AFTER, DUAL, CONVERGED, MISMATCH, FLAWED, REGRESSION = map(tl.constexpr, range(11))
+"""Rows of `LossRows.fields`. Without a support KL_MEAN and KL_MAX are of two estimates."""
+REST_MAX_RATIO, HIDDEN_KL_MAX = tl.constexpr(11), tl.constexpr(12)
+"""Metrics behind these."""
+LANES = 256
+"""Rows times slots of one program."""
 
 
 @triton.jit
@@ -167,17 +178,9 @@ def project(new, old, bound):
     return log_r, t, binding, tl.where(overlap, kl_after + cost, 0.0), converged & overlap & (slack >= 0.0)
 
 
-LOSS, LOG_RHO, ACTED, KL_MEAN, KL_MAX, KL_AFTER, DUAL, CONVERGED, MISMATCH, FLAWED, REGRESSION = range(11)
-"""Rows of `LossRows.fields`. The mean and the largest KL are of two estimates where there is no support."""
-FIELDS = 11
-TOLERATED: tl.constexpr = tl.constexpr(ANCHOR_TOLERANCE)
-UNCHECKED = LogpTolerance()
-"""For a new policy that a head has just computed, and an old one that has been inspected."""
-
-
 @dataclass(frozen=True, eq=False)
-class OldRows:
-    """The old policy at N packed tokens, and what they were worth."""
+class OldRows(Tensors):
+    """The old policy at N packed tokens, and the tokens' advantages."""
 
     logp: Tensor
     """Log-probability of the sampled token [N]."""
@@ -186,70 +189,67 @@ class OldRows:
     """On its support [N, K], whose slot 0 is the sampled token, and outside it [N]."""
     advantages: Tensor
     rollout: Tensor | None
-    """What the sampler reported [N]."""
+    """Log-probability that the sampler reported [N]."""
     rest_max: Tensor | None = None
-    """Largest log-probability outside the support [N], where it is known."""
+    """Largest log-probability outside the support [N], if known."""
     policy_weights: Tensor | None = None
-    """c: what the policy term is multiplied with [N]; 1 where None."""
+    """c: the factor of the policy term [N]; 1 where None."""
     ids: Tensor | None = None
     place: Tensor | None = None
-    """With a union of supports: its support [N, K], and which of the old hidden states is each token's [N]; −1 for none."""
-
-    def each(self, pick: Callable[[Tensor], Tensor]) -> "OldRows":
-        """Something done to every field."""
-        optional = (self.kept, self.rest, self.rollout, self.rest_max, self.policy_weights, self.ids, self.place)
-        kept, rest, *others = (None if x is None else pick(x) for x in optional)
-        return OldRows(pick(self.logp), kept, rest, pick(self.advantages), *others)
+    """With a union of supports: its own support [N, K], and each token's row of the old hidden states [N]; −1 for none."""
 
 
-@dataclass(frozen=True, eq=False)
-class LossRows:
-    """Losses of N packed tokens, and the gradients of c · policy + regression with respect to log-probs."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Upstream(Tensors):
+    """Gradients of a loss with respect to the head's results for N rows; None is 0 everywhere."""
+
+    logp: Tensor | None = None
+    """d / d log π of the sampled token [N]."""
+    kept: Tensor | None = None
+    rest: Tensor | None = None
+    """d / d log π on the support [N, K], and of the tail mass [N]."""
+    entropy: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LossRows(Upstream):
+    """Losses of N packed tokens, and the gradients of c · policy + regression."""
+
+    SHARED: ClassVar[tuple[str, ...]] = ("fields",)
 
     fields: Tensor
-    """[FIELDS, N]; the loss is policy + regression."""
-    own: Tensor | None
-    """d / d log π of the sampled token [N]."""
-    kept: Tensor | None
-    rest: Tensor | None
-    """d / d log π on the support [N, K], and of the tail mass [N]."""
+    """[11, N]: LOSS, which is policy + regression, LOG_RHO, …"""
     rest_old: Tensor | None = None
     """Log mass of the old policy's tail, where a union of supports has taken from it [N]."""
 
+    def field(self, which: tl.constexpr) -> Tensor:
+        """One of the fields [N]."""
+        return self.fields[which.value]
+
     @classmethod
-    def join(cls, parts: list["LossRows"]) -> "LossRows":
-        """Tokens one behind the other."""
-        if len(parts) == 1:
-            return parts[0]
-        gradients = ([getattr(x, name) for x in parts] for name in ("own", "kept", "rest", "rest_old"))
-        return cls(torch.cat([x.fields for x in parts], 1), *(None if x[0] is None else torch.cat(x) for x in gradients))
-
-
-def blank_fields(like: Tensor) -> Tensor:
-    """Memory for the fields of as many tokens as `like` has."""
-    return torch.empty(FIELDS, len(like), device=like.device)
+    def cat(cls, parts: Sequence["LossRows"], dim: int = 0) -> "LossRows":
+        """Rows joined along N, the second axis of `fields`."""
+        return replace(super().cat(parts, dim), fields=torch.cat([part.fields for part in parts], dim + 1))
 
 
 def summarize(
     loss: LossRows, rows: HeadRows, old: OldRows, weights: Tensor | None = None, *, projects: bool
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """What the objective reports, Σ w (c · policy + regression), and how many tokens are flawed."""
-    out = torch.empty(FIELDS + 2, device=rows.lse.device)
-    support, tail, count = old.rest is not None, old.rest is not None and old.rest_max is not None, len(rows.lse)
+    """The objective's metrics, Σ w (c · policy + regression), and the number of flawed tokens."""
+    out, count = torch.empty(13, device=rows.lse.device), len(rows.lse)
     _metrics_kernel[(1,)](
         loss.fields, old.rest, rows.rest, rows.rest_max, old.rest_max, weights, old.policy_weights, out, count,
-        SUPPORT=support, TAIL=tail, WEIGHTS=weights is not None, POLICY=old.policy_weights is not None,
         BLOCK=min(2048, triton.next_power_of_2(count)), num_warps=8,
     )  # fmt: skip
     names = {"tr/active_frac": ACTED, "tr/ratio_max": LOG_RHO, "tr/kl_before": KL_MEAN, "tr/kl_max": KL_MAX}
-    if support:
-        names["tr/rest_mass"] = LOSS  # whose own mean is no metric
+    if old.rest is not None:
+        names["tr/rest_mass"] = LOSS  # in the place of the mean loss, which is no metric
     if projects:
         names |= {"tr/kl_after": KL_AFTER, "tr/dual": DUAL, "tr/unconverged": CONVERGED}
     if old.rollout is not None:
         names["tr/mismatch"] = MISMATCH
-    if tail:
-        names |= {"tr/rest_max_ratio": FIELDS, "tr/hidden_kl_max": FIELDS + 1}
+    if old.rest_max is not None:
+        names |= {"tr/rest_max_ratio": REST_MAX_RATIO, "tr/hidden_kl_max": HIDDEN_KL_MAX}
     found = out.unbind()
     return {name: found[place] for name, place in names.items()}, found[REGRESSION], found[FLAWED]
 
@@ -257,57 +257,55 @@ def summarize(
 @triton.jit
 @no_type_check
 def disagree(own, anchor):
-    """Whether an old policy's support says something else of the sampled token; the objective, called then, says so too."""
+    """True if an old policy's support and log-probs disagree on the sampled token; the objective, called then, refuses it."""
     return ~(tl.abs(own - anchor) <= 1.001 * TOLERATED)
 
 
 @triton.jit
 @no_type_check
 def no_distribution(mass, slack):
-    """Whether a mass is not 1; a little less strict than the objective, which is called then, and says so too."""
+    """True if a mass is not 1; a little less strict than the objective, which is called then and refuses it."""
     return tl.abs(mass - 1.0) > 1.001 * slack
 
 
 @triton.jit
 @no_type_check
-def _metrics_kernel(
-    fields, rest, rest_new, max_new, max_old, weights, policy_weights, out, count, SUPPORT: tl.constexpr, TAIL: tl.constexpr,
-    WEIGHTS: tl.constexpr, POLICY: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _metrics_kernel(fields, rest, rest_new, max_new, max_old, weights, policy_weights, out, count, BLOCK: tl.constexpr):
     """One program, so that the sums are the same every time."""
     zero = tl.zeros((BLOCK,), tl.float32)
     tail_gap, hidden = zero - float("inf"), zero
     acted, kl, after, dual, projected = zero, zero, zero, zero, zero
     unconverged, mismatch, flawed, mass, total = zero, zero, zero, zero, zero
     log_rho, most = zero - float("inf"), zero - float("inf")
+    # One sum per lane, added up at the end: the order of the additions does not depend on the device.
     for begin in range(0, count, BLOCK):
         row = begin + tl.arange(0, BLOCK)
         valid = row < count
         here = fields + row
-        log_rho = tl.maximum(log_rho, tl.load(here + 1 * count, mask=valid, other=-float("inf")))
-        on = tl.load(here + 2 * count, mask=valid, other=0.0)
+        log_rho = tl.maximum(log_rho, tl.load(here + count * LOG_RHO, mask=valid, other=-float("inf")))
+        on = tl.load(here + count * ACTED, mask=valid, other=0.0)
         acted += on
-        kl += tl.load(here + 3 * count, mask=valid, other=0.0)
-        most = tl.maximum(most, tl.load(here + 4 * count, mask=valid, other=-float("inf")))
-        after += tl.load(here + 5 * count, mask=valid, other=0.0)
-        eta = tl.load(here + 6 * count, mask=valid, other=0.0)
+        kl += tl.load(here + count * KL_MEAN, mask=valid, other=0.0)
+        most = tl.maximum(most, tl.load(here + count * KL_MAX, mask=valid, other=-float("inf")))
+        after += tl.load(here + count * KL_AFTER, mask=valid, other=0.0)
+        eta = tl.load(here + count * DUAL, mask=valid, other=0.0)
         finite = (on > 0.0) & (eta < float("inf"))
         dual += tl.where(finite, eta, 0.0)
         projected += tl.where(finite, 1.0, 0.0)
-        unconverged += 1.0 - tl.load(here + 7 * count, mask=valid, other=1.0)
-        mismatch += tl.load(here + 8 * count, mask=valid, other=0.0)
-        flawed += tl.load(here + 9 * count, mask=valid, other=0.0)
-        if WEIGHTS:
+        unconverged += 1.0 - tl.load(here + count * CONVERGED, mask=valid, other=1.0)
+        mismatch += tl.load(here + count * MISMATCH, mask=valid, other=0.0)
+        flawed += tl.load(here + count * FLAWED, mask=valid, other=0.0)
+        if weights is not None:
             weight = tl.load(weights + row, mask=valid, other=0.0).to(tl.float32)
-            pull = tl.load(here + 10 * count, mask=valid, other=0.0)
+            pull = tl.load(here + count * REGRESSION, mask=valid, other=0.0)
             policy = tl.load(here, mask=valid, other=0.0) - pull
-            if POLICY:
+            if policy_weights is not None:
                 c = tl.load(policy_weights + row, mask=valid, other=0.0).to(tl.float32)
                 policy = tl.where(c == 0.0, 0.0, policy * c)
             total += tl.where(weight == 0.0, 0.0, weight * (policy + pull))
-        if SUPPORT:
+        if rest is not None:
             mass += tl.exp(tl.load(rest + row, mask=valid, other=-float("inf")).to(tl.float32))
-        if TAIL:  # `support.tail_gap` and `support.hidden_kl`
+        if max_old is not None:  # `support.tail_gap` and `support.hidden_kl`
             new = tl.load(max_new + row, mask=valid, other=-float("inf")).to(tl.float32)
             old = tl.load(max_old + row, mask=valid, other=float("inf")).to(tl.float32)
             empty = (new == -float("inf")) & (old == -float("inf"))
@@ -318,50 +316,27 @@ def _metrics_kernel(
             log_q, log_b = tl.where(moved, log_q, 0.0), tl.where(moved, log_b, 0.0)
             unseen = tl.exp(left_new) * (tl.exp(log_q) * (log_q - log_b - 1.0) + tl.exp(log_b))
             hidden = tl.maximum(hidden, tl.where(moved, unseen, 0.0))
-    tl.store(out + 0, tl.sum(mass, 0) / count)
-    tl.store(out + 1, tl.exp(tl.minimum(tl.max(log_rho, 0), LOG_RATIO_MAX)))
-    tl.store(out + 2, tl.sum(acted, 0) / count)
-    tl.store(out + 3, tl.sum(kl, 0) / count)
-    tl.store(out + 4, tl.max(most, 0))
-    tl.store(out + 5, tl.sum(after, 0) / count)
-    tl.store(out + 6, tl.sum(dual, 0) / tl.maximum(tl.sum(projected, 0), 1.0))
-    tl.store(out + 7, tl.sum(unconverged, 0))
-    tl.store(out + 8, tl.sum(mismatch, 0) / count)
-    tl.store(out + 9, tl.sum(flawed, 0))
-    tl.store(out + 10, tl.sum(total, 0))
-    if TAIL:
-        tl.store(out + 11, tl.exp(tl.minimum(tl.max(tail_gap, 0), 20.0)))
-        tl.store(out + 12, tl.max(hidden, 0))
-
-
-CLIP, MASK, WEIGHT, GATE, PENALTY, FLIP = range(6)
-RATIO, BINARY_TV, BINARY_KL, SUPPORT_TV, SUPPORT_KL, CHI_SQUARE = range(6)
-"""What a clip, a mask or a penalty measures."""
-_RULES = {"clip": CLIP, "mask": MASK, "weight": WEIGHT, "gate": GATE, "penalty": PENALTY, "flip": FLIP}
-_MEASURES = {
-    "ratio": RATIO, "binary_tv": BINARY_TV, "binary_kl": BINARY_KL,
-    "support_tv": SUPPORT_TV, "support_kl": SUPPORT_KL, "chi_square": CHI_SQUARE,
-}  # fmt: skip
-LANES = 256
-"""Rows times slots of one program."""
+    tl.store(out + LOSS, tl.sum(mass, 0) / count)
+    tl.store(out + LOG_RHO, tl.exp(tl.minimum(tl.max(log_rho, 0), LOG_RATIO_MAX)))
+    tl.store(out + ACTED, tl.sum(acted, 0) / count)
+    tl.store(out + KL_MEAN, tl.sum(kl, 0) / count)
+    tl.store(out + KL_MAX, tl.max(most, 0))
+    tl.store(out + KL_AFTER, tl.sum(after, 0) / count)
+    tl.store(out + DUAL, tl.sum(dual, 0) / tl.maximum(tl.sum(projected, 0), 1.0))
+    tl.store(out + CONVERGED, tl.sum(unconverged, 0))
+    tl.store(out + MISMATCH, tl.sum(mismatch, 0) / count)
+    tl.store(out + FLAWED, tl.sum(flawed, 0))
+    tl.store(out + REGRESSION, tl.sum(total, 0))
+    if max_old is not None:
+        tl.store(out + REST_MAX_RATIO, tl.exp(tl.minimum(tl.max(tail_gap, 0), 20.0)))
+        tl.store(out + HIDDEN_KL_MAX, tl.max(hidden, 0))
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenLoss:
-    """A rule and its constants; a function of new and old rows."""
+class TokenLoss(TokenRule):
+    """A token rule as a function of new and old rows."""
 
     projects: ClassVar[bool] = False
-
-    rule: int
-    low: float
-    high: float
-    cap: float | None = None
-    """Largest weight, or the dual clip's constant."""
-    measure: int = RATIO
-    symmetric: bool = False
-    """A mask that looks at how far alone, not at which way."""
-    decoupled: bool = False
-    """Weigh the loss by old policy over sampler."""
 
     @property
     def needs_rollout(self) -> bool:
@@ -369,41 +344,41 @@ class TokenLoss:
 
     @property
     def needs_support(self) -> bool:
-        return self.measure in (SUPPORT_TV, SUPPORT_KL)
+        return self.measure in ("support_tv", "support_kl")
 
     @classmethod
     def of(cls, objective: Any) -> "TokenLoss | None":
         """The loss that an objective declares, or None if it declares no such rule."""
         rule = objective.kernel if isinstance(objective, Objective) else None  # any function of a batch is an objective
-        if not isinstance(rule, TokenRule):
-            return None
-        return cls(**vars(rule) | {"rule": _RULES[rule.rule], "measure": _MEASURES[rule.measure]})
+        return cls(**vars(rule)) if isinstance(rule, TokenRule) else None
 
     def __call__(self, rows: HeadRows, old: OldRows, limits: LogpTolerance = UNCHECKED) -> LossRows:
-        """Losses of N packed tokens; flawed are those beyond the limits too."""
-        fields, own = blank_fields(rows.lse), torch.empty_like(rows.lse)
-        support = old.kept is not None
-        slots = old.kept.shape[1] if old.kept is not None else 0
-        lanes = max(2, triton.next_power_of_2(slots + 1))
-        block = max(1, LANES // lanes)
-        _token_kernel[(triton.cdiv(len(own), block),)](
+        """Losses of N packed tokens; tokens beyond the limits are flawed too."""
+        count, slots = len(rows.lse), 0 if old.kept is None else old.kept.shape[1]
+        fields, own = torch.empty(11, count, device=rows.lse.device), torch.empty_like(rows.lse)
+        block = max(1, LANES // lanes(slots + 1))
+        _token_kernel[(triton.cdiv(count, block),)](
             rows.logp, rows.kept, rows.rest, old.kept, old.rest, old.logp, old.rollout, old.advantages, old.policy_weights,
-            fields, own,
-            len(own), slots, rows.logp.stride(0), rows.kept.stride(0), *limits, self.low, self.high,
-            self.cap if self.cap is not None else 0.0, CAPPED=self.cap is not None, RULE=self.rule, MEASURE=self.measure,
-            SYMMETRIC=self.symmetric, DECOUPLED=self.decoupled, SUPPORT=support, ROLLOUT=old.rollout is not None,
-            POLICY=old.policy_weights is not None, SLOTS=lanes, ROWS=block, num_warps=1,
+            fields, own, count, slots, rows.logp.stride(0), rows.kept.stride(0), *limits, self.low, self.high, self.cap,
+            RULE=self.rule, MEASURE=self.measure, SYMMETRIC=self.symmetric, DECOUPLED=self.decoupled, SLOTS=lanes(slots + 1),
+            ROWS=block, num_warps=1,
         )  # fmt: skip
-        return LossRows(fields, own, None, None)
+        return LossRows(fields=fields, logp=own)
+
+
+_MEASURES: dict[tuple[str, str], Any] = {
+    ("ratio", "binary"): "ratio", ("tv", "binary"): "binary_tv", ("kl", "binary"): "binary_kl", ("tv", "topk"): "support_tv",
+    ("kl", "topk"): "support_kl",
+}  # fmt: skip
+"""Divergence and estimator of a mask. "full" is not among them: it has more to check."""
 
 
 @triton.jit
 @no_type_check
 def _token_kernel(
-    logp, kept, rest, kept_old, rest_old, logp_old, rollout, advantages, policy_weights, fields, out_own, count, slots,
-    stride, stride_kept, highest, slack, low, high, cap, CAPPED: tl.constexpr, RULE: tl.constexpr, MEASURE: tl.constexpr,
-    SYMMETRIC: tl.constexpr, DECOUPLED: tl.constexpr, SUPPORT: tl.constexpr, ROLLOUT: tl.constexpr, POLICY: tl.constexpr,
-    SLOTS: tl.constexpr, ROWS: tl.constexpr,
+    logp, kept, rest, kept_old, rest_old, logp_old, rollout, advantages, policy_weights, fields, out_own, count, slots, stride,
+    stride_kept, highest, slack, low, high, cap, RULE: tl.constexpr, MEASURE: tl.constexpr, SYMMETRIC: tl.constexpr,
+    DECOUPLED: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = row < count
@@ -424,7 +399,7 @@ def _token_kernel(
     kl_max = sampled_kl
     tv = 0.0 * ratio
     reverse = 0.0 * ratio
-    if SUPPORT:
+    if kept_old is not None:
         slot = tl.arange(0, SLOTS)[None, :]
         at, each = row[:, None], there[:, None]
         p = tl.load(kept + at * stride_kept + slot, mask=each & (slot < slots), other=-float("inf"))
@@ -436,69 +411,69 @@ def _token_kernel(
         flawed = flawed | no_distribution(tl.sum(tl.exp(p), 1), slack) | no_distribution(tl.sum(tl.exp(q), 1), slack)
         kl_mean = tl.sum(kl_elements(p, q), 1)
         kl_max = kl_mean
-        if MEASURE == 3:
+        if MEASURE == "support_tv":
             tv = 0.5 * tl.sum(abs_difference(q, p), 1)
-        if MEASURE == 4:
+        if MEASURE == "support_kl":
             reverse = tl.sum(kl_elements(q, p), 1)
 
     # The loss, its derivative with respect to log π, and whether the region acted.
     plain = ratio * advantage
     least, most = low, high
-    if MEASURE == 5:
+    if MEASURE == "chi_square":
         spread = tl.exp(-0.5 * old)  # 1/√π_old
         least, most = 1.0 - low * spread, 1.0 + high * spread
     beyond = ((ratio > most) & (advantage > 0.0)) | ((ratio < least) & (advantage < 0.0))
-    if RULE == 0:
+    if RULE == "clip":
         clipped = tl.minimum(tl.maximum(ratio, least), most) * advantage
         surrogate = tl.minimum(plain, clipped)
         flows = (plain <= clipped) & inside
         acted = beyond
-        if CAPPED:
+        if cap is not None:
             cut = (advantage < 0.0) & (surrogate < cap * advantage)
             surrogate = tl.where(cut, cap * advantage, surrogate)
             flows = flows & ~cut
             acted = acted | ((ratio > cap) & (advantage < 0.0))
         loss, own = -surrogate, tl.where(flows, -plain, 0.0)
-    elif RULE == 1:
+    elif RULE == "mask":
         moved = tl.abs(excess)
-        if MEASURE == 1:
+        if MEASURE == "binary_tv":
             moved = abs_difference(old, new)
-        if MEASURE == 2:
+        if MEASURE == "binary_kl":
             moved = sampled_kl
-        if MEASURE == 3:
+        if MEASURE == "support_tv":
             moved = tv
-        if MEASURE == 4:
+        if MEASURE == "support_kl":
             moved = reverse
         blocks = log_rho * advantage > 0.0
         if SYMMETRIC:
             blocks = advantage != 0.0
         acted = (moved > tl.where(advantage > 0.0, high, low)) & blocks
-        if CAPPED:
+        if cap is not None:
             loss = -tl.minimum(ratio, cap) * advantage
             own = loss
         else:
             loss = -plain
             own = tl.where(inside, loss, 0.0)
         loss, own = tl.where(acted, 0.0, loss), tl.where(acted, 0.0, own)
-    elif RULE == 2:
+    elif RULE == "weight":
         own = -tl.minimum(tl.maximum(ratio, low), high) * advantage
         loss = own * new
         acted = ((ratio < low) | (ratio > high)) & (advantage != 0.0)
-    elif RULE == 3:
+    elif RULE == "gate":
         tau = tl.where(advantage > 0.0, high, low)
         gate = 1.0 / (1.0 + tl.exp(-tau * excess))
         slope = 4.0 * gate * (1.0 - gate)
         loss = -4.0 / tau * gate * advantage
         own = tl.where(inside, -slope * plain, 0.0)
         acted = (slope < 0.5) & (advantage != 0.0)
-    elif RULE == 5:
+    elif RULE == "flip":
         weight = tl.exp(tl.minimum(tl.where(advantage > 0.0, -log_rho, log_rho), LOG_RATIO_MAX))
         loss = tl.where(beyond, 0.0, -tl.minimum(weight, cap) * advantage)
         own = loss
         acted = beyond | ((weight > cap) & (advantage != 0.0))
     else:
         moved = excess
-        if MEASURE == 1:
+        if MEASURE == "binary_tv":
             moved = tl.exp(old) * excess
         loss = -(1.0 + excess) * advantage + tl.abs(advantage) * excess * moved / (2.0 * low)
         own = tl.where(inside, ratio * (-advantage + tl.abs(advantage) * moved / low), 0.0)
@@ -506,7 +481,7 @@ def _token_kernel(
         acted = moved * sign > low
 
     gap = 0.0 * ratio
-    if ROLLOUT:
+    if rollout is not None:
         sampled = tl.load(rollout + row, mask=there, other=0.0).to(tl.float32)
         gap = abs_difference(sampled, old)
         flawed = flawed | ~(tl.abs(sampled) < float("inf")) | (sampled > 1.001 * highest)
@@ -514,73 +489,63 @@ def _token_kernel(
             weight = tl.exp(tl.minimum(old - sampled, LOG_RATIO_MAX))
             loss, own = loss * weight, own * weight
     flawed = flawed | ~(tl.abs(loss) < float("inf"))
-    if POLICY:
+    if policy_weights is not None:
         c = tl.load(policy_weights + row, mask=there, other=0.0).to(tl.float32)
         own = tl.where(c == 0.0, 0.0, own * c)
-    field = fields + row
-    tl.store(field, loss, mask=there)
-    tl.store(field + 1 * count, log_rho, mask=there)
-    tl.store(field + 2 * count, acted.to(tl.float32), mask=there)
-    tl.store(field + 3 * count, kl_mean, mask=there)
-    tl.store(field + 4 * count, kl_max, mask=there)
-    tl.store(field + 5 * count, 0.0 * ratio, mask=there)
-    tl.store(field + 6 * count, 0.0 * ratio, mask=there)
-    tl.store(field + 7 * count, 0.0 * ratio + 1.0, mask=there)
-    tl.store(field + 8 * count, gap, mask=there)
-    tl.store(field + 9 * count, flawed.to(tl.float32), mask=there)
-    tl.store(field + 10 * count, 0.0 * ratio, mask=there)
+    none = 0.0 * ratio
+    _put(fields + row, count, there, loss, log_rho, acted, kl_mean, kl_max, none, none, none + 1.0, gap, flawed, none)
     tl.store(out_own + row, own, mask=there)
 
 
-EXACT, CONSTANT_DUAL, UNPROJECTED = 0, 1, 2
-GRADIENTS = {"exact": EXACT, "constant_dual": CONSTANT_DUAL, "unprojected": UNPROJECTED}
+@triton.jit
+@no_type_check
+def _put(at, count, mask, loss, log_rho, acted, kl_mean, kl_max, kl_after, dual, converged, mismatch, flawed, regression):
+    """Write the fields of rows."""
+    tl.store(at + count * LOSS, loss, mask=mask)
+    tl.store(at + count * LOG_RHO, log_rho, mask=mask)
+    tl.store(at + count * ACTED, acted.to(tl.float32), mask=mask)
+    tl.store(at + count * KL_MEAN, kl_mean, mask=mask)
+    tl.store(at + count * KL_MAX, kl_max, mask=mask)
+    tl.store(at + count * KL_AFTER, kl_after, mask=mask)
+    tl.store(at + count * DUAL, dual, mask=mask)
+    tl.store(at + count * CONVERGED, converged.to(tl.float32), mask=mask)
+    tl.store(at + count * MISMATCH, mismatch, mask=mask)
+    tl.store(at + count * FLAWED, flawed.to(tl.float32), mask=mask)
+    tl.store(at + count * REGRESSION, regression, mask=mask)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrollLoss:
-    """The settings of `troll` that the kernel reads; a function of new and old rows."""
+class TrollLoss(ProjectionRule):
+    """A projection rule as a function of new and old rows."""
 
     projects: ClassVar[bool] = True
     needs_support: ClassVar[bool] = True
     needs_rollout: ClassVar[bool] = False
 
-    bound: float
-    regression: float
-    gradient: str
-    ratio_cap: float | None
-    outward: bool
-    """Leave tokens alone whose own step leads back."""
-
     @classmethod
     def of(cls, objective: Any) -> "TrollLoss | None":
-        """The settings that an objective declares, or None if it declares no such rule."""
+        """The loss that an objective declares, or None if it declares no such rule."""
         rule = objective.kernel if isinstance(objective, Objective) else None  # any function of a batch is an objective
         return cls(**vars(rule)) if isinstance(rule, ProjectionRule) else None
 
     def __call__(self, rows: HeadRows, old: OldRows, limits: LogpTolerance = UNCHECKED) -> LossRows:
-        """L = − (π̃(a) / π_old(a)) Â + α KL(π‖sg[π̃]) of N packed tokens; flawed are those beyond the limits too."""
-        assert old.kept is not None
-        assert old.rest is not None
+        """L = − (π̃(a) / π_old(a)) Â + α KL(π‖sg[π̃]) of N packed tokens; tokens beyond the limits are flawed too."""
         count, slots = rows.kept.shape
-        fields, g_rest = blank_fields(rows.lse), torch.empty_like(rows.lse)
+        fields, g_rest = torch.empty(11, count, device=rows.lse.device), torch.empty_like(rows.lse)
         g_kept = torch.empty(count, slots, device=g_rest.device)
         _troll_kernel[(count,)](
-            rows.kept, rows.rest, old.kept, old.rest, old.logp, old.rollout, old.advantages, old.policy_weights, fields,
-            g_kept, g_rest,
-            count, slots, rows.kept.stride(0), *limits, self.bound, self.regression, self.ratio_cap or 0.0,
-            CAPPED=self.ratio_cap is not None, GRADIENT=GRADIENTS[self.gradient], ROLLOUT=old.rollout is not None,
-            POLICY=old.policy_weights is not None, OUTWARD=self.outward,
-            SLOTS=max(2, triton.next_power_of_2(slots + 1)), num_warps=1,
+            rows.kept, rows.rest, old.kept, old.rest, old.logp, old.rollout, old.advantages, old.policy_weights, fields, g_kept,
+            g_rest, count, slots, rows.kept.stride(0), *limits, self.bound, self.regression, self.ratio_cap,
+            GRADIENT=self.gradient, OUTWARD=self.outward, SLOTS=lanes(slots + 1), num_warps=1,
         )  # fmt: skip
-        return LossRows(fields, None, g_kept, g_rest)
+        return LossRows(fields=fields, kept=g_kept, rest=g_rest)
 
 
 @triton.jit
 @no_type_check
 def _troll_kernel(
-    kept, rest, kept_old, rest_old, logp_old, rollout, advantages, policy_weights, fields, g_kept, g_rest, count, slots,
-    stride, highest, slack, bound, regression, cap, CAPPED: tl.constexpr, GRADIENT: tl.constexpr, ROLLOUT: tl.constexpr,
-    POLICY: tl.constexpr, OUTWARD: tl.constexpr, SLOTS: tl.constexpr,
+    kept, rest, kept_old, rest_old, logp_old, rollout, advantages, policy_weights, fields, g_kept, g_rest, count, slots, stride,
+    highest, slack, bound, regression, cap, GRADIENT: tl.constexpr, OUTWARD: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, SLOTS)
@@ -616,28 +581,28 @@ def _troll_kernel(
 
     own_r = tl.sum(tl.where(first, log_r, 0.0), 0)
     # Inside the region the log-probs' own difference: equal policies have a ratio of exactly 1.
-    log_rho = plain if GRADIENT == 2 else tl.where(active, own_r - own_old, plain)
+    log_rho = plain if GRADIENT == "unprojected" else tl.where(active, own_r - own_old, plain)
     ratio = tl.exp(tl.minimum(log_rho, LOG_RATIO_MAX))
-    if CAPPED:
+    if cap is not None:
         ratio = tl.minimum(ratio, cap)
         u = -ratio * advantage
     else:
         u = tl.where(log_rho <= LOG_RATIO_MAX, -ratio * advantage, 0.0)
     loss = -ratio * advantage
-    if POLICY:
+    if policy_weights is not None:
         c = tl.load(policy_weights + row).to(tl.float32)
         u = tl.where(c == 0.0, 0.0, u * c)
 
     # d log r_a / d log new, in closed form: t (δ − r (1 + z_a z)) where the bound acts, δ where it does not.
     r = tl.exp(log_r)
     g = tl.where(first, u, 0.0)
-    if GRADIENT != 2:  # noqa: SIM102 (decided when compiling, and the other when running)
+    if GRADIENT != "unprojected":  # noqa: SIM102 (the first is a constexpr, the second a runtime condition)
         if active:
             common = (new > RULED_OUT) & (old > RULED_OUT)
             d = tl.where(common, new - old, 0.0)
             centred = tl.where(common, d - tl.sum(r * d, 0), 0.0)
             radial = 0.0 * t
-            if GRADIENT == 0:
+            if GRADIENT == "exact":
                 variance = tl.where(binding, tl.sum(r * centred * centred, 0), 1.0)
                 radial = tl.where(binding, u * tl.sum(tl.where(first, centred, 0.0), 0) / variance, 0.0)
             g = t * (g - r * (u + radial * centred))
@@ -651,23 +616,13 @@ def _troll_kernel(
 
     # Both: the smaller of NaN and a number is the number, and so the loss is one where the ratio is none.
     flawed = flawed | ~(log_rho < float("inf")) | ~(tl.abs(loss) < float("inf"))
-    at = fields + row
-    tl.store(at, loss)
-    tl.store(at + 1 * count, log_rho)
-    tl.store(at + 2 * count, active.to(tl.float32))
-    tl.store(at + 3 * count, kl_before)
-    tl.store(at + 4 * count, kl_before)
-    tl.store(at + 5 * count, kl_after)
-    tl.store(at + 6 * count, (1.0 - t) / t)
-    tl.store(at + 7 * count, converged.to(tl.float32))
     gap = 0.0 * t
-    if ROLLOUT:
+    if rollout is not None:
         sampled = tl.load(rollout + row).to(tl.float32)
         gap = abs_difference(sampled, anchor)
         flawed = flawed | ~(tl.abs(sampled) < float("inf")) | (sampled > 1.001 * highest)
-    tl.store(at + 8 * count, gap)
-    tl.store(at + 9 * count, flawed.to(tl.float32))
-    tl.store(at + 10 * count, pull)
+    eta = (1.0 - t) / t
+    _put(fields + row, count, None, loss, log_rho, active, kl_before, kl_before, kl_after, eta, converged, gap, flawed, pull)
     tl.store(g_kept + row * slots + slot, g, mask=here)
     tl.store(g_rest + row, tl.sum(tl.where(slot == slots, g, 0.0), 0))
 

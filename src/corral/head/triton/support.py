@@ -1,8 +1,7 @@
 """Top-K supports out of tile statistics: choose tiles, recompute their logits, finalize the K likeliest tokens."""
 
-import dataclasses
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import no_type_check
 
 import torch
@@ -11,23 +10,37 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from corral.head.logits import LogitSpec
-from corral.head.rows import AsyncCopy, HeadInput, HeadRequest, HeadRows, join
+from corral.head.dispatch import tile_of
+from corral.head.rows import AsyncCopy, HeadInput, HeadRows
 from corral.head.torch.stream import Shard, head_forward
 from corral.head.triton.gemm_stats import (
     TileStatistics,
     finish_logits,
     gemm_stats,
+    lanes,
+    processors,
     rank_bits,
     rank_key,
     spec_arguments,
-    tile_of,
 )
 
 WARPS = 4
-"""That work on one row."""
+"""Warps per row."""
 LOWEST: tl.constexpr = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
 NOTHING: tl.constexpr = tl.constexpr(0x7FFFFFFFFFFFFFFF)
+LEFT_ALONE, LARGEST_TAKEN, RECOMPUTED = map(tl.constexpr, range(3))
+"""States of a row's tile: no logit was taken out of it, only its largest, or any, by recomputing it."""
+
+ROWS_AT_ONCE = 8192
+"""Tokens whose tile statistics are held at once."""
+ROOM = 4
+"""Times k: candidates for a row's own support that are held at once. Common tokens are neighbours, so it takes more than k."""
+MORE_ROOM = 32
+"""The room for rows with more candidates. If even that overflows, as in a row of equal logits, the torch path takes over."""
+UNION_ROOM = 8
+"""The room if the host does not wait for the overflow flag; the batch is computed again if it was set."""
+MOST_LISTED = 8192
+"""Candidates that can be sorted at once in 64 KiB of shared memory, which every GPU has."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,68 +48,215 @@ class RecomputePlan:
     """The tiles of N rows to recompute. Memory is there for any number of them, so that the host need not know it."""
 
     state: Tensor
-    """[N, tiles] uint8: 0 nothing was taken out of this tile, 1 its largest logit was, 2 it is recomputed."""
+    """LEFT_ALONE, LARGEST_TAKEN or RECOMPUTED [N, tiles] uint8."""
     queue: Tensor
     length: Tensor
-    """Rows that wait for each tile of the vocabulary [tiles, N], and how many they are [tiles]."""
+    """Rows that wait for each tile of the vocabulary [tiles, N], and their number [tiles]."""
     listed: Tensor
-    """Of a given support [N, M]: id · M + slot, ascending. Of an own one [N, room]: rank keys of what was taken out so far."""
+    """For a given support: id · M + slot, ascending [N, M]. For an own support: rank keys of candidates [N, room]."""
     filled: Tensor
-    """For an own support: how many keys were taken out, more than `room` where they did not fit [N]."""
+    """For an own support: the number of candidates, more than `room` if they did not fit [N]."""
     floor: Tensor
-    """For an own support: what every member reaches, as an integer that sorts as logits do [N]."""
+    """For an own support: a bound that every member reaches, as an integer that sorts as logits do [N]."""
     overflow: Tensor
-    """For an own support: whether `filled` is more than `room` anywhere [1]."""
+    """For an own support: 1 if `filled` is more than `room` anywhere [1]."""
 
 
-def plan_given(stats: TileStatistics, marks: Tensor, width: int, *, given: bool, out: HeadRows) -> RecomputePlan:
-    """Of the support `marks` [N, 1 + K]. Slot 0, the sampled token, is a member only without a `given` support.
+def fits_at_once(count: int) -> bool:
+    """True if so many rows are one part, whose statistics can be made beforehand."""
+    return count <= ROWS_AT_ONCE
 
-    Fills in the normaliser, the entropy, and `out.kept` of all marks in tiles that need no recomputing.
+
+def stream_head(
+    whole: HeadInput,
+    stats: TileStatistics | None = None,
+    queued: Callable[[], None] = lambda: None,
+    overflows: list[AsyncCopy] | None = None,
+) -> HeadRows:
+    """The head's results for n tokens, as the torch head has them, from one GEMM and a few recomputed tiles.
+
+    Without `ids` and `top_k` the support is the sampled token; with both it is their union. `stats` are those of all n tokens,
+    if they exist already. `queued` is called when all kernels are queued, before the host waits for a result. The ranking of a
+    union waits too, unless there is a list for `overflows`: a flag in it that is not 0 means that rows are wrong.
     """
+    assert stats is None or fits_at_once(len(whole.hidden))
+    top_k, given = whole.request.top_k, whole.ids
+    if top_k is not None and given is None:
+        return _own_rows(whole, ROOM, stats, queued)
+    parts = [support_rows(part, stats or _statistics(part), overflows) for part in _parts(whole)]
+    queued()
+    return HeadRows.cat(parts) if parts else _blank_rows(whole, 1 if given is None else given.shape[1] + (top_k or 0))
+
+
+def _parts(whole: HeadInput) -> Iterator[HeadInput]:
+    """Even pieces of at most ROWS_AT_ONCE rows."""
+    total = len(whole.hidden)
+    if fits_at_once(total):
+        yield from [whole] if total else []
+        return
+    size = triton.cdiv(total, triton.cdiv(total, ROWS_AT_ONCE))
+    yield from (whole[a : a + size] for a in range(0, total, size))
+
+
+def _statistics(part: HeadInput) -> TileStatistics:
+    return gemm_stats(part.hidden, part.weight, part.bias, part.spec, entropy=part.request.entropy)
+
+
+def support_rows(part: HeadInput, stats: TileStatistics, overflows: list[AsyncCopy] | None = None) -> HeadRows:
+    """Rows on the support `ids`, its union with the policy's own, or the sampled token; `stats` are overwritten."""
+    top_k, given = part.request.top_k, part.ids
+    if top_k is None:
+        return _given_rows(part, stats)
+    assert given is not None
+    # A union: the policy's own support is found first, then both are given. Beside a given support, even an empty one, the
+    # sampled token is a token like any other.
+    own = replace(part, ids=given.new_full((len(given), 1), -1))
+    kept = replace(stats, second=stats.second.clone(), others=stats.others.clone(), weighted=stats.weighted[:0])
+    ranked = _own_rows(own, ROOM if overflows is None else UNION_ROOM, kept, overflows=overflows).ids
+    ids = join_supports(given.contiguous(), ranked, top_k, part.joins)
+    return _given_rows(replace(part, ids=ids, request=replace(part.request, top_k=None)), stats)
+
+
+def _given_rows(part: HeadInput, stats: TileStatistics) -> HeadRows:
+    """Rows on the support `ids`, or on the sampled token alone."""
+    given, marks = part.ids is not None, _marks(part)
     (count, tiles), slots = stats.peak.shape, marks.shape[1]
-    padded = max(2, triton.next_power_of_2(slots))
-    plan = _blank(stats, padded, own=False)
+    out, plan = _blank_rows(part, slots), _blank_plan(stats, lanes(slots), own=False)
     _given_kernel[(count,)](
         stats.peak, stats.place, stats.second, stats.others, stats.weighted, marks, plan.state, plan.queue, plan.length,
-        plan.listed, out.kept, out.lse, out.entropy, count, tiles, slots, GIVEN=given,
-        ENTROPY=stats.weighted.numel() > 0, TILES=triton.next_power_of_2(tiles), SLOTS=padded, COLUMNS=width, num_warps=WARPS,
+        plan.listed, out.kept, out.lse, out.entropy, count, tiles, slots, GIVEN=given, ENTROPY=stats.weighted.numel() > 0,
+        TILES=triton.next_power_of_2(tiles), SLOTS=lanes(slots), COLUMNS=tile_of(part.hidden).columns, num_warps=WARPS,
     )  # fmt: skip
-    return plan
-
-
-def plan_own(stats: TileStatistics, marks: Tensor, width: int, *, top_k: int, room: int, out: HeadRows) -> RecomputePlan:
-    """Of the policy's own top k and the sampled token, `marks` [N, 1], −1 for none; `room` for what may be a member, a power
-    of 2."""
-    count, tiles = stats.peak.shape
-    plan = _blank(stats, room, own=True)
-    _own_kernel[(count,)](
-        stats.peak, stats.place, stats.second, stats.others, stats.weighted, marks, plan.state, plan.queue, plan.length,
-        plan.listed, plan.filled, plan.floor, plan.overflow, out.lse, out.entropy, count, tiles, top_k,
-        ENTROPY=stats.weighted.numel() > 0, TILES=triton.next_power_of_2(tiles), ROOM=room, COLUMNS=width, num_warps=WARPS,
+    _recompute_tiles(part, stats, plan, marks, out, given=given, own=False)
+    _finalize_given_kernel[(count,)](
+        stats.peak, stats.second, stats.others, plan.state, marks, out.lse, out.rest, out.rest_max, out.kept, tiles, slots,
+        GIVEN=given, TILES=triton.next_power_of_2(tiles), SLOTS=lanes(slots), num_warps=WARPS,
     )  # fmt: skip
-    return plan
+    if part.ids is None:
+        return replace(out, logp=out.kept[:, 0], ids=part.tokens[:, None])
+    return replace(out, logp=out.kept[:, 0], ids=part.ids, kept=out.kept[:, 1:])
 
 
-def _blank(stats: TileStatistics, listed: int, *, own: bool) -> RecomputePlan:
-    (count, tiles), device = stats.peak.shape, stats.peak.device
+def _own_rows(
+    whole: HeadInput,
+    room: int,
+    early: TileStatistics | None = None,
+    queued: Callable[[], None] = lambda: None,
+    overflows: list[AsyncCopy] | None = None,
+) -> HeadRows:
+    """Rows on the policy's own support, as `top_k_support` has it, with the sampled token in slot 0, or no token with `ids`."""
+    top_k, mass = whole.request.top_k, whole.request.mass
+    assert top_k is not None
+    best, found = lanes(top_k), []
+    for part in _parts(whole):
+        stats = early or _statistics(part)
+        marks = (part.tokens[:, None] if part.ids is None else part.ids[:, :1]).int()
+        out, plan = _blank_rows(part, top_k + 1), _blank_plan(stats, room * best, own=True)
+        count, tiles = stats.peak.shape
+        _own_kernel[(count,)](
+            stats.peak, stats.place, stats.second, stats.others, stats.weighted, marks, plan.state, plan.queue, plan.length,
+            plan.listed, plan.filled, plan.floor, plan.overflow, out.lse, out.entropy, count, tiles, top_k,
+            ENTROPY=stats.weighted.numel() > 0, TILES=triton.next_power_of_2(tiles), ROOM=room * best,
+            COLUMNS=tile_of(part.hidden).columns, num_warps=WARPS,
+        )  # fmt: skip
+        _recompute_tiles(part, stats, plan, marks, out, given=False, own=True)
+        overflow = AsyncCopy(plan.overflow)  # queued before the sort, so that the host has it sooner
+        _finalize_own_kernel[(count,)](
+            stats.peak, stats.second, stats.others, plan.state, plan.listed, plan.filled, marks, out.lse, out.logp, out.rest,
+            out.rest_max, out.ids, out.kept, tiles, mass, top_k, THRESHOLD=mass < 1.0, TILES=triton.next_power_of_2(tiles),
+            BEST=best, ROOM=room * best,
+            num_warps=1 if room * best <= 512 else WARPS,  # a sort within a warp waits for no other
+        )  # fmt: skip
+        found.append((out, plan.filled, overflow))
+    queued()
+    if not found:
+        return _blank_rows(whole, top_k + 1)
+    parts, filled, copies = zip(*found, strict=True)
+    rows = HeadRows.cat(parts)
+    if overflows is not None:
+        overflows += copies
+    elif any(overflow.wait()[0] for overflow in copies):  # some rows once more, with more room, or by the torch path
+        which = (torch.cat(filled) > room * best).nonzero().squeeze(-1)
+        more = min(MORE_ROOM, MOST_LISTED // best)
+        again = _own_rows(whole[which], more) if room < more else head_forward(whole[which], Shard.of(whole.weight, None))
+        for name, x in vars(rows).items():
+            x[which] = vars(again)[name]
+    return rows
 
-    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device=device)
 
-    zeros = torch.zeros(tiles + 1, dtype=torch.int32, device=device)
+def _marks(part: HeadInput) -> Tensor:
+    """The sampled token and the given support, if there is one [N, 1 + K] int32; −1 for ids outside the vocabulary."""
+    marks = part.tokens[:, None] if part.ids is None else torch.cat([part.tokens[:, None], part.ids], 1)
+    return torch.where((marks >= 0) & (marks < len(part.weight)), marks, -1).int()
+
+
+def _blank_rows(part: HeadInput, slots: int) -> HeadRows:
+    """Uninitialised rows; the entropy is 0 unless requested."""
+    count, device = len(part.tokens), part.tokens.device
+    lse, logp, rest, rest_max = (torch.empty(count, device=device) for _ in range(4))
+    entropy = (torch.empty if part.request.entropy else torch.zeros)(count, device=device)
+    ids = torch.empty(count, slots if part.request.top_k is not None else 0, dtype=torch.int64, device=device)
+    return HeadRows(lse, logp, ids, torch.empty(count, slots, device=device), rest, entropy, rest_max)
+
+
+def _blank_plan(stats: TileStatistics, listed: int, *, own: bool) -> RecomputePlan:
+    """Memory for a plan, its counters 0."""
+    (count, tiles), like = stats.peak.shape, stats.peak
+    zeros = torch.zeros(tiles + 1, dtype=torch.int32, device=like.device)
     length, overflow = zeros[:tiles], zeros[tiles:]
-    filled, floor = (empty(count), empty(count)) if own else (overflow, overflow)  # which nobody reads
+    filled, floor = (like.new_empty(count, dtype=torch.int32) if own else overflow for _ in range(2))  # else not read
     return RecomputePlan(
-        empty(count, tiles, dtype=torch.uint8), empty(tiles, count), length, empty(count, listed, dtype=torch.int64), filled,
-        floor, overflow,
+        like.new_empty(count, tiles, dtype=torch.uint8), like.new_empty(tiles, count, dtype=torch.int32), length,
+        like.new_empty(count, listed, dtype=torch.int64), filled, floor, overflow,
     )  # fmt: skip
+
+
+def _recompute_tiles(
+    part: HeadInput, stats: TileStatistics, plan: RecomputePlan, marks: Tensor, out: HeadRows, *, given: bool, own: bool
+) -> None:
+    """Recompute the planned tiles: for a given support fill in `out.kept`, for an `own` one list every candidate."""
+    hidden, weight, tile = part.hidden, part.weight, tile_of(part.hidden)
+    (tiles, count), programs = plan.queue.shape, processors(hidden)
+    _tile_kernel[(programs,)](
+        hidden, TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]), part.bias, plan.queue, plan.length,
+        plan.listed, plan.filled, plan.floor, plan.overflow, marks, out.lse, out.kept, stats.second, stats.others, count,
+        *weight.shape, tiles, marks.shape[1], *spec_arguments(part.spec), OWN=own, GIVEN=given, PROGRAMS=programs,
+        TILES=triton.next_power_of_2(tiles), LISTED=plan.listed.shape[1], ROWS=tile.rows // 2, COLUMNS=tile.columns,
+        DEPTH=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def join_supports(given: Tensor, ranked: Tensor, most: int, joins: Tensor | None = None) -> Tensor:
+    """Ids [N, K + most]: the members of `given` [N, K], then up to `most` others of `ranked` [N, M], then −1.
+
+    Both may hold −1, for no token, anywhere. A row that does not join [N] gets no others. `support.choose_support` is the
+    reference.
+    """
+    (count, slots), joined = given.shape, given.shape[1] + most
+    out = torch.empty(count, joined, dtype=torch.int64, device=given.device)
+    _join_kernel[(count,)](
+        given, ranked, None if joins is None else joins.contiguous().view(torch.uint8), out, slots, ranked.shape[1], joined,
+        GIVEN=lanes(slots), RANKED=lanes(ranked.shape[1]), SLOTS=lanes(joined), SOME=16, num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+@no_type_check
+def _load_tiles(peak, second, others, row, tiles, TILES: tl.constexpr):
+    """A row's tiles: indices, mask and addresses; largest logit, second largest, and the sum of all but the largest."""
+    tile = tl.arange(0, TILES)
+    valid = tile < tiles
+    here = row * tiles + tile
+    top = tl.load(peak + here, mask=valid, other=-float("inf"))
+    runner_up = tl.load(second + here, mask=valid, other=-float("inf"))
+    return tile, valid, here, top, runner_up, tl.load(others + here, mask=valid, other=0.0)
 
 
 @triton.jit
 @no_type_check
 def log_sum(peak, total):
-    """log Σ total e^peak, −inf of nothing."""
+    """log Σ total e^peak; −inf if there is nothing to sum."""
     top = tl.max(peak, 0)
     top = tl.where(top == -float("inf"), 0.0, top)
     return top + tl.log(tl.sum(total * tl.exp(peak - top), 0))
@@ -114,7 +274,7 @@ def whole_tiles(top, runner_up, without):
 @triton.jit
 @no_type_check
 def _normaliser(top, runner_up, without, weighted, lse, entropy, row, tiles, ENTROPY: tl.constexpr, TILES: tl.constexpr):
-    """log Σ e^z of a row, and its entropy."""
+    """Write log Σ e^z of a row, and its entropy."""
     whole, down = whole_tiles(top, runner_up, without)
     total = log_sum(top, whole)
     tl.store(lse + row, total)
@@ -133,23 +293,18 @@ def _normaliser(top, runner_up, without, weighted, lse, entropy, row, tiles, ENT
 @no_type_check
 def _given_kernel(
     peak, place, second, others, weighted, marks, state, queue, length, listed, values, lse, entropy, rows, tiles, slots,
-    GIVEN: tl.constexpr, ENTROPY: tl.constexpr, TILES: tl.constexpr, SLOTS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    GIVEN: tl.constexpr, ENTROPY: tl.constexpr, TILES: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """Normaliser, entropy, and values of all marks in tiles that need no recomputing; the other tiles are queued."""
     row = tl.program_id(0).to(tl.int64)
-    tile = tl.arange(0, TILES)
-    valid = tile < tiles
-    here = row * tiles + tile
-    top = tl.load(peak + here, mask=valid, other=-float("inf"))
-    runner_up = tl.load(second + here, mask=valid, other=-float("inf"))
-    without = tl.load(others + here, mask=valid, other=0.0)
+    _tile, valid, here, top, runner_up, without = _load_tiles(peak, second, others, row, tiles, TILES)
     total = _normaliser(top, runner_up, without, weighted, lse, entropy, row, tiles, ENTROPY, TILES)
-    tl.store(state + here, tl.zeros((TILES,), tl.uint8), mask=valid)
+    tl.store(state + here, tl.full((TILES,), LEFT_ALONE, tl.uint8), mask=valid)
 
     slot = tl.arange(0, SLOTS)
     mark = tl.load(marks + row * slots + slot, mask=slot < slots, other=-1)
     tl.store(values + row * slots + slot, tl.full((SLOTS,), -float("inf"), tl.float32), mask=slot < slots)
-    if GIVEN:  # where the support has the sampled token too, that is the one to look for
+    if GIVEN:  # a sampled token that is in the support too is looked for there
         twice = tl.max(((mark == tl.load(marks + row * slots)) & (slot > 0)).to(tl.int32), 0) > 0
         mark = tl.where((slot == 0) & twice, -1, mark)
     key = tl.sort(tl.where(mark >= 0, mark.to(tl.int64) * SLOTS + slot, NOTHING))
@@ -157,24 +312,24 @@ def _given_kernel(
     tl.debug_barrier()
     before = tl.load(listed + row * SLOTS + slot - 1, mask=slot > 0, other=-1)
     real = key != NOTHING
-    if GIVEN:  # a token twice in a support: all that comes of the row is NaN
+    if GIVEN:  # a token twice in a support: the whole row becomes NaN
         repeated = real & (before >= 0) & (before // SLOTS == key // SLOTS)
         total = tl.where(tl.max(repeated.to(tl.int32), 0) > 0, float("nan"), total)
         tl.store(lse + row, total)
     id = tl.where(real, key // SLOTS, 0).to(tl.int32)
     at = id // COLUMNS
     own_slot = (key % SLOTS).to(tl.int32)
-    # Of equals at the top of a tile it is not known which is where.
+    # If two logits tie at the top of a tile, `place` may be either: recompute.
     alone = tl.load(peak + row * tiles + at) > tl.load(second + row * tiles + at)
     known = real & alone & (tl.load(place + row * tiles + at).to(tl.int32) == id % COLUMNS)
     member = real
     if GIVEN:
         member = member & (own_slot > 0)
-    tl.store(state + row * tiles + at, tl.full((SLOTS,), 1, tl.uint8), mask=member & known)
+    tl.store(state + row * tiles + at, tl.full((SLOTS,), LARGEST_TAKEN, tl.uint8), mask=member & known)
     tl.debug_barrier()
-    tl.store(state + row * tiles + at, tl.full((SLOTS,), 2, tl.uint8), mask=real & ~known)
+    tl.store(state + row * tiles + at, tl.full((SLOTS,), RECOMPUTED, tl.uint8), mask=real & ~known)
     tl.debug_barrier()
-    again = real & (tl.load(state + row * tiles + at, mask=real, other=0) == 2)
+    again = real & (tl.load(state + row * tiles + at, mask=real, other=LEFT_ALONE) == RECOMPUTED)
     value = tl.load(peak + row * tiles + at, mask=real, other=0.0) - total
     tl.store(values + row * slots + own_slot, value, mask=real & ~again)
     first = again & ((before < 0) | (before // (SLOTS * COLUMNS) != at))
@@ -188,23 +343,19 @@ def _own_kernel(
     peak, place, second, others, weighted, marks, state, queue, length, listed, filled, floors, overflow, lse, entropy, rows,
     tiles, top_k, ENTROPY: tl.constexpr, TILES: tl.constexpr, ROOM: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Of the largest and second largest of all tiles at least k reach the k-th largest of these, so all members do.
+    """Normaliser, entropy, a floor that all members of the top k reach, and the tiles to recompute.
 
-    A tile whose second largest does not holds one member at most. Nearly as good as the k-th largest is what a few more of them
-    reach, which is found by halving.
+    The k-th largest among the two largest logits of every tile is such a floor. A tile whose second largest logit is below it
+    holds one member at most, which is known. Bisection finds a floor that slightly more than k of these logits reach: exact
+    enough, and sooner.
     """
     row = tl.program_id(0).to(tl.int64)
-    tile = tl.arange(0, TILES)
-    valid = tile < tiles
-    here = row * tiles + tile
-    top = tl.load(peak + here, mask=valid, other=-float("inf"))
-    runner_up = tl.load(second + here, mask=valid, other=-float("inf"))
-    without = tl.load(others + here, mask=valid, other=0.0)
+    tile, valid, here, top, runner_up, without = _load_tiles(peak, second, others, row, tiles, TILES)
     _normaliser(top, runner_up, without, weighted, lse, entropy, row, tiles, ENTROPY, TILES)
 
     bits = tl.where(valid, rank_bits(top), -0x80000000)
     next_bits = tl.where(valid, rank_bits(runner_up), -0x80000000)
-    # There are as many tiles as members at least, and so as many of these reach the least of the tiles' largest.
+    # With k tiles or more, at least k logits reach the least of the tiles' largest.
     floor = tl.where(tiles >= top_k, tl.min(tl.where(valid, bits, 0x7FFFFFFF), 0), -0x80000000)
     ceiling = tl.max(bits, 0)
     while floor < ceiling:
@@ -219,12 +370,12 @@ def _own_kernel(
     largest = tile * COLUMNS + tl.load(place + here, mask=valid, other=0).to(tl.int32)
     sampled_here = valid & (tile == token // COLUMNS) & (token >= 0)
     again = valid & ((next_bits >= floor) | (sampled_here & ((largest != token) | (bits == next_bits))))
-    # Where fewer than k logits are finite, impossible tokens are members, and that takes more than tiles' statistics.
+    # With fewer than k finite logits, impossible tokens are members, and tile statistics do not say which: the torch path does.
     hopeless = floor <= -0x7F800001  # as −inf ranks
     again = again & ~hopeless
 
-    # In front the sampled token, then those of the other tiles that reach the floor. Behind these there is room for what is
-    # found in recomputed tiles.
+    # Slot 0 is the sampled token's, then come the largest logits of tiles that need no recomputing. The slots behind these are
+    # for logits found in recomputed tiles.
     taken = valid & ~again & ~sampled_here & (bits >= floor)
     slot = tl.cumsum(taken.to(tl.int32), 0)
     tl.store(listed + row * ROOM + tl.arange(0, ROOM), tl.full((ROOM,), LOWEST, tl.int64))
@@ -235,46 +386,21 @@ def _own_kernel(
     full = tl.where(hopeless, ROOM + 1, 1 + tl.sum(taken.to(tl.int32), 0))
     tl.store(filled + row, full)
     tl.store(overflow, 1, mask=full > ROOM)
-    tl.store(state + here, tl.where(again, 2, tl.where(taken | done, 1, 0)).to(tl.uint8), mask=valid)
+    tl.store(
+        state + here, tl.where(again, RECOMPUTED, tl.where(taken | done, LARGEST_TAKEN, LEFT_ALONE)).to(tl.uint8), mask=valid
+    )
     position = tl.atomic_add(length + tile, tl.full((TILES,), 1, tl.int32), mask=again, sem="relaxed")
     tl.store(queue + tile.to(tl.int64) * rows + position, (row + tl.zeros((TILES,), tl.int64)).to(tl.int32), mask=again)
-
-
-def recompute_tiles(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    spec: LogitSpec,
-    stats: TileStatistics,
-    plan: RecomputePlan,
-    marks: Tensor,
-    out: HeadRows,
-    *,
-    given: bool,
-    own: bool,
-) -> None:
-    """Of a given support fill in `out.kept`; of an `own` one list every logit that may be a member."""
-    tile, width = tile_of(hidden), hidden.shape[1]
-    tiles, count = plan.queue.shape
-    programs = torch.cuda.get_device_properties(hidden.device).multi_processor_count if hidden.is_cuda else 2
-    _tile_kernel[(programs,)](
-        hidden, TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]), bias, plan.queue, plan.length, plan.listed,
-        plan.filled, plan.floor, plan.overflow, marks, out.lse, out.kept, stats.second, stats.others, count, len(weight),
-        width, tiles, marks.shape[1], *spec_arguments(spec), BIAS=bias is not None, CAP=spec.softcap is not None, OWN=own,
-        GIVEN=given, PROGRAMS=programs, TILES=triton.next_power_of_2(tiles), LISTED=plan.listed.shape[1], ROWS=tile.rows // 2,
-        COLUMNS=tile.columns, DEPTH=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
 
 
 @triton.jit
 @no_type_check
 def _tile_kernel(
     hidden, weight, bias, queue, length, listed, filled, floors, overflow, marks, lse, values, second, others, rows, vocabulary,
-    width, tiles, slots, before, cap, after, BIAS: tl.constexpr, CAP: tl.constexpr, OWN: tl.constexpr, GIVEN: tl.constexpr,
-    PROGRAMS: tl.constexpr, TILES: tl.constexpr, LISTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    width, tiles, slots, before, cap, after, OWN: tl.constexpr, GIVEN: tl.constexpr, PROGRAMS: tl.constexpr,
+    TILES: tl.constexpr, LISTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Every PROGRAMS-th block of ROWS rows that wait for one and the same tile of the vocabulary."""
+    """Recompute the queued tiles: each program takes every PROGRAMS-th block of ROWS rows that share one tile's weights."""
     each = tl.arange(0, TILES)
     blocks = tl.cdiv(tl.load(length + each, mask=each < tiles, other=0), ROWS)
     up_to = tl.cumsum(blocks, 0)
@@ -294,7 +420,7 @@ def _tile_kernel(
             within = (k + depth) < width
             h = tl.load(hidden + row[:, None] * width + (k + depth)[None, :], mask=valid[:, None] & within[None, :], other=0.0)
             dots = tl.dot(h, weight.load([tile * COLUMNS, k]).T, dots, input_precision="ieee")
-        z = finish_logits(dots, columns, bias, vocabulary, before, cap, after, BIAS, CAP)
+        z = finish_logits(dots, columns, bias, vocabulary, before, cap, after)
         if OWN:
             z = _take_largest(z, row, valid, tile, listed, filled, floors, overflow, marks, LISTED, COLUMNS)
         else:
@@ -309,7 +435,7 @@ def _tile_kernel(
 @no_type_check
 def _take_listed(
     z, row, valid, position, tile, listed, lse, values, slots, GIVEN: tl.constexpr, LISTED: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
+):
     """The logits listed for this tile go to their slots; members leave the tile."""
     local = tl.arange(0, COLUMNS)
     total = tl.load(lse + row, mask=valid, other=0.0)
@@ -324,7 +450,7 @@ def _take_listed(
             hit = hit & (slot > 0)[:, None]
         z = tl.where(hit, -float("inf"), z)
         position += 1
-        # Beyond a full list there is nothing, and nothing is in no tile; −1 would be in the first, division being what it is.
+        # NOTHING, behind a full list, is in no tile; −1 would be in the first, since division truncates.
         key = tl.load(listed + row * LISTED + position, mask=here & (position < LISTED), other=NOTHING)
         here = here & (key // (LISTED * COLUMNS) == tile)
     return z
@@ -332,10 +458,8 @@ def _take_listed(
 
 @triton.jit
 @no_type_check
-def _take_largest(
-    z, row, valid, tile, listed, filled, floors, overflow, marks, LISTED: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
-    """The sampled token goes to the front of the list; whatever else reaches the row's floor behind what is there."""
+def _take_largest(z, row, valid, tile, listed, filled, floors, overflow, marks, LISTED: tl.constexpr, COLUMNS: tl.constexpr):
+    """The sampled token goes to the front of the list; other logits that reach the row's floor are appended."""
     local = tl.arange(0, COLUMNS)
     token = tl.load(marks + row, mask=valid, other=-1)
     mine = valid & (token // COLUMNS == tile) & (token >= 0)
@@ -359,45 +483,13 @@ def _take_largest(
     return z
 
 
-def finalize_given(stats: TileStatistics, plan: RecomputePlan, marks: Tensor, given: bool, out: HeadRows) -> None:
-    """The rest of rows whose support, `out.kept`, is complete; and slot 0 of it where the support has the sampled token too."""
-    rows, tiles = stats.peak.shape
-    _finalize_given_kernel[(rows,)](
-        stats.peak, stats.second, stats.others, plan.state, marks, out.lse, out.rest, out.rest_max, out.kept, tiles,
-        marks.shape[1], GIVEN=given, TILES=triton.next_power_of_2(tiles),
-        SLOTS=max(2, triton.next_power_of_2(marks.shape[1])), num_warps=WARPS,
-    )  # fmt: skip
-
-
-def finalize_own(stats: TileStatistics, plan: RecomputePlan, marks: Tensor, request: HeadRequest, out: HeadRows) -> None:
-    """Fill in rows for the policy's own support, as `top_k_support` has it, unless what may be a member did not fit."""
-    assert request.top_k is not None
-    rows, tiles = stats.peak.shape
-    _finalize_own_kernel[(rows,)](
-        stats.peak, stats.second, stats.others, plan.state, plan.listed, plan.filled, marks, out.lse, out.logp, out.rest,
-        out.rest_max, out.ids, out.kept, tiles, request.mass, request.top_k, THRESHOLD=request.mass < 1.0,
-        TILES=triton.next_power_of_2(tiles), BEST=best_of(request.top_k), ROOM=plan.listed.shape[1],
-        num_warps=1 if plan.listed.shape[1] <= 512 else WARPS,  # a sort within a warp waits for no other
-    )  # fmt: skip
-
-
-def best_of(top_k: int) -> int:
-    """The next power of 2."""
-    return max(2, triton.next_power_of_2(top_k))
-
-
 @triton.jit
 @no_type_check
 def _left_in_tiles(peak, second, others, state, row, tiles, TILES: tl.constexpr):
-    """log Σ e^z over what was taken out of no tile, and the largest of these logits."""
-    tile = tl.arange(0, TILES)
-    valid = tile < tiles
-    here = row * tiles + tile
-    top = tl.load(peak + here, mask=valid, other=-float("inf"))
-    runner_up = tl.load(second + here, mask=valid, other=-float("inf"))
-    without = tl.load(others + here, mask=valid, other=0.0)
+    """log Σ e^z over the logits that stayed in their tiles, and the largest of these."""
+    _tile, valid, here, top, runner_up, without = _load_tiles(peak, second, others, row, tiles, TILES)
     whole, _down = whole_tiles(top, runner_up, without)
-    untouched = tl.load(state + here, mask=valid, other=2) == 0
+    untouched = tl.load(state + here, mask=valid, other=RECOMPUTED) == LEFT_ALONE
     largest = tl.where(untouched, top, runner_up)
     return log_sum(largest, tl.where(untouched, whole, without)), tl.max(largest, 0)
 
@@ -405,9 +497,10 @@ def _left_in_tiles(peak, second, others, state, row, tiles, TILES: tl.constexpr)
 @triton.jit
 @no_type_check
 def _finalize_given_kernel(
-    peak, second, others, state, marks, lse, rest, rest_max, values, tiles, slots,
-    GIVEN: tl.constexpr, TILES: tl.constexpr, SLOTS: tl.constexpr,
+    peak, second, others, state, marks, lse, rest, rest_max, values, tiles, slots, GIVEN: tl.constexpr, TILES: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):  # fmt: skip
+    """The tail of a row, and slot 0 if the support has the sampled token too."""
     row = tl.program_id(0).to(tl.int64)
     total = tl.load(lse + row)
     outside, largest = _left_in_tiles(peak, second, others, state, row, tiles, TILES)
@@ -428,14 +521,15 @@ def _finalize_own_kernel(
     peak, second, others, state, listed, filled, marks, lse, logp, rest, rest_max, ids, kept, tiles, mass, top_k,
     THRESHOLD: tl.constexpr, TILES: tl.constexpr, BEST: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
+    """The support of a row: the best of the listed logits, sorted, and the tail mass that they leave."""
     row = tl.program_id(0).to(tl.int64)
-    if tl.load(filled + row) > ROOM:  # no token, until the row is done again
+    if tl.load(filled + row) > ROOM:  # no token, until the row is computed again
         every = tl.arange(0, 2 * BEST)
         tl.store(ids + row * (top_k + 1) + every, tl.full((2 * BEST,), -1, tl.int64), mask=every <= top_k)
         return
     total = tl.load(lse + row)
     keys = tl.load(listed + row * ROOM + tl.arange(0, ROOM))
-    if (tl.load(filled + row) <= 2 * BEST) & (2 * BEST < ROOM):  # as a rule; and the sort is what costs
+    if (tl.load(filled + row) <= 2 * BEST) & (2 * BEST < ROOM):  # the usual case: a shorter sort
         best = tl.topk(tl.load(listed + row * ROOM + tl.arange(0, 2 * BEST)), BEST)
     else:
         best = tl.topk(keys, BEST)
@@ -464,7 +558,7 @@ def _finalize_own_kernel(
     tl.store(ids + base + slot, tl.where(stays, token_id, -1).to(tl.int64), mask=rank < top_k)
     tl.store(kept + base + slot, tl.where(stays, value, -float("inf")), mask=rank < top_k)
 
-    # The rest: what no tile has lost, and those of the list that were not chosen.
+    # The tail: logits that stayed in their tiles, and those of the list that were not chosen.
     outside, largest = _left_in_tiles(peak, second, others, state, row, tiles, TILES)
     free = (keys < bar) & (0x7FFFFFFF - (keys & 0x7FFFFFFF).to(tl.int32) != sampled) & (keys > LOWEST)
     others_listed = tl.where(free, _value_of(keys), -float("inf"))
@@ -483,38 +577,19 @@ def _value_of(key):
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
 
 
-def join_supports(given: Tensor, ranked: Tensor, most: int, joins: Tensor | None = None) -> Tensor:
-    """Ids [N, K + most]: the members of `given` [N, K], then the others of `ranked` [N, M], at most so many, then −1.
-
-    Both hold −1 for no token, anywhere. Where a row does not join [N], it gets no others. `support.choose_support` is the
-    reference.
-    """
-    (count, slots), joined = given.shape, given.shape[1] + most
-    out = torch.empty(count, joined, dtype=torch.int64, device=given.device)
-    _join_kernel[(count,)](
-        given, ranked, None if joins is None else joins.contiguous().view(torch.uint8), out, slots, ranked.shape[1], joined,
-        JOINS=joins is not None, GIVEN=_power(slots), RANKED=_power(ranked.shape[1]), SLOTS=_power(joined), SOME=16,
-        num_warps=1,
-    )  # fmt: skip
-    return out
-
-
-def _power(slots: int) -> int:
-    return max(2, triton.next_power_of_2(slots))
-
-
 @triton.jit
 @no_type_check
 def _join_kernel(
-    ids, ranked, joins, out_joined, slots, slots_in, joined, JOINS: tl.constexpr, GIVEN: tl.constexpr, RANKED: tl.constexpr,
-    SLOTS: tl.constexpr, SOME: tl.constexpr,
+    ids, ranked, joins, out_joined, slots, slots_in, joined, GIVEN: tl.constexpr, RANKED: tl.constexpr, SLOTS: tl.constexpr,
+    SOME: tl.constexpr,
 ):  # fmt: skip
+    """One row of `join_supports`."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, GIVEN)
     first = tl.load(ids + row * slots + place, mask=place < slots, other=-1)
     rank = tl.arange(0, RANKED)
     id = tl.load(ranked + row * slots_in + rank, mask=rank < slots_in, other=-1)
-    if JOINS:
+    if joins is not None:
         id = tl.where(tl.load(joins + row) != 0, id, -1)
     known = tl.zeros((RANKED,), tl.int32)
     for begin in range(0, slots, SOME):
@@ -529,161 +604,3 @@ def _join_kernel(
     slot = tl.arange(0, SLOTS)
     padding = (slot >= members + tl.sum(new.to(tl.int32), 0)) & (slot < joined)
     tl.store(here + slot, tl.full((SLOTS,), -1, tl.int64), mask=padding)
-
-
-ROWS_AT_ONCE = 8192
-"""Tokens whose tile statistics are held at once."""
-ROOM = 4
-"""Times k: tokens that may be members of a row's own support, held at once. Common tokens are neighbours, so it takes some."""
-MORE_ROOM = 32
-"""For rows where that was too little; and where this is, as in a row of equal logits, the torch path looks at every logit."""
-UNION_ROOM = 8
-"""The room where the host does not wait for the overflow flag; all is done again where it was set."""
-MOST_LISTED = 8192
-"""Tokens that are sorted at once in 64 KiB of shared memory, which every GPU has."""
-
-
-def fits_at_once(count: int) -> bool:
-    """Whether so many rows are one part, so that their statistics can be made beforehand."""
-    return count <= ROWS_AT_ONCE
-
-
-def stream_head(
-    whole: HeadInput,
-    stats: TileStatistics | None = None,
-    queued: Callable[[], None] = lambda: None,
-    overflows: list[AsyncCopy] | None = None,
-) -> HeadRows:
-    """What the torch head knows of n tokens, from one GEMM and the recomputation of a few of its tiles.
-
-    Without `ids` and `top_k` the support is the sampled token, with both their union. `stats` are those of all n, where they
-    are there already. `queued` is called when all is queued that there is to do, before the host waits for any of it but the
-    ranking of a union; and for that neither, where there is a list of `overflows`: one that is not 0 says that rows are wrong.
-    """
-    assert stats is None or fits_at_once(len(whole.hidden))
-    top_k, given = whole.request.top_k, whole.ids
-    if top_k is not None and given is None:
-        return _own_rows(whole, ROOM, stats, queued)
-    parts = [support_rows(part, stats or _statistics(part), overflows) for part in _parts(whole)]
-    queued()
-    return join(parts) if parts else _blank_buffers(whole, 1 if given is None else given.shape[1] + (top_k or 0))
-
-
-def _statistics(part: HeadInput) -> TileStatistics:
-    return gemm_stats(part.hidden, part.weight, part.bias, part.spec, entropy=part.request.entropy)
-
-
-def support_rows(part: HeadInput, stats: TileStatistics, overflows: list[AsyncCopy] | None = None) -> HeadRows:
-    """Rows on the support `ids`, its union with the policy's own, or the sampled token alone. The statistics are used up."""
-    return _given_rows(part, stats) if part.request.top_k is None else _union_rows(part, stats, overflows)
-
-
-def _given_rows(part: HeadInput, stats: TileStatistics) -> HeadRows:
-    """Rows on the support `ids`, or on the sampled token alone."""
-    given = part.ids is not None
-    marks = _marks(part)
-    out = _blank_buffers(part, marks.shape[1])
-    plan = plan_given(stats, marks, tile_of(part.hidden).columns, given=given, out=out)
-    recompute_tiles(part.hidden, part.weight, part.bias, part.spec, stats, plan, marks, out, given=given, own=False)
-    finalize_given(stats, plan, marks, given, out)
-    if part.ids is None:
-        return dataclasses.replace(out, logp=out.kept[:, 0], ids=part.tokens[:, None])
-    return dataclasses.replace(out, logp=out.kept[:, 0], ids=part.ids, kept=out.kept[:, 1:])
-
-
-def _union_rows(part: HeadInput, stats: TileStatistics, overflows: list[AsyncCopy] | None) -> HeadRows:
-    """Rows on the union of `ids` and the policy's own support: that is found first, then both are given."""
-    top_k, given = part.request.top_k, part.ids
-    assert top_k is not None
-    assert given is not None
-    # Beside a given support, even an empty one, the sampled token is a token like any other.
-    own = dataclasses.replace(part, ids=given.new_full((len(given), 1), -1))
-    ranked = _own_rows(own, ROOM if overflows is None else UNION_ROOM, stats.copy(), overflows=overflows).ids
-    ids = join_supports(given.contiguous(), ranked, top_k, part.joins)
-    request = dataclasses.replace(part.request, top_k=None)
-    return _given_rows(dataclasses.replace(part, ids=ids, request=request), stats)
-
-
-def _own_rows(
-    whole: HeadInput,
-    room: int,
-    early: TileStatistics | None = None,
-    queued: Callable[[], None] = lambda: None,
-    overflows: list[AsyncCopy] | None = None,
-) -> HeadRows:
-    """Rows on the policy's own support: with the sampled token in slot 0 or, where a support is given, with no token there."""
-    top_k = whole.request.top_k
-    assert top_k is not None
-    parts, filled, copies = [], [], []
-    for part in _parts(whole):
-        stats = early or _statistics(part)
-        marks = (part.tokens[:, None] if part.ids is None else part.ids[:, :1]).int()
-        out = _blank_buffers(part, top_k + 1)
-        width = tile_of(part.hidden).columns
-        plan = plan_own(stats, marks, width, top_k=top_k, room=room * best_of(top_k), out=out)
-        recompute_tiles(part.hidden, part.weight, part.bias, part.spec, stats, plan, marks, out, given=False, own=True)
-        copies.append(AsyncCopy(plan.overflow))
-        finalize_own(stats, plan, marks, whole.request, out)
-        parts.append(out)
-        filled.append(plan.filled)
-    queued()
-    if not parts:
-        return _blank_buffers(whole, top_k + 1)
-    rows = join(parts)
-    if overflows is not None:
-        overflows += copies
-    elif any(overflow.wait()[0] for overflow in copies):
-        _redo(whole, rows, (torch.cat(filled) > room * best_of(top_k)).nonzero().squeeze(-1), room)
-    return rows
-
-
-def _marks(part: HeadInput) -> Tensor:
-    """The sampled token and the given support, if there is one [N, 1 + K] int32; −1 for what is no token of the vocabulary."""
-    slots = 1 if part.ids is None else 1 + part.ids.shape[1]
-    ids = part.tokens if part.ids is None else part.ids.contiguous()
-    marks = torch.empty(len(part.tokens), slots, dtype=torch.int32, device=part.tokens.device)
-    block = 1024
-    _marks_kernel[(triton.cdiv(marks.numel(), block),)](
-        part.tokens, ids, marks, marks.numel(), slots, len(part.weight), BLOCK=block, num_warps=4,
-    )  # fmt: skip
-    return marks
-
-
-def _redo(whole: HeadInput, rows: HeadRows, which: Tensor, room: int) -> None:
-    """Some rows once more, with more room, or by the torch path."""
-    part, more = whole.rows(which), min(MORE_ROOM, MOST_LISTED // best_of(whole.request.top_k or 0))
-    again = _own_rows(part, more) if room < more else head_forward(part, Shard.of(part.weight, None))
-    for field in dataclasses.fields(HeadRows):
-        getattr(rows, field.name)[which] = getattr(again, field.name)
-
-
-def _blank_buffers(part: HeadInput, slots: int) -> HeadRows:
-    """Rows to be filled in; without entropy zeros stand for it."""
-    count, device = len(part.tokens), part.tokens.device
-    lse, logp, rest, rest_max = (torch.empty(count, device=device) for _ in range(4))
-    entropy = (torch.empty if part.request.entropy else torch.zeros)(count, device=device)
-    ids = torch.empty(count, slots if part.request.top_k is not None else 0, dtype=torch.int64, device=device)
-    return HeadRows(lse, logp, ids, torch.empty(count, slots, device=device), rest, entropy, rest_max)
-
-
-def _parts(whole: HeadInput) -> Iterator[HeadInput]:
-    """Even pieces of at most ROWS_AT_ONCE rows."""
-    total = len(whole.hidden)
-    if fits_at_once(total):
-        yield from [whole] if total else []
-        return
-    size = triton.cdiv(total, triton.cdiv(total, ROWS_AT_ONCE))
-    yield from (whole.rows(slice(a, a + size)) for a in range(0, total, size))
-
-
-@triton.jit
-@no_type_check
-def _marks_kernel(
-    tokens, ids, marks, total, slots, vocabulary, BLOCK: tl.constexpr
-):  # fmt: skip
-    item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # of at most ROWS_AT_ONCE rows: 32 bits will do
-    row, slot = item // slots, item % slots
-    mark = tl.load(tokens + row, mask=(item < total) & (slot == 0), other=0)
-    id = tl.load(ids + row * (slots - 1) + slot - 1, mask=(item < total) & (slot > 0), other=0)
-    mark = tl.where(slot == 0, mark, id)
-    tl.store(marks + item, tl.where((mark >= 0) & (mark < vocabulary), mark, -1).to(tl.int32), mask=item < total)

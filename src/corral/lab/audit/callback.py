@@ -5,6 +5,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -79,15 +80,14 @@ def audit(
             f"audit: `alert_above` is a percentage from 0 to 100, of a run with report_to='trackio'; got {alert_above!r} and "
             f"report_to={trainer.args.report_to!r}."
         )
-    sharded = _is_sharded(trainer)
     callback = AuditCallback(
-        trainer, AuditFolder(Path(out)), rules_of(trainer, kl_bound, tv_bound), every, sequences, tokens, seed
-    )
-    callback.alert_above, callback.sharded = alert_above, sharded
-    if trainer.accelerator.is_main_process:
+        trainer=trainer, folder=AuditFolder(Path(out)), rules=rules_of(trainer, kl_bound, tv_bound), every=every,
+        sequences=sequences, tokens=tokens, seed=seed, alert_above=alert_above, sharded=_is_sharded(trainer),
+    )  # fmt: skip
+    if callback.is_main:
         may_resume = _has_checkpoint(cast(GRPOConfig, trainer.args)) if resume is None else resume
         callback.folder.check(callback.rules.as_dict(), done=int(may_resume))
-    if trainer.accelerator.is_main_process or sharded:
+    if callback.is_main or callback.sharded:
         wrapped = callback.wrap_generate(trainer._generate_and_score_completions)
         trainer._generate_and_score_completions = wrapped  # type: ignore[method-assign]  # of this trainer alone
         if callback.rules.own and callback.is_main:
@@ -97,7 +97,7 @@ def audit(
 
 
 def _is_sharded(trainer: GRPOTrainer) -> bool:
-    """Whether every process has to take part in a forward pass, as with FSDP2; a ValueError for what was never tested."""
+    """Return True if every process has to take part in a forward pass, as with FSDP2; refuse what was never tested."""
     state = trainer.accelerator.state
     zero3 = state.deepspeed_plugin is not None and state.deepspeed_plugin.zero_stage == 3
     if zero3 or (trainer.is_fsdp_enabled and state.fsdp_plugin.fsdp_version != 2):
@@ -109,7 +109,7 @@ def _is_sharded(trainer: GRPOTrainer) -> bool:
 
 
 def _has_checkpoint(args: GRPOConfig) -> bool:
-    """Whether there is something that `train()` could resume."""
+    """Return True if `train()` has a checkpoint to resume."""
     folder = args.output_dir
     found = folder is not None and Path(folder).is_dir() and get_last_checkpoint(folder) is not None
     return bool(args.resume_from_checkpoint) or found
@@ -146,7 +146,7 @@ def rules_of(trainer: GRPOTrainer, kl_bound: float, tv_bound: float) -> Rules:
 
 
 def _has_one_update_per_batch(trainer: GRPOTrainer) -> bool:
-    """Whether the policy of every loss is the one that sampled, so that all ratios are 1 and no clip can act."""
+    """Return True if the policy of every loss is the one that sampled: then all ratios are 1 and no clip can act."""
     if isinstance(trainer, CorralTrainer):
         return trainer.on_policy
     args = cast(GRPOConfig, trainer.args)
@@ -154,7 +154,7 @@ def _has_one_update_per_batch(trainer: GRPOTrainer) -> bool:
 
 
 def _token_batch(inputs: dict[str, Any], logp: Tensor) -> TokenBatch:
-    """What TRL's loss compares: its own log-probs of a micro-batch, with the old policy's, or its own before any update."""
+    """A micro-batch as TRL's loss compares it: its own log-probs, with the old policy's, or its own before any update."""
     mask = inputs["completion_mask"].bool()
     mask = mask & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask
     old = inputs.get("old_per_token_logps", logp)
@@ -168,6 +168,7 @@ def _model_name(model: Any) -> str:
     return Path(name).name if Path(name).is_dir() else name
 
 
+@dataclass(eq=False, kw_only=True)
 class AuditCallback(TrainerCallback):
     """Keeps the old policy at a few completions of a batch, and compares the new one after the batch's last update.
 
@@ -179,40 +180,40 @@ class AuditCallback(TrainerCallback):
     that fails stops itself with a warning, and training goes on.
     """
 
-    def __init__(
-        self,
-        trainer: GRPOTrainer,
-        folder: AuditFolder,
-        rules: Rules,
-        every: int | None,
-        sequences: int,
-        tokens: int,
-        seed: int,
-    ) -> None:
-        self.trainer, self.folder, self.rules = trainer, folder, rules
-        self.args = cast(GRPOConfig, trainer.args)  # transformers types them as its own
-        self.every, self.sequences, self.tokens, self.seed = every, sequences, tokens, seed
-        self.pending: list[tuple[AuditedCompletion, Tensor]] = []
-        """Of batches that are being trained on, with log π_old at their audited tokens [N V], on the CPU."""
-        self.made: list[MicroBatch] = []
-        """Micro-batches since the last file was written."""
-        self.due = 0
-        self.alert_above: float | None = None
-        self.sharded = False
-        """Whether all processes take part in each forward pass; the main one measures, on completions of its own."""
-        self.failed: str | None = None
-        """Why the audit stopped before training did."""
-        self.ended = False
-        """Whether every process knows that."""
+    trainer: GRPOTrainer
+    folder: AuditFolder
+    rules: Rules
+    every: int | None
+    sequences: int
+    tokens: int
+    seed: int
+    alert_above: float | None
+    sharded: bool
+    """Whether all processes take part in each forward pass; the main one measures, on completions of its own."""
+    pending: list[tuple[AuditedCompletion, Tensor]] = field(default_factory=list)
+    """Completions of batches that are being trained on, with log π_old at their audited tokens [N V], on the CPU."""
+    made: list[MicroBatch] = field(default_factory=list)
+    """Micro-batches since the last file was written."""
+    due: int = 0
+    """The update from which on the next batch is audited."""
+    failed: str | None = None
+    """Why the audit stopped before training did."""
+    ended: bool = False
+    """Whether every process knows that."""
+
+    @property
+    def args(self) -> GRPOConfig:
+        """The trainer's settings; transformers types them as its own."""
+        return cast(GRPOConfig, self.trainer.args)
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that measures and writes."""
+        """True in the process that measures and writes."""
         return self.trainer.accelerator.is_main_process
 
     @property
     def model(self) -> nn.Module:
-        """What is trained; transformers types it as perhaps None."""
+        """The model that is trained; transformers types it as perhaps None."""
         return cast(nn.Module, self.trainer.model)
 
     def wrap_generate(self, generate: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
@@ -294,7 +295,7 @@ class AuditCallback(TrainerCallback):
             self.folder.begin(self._describe(), done=state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """After an update: compare the policies on every batch that is done."""
+        """Compare the policies on every batch whose last update was made."""
         done = [(kept, old) for kept, old in self.pending if self.trainer._step >= kept.end]
         self.pending = [(kept, old) for kept, old in self.pending if self.trainer._step < kept.end]
         if not done:
@@ -329,14 +330,14 @@ class AuditCallback(TrainerCallback):
         self._run_safely(lambda: self._write_made(state.global_step))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """What is still pending never had its last update."""
+        """Drop pending completions, which never had their last update, and write the rest."""
         self.pending = []
         self._run_safely(lambda: self._write_made(state.global_step))
         if self.is_main:
             self.folder.close()
 
     def _run_safely(self, work: Callable[[], T]) -> T | None:
-        """What `work` returns; None if it failed, which ends the audit."""
+        """Call `work` and return its result; None if it failed, which ends the audit."""
         try:
             return work()
         except Exception as error:  # whatever goes wrong in here must not take the training run with it
@@ -387,12 +388,12 @@ class AuditCallback(TrainerCallback):
         return choose_completions(output, self.sequences, self.tokens, generator, end, whole=self.rules.whole_sequences)
 
     def _keep(self, chosen: list[AuditedCompletion]) -> list[tuple[AuditedCompletion, Tensor]]:
-        """The policy as it is now at these tokens; only the main process keeps it."""
+        """Score these tokens under the current policy; only the main process keeps the result."""
         with self._scoring():
             return [(kept, self._logp(kept).cpu() if self.is_main else self._logp(kept)[:0]) for kept in chosen]
 
     def _compare(self, done: list[tuple[AuditedCompletion, Tensor]]) -> list[dict[str, Any]]:
-        """The policy as it is now against the one that was kept, by the main process; the others take part in the passes."""
+        """Measure the current policy against the stored one in the main process; the others take part in the passes."""
         rows: list[dict[str, Any]] = []
         with self._scoring():
             for kept, old in done:
@@ -404,7 +405,7 @@ class AuditCallback(TrainerCallback):
 
     @contextmanager
     def _scoring(self) -> Iterator[None]:
-        """The model as it scores; weights that FSDP2 has gathered for it are let go."""
+        """Put the model into the state for scoring, then release weights that FSDP2 has gathered."""
         with preserve_state(self.model), self.trainer.accelerator.autocast():
             yield
         if self.sharded:

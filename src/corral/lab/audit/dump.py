@@ -40,11 +40,11 @@ class DumpRecord:
         self.content: Mapping[str, Any] = content
 
     def error(self, sentence: str) -> RunError:
-        """What is wrong here, and where."""
+        """An error that names the place and the fault."""
         return RunError(f"{self.where}: {sentence}")
 
     def has(self, name: str) -> bool:
-        """Whether a field is there and not null."""
+        """Return True if a field is there and not null."""
         return self.content.get(name) is not None
 
     def numbers(self, name: str, length: int | None = None) -> NDArray[np.float64]:
@@ -250,12 +250,12 @@ _LONGEST = 1 << 28
 
 @dataclass
 class FilePlace:
-    """How far a file was read."""
+    """Progress of reading a file."""
 
     bytes: int = 0
     lines: int = 0
     size: int = -1
-    """Of a file that is read as a whole, when it was last looked at: it is complete once that no longer changes."""
+    """Size at the last look of a file that is read whole: it is complete once its size no longer changes."""
 
 
 def read_lines(
@@ -313,20 +313,6 @@ def _reason(error: ValueError) -> str:
     return str(error) if isinstance(error, json.JSONDecodeError) else "a number has too many digits"
 
 
-@dataclass(frozen=True)
-class Format:
-    """A format of JSON lines: which fields it is known by, and how a line is read."""
-
-    name: str
-    fields: frozenset[str]
-    """A first line that has all of these is in this format."""
-    read: Callable[[DumpRecord], LoggedCompletion]
-    compared: str
-    """What is old and what is new, for the first sentence of an audit."""
-    remark: str | None = None
-    """What a reader of the audit has to know about these numbers."""
-
-
 def _read_own(record: DumpRecord) -> LoggedCompletion:
     """A line of corral's own schema; docs/audit.md#the-format has every field."""
     tokens = record.ids("tokens")
@@ -349,7 +335,7 @@ def _read_own(record: DumpRecord) -> LoggedCompletion:
 
 
 def _advantages(record: DumpRecord, length: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """One per token, or one for all of them."""
+    """Advantages per token, from a list or from one number for all of them."""
     if isinstance(record.content.get("advantages"), list):
         return record.numbers("advantages", length)
     value = record.number("advantages")
@@ -399,37 +385,6 @@ def _read_open_instruct(record: DumpRecord) -> LoggedCompletion:
     ).auditable(record.flags("response_mask", length))
 
 
-SAMPLER_IS_OLD = (
-    "The old policy here is the sampler, as the engine logs no other: a distance is staleness and the mismatch between sampler "
-    "and trainer together, before the update."
-)
-
-FORMATS = (
-    Format(
-        "corral",
-        frozenset({"tokens", "logp_old", "logp_new"}),
-        _read_own,
-        "compared under the old and the new policy as logged",
-    ),
-    Format(
-        "prime-rl",
-        frozenset({"token_ids", "loss_mask", "inference_logprobs", "trainer_logprobs"}),
-        _read_prime_rl,
-        "as sampled, compared with the trainer before its update",
-        SAMPLER_IS_OLD,
-    ),
-    Format(
-        "open-instruct",
-        frozenset({"trainer_logprobs", "vllm_logprobs", "response_mask"}),
-        _read_open_instruct,
-        "as sampled, compared with the trainer before its update",
-        f"{SAMPLER_IS_OLD} Where there are no advantages, every token counts as pushed further out, so that shares of blocked "
-        "and missed tokens are upper bounds.",
-    ),
-)
-"""In this order a first line is looked at."""
-
-
 _FIELDS = ("tokens", "response_lengths", "loss_masks", "advantages", "log_probs", "rollout_log_probs")
 
 
@@ -447,7 +402,7 @@ def read_slime(path: Path) -> Iterator[LoggedCompletion]:
 
 
 def _samples(record: DumpRecord) -> list[Any]:
-    """One mapping per completion."""
+    """A mapping for each completion of a file."""
     samples = record.content.get("samples")
     if isinstance(samples, list):
         return samples
@@ -488,7 +443,54 @@ def _read_sample(sample: DumpRecord, step: int) -> LoggedCompletion:
 _KNOWN = """corral's own JSON lines (tokens, advantages, logp_old, logp_new), prime-rl's token_exports, open-instruct's \
 trainer_logprobs, slime's debug train data (.pt), verl's rollout_data_dir and TRL's completions"""
 
-_TEXTS = frozenset({"input", "output", "score"})
+SAMPLER_IS_OLD = (
+    "The old policy here is the sampler, as the engine logs no other: a distance is staleness and the mismatch between sampler "
+    "and trainer together, before the update."
+)
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of dumps: the fields that it is known by, and how a line is read."""
+
+    compared: str
+    """Names of the old and the new policy, for the first sentence of an audit."""
+    remarks: tuple[str, ...] = ()
+    """Remarks about these numbers, for a reader of the audit."""
+    fields: frozenset[str] = frozenset()
+    """JSON lines whose first one has all of these are in this format; empty for files of other kinds."""
+    read: Callable[[DumpRecord], LoggedCompletion] | None = None
+    """None for files of other kinds, and for texts."""
+
+
+_BEFORE_UPDATE, _RESCORED = "as sampled, compared with the trainer before its update", "rescored by two models"
+
+FORMATS = {
+    "verl": Format(_RESCORED, fields=frozenset({"input", "output", "score"})),
+    "corral": Format(
+        "compared under the old and the new policy as logged",
+        fields=frozenset({"tokens", "logp_old", "logp_new"}),
+        read=_read_own,
+    ),
+    "prime-rl": Format(
+        _BEFORE_UPDATE,
+        (SAMPLER_IS_OLD,),
+        frozenset({"token_ids", "loss_mask", "inference_logprobs", "trainer_logprobs"}),
+        _read_prime_rl,
+    ),
+    "open-instruct": Format(
+        _BEFORE_UPDATE,
+        (
+            f"{SAMPLER_IS_OLD} Where there are no advantages, every token counts as pushed further out, so that shares of "
+            "blocked and missed tokens are upper bounds.",
+        ),
+        frozenset({"trainer_logprobs", "vllm_logprobs", "response_mask"}),
+        _read_open_instruct,
+    ),
+    "slime": Format(_BEFORE_UPDATE, (SAMPLER_IS_OLD,)),
+    "trl": Format(_RESCORED),
+}
+"""Formats by name; the first one whose fields a first line has is taken."""
 
 
 @dataclass(frozen=True)
@@ -498,30 +500,39 @@ class Dump:
     path: Path
     format: str
     files: tuple[Path, ...]
-    compared: str
-    remarks: tuple[str, ...] = ()
-    """What a reader of the audit has to know."""
+    notes: tuple[str, ...] = ()
+    """Remarks about these files, for a reader of the audit."""
+
+    @property
+    def compared(self) -> str:
+        """Names of the old and the new policy."""
+        return FORMATS[self.format].compared
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """Remarks for a reader of the audit."""
+        return (*FORMATS[self.format].remarks, *self.notes)
 
     @property
     def bytes(self) -> int:
-        """Of all files, for a progress bar."""
+        """Size of all files, for a progress bar."""
         return sum(path.stat().st_size for path in self.files if path.exists())
 
     @property
     def texts(self) -> bool:
-        """Whether it holds texts and scores alone, which two models have to rescore."""
-        return self.format in ("verl", "trl")
+        """True for texts and scores without log-probs, which two models have to rescore."""
+        return self.compared == _RESCORED
 
 
 def find_dump(path: Path) -> Dump:
-    """What is in a file or below a folder; a RunError that lists what is known, if it is none of that."""
+    """Find a dump in a file or below a folder; a RunError lists the known formats if it is in none of them."""
     lines, tables, tensors = (_files(path, suffix) for suffix in (".jsonl", ".parquet", ".pt"))
     if path.is_file() and not (tables or tensors):
         lines = (path,)
     if not lines and tables:
-        return Dump(path, "trl", _only(tables, lambda file: file.name.startswith("completions")), "rescored by two models")
+        return Dump(path, "trl", _only(tables, lambda file: file.name.startswith("completions")))
     if not lines and tensors:
-        return Dump(path, "slime", tensors, "as sampled, compared with the trainer before its update", (SAMPLER_IS_OLD,))
+        return Dump(path, "slime", tensors)
     if not lines:
         raise NothingYet(
             f"{path} holds nothing to audit: it is no audit (it has no audit.json), no run (it has no config.json) "
@@ -529,11 +540,9 @@ def find_dump(path: Path) -> Dump:
         )
     lines = _only(lines, lambda file: "token_exports" in file.parts)
     fields = _first_fields(lines)
-    if fields >= _TEXTS:
-        return Dump(path, "verl", lines, "rescored by two models")
-    for form in FORMATS:
-        if fields >= form.fields:
-            return _stable(path, form, lines) if form.name == "prime-rl" else _dump(path, form, lines)
+    for name, form in FORMATS.items():
+        if form.fields and fields >= form.fields:
+            return _stable(path, lines) if name == "prime-rl" else Dump(path, name, lines)
     raise RunError(
         f"{lines[0]} is in no known format: its fields are {', '.join(sorted(map(ascii, fields)))[:200] or 'none'}. "
         f"Known are {_KNOWN}; docs/audit.md has a writer of ten lines for any trainer."
@@ -553,13 +562,12 @@ def read_completions(
     Args:
         places: how far each file was read already; moved along.
     """
-    form = next((form for form in FORMATS if form.name == dump.format), None)
+    read = FORMATS[dump.format].read
     places = {} if places is None else places
     for path in dump.files:
         place = places.setdefault(path, FilePlace())
-        if form is not None:
-            for record in read_lines(path, progress, note, place, growing=growing):
-                yield form.read(record)
+        if read is not None:
+            yield from map(read, read_lines(path, progress, note, place, growing=growing))
         elif not place.bytes:
             before, place.size = place.size, path.stat().st_size
             if growing and before != place.size:
@@ -569,12 +577,7 @@ def read_completions(
             place.bytes = place.size
 
 
-def _dump(path: Path, form: Format, files: tuple[Path, ...], *remarks: str) -> Dump:
-    own = () if form.remark is None else (form.remark,)
-    return Dump(path, form.name, files, form.compared, (*own, *remarks))
-
-
-def _stable(path: Path, form: Format, files: tuple[Path, ...]) -> Dump:
+def _stable(path: Path, files: tuple[Path, ...]) -> Dump:
     """prime-rl marks a step that all ranks have written by a file STABLE; a run's id may stand above its exports."""
     runs = {folder for file in files if (folder := file.absolute().parent.parent).name == "token_exports"}
     if len(runs) > 1:
@@ -586,8 +589,8 @@ def _stable(path: Path, form: Format, files: tuple[Path, ...]) -> Dump:
     if not kept:
         raise NothingYet(f"no step in {path} is complete: none has a file STABLE. Is the run writing its first one?")
     steps = len(open_steps)
-    remark = f"{steps} step{'s' if steps > 1 else ''} without a file STABLE, still being written, left out."
-    return _dump(path, form, kept, *([remark] if open_steps else []))
+    note = f"{steps} step{'s' if steps > 1 else ''} without a file STABLE, still being written, left out."
+    return Dump(path, "prime-rl", kept, (note,) if steps else ())
 
 
 def _first_fields(files: tuple[Path, ...]) -> frozenset[str]:
@@ -607,17 +610,17 @@ def _files(path: Path, suffix: str) -> tuple[Path, ...]:
 
 
 def _only(files: tuple[Path, ...], wanted: Callable[[Path], bool]) -> tuple[Path, ...]:
-    """Those that are wanted if there are any, else all."""
+    """Files that are wanted; all files if none is."""
     return tuple(file for file in files if wanted(file)) or files
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
-    """step_9 before step_10."""
+    """A sort key that puts step_9 before step_10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d{1,18})", str(path))]
 
 
 _ROWS = 256
-"""Of a parquet file that are held at a time."""
+"""Rows of a parquet file that are held at a time."""
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ class Axis:
         return found
 
     def lines(self, show: Callable[[float], str], left: float, right: float, apart: float = 22) -> list[Safe]:
-        """Of an upright axis: the lines of the grid with their numbers."""
+        """Lines of the grid of an upright axis, with their numbers."""
         parts = []
         for value in self.ticks(apart):
             y = self(value)
@@ -90,7 +90,7 @@ class Axis:
 
 
 def mark(look: Look, x: float, y: float, said: str, *, hollow: bool = False, size: float = 1.0) -> Safe:
-    """A marker in its colour that says what it is."""
+    """A marker in its colour, with its numbers as a title."""
     place = f"translate({at(x)} {at(y)})" + ("" if size == 1 else f" scale({size:g})")
     drawn = tag("path", tag("title", said), d=SHAPES[look[1]], transform=place, class_="dot ring" if hollow else "dot")
     return tag("g", drawn, class_=f"c{look[0]}")

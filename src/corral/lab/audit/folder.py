@@ -17,7 +17,7 @@ from corral.validate import RunError
 
 
 class NothingYet(RunError):
-    """There is nothing to audit so far, and there may be later."""
+    """Raised when there is nothing to audit yet: `--live` retries, other audits exit."""
 
 
 _FLOATS = (
@@ -34,7 +34,7 @@ SCHEMA = pa.schema(
 
 
 class MicroBatch(NamedTuple):
-    """What clipping did to one micro-batch at the time of its update."""
+    """Counts of a micro-batch at the time of its update: tokens, and those that clipping blocked."""
 
     update: int
     tokens: int
@@ -55,7 +55,7 @@ _POSSIBLE = (
     ("an entropy below 0", ("entropy",), 0.0, float("inf")),
     ("a log-probability above 0", ("logp_old", "logp_new", "logp_rollout"), float("-inf"), 0.0),
 )
-"""What columns can hold: what is said of anything else, the columns, the least and the largest number."""
+"""Ranges of columns: the name of what is outside, the columns, the least and the largest number."""
 
 _ROUNDING = 1e-3
 """How far a number may lie beyond that: probabilities of float32 logits add up to 1 as nearly."""
@@ -104,6 +104,16 @@ class AuditFolder(LockedFolder):
         rows = pa.concat_tables(parts)
         write_whole(self.table / f"update-{update:08d}.parquet", lambda beside: pq.write_table(rows, beside))
 
+    def fill(self, info: Mapping[str, Any], found: Mapping[int, Sequence[Mapping[str, Any]]]) -> Path:
+        """Write a new audit with the completions of every update; its folder."""
+        self.begin(info)
+        try:
+            for update, completions in found.items():
+                self.add(update, completions)
+        finally:
+            self.close()
+        return self.path
+
     def add_updates(self, update: int, made: Sequence[MicroBatch]) -> None:
         """Micro-batches of updates up to this one, in a file of their own."""
         rows = pa.table([list(column) for column in zip(*made, strict=True)], schema=UPDATES_SCHEMA)
@@ -111,7 +121,7 @@ class AuditFolder(LockedFolder):
 
 
 def read_audit(path: Path) -> tuple[dict[str, Any], pa.Table]:
-    """What audit.json says, and all rows in the order of updates, completions and positions.
+    """The content of audit.json, and all rows in the order of updates, completions and positions.
 
     Two keys are added: `left_out`, the number of rows that are not whole, by reason, and `updates_made`, what clipping did in
     the updates (None where that was not recorded).
@@ -176,7 +186,7 @@ def _read_updates(path: Path) -> dict[str, Any] | None:
 
 
 def _is_whole(table: pa.Table) -> pa.ChunkedArray:
-    """Which rows have a number in every column but for what the sampler may not have said; infinite ones are numbers."""
+    """Mark rows with a number in every column but logp_rollout, which samplers may not report; infinities are numbers."""
     found = pc.is_valid(table["update"])
     for field in SCHEMA:
         if field.name != "logp_rollout":
@@ -212,7 +222,7 @@ def _read_info(path: Path) -> dict[str, Any]:
 
 
 def _array(name: str, values: Any) -> pa.Array:
-    """A column in its type; what the sampler could not say is null."""
+    """A column in its type; a missing logp_rollout is null."""
     kind = SCHEMA.field(name).type
     if isinstance(values, Tensor):
         values = values.numpy()

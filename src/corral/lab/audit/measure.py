@@ -65,7 +65,7 @@ def measure(
 
 
 def _measure_rows(tokens: Tensor, old: Tensor, new: Tensor, advantages: Tensor, rules: Rules) -> dict[str, Tensor]:
-    """What needs full distributions, for a few rows at a time."""
+    """Columns that need full distributions, for a few rows at a time."""
     vocabulary = old.shape[-1]
     few_old = top_k_support(old[None], tokens[None], k=min(rules.top_k, vocabulary))
     few_new = gather_support(new[None], few_old.ids)
@@ -95,7 +95,7 @@ def _batch(logp_new: Tensor, logp_old: Tensor, advantages: Tensor) -> TokenBatch
 
 
 def _acted(objective: Objective, batch: TokenBatch) -> Tensor:
-    """Where an objective leaves a token without a gradient."""
+    """Tokens that an objective leaves without a gradient."""
     acted = objective(batch).acted
     assert acted is not None
     return acted[0]

@@ -61,7 +61,7 @@ def audit_page(audit: Audit, live: float | None = None) -> str:
 
 
 def headline(summary: Summary) -> tuple[str, str]:
-    """One number: how many of the tokens that would be blocked had hardly moved; where there are none, what would be missed.
+    """The share of tokens that would be blocked though they had hardly moved; the share missed if none would be blocked.
 
     Of divergences that are lower bounds it says how many can have been inside the ball at most, or are missed at least.
     """

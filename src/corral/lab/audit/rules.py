@@ -40,7 +40,7 @@ class Rules:
 
     @property
     def whole_sequences(self) -> bool:
-        """Whether clipping looks at a whole completion, so that no token of one may be left out."""
+        """True if clipping looks at a whole completion, so that no token of one may be left out."""
         return self.clip.name == "gspo"
 
     def dppo(self, estimator: str) -> Objective:
@@ -48,7 +48,7 @@ class Rules:
         return make_objective("dppo", divergence="tv", estimator=estimator, bound=self.tv_bound)
 
     def as_dict(self) -> dict[str, Any]:
-        """For audit.json."""
+        """A mapping for audit.json."""
         return {**vars(self), "clip": {"name": self.clip.name, **dataclasses.asdict(self.clip.config)}}
 
 
@@ -61,4 +61,6 @@ def read_rules(content: Any) -> Rules:
 def read_objective(content: Any) -> Objective:
     """An objective from its name and settings, as JSON holds them: infinities are text there."""
     given = {key: guess(value) for key, value in dict(content).items()}
-    return make_objective(given.pop("name"), **given)
+    if not isinstance(name := given.pop("name"), str):
+        raise TypeError(f"the name of an objective is a text; got {name!r}")
+    return make_objective(name, **given)

@@ -76,9 +76,9 @@ class AuditedCompletion:
     ids: Tensor
     """Prompt and completion without padding."""
     start: int
-    """Where the completion begins."""
+    """Place at which the completion begins."""
     positions: Tensor
-    """Of the audited tokens in `ids`."""
+    """Places of the audited tokens in `ids`."""
     advantages: Tensor
     logp_rollout: Tensor | None
     end: int

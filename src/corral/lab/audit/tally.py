@@ -2,7 +2,7 @@
 
 import heapq
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -69,10 +69,6 @@ class Sums:
             np.maximum.at(grown[2], here[finite], values[finite])
             self.columns[name] = grown
 
-    def row(self, place: int) -> dict[str, tuple[float, float, float]]:
-        """Count, sum and largest value by column, of the key in this place."""
-        return {name: (column[0, place], column[1, place], column[2, place]) for name, column in self.columns.items()}
-
 
 ACCURACY = 0.001
 """Relative error of a percentile at most."""
@@ -114,12 +110,8 @@ class Spreads:
             """The smallest value that is not below this share of the others, up to 0.1 %."""
             return float(largest[np.searchsorted(reached, math.ceil(share * (reached[-1] - 1)), side="right")])
 
-        mean = float(sums.sum() / reached[-1])
-        return {
-            "mean": mean,
-            **{f"p{name}": quantile(float(f"0.{name}")) for name in ("50", "99", "999")},
-            "max": quantile(1.0),
-        }
+        shares = {"p50": 0.5, "p99": 0.99, "p999": 0.999, "max": 1.0}
+        return {"mean": float(sums.sum() / reached[-1]), **{name: quantile(share) for name, share in shares.items()}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +119,7 @@ class Summary:
     """All numbers of an audit."""
 
     measure: str
-    """What divergences are taken on, as in `Tokens`."""
+    """Distributions that divergences are taken on, as in `Tokens`."""
     tokens: int
     sequences: int
     steps: int
@@ -144,9 +136,9 @@ class Summary:
     """By rule that acts on tokens: `share` of tokens, and `kl` and `tv`, the Ball of each radius."""
     thresholds: list[Threshold]
     troll_tv: float
-    """How far TROLL moves a token that it projects, in TV; 0 if none."""
+    """Mean TV by which TROLL moves a token that it projects; 0 if it projects none."""
     rare: Row
-    """Of tokens with p_old ≤ .01: `tokens`, how many are `blocked` by clipping, and the mean `tv` of those."""
+    """Tokens with p_old ≤ .01: number of `tokens`, of those that clipping `blocked`, and the mean `tv` of the latter."""
     by_step: list[Row]
     by_age: list[Row]
     by_probability: list[Row]
@@ -159,7 +151,7 @@ class Summary:
     left_out: Mapping[str, int] = field(default_factory=dict)
 
     def as_dict(self) -> Row:
-        """For JSON."""
+        """A mapping for JSON."""
         return {**asdict(self), "thresholds": [row.as_dict() for row in self.thresholds]}
 
 
@@ -171,62 +163,50 @@ class Tally:
         self.measure: str | None = None
         self.sequences = 0
         self.left_out: Counter[str] = Counter()
-        self._groups = {name: Sums() for name in ("all", "step", "age", "probability", "entropy", "sign")}
-        self._spreads: dict[tuple[str, str], Spreads] = {}
-        self._rewards, self._by_token, self._texts = Sums(), Sums(), dict[int, str]()
-
-    def add_reward(self, step: int, reward: float) -> None:
-        """Count the reward of one completion."""
-        self._rewards.add(np.array([step]), {"reward": np.array([reward])})
+        self._groups = {name: Sums() for name in ("all", "step", "age", "probability", "entropy", "sign", "token")}
+        self._spreads: defaultdict[tuple[str, str], Spreads] = defaultdict(Spreads)
 
     def add(self, tokens: Tokens) -> None:
-        """Count some more tokens."""
+        """Count the tokens of some more completions."""
         if not len(tokens):
             return
         if self.measure not in (None, tokens.measure):
             raise RunError("some completions have `top_ids` and some have not: log them for all or for none.")
         self.measure = tokens.measure
+        self.sequences += len(tokens.starts)
         self.thresholds.add(tokens)
         columns = _columns(tokens, self.thresholds.kl_bound)
-        nothing, p_old = np.zeros(len(tokens)), np.exp(tokens.logp_old)
         keys = {
-            "all": nothing,
+            "all": np.zeros(len(tokens)),
             "step": tokens.step,
-            "age": nothing * np.nan if tokens.age is None else np.clip(tokens.age, 0, _OLDEST),
-            "probability": np.digitize(p_old, PROBABILITY, right=True),
+            "age": np.clip(tokens.age, 0, _OLDEST),
+            "probability": np.digitize(columns["p_old"], PROBABILITY, right=True),
             "entropy": np.where(np.isnan(tokens.entropy), np.nan, np.digitize(tokens.entropy, _ENTROPY, right=True)),
             "sign": np.sign(tokens.advantage) + 1,
+            "token": tokens.token,
         }
         for group, key in keys.items():
             here = ~np.isnan(key)
+            names = _BLOCKED if group == "token" else columns
             places = key[here].astype(np.int64)
-            self._groups[group].add(places, {name: column[here] for name, column in columns.items()})
-            if group == "step" and tokens.measure != "whole":
-                continue  # of a dump there may be a hundred thousand
+            self._groups[group].add(places, {name: columns[name][here] for name in names})
+            if group == "token" or (group == "step" and tokens.measure != "whole"):
+                continue  # a percentile takes memory, and a dump may have a hundred thousand steps
             for name in ("kl", "tv", "furthest", "k2", "k3", "mismatch") if group == "all" else ("kl", "tv"):
-                self._spreads.setdefault((group, name), Spreads()).add(places, columns[name][here])
+                self._spreads[group, name].add(places, columns[name][here])
         if len(self._groups["step"].keys) > _MOST_STEPS:
             raise RunError(f"there are more than {_MOST_STEPS:,} steps. Is `step` the number of the completion? Leave it out.")
-        blocked, inside = tokens.verdicts["clipped"], tokens.kl <= self.thresholds.kl_bound
-        by_token = {"seen": nothing, "inside": inside.astype(float), "p_old": p_old, "tv": tokens.tv}
-        self._by_token.add(
-            tokens.token, {name: x if name == "seen" else np.where(blocked, x, np.nan) for name, x in by_token.items()}
-        )
 
     def summary(self) -> Summary:
         """Everything counted so far; `NothingYet` if that is nothing."""
         if self.measure is None:
             raise NothingYet("there is no token to audit: no completion has one that was trained on and has finite log-probs.")
         (total,), by_step = self._rows("all"), self._rows("step", "step")
-        rewards = dict(zip(self._rewards.keys.tolist(), range(len(self._rewards.keys)), strict=True))
-        for row in by_step:
-            count, reward, _ = self._rewards.row(rewards[row["step"]])["reward"] if row["step"] in rewards else (0, 0, 0)
-            row["reward"] = reward / count if count else None
         by_probability = self._rows("probability", "name", PROBABILITY_NAMES)
         rare = [row for row in by_probability if row["name"] in PROBABILITY_NAMES[:_RARE]]
         blocked = sum(row["blocked"] for row in rare)
-        names = {"furthest": "k1"}  # of absolute values
-        distances = {names.get(name, name): spread.row() for (group, name), spread in self._spreads.items() if group == "all"}
+        names = {"kl": "kl", "tv": "tv", "k1": "furthest", "k2": "k2", "k3": "k3", "mismatch": "mismatch"}
+        distances = {name: self._spreads["all", column].row() for name, column in names.items()}
         verdicts = {name: self.thresholds.verdict(name) for name in VERDICTS if self.measure == "whole" or name == "clipped"}
         return Summary(
             measure=self.measure,
@@ -256,68 +236,81 @@ class Tally:
             left_out=dict(self.left_out),
         )
 
-    def _rows(self, group: str, label: str = "name", names: Sequence[str] = ()) -> list[Row]:
-        """One row per key of a group: number of tokens, means (None where nothing was reported), tails of KL and TV."""
+    def _rows(self, group: str, label: str = "name", names: Sequence[str] = (), places: Ints | None = None) -> list[Row]:
+        """Rows of a group by key, or of the keys in these places: numbers of tokens, means, tails of KL and TV.
+
+        A mean is None where nothing was reported.
+        """
         sums, rows = self._groups[group], []
-        for place, key in enumerate(sums.keys.tolist()):
-            found = sums.row(place)
-            row: Row = {label: names[key] if names else key, "tokens": int(found["k1"][0])}
+        for place in range(len(sums.keys)) if places is None else places.tolist():
+            key = int(sums.keys[place])
+            found = {name: column[:, place].tolist() for name, column in sums.columns.items()}
+            row: Row = {label: names[key] if names else key, "tokens": int(found["p_old"][0])}
             row |= {name: total / count if count else None for name, (count, total, _) in found.items()}
-            row["reward"] = None
-            row["ess"] = found["weight"][1] ** 2 / (found["weight_squared"][1] * row["tokens"])
-            row["furthest"], row["blocked"] = found["furthest"][2], int(found["blocked_tv"][0])
+            row["blocked"] = int(found["blocked_tv"][0])
+            if "weight" in found:
+                squares = found["weight_squared"][1] * row["tokens"]
+                row["ess"] = found["weight"][1] ** 2 / squares if squares else 0.0  # every ratio may have underflowed
+                row["furthest"] = found["furthest"][2]
             for name in ("kl", "tv"):
-                if (group, name) in self._spreads:
-                    spread = self._spreads[group, name].row(key) or {}
+                if (spread := self._spreads[group, name].row(key)) is not None:
                     row |= {f"{name}_{tail}": spread[tail] for tail in ("p999", "max")}
             rows.append(row)
         return rows
 
     def _blocked_tokens(self) -> list[Row]:
         """The tokens that clipping blocks most often, of equals the lowest ids."""
-        rows = []
-        counts = self._by_token.columns["tv"][0]
-        for place in np.lexsort((self._by_token.keys, -counts))[:_BLOCKED_TOKENS].tolist():
-            found = self._by_token.row(place)
-            if blocked := int(found["tv"][0]):
-                means = {name: found[name][1] / blocked for name in ("p_old", "tv")}
-                seen, inside = int(found["seen"][0]), int(found["inside"][1])
-                rows.append(
-                    {"token": int(self._by_token.keys[place]), "seen": seen, "blocked": blocked, "inside": inside, **means}
-                )
-        return rows
+        sums = self._groups["token"]
+        places = np.lexsort((sums.keys, -sums.columns["blocked_tv"][0]))[:_BLOCKED_TOKENS]
+        return [
+            {
+                "token": row["token"],
+                "seen": row["tokens"],
+                "blocked": row["blocked"],
+                "inside": round(row["blocked"] * row["blocked_inside"]),
+                "p_old": row["blocked_p_old"],
+                "tv": row["blocked_tv"],
+            }
+            for row in self._rows("token", "token", places=places)
+            if row["blocked"]
+        ]
+
+
+_BLOCKED = ("p_old", "blocked_inside", "blocked_p_old", "blocked_tv")
+"""Columns that are summed by token: of old probabilities, and of tokens that are blocked."""
 
 
 def _columns(tokens: Tokens, kl_bound: float) -> dict[str, Floats]:
     """Per token: weight new/behaviour, the estimates k1, k2, k3 of KL(old‖new), distances, and 1 where a rule acts."""
-    log_ratio = tokens.log_ratio
-    gap = np.full(len(tokens), np.nan)
-    reported = ~np.isnan(tokens.logp_rollout)
-    gap[reported] = sampled_tv(tokens.logp_rollout[reported], tokens.logp_old[reported])
-    weight = {"weight": np.exp(np.minimum(tokens.logp_new - tokens.anchor, 20.0))}
+    log_ratio, p_old = tokens.log_ratio, np.exp(tokens.logp_old)
+    capped, weight = np.minimum(log_ratio, 20.0), np.exp(np.minimum(tokens.logp_new - tokens.anchor, 20.0))
     scores = {family.name: family.score(tokens) for family in FAMILIES if family.name in SHOWN_RULES}
-    clipped, nothing = tokens.verdicts["clipped"], np.full(len(tokens), np.nan)
+    blocked, outside = tokens.verdicts["clipped"], tokens.kl > kl_bound
     return {
-        **weight,
-        "weight_squared": weight["weight"] ** 2,
+        "weight": weight,
+        "weight_squared": weight**2,
         "k1": -log_ratio,
         "furthest": np.abs(log_ratio),
         "k2": 0.5 * log_ratio**2,
-        "k3": np.expm1(np.minimum(log_ratio, 20.0)) - np.minimum(log_ratio, 20.0),
+        "k3": np.expm1(capped) - capped,
         "kl": tokens.kl,
         "tv": tokens.tv,
-        "mismatch": gap,
+        "mismatch": sampled_tv(tokens.logp_rollout, tokens.logp_old),
         "entropy": tokens.entropy,
-        "blocked_tv": np.where(clipped, tokens.tv, np.nan),
-        "troll_tv": nothing if tokens.troll_tv is None else np.where(tokens.verdicts["troll"], tokens.troll_tv, np.nan),
-        "outside": (tokens.kl > kl_bound).astype(float),
+        "reward": tokens.reward,
+        "p_old": p_old,
+        "blocked_inside": np.where(blocked, ~outside, np.nan),
+        "blocked_p_old": np.where(blocked, p_old, np.nan),
+        "blocked_tv": np.where(blocked, tokens.tv, np.nan),
+        "troll_tv": np.where(tokens.verdicts.get("troll", False), tokens.troll_tv, np.nan),
+        "outside": outside.astype(float),
         **{name: (score > SHOWN_RULES[name]).astype(float) for name, score in scores.items() if score is not None},
         **{name: acts.astype(float) for name, acts in tokens.verdicts.items()},
     }
 
 
 def _find_alarms(by_step: list[Row]) -> list[Row]:
-    """What the guard of corral's own runs would have said, and at which step. Rewards count as success within [0, 1] alone."""
+    """Findings of the guard of `corral train` on these steps. Rewards count as success within [0, 1] alone."""
     watch, found = CollapseWatch(CollapseLimits()), []
     shares = all(row["reward"] is None or 0 <= row["reward"] <= 1 for row in by_step)
     for row in by_step:
@@ -343,9 +336,7 @@ class Sample:
     def add(self, tokens: Tokens) -> None:
         """Whole completions, one after the other."""
         wrong = np.isin(tokens.kinds("kl", self.kl_bound), ("false", "missed"))
-        begins = (np.diff(tokens.step, prepend=-1) != 0) | (np.diff(tokens.sequence, prepend=-1) != 0)
-        begins[:1] = True
-        starts = np.flatnonzero(begins).tolist()
+        starts = tokens.starts.tolist()
         for start, stop in zip(starts, [*starts[1:], len(tokens)], strict=True):
             errors, order = int(wrong[start:stop].sum()), -self._seen  # of equals the first
             if len(self._kept) < _MOST or (errors, order) > self._kept[0][:2]:
@@ -360,13 +351,13 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """One audit: its numbers, and what they are about."""
+    """An audit: its numbers, and what they are about."""
 
     summary: Summary
     info: Mapping[str, Any]
     """`rules`, `what` was compared, `settings`, …: the content of audit.json, or the same of a dump."""
     completions: Sequence[tuple[int, Tokens]]
-    """Those with the most errors, as `Sample` keeps them."""
+    """Completions with the most errors, as `Sample` keeps them."""
     texts: Mapping[int, str] = field(default_factory=dict)
     """What tokens say, by id."""
     tokens: Tokens | None = None
@@ -385,25 +376,12 @@ def audit_table(info: Mapping[str, Any], table: pa.Table) -> Audit:
     """The audit of a folder's rows, as `read_audit` gives them."""
     columns, rules = table_columns(table), info["rules"]
     tally, sample, tokens = Tally(rules["kl_bound"], rules["tv_bound"]), Sample(rules["kl_bound"]), audit_tokens(columns)
-    tally.sequences = np.unique(np.stack([tokens.step, tokens.sequence]), axis=1).shape[1]
     tally.left_out.update(info.get("left_out") or {})
     tally.add(tokens)
     sample.add(tokens)
     texts = dict(zip(tokens.token.tolist(), columns["text"].tolist(), strict=True))
     about = {key: value for key, value in info.items() if key != "left_out"}
     return Audit(summary=tally.summary(), info=about, completions=sample.completions(), texts=texts, tokens=tokens)
-
-
-def audit_dump(dump: Dump, rules: Rules, progress: Callable[[int], object]) -> Audit:
-    """The audit of everything that was logged.
-
-    Args:
-        rules: the clip range that is audited, and the radii of the balls that tokens are held against.
-        progress: called with the number of bytes that were read.
-    """
-    audit = DumpAudit(rules)
-    audit.read(dump, progress)
-    return audit.result(dump)
 
 
 class DumpAudit:
@@ -415,13 +393,13 @@ class DumpAudit:
         self._clear()
 
     def _clear(self) -> None:
-        """Forget everything."""
+        """Drop everything that was counted."""
         self._tally, self._sample = Tally(self.rules.kl_bound, self.rules.tv_bound), Sample(self.rules.kl_bound)
         self._places: dict[Path, FilePlace] = {}
         self._format: str | None = None
 
     def read(self, dump: Dump, progress: Callable[[int], object], *, growing: bool = False) -> bool:
-        """Count what was not read yet; whether there was any. A dump whose files were replaced is read anew.
+        """Count what was not read yet, and return True if there was any. A dump whose files were replaced is read anew.
 
         Args:
             growing: whether more is to come, so that what is only half written is left for the next time.
@@ -437,9 +415,6 @@ class DumpAudit:
             if not len(completion.tokens):
                 self._note("completions without a token to audit")
                 continue
-            self._tally.sequences += 1
-            if completion.reward is not None:
-                self._tally.add_reward(completion.step, completion.reward)
             waiting.append(completion)
             size += len(completion.tokens)
             if size >= _AT_ONCE:
@@ -474,7 +449,7 @@ class DumpAudit:
         self._tally.left_out[what] += 1
 
     def _count(self, completions: list[LoggedCompletion]) -> None:
-        tokens = join_completions(completions, self._tally.sequences - len(completions))
+        tokens = join_completions(completions, self._tally.sequences)
         tokens = replace(tokens, verdicts={"clipped": outside_range(tokens, *self._range)})
         self._tally.add(tokens)
         self._sample.add(tokens)

@@ -129,7 +129,7 @@ class Threshold:
 
     @property
     def share(self) -> float:
-        """Of tokens that are blocked."""
+        """Share of tokens that are blocked."""
         return self.kl.blocked / self.kl.tokens
 
     @property
@@ -138,7 +138,7 @@ class Threshold:
         return self.kl.blocked_inside + self.kl.passed_outward
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: counts and shares of all tokens."""
+        """A mapping for JSON: counts and shares of all tokens."""
         balls = {
             name: {
                 **vars(ball),

@@ -35,6 +35,12 @@ class Tokens:
     logp_new: Floats
     logp_rollout: Floats
     entropy: Floats
+    reward: Floats
+    """Reward of the completion, at its first token."""
+    age: Floats
+    """Steps between sampling and training."""
+    troll_tv: Floats
+    """How far TROLL's projection moves the policy."""
     kl: Floats
     """KL(new‖old) on what `measure` says; a lower bound of the true one unless it is "whole"."""
     tv: Floats
@@ -43,9 +49,6 @@ class Tokens:
     """KL(old‖new) on a support: what DPPO with divergence="kl" reads there."""
     sequence_log_ratio: Floats | None = None
     """Mean of log new/old over the token's completion, where all of it was logged."""
-    age: Floats | None = None
-    troll_tv: Floats | None = None
-    """How far TROLL's projection moves the policy."""
     verdicts: Mapping[str, Bools] = field(default_factory=dict)
     """By rule, whether it acts on a token; `clipped` is the clipping that the audit is about."""
 
@@ -58,6 +61,12 @@ class Tokens:
             name: column[here].copy() for name, column in vars(self).items() if isinstance(column, np.ndarray)
         }
         return replace(self, **columns, verdicts={name: column[here].copy() for name, column in self.verdicts.items()})
+
+    @property
+    def starts(self) -> Ints:
+        """Places where completions begin."""
+        changes = (np.diff(self.step) != 0) | (np.diff(self.sequence) != 0)
+        return np.flatnonzero(np.concatenate([[len(self) > 0], changes]))
 
     @property
     def anchor(self) -> Floats:
@@ -94,16 +103,16 @@ class Ball:
     passed_inside: int
     passed_outside: int
     passed_outward: int
-    """Of those, tokens whose update pushes them further out: what clipping misses. The others are on their way back."""
+    """Passed tokens outside whose update pushes them further out: clipping misses them. Others are on their way back."""
 
     @property
     def blocked(self) -> int:
-        """Inside or outside."""
+        """Number of blocked tokens, inside or outside."""
         return self.blocked_inside + self.blocked_outside
 
     @property
     def tokens(self) -> int:
-        """All of them."""
+        """Number of all tokens."""
         return self.blocked + self.passed_inside + self.passed_outside
 
 
@@ -125,6 +134,10 @@ def join_completions(completions: Sequence[LoggedCompletion], first: int = 0) ->
         if support
         else (sampled_kl(new, old), None, sampled_tv(new, old))
     )
+    reward = np.full(len(old), np.nan)
+    for place, one in zip(np.cumsum([0, *lengths]).tolist(), completions, strict=False):
+        if len(one.tokens) and one.reward is not None:
+            reward[place] = one.reward
     return Tokens(
         measure="support" if support else "sampled",
         step=np.repeat([one.step for one in completions], lengths),
@@ -138,6 +151,8 @@ def join_completions(completions: Sequence[LoggedCompletion], first: int = 0) ->
         logp_new=new,
         logp_rollout=join_or_nan("logp_rollout"),
         entropy=join_or_nan("entropy"),
+        reward=reward,
+        troll_tv=np.full(len(old), np.nan),
         kl=kl,
         tv=tv,
         support_tv=tv if support else None,
@@ -151,6 +166,7 @@ def join_completions(completions: Sequence[LoggedCompletion], first: int = 0) ->
 
 def audit_tokens(columns: Mapping[str, NDArray[Any]]) -> Tokens:
     """Rows of an audit's own table, which knows true divergences."""
+    nothing = np.full(len(columns["update"]), np.nan)
     floats = {name: column.astype(np.float64) for name, column in columns.items() if column.dtype.kind == "f"}
     return Tokens(
         measure="whole",
@@ -161,6 +177,8 @@ def audit_tokens(columns: Mapping[str, NDArray[Any]]) -> Tokens:
         logp_old=np.minimum(floats["logp_old"], 0.0),
         logp_new=np.minimum(floats["logp_new"], 0.0),
         support_tv=floats["tv_topk"],
+        reward=nothing,
+        age=nothing,
         **{name: floats[name] for name in ("advantage", "logp_rollout", "entropy", "kl", "tv", "troll_tv")},
         verdicts={name: columns[name].astype(np.bool_) for name in VERDICTS},
     )

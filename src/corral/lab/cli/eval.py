@@ -70,8 +70,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def _evaluate_robot(arguments: argparse.Namespace) -> None:
     """A robot's run: episodes, a table, and a film if one is wanted."""
-    from corral.lab.jobs.robot.evaluate import evaluate
-    from corral.lab.jobs.robot.results import show
+    from corral.lab.jobs.robot.evaluate import evaluate, show
     from corral.lab.jobs.robot.smoke import EPISODES
 
     unknown = [name for name in given_flags(arguments, FLAGS) if name != "checkpoint"]

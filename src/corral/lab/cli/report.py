@@ -5,8 +5,8 @@ from pathlib import Path
 
 from corral.lab.cli import check_installed, refuse, say
 
-NEEDED = ("rliable", "pandas", "pyarrow", "scipy")
-"""Packages without which there are no statistics."""
+NEEDED = ("rliable", "pandas", "pyarrow", "scipy", "jinja2")
+"""Packages without which there are no statistics and no pages."""
 
 _EPILOG = """
 DIR is a run's folder, or a folder that holds runs; several are shown together.

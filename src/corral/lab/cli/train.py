@@ -115,7 +115,7 @@ def _exit_status(summary: Mapping[str, Any]) -> int:
 
 
 def _layers(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> list[Mapping[str, Any]]:
-    """Recipe, file, --smoke and flags. Both kinds have the same modules: settings, smoke, train, dry_run.
+    """Recipe, file, --smoke and flags. Both kinds have the same modules: settings, smoke, prepare, train.
 
     What is wrong with names and values is said before torch and TRL are imported, where they are not needed to see it.
     """
@@ -129,8 +129,6 @@ def _layers(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> list[
     if kind == "robot":
         settings.check_flags([*layers, given])
     if arguments.smoke:
-        if kind == "llm":
-            quiet_libraries()  # before transformers is imported
         layers += importlib.import_module(f"corral.lab.jobs.{kind}.smoke").smoke_layers([*layers, given])
     return [*layers, given]
 
@@ -151,8 +149,8 @@ def _rehearse(kind: Kind, layers: Sequence[Mapping[str, Any]]) -> int:
     """Everything that a run checks before it begins; prints its settings, downloads and memory."""
     if kind == "llm":
         quiet_libraries()
-    settings, rehearsal = (importlib.import_module(f"corral.lab.jobs.{kind}.{name}") for name in ("settings", "dry_run"))
-    say(*rehearsal.rehearse(settings.resolve(layers)))
+    settings, preparation = (importlib.import_module(f"corral.lab.jobs.{kind}.{name}") for name in ("settings", "prepare"))
+    say(*preparation.rehearse(settings.resolve(layers)))
     return 0
 
 

@@ -1,1 +1,1 @@
-"""Which trust region, on your task: contestants × settings × seeds as ordinary runs, side by side, with equal budgets."""
+"""Comparisons: contestants × settings × seeds as ordinary runs, side by side, with equal budgets."""

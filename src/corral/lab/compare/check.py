@@ -18,7 +18,7 @@ WEIGHTS = ("loss_type", "advantage", "scale_rewards", "multi_objective_aggregati
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What every run may use."""
+    """The budget of every run."""
 
     steps: int
     samples: int
@@ -83,8 +83,7 @@ def _budget(kind: Kind, settings: Any) -> Budget:
 
 def _learner_config(settings: Any) -> Any:
     """A robot's algorithm with its settings."""
-    from corral.lab.jobs.robot.prepare import learner_config
-    from corral.lab.jobs.robot.unused import check_used
+    from corral.lab.jobs.robot.prepare import check_used, learner_config
 
     check_used(settings)
     return learner_config(settings)
@@ -120,7 +119,7 @@ def trainer_configs(
 def share_reduction(
     kind: Kind, contestants: tuple[str, ...], training: Training, sweep: Iterable[str], config: Path | None = None
 ) -> Training:
-    """The same training with one reduction for all objectives: the first of theirs that gives each of them its own gradient.
+    """Add one reduction for all objectives to the training: the first one that gives each of them its own gradient.
 
     Advantages are the same for all anyway, as long as none is swept.
     """

@@ -26,7 +26,7 @@ _LONGEST_LINE = 300
 
 @dataclass
 class Progress:
-    """How far a run is, from its metrics.jsonl; only what is new is read."""
+    """Progress of a run, from its metrics.jsonl; only new lines are read."""
 
     folder: Path
     steps: int
@@ -76,7 +76,7 @@ class Progress:
 
     @property
     def written(self) -> tuple[int, int]:
-        """How much the run has written: bytes of metrics, and of its log."""
+        """Bytes written so far, of metrics and of the log."""
         try:
             return self.position, log_path(self.folder).stat().st_size
         except OSError:  # not yet there, or just moved into the run's folder
@@ -112,7 +112,7 @@ def refuse_busy(folder: Path) -> None:
 
 
 def pending_log(folder: Path) -> Path:
-    """Where a log begins: a run's folder has to be empty when the run is created in it."""
+    """The path of a log before its run's folder is made, which must be empty until then."""
     return folder.with_name(f".{folder.name}.log")
 
 
@@ -143,7 +143,7 @@ def place_log(folder: Path, *, ended: bool = False) -> None:
 
 
 def log_path(folder: Path) -> Path:
-    """Where a log is now."""
+    """The present path of a log."""
     return folder / LOG if (folder / LOG).is_file() else pending_log(folder)
 
 
@@ -160,7 +160,7 @@ def log_tail(folder: Path, count: int = 1) -> list[str]:
 
 
 def failure_reason(folder: Path, status: int) -> str:
-    """One line: the last of the log, or the signal that ended the process."""
+    """Why a run failed, in a line: the last line of its log, or the signal that ended the process."""
     if status < 0:
         names = {number.value: number.name for number in signal.Signals}
         hint = ", as when memory runs out" if -status == signal.SIGKILL else ""
@@ -208,7 +208,7 @@ def seconds_per_step(kind: Kind, settings: Any, recipe: str | None, folders: Ite
 
 
 def _cost_settings(kind: Kind, settings: Mapping[str, Any]) -> list[Any]:
-    """What a step's cost depends on."""
+    """The settings that determine a step's cost."""
     paths = [key.split(".") for key in _COST_SETTINGS[kind]]
     return [table_in(settings, *outer).get(last) for *outer, last in paths]
 

@@ -43,7 +43,7 @@ class Engine(Protocol):
         """`2 at a time on 2 cores, 1 thread each`."""
 
     def start(self, job: RunJob) -> None:
-        """Begin; its output goes to the run's log."""
+        """Start a job, whose output goes to the run's log."""
 
     def poll(self) -> Mapping[str, int]:
         """Exit statuses of jobs that ended since the last call, by name; that of a killed one is minus the signal."""
@@ -91,7 +91,7 @@ class LocalEngine:
 
     @property
     def about(self) -> str:
-        """Where, and how many at a time."""
+        """The engine in words: cores or GPUs, and jobs at a time."""
         if self.gpus:
             return f"{self.slots} at a time on GPU {', '.join(self.gpus)}"
         each = "" if self.threads is None else f", {count(self.threads, 'thread')} each"
@@ -130,7 +130,7 @@ class LocalEngine:
         self.started.clear()
 
     def _signal(self, name: str, number: signal.Signals) -> None:
-        """To the process alone when it is asked, which tells its children itself; to all of its session when it is ended."""
+        """Signal a job: SIGTERM goes to the process alone, which tells its children; SIGKILL to its whole session."""
         started = self.started.get(name)
         if started is None or started.process.poll() is not None:
             return

@@ -35,7 +35,7 @@ _AROUND = 2
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonPlan:
-    """Which runs a comparison has: the same settings, seeds and budget for every contestant.
+    """The runs of a comparison: the same settings, seeds and budget for every contestant.
 
     With a sweep, each contestant's setting is chosen on `choose_seeds` and reported on `report_seeds`, which it has never seen:
     the best of several noisy numbers is too good.
@@ -70,7 +70,7 @@ class ComparisonPlan:
         return len(self.contestants) * (len(self.settings) * len(self.choose_seeds) + len(self.report_seeds))
 
     def sweep_runs(self) -> list[PlannedRun]:
-        """All settings of all contestants on the seeds for choosing; nothing without a sweep."""
+        """Runs of all contestants with all settings on the seeds for choosing; none without a sweep."""
         return [
             make_run(contestant, setting, seed, "sweep")
             for seed, setting, contestant in product(self.choose_seeds, self.settings, self.contestants)
@@ -162,7 +162,7 @@ _CONTESTANT: dict[Kind, str] = {"llm": "objective", "robot": "algorithm"}
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What all runs share, as it was given to `corral compare`."""
+    """Settings and flags that all runs share, as given to `corral compare`."""
 
     recipe: str | None = None
     config: str | None = None
@@ -216,7 +216,7 @@ def split_contestant(contestant: str) -> tuple[str, dict[str, str]]:
 
 
 def contestant_key(kind: Kind, contestant: str, key: str) -> str:
-    """What a contestant calls a swept setting: algorithms of robots have a learning rate each, under names of their own."""
+    """The name that a contestant has for a swept setting: robots' algorithms have different names for their learning rate."""
     if kind == "robot" and key == RATE:
         return "learner.rate" if contestant.startswith("sb3-") else "learner.policy_rate"
     return key

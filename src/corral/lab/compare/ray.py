@@ -46,7 +46,7 @@ class RayEngine:
 
     @property
     def about(self) -> str:
-        """Where, and how many at a time."""
+        """The engine in words: the cluster, and jobs at a time."""
         return f"{self.slots} at a time on {self.where}" + (f", a GPU each of {self.gpus}" if self.gpus else "")
 
     def start(self, job: RunJob) -> None:
@@ -84,7 +84,7 @@ class RayEngine:
             ray.shutdown()
 
     def _status(self, name: str, timeout: float | None = None) -> int:
-        """How a task ended. What Ray says of one that it lost goes to the run's log."""
+        """The exit status of a task. If Ray lost it, Ray's message goes to the run's log."""
         job, reference = self.started.pop(name)
         stop_file(job.folder).unlink(missing_ok=True)
         try:

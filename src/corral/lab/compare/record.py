@@ -40,7 +40,7 @@ class Comparison(LockedFolder):
 
     @property
     def flags(self) -> dict[str, Any]:
-        """All that decides which runs there are, as flags name it."""
+        """Everything that determines the runs, by the names of flags."""
         plan, training = self.plan, asdict(self.training)
         seeds = {"seeds": len(plan.report_seeds), "seed": str(min([*plan.choose_seeds, *plan.report_seeds]))}
         sweep = {"choose_seeds": len(plan.choose_seeds), **{f"sweep {key}": values for key, values in plan.sweep.items()}}
@@ -69,15 +69,15 @@ class Comparison(LockedFolder):
 
     @property
     def must_choose(self) -> bool:
-        """Whether the sweep is over and the choice has to be made."""
+        """True once the sweep is over, until settings are chosen."""
         return bool(self.plan.sweep) and not self.chosen and all(record.state in ENDED for record in self.sweep_records)
 
     def folder(self, record: PlannedRun) -> Path:
-        """Where a run is."""
+        """The folder of a run."""
         return self.path / record.folder
 
     def content(self) -> dict[str, Any]:
-        """What compare.json says."""
+        """The content of compare.json."""
         plan = asdict(self.plan)
         return {
             "version": VERSION,

@@ -10,7 +10,7 @@ from corral.lab.compare.local import Engine, RunJob
 from corral.lab.compare.plan import ChosenSettings, resume_arguments, start_arguments
 from corral.lab.compare.record import ENDED, Comparison
 from corral.lab.report.read import PlannedRun, setting_pairs
-from corral.lab.run.ending import Interruptible
+from corral.lab.run.life import Interruptible
 from corral.validate import RunError
 
 _PAUSE = 0.2
@@ -19,7 +19,7 @@ _PAUSE = 0.2
 
 @runtime_checkable
 class ScheduleView(Protocol):
-    """What a schedule reports to: states of runs, the time left, and sentences."""
+    """The view that a schedule reports to: states of runs, the time left, and sentences."""
 
     def update_run(self, record: PlannedRun, progress: Progress) -> None:
         """A run has another state."""
@@ -58,7 +58,7 @@ class Schedule(Interruptible):
     """Whether the jobs have been asked to stop."""
 
     def run(self) -> None:
-        """Until no run is left that could be started. A second Ctrl-C ends all at once."""
+        """Run until no run is left to start. A second Ctrl-C ends all runs at once."""
         self.began = time.monotonic()
         for record in self.comparison.records:
             self._progress(record).update()
@@ -75,7 +75,7 @@ class Schedule(Interruptible):
                 self._abandon()
 
     def _poll(self) -> bool:
-        """One look at the jobs. Returns whether there is more to do."""
+        """Poll the jobs once. Returns whether there is more to do."""
         for name, status in self.engine.poll().items():
             self._end(self.running.pop(name), status)
         for record in self.running.values():
@@ -183,7 +183,7 @@ class Schedule(Interruptible):
         return sum(1.0 if record.state in ENDED else self._progress(record).share for record in self.comparison.records)
 
     def _progress(self, record: PlannedRun) -> Progress:
-        """How far a run is."""
+        """The progress of a run."""
         name = record.folder
         if name not in self.progress:
             self.progress[name] = Progress(self.comparison.folder(record), self.steps)

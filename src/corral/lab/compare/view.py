@@ -12,7 +12,7 @@ from rich.text import Text
 from corral.lab.compare.folder import Progress, duration
 from corral.lab.compare.record import Comparison
 from corral.lab.report.read import PlannedRun, setting_text
-from corral.lab.run.view import PatientConsole, RunView, number
+from corral.lab.run.view import RunView, choose_view, number
 
 _COLOURS = {
     "running": "cyan", "failed": "red", "interrupted": "yellow", "collapsed": "yellow", "finished": "green", "waiting": "dim",
@@ -32,10 +32,10 @@ class CompareView(RunView):
         self.left: float | None = None
 
     def banner(self, lines: Sequence[tuple[str, str]]) -> None:
-        """What is about to be run."""
+        """Called before the first run, with names and sentences about each."""
 
     def open(self, comparison: Comparison) -> None:
-        """It starts, or is resumed."""
+        """Called when the comparison starts or is resumed."""
         self.comparison = comparison
 
     def update_run(self, record: PlannedRun, progress: Progress) -> None:
@@ -61,6 +61,8 @@ class CompareView(RunView):
 class PlainCompareView(CompareView):
     """A line whenever a run starts or ends, and one a minute: for pipes, files and batch systems."""
 
+    quiet = False
+
     def banner(self, lines: Sequence[tuple[str, str]]) -> None:
         for name, text in lines:
             self.say(f"{name:<10} {text}")
@@ -81,9 +83,6 @@ class PlainCompareView(CompareView):
         if time.monotonic() - self.spoke > _EVERY:
             self.spoke = time.monotonic()
             self.say(self.progress_line())
-
-    def say(self, sentence: str) -> None:
-        self.console.print(Text(sentence), soft_wrap=True, highlight=False)
 
 
 class LiveCompareView(PlainCompareView):
@@ -107,7 +106,7 @@ class LiveCompareView(PlainCompareView):
             self.live.stop()
 
     def table(self) -> Group:
-        """As many runs as fit, and a line of totals."""
+        """The table of as many runs as fit, and a line of totals."""
         rows = visible_records(self.comparison.records, max(3, self.console.height - 6))
         caption = self.progress_line()
         if len(rows) < len(self.comparison.records):
@@ -118,16 +117,11 @@ class LiveCompareView(PlainCompareView):
 
 def make_compare_view(*, quiet: bool) -> CompareView:
     """The view for where the output goes."""
-    console, problems = PatientConsole(), PatientConsole(stderr=True)
-    if quiet:
-        return CompareView(console, problems)
-    if console.is_terminal and not console.is_dumb_terminal:
-        return LiveCompareView(console, console)  # warnings must pass through the live table's own console
-    return PlainCompareView(console, problems)
+    return choose_view(CompareView, PlainCompareView, LiveCompareView, quiet=quiet)
 
 
 def run_cells(records: Sequence[PlannedRun], progress: dict[str, Progress]) -> list[list[str]]:
-    """One row per run, under a row of names. What no run has is left out."""
+    """Cells of a table of runs, headings first. Columns that no run fills are left out."""
     swept, failed = any(record.setting for record in records), any(record.error for record in records)
     names = ["contestant", *(["setting"] if swept else []), "seed", "state", "step", "success", "left"]
     rows = [names + (["what went wrong"] if failed else [])]
@@ -142,7 +136,7 @@ def run_cells(records: Sequence[PlannedRun], progress: dict[str, Progress]) -> l
 
 
 def _run_table(records: Sequence[PlannedRun], progress: dict[str, Progress]) -> Table:
-    """The same for a terminal."""
+    """The table of runs for a terminal."""
     names, *rows = run_cells(records, progress)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in names:

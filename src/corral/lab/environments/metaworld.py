@@ -5,8 +5,11 @@ guide m moves towards it by at most 1 cm on each axis, as Meta-World's own actio
 
     a_xyz = clip(100 (desired − m), −1, 1)     a_gripper = clip(desired, −1, 1)
 
-Observation, 48 numbers: guide (x, y, z) and last gripper command, their velocities, Meta-World's 39 (goal included), elapsed
-share. Reward is Meta-World's, of each step; success is that of the last one.
+Observation, 48 numbers: guide (x, y, z) and right finger (0 m open, 0.04 m closed), their velocities, Meta-World's 39 (goal
+included), elapsed share. A plan begins at the finger, near 0, as in the published wrapper: from the command −1, with which
+Meta-World opens the gripper, the recipe's first plans never reach a command that closes it.
+
+Reward is Meta-World's, of each step; success is that of the last one.
 
 Yu et al., "Meta-World: A Benchmark and Evaluation for Multi-Task and Meta Reinforcement Learning", 2019.
 """
@@ -23,8 +26,8 @@ from numpy.typing import NDArray
 from corral.robot.tracking import Array
 
 STEPS, DT, _GAIN = 500, 0.0125, 100.0
-_OPEN = -1.0
-"""Gripper command at the start of an episode: Meta-World opens it during its reset."""
+_FINGER = "r_close"
+"""Meta-World's slide joint of the right finger; the left one mirrors it."""
 
 
 def task_names() -> list[str]:
@@ -56,7 +59,7 @@ class MetaWorld(gymnasium.Env):
         if seed is not None:
             self.inner.seed(int(self.np_random.integers(2**31)))
         seen, _ = self.inner.reset()
-        self.time, self.position, self.velocity = 0, self._state(_OPEN), np.zeros(4)
+        self.time, self.position, self.velocity = 0, self._state(), np.zeros(4)
         return self._observation(seen), {}
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
@@ -64,7 +67,7 @@ class MetaWorld(gymnasium.Env):
         command = np.clip(np.append(_GAIN * (desired[:3] - self.position[:3]), desired[3]), -1.0, 1.0)
         seen, reward, _, _, info = self.inner.step(command)
         self.time += 1
-        before, self.position = self.position, self._state(command[3])
+        before, self.position = self.position, self._state()
         self.velocity = (self.position - before) / DT
         over = self.time == STEPS
         return self._observation(seen), float(reward), False, over, {"success": float(info["success"])} if over else {}
@@ -79,9 +82,9 @@ class MetaWorld(gymnasium.Env):
     def close(self) -> None:
         self.inner.close()
 
-    def _state(self, gripper: float) -> Array:
-        """Guide and gripper command [4]."""
-        return np.append(self.inner.data.mocap_pos[0], gripper)
+    def _state(self) -> Array:
+        """Positions of guide and finger [4]."""
+        return np.append(self.inner.data.mocap_pos[0], self.inner.data.joint(_FINGER).qpos)
 
     def _observation(self, seen: Array) -> Array:
         return np.concatenate([self.position, self.velocity, seen, [self.time / STEPS]])

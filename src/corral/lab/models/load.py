@@ -45,7 +45,9 @@ def load_trainable(
         return load_packaged(name)
     where = _where(name)
     try:
-        _refuse_devices(Path(name))
+        for path in Path(name).iterdir() if Path(name).is_dir() else ():
+            if not path.is_dir():
+                require_regular(path)  # a library would be given a pipe to read, and wait for it
         # The tokenizer first: what is not in the cache is said without waiting.
         tokenizer = AutoTokenizer.from_pretrained(name, **where, **NO_CODE)
         if (base := _base_of_adapter(name, where)) is not None:
@@ -53,26 +55,14 @@ def load_trainable(
             model: PreTrainedModel | PeftModel = PeftModel.from_pretrained(on, name, is_trainable=True, **where)
         else:
             model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **where, **NO_CODE)
-        _refuse_non_finite(model)
+        for weight_name, weight in model.named_parameters():  # greedy completions of such a model look like any others
+            if not weight.is_meta and not bool(weight.detach().float().sum().isfinite()) and not bool(weight.isfinite().all()):
+                raise ValueError(f"its weight {weight_name} has values that are not finite.")
         return model, tokenizer
     except RunError as error:
         raise RunError(f"{name} is an adapter, and of its base {error}") from error
     except Exception as error:  # transformers, tokenizers, safetensors and the hub have one each
         raise _not_loaded(name, error) from error
-
-
-def _refuse_devices(folder: Path) -> None:
-    """Refuse a folder with a pipe or a device in it, which a library would be given to read and wait for."""
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if not path.is_dir():
-            require_regular(path)
-
-
-def _refuse_non_finite(model: torch.nn.Module) -> None:
-    """Refuse weights that are no numbers: greedy completions of such a model look like any others."""
-    for name, weight in model.named_parameters():
-        if not weight.is_meta and not bool(weight.detach().float().sum().isfinite()) and not bool(weight.isfinite().all()):
-            raise ValueError(f"its weight {name} has values that are not finite.")
 
 
 def _not_loaded(name: str, error: Exception) -> RunError:

@@ -1,8 +1,9 @@
 """The random model over bytes that `--smoke` runs: seven thousand weights, and a chat template."""
 
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from corral.lab.models.tiny import build_llama
 
 _PAD, _START, _END = _SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
 
@@ -19,27 +20,19 @@ TEMPLATE = (
 def build_smoke() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
     """A Llama over bytes with seven thousand random weights, the same ones every time."""
     tokenizer = build_byte_tokenizer()
-    ids = {
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": tokenizer.convert_tokens_to_ids(_START),
-        "eos_token_id": tokenizer.eos_token_id,
-    }
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
+    model = build_llama(
+        tokenizer,
+        tokenizer.get_vocab()[_START],
+        seed=0,
         hidden_size=16,
         intermediate_size=32,
         num_hidden_layers=1,
         num_attention_heads=2,
         max_position_embeddings=16_384,  # rotary: costs nothing, and a token is a byte
         tie_word_embeddings=True,
-        **ids,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config)
-    model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, **ids)
     model.name_or_path = "smoke"  # what an adapter's checkpoint names as its base
-    return model.eval(), tokenizer
+    return model, tokenizer
 
 
 def build_byte_tokenizer() -> PreTrainedTokenizerBase:

@@ -88,6 +88,11 @@ def _of_run(name: str, path: Path, content: dict[str, Any], which: str) -> Subje
     chosen, complaints = choose_checkpoint(folder, which)
     settings, trainer = content["settings"], content.get("trainer")
     try:
+        tools = _typed(settings, "tools", list | str, [])  # one alone may be a text
+        tools = [tools] if tools and isinstance(tools, str) else list(tools)
+        if not all(isinstance(one, str) for one in tools):
+            raise TypeError("`tools` should be import paths alone.")
+        config = _typed(settings, "task_config", dict, {})
         return Subject(
             name=name,
             model=str(chosen.path),
@@ -97,17 +102,13 @@ def _of_run(name: str, path: Path, content: dict[str, Any], which: str) -> Subje
             defaults={
                 "task": _typed(settings, "task", str),
                 # What a model writes is run unconfined only where the command line says so.
-                "task_config": {
-                    key: value
-                    for key, value in _typed(settings, "task_config", dict, {}).items()
-                    if key != "unsafe_code_execution"
-                },
+                "task_config": {key: value for key, value in config.items() if key != "unsafe_code_execution"},
                 "instruction": _typed(settings, "instruction", str, "{problem}"),
                 "max_tokens": _typed(trainer, "max_completion_length", int),
                 "max_turns": _typed(trainer, "max_tool_calling_iterations", int, None),
                 "chat_template_kwargs": _typed(trainer, "chat_template_kwargs", dict, {}),
                 "tool": _typed(settings, "tool", str, ""),
-                "tools": _paths(_typed(settings, "tools", list | str, [])),
+                "tools": tools,
                 "environment_factory": _typed(settings, "environment_factory", str, ""),
             },
             half=_typed(trainer, "bf16", bool, True),
@@ -115,14 +116,6 @@ def _of_run(name: str, path: Path, content: dict[str, Any], which: str) -> Subje
         )
     except TypeError as error:
         raise RunError(f"{folder.config} is not what a run writes: {error}") from error
-
-
-def _paths(given: list[Any] | str) -> list[str]:
-    """Import paths as a list, as a run's file may have one alone; a TypeError for anything else among them."""
-    found = given if isinstance(given, list) else [given] if given else []
-    if not all(isinstance(one, str) for one in found):
-        raise TypeError("`tools` should be import paths alone.")
-    return found
 
 
 _NEEDED = object()

@@ -2,6 +2,7 @@
 
 import string
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -41,32 +42,30 @@ def load_tiny() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
 def build_tiny(seed: int) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
     """A model with fresh random weights, 0.93 M of them, and its tokenizer. The global random state is left as it was."""
     tokenizer = build_tokenizer()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
+    return build_llama(
+        tokenizer,
+        tokenizer.bos_token_id,
+        seed,
         hidden_size=128,
         intermediate_size=416,
         num_hidden_layers=4,
         num_attention_heads=4,
         max_position_embeddings=512,  # rotary: costs nothing, and leaves room for longer tasks than countdown
         tie_word_embeddings=False,  # a head of its own is 13 thousand parameters
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
+    ), tokenizer
+
+
+def build_llama(tokenizer: PreTrainedTokenizerBase, start: int, seed: int, **shape: Any) -> LlamaForCausalLM:
+    """A Llama with random weights for a tokenizer whose texts begin with the token `start`.
+
+    Plain `generate` samples the policy itself; transformers' own default would cut it to the 50 likeliest tokens.
+    """
+    ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": start, "eos_token_id": tokenizer.eos_token_id}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
-    # Plain `generate` samples the policy itself; transformers' own default would cut it to the 50 likeliest tokens.
-    model.generation_config = GenerationConfig(
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    return model.eval(), tokenizer
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **shape, **ids))
+    model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, **ids)
+    return model.eval()
 
 
 def build_tokenizer() -> PreTrainedTokenizerBase:

@@ -36,7 +36,7 @@ class RunReport:
 
     @property
     def runs(self) -> list[Run]:
-        """Of all groups."""
+        """Runs of all groups."""
         return [run for group in self.groups for run in group.runs]
 
     @property
@@ -55,9 +55,18 @@ class RunReport:
         swept = [row.contestant for sweep in self.sweeps for row in sweep.rows]
         return assign_looks([*(group.objective for group in self.groups), *swept])
 
+    @cached_property
+    def styles(self) -> dict[int, tuple[int, int, int]]:
+        """Colour, marker and dash of each group, by its key. Dashes tell four settings apart; others change the marker."""
+        settings, found = list(dict.fromkeys(group.setting for group in self.groups)), {}
+        for group in self.groups:
+            (colour, marker), place = self.looks[group.objective], 0 if group.chosen else settings.index(group.setting)
+            found[group.key] = colour, marker + place // 4, place % 4
+        return found
+
     @property
     def is_single(self) -> bool:
-        """Whether it is about one run and nothing else."""
+        """True if the report is about one run and nothing else."""
         return len(self.runs) == 1 and not self.sweep_groups
 
 
@@ -120,7 +129,7 @@ def make_report(
 
 
 def _headline(groups: Sequence[Group]) -> str:
-    """What the page is about: `countdown with tiny: dppo, troll`."""
+    """The default title of a page: `countdown with tiny: dppo, troll`."""
     problems = list(dict.fromkeys(group.problem for group in groups))
     names = list(dict.fromkeys(group.objective for group in groups))
     what = problems[0] if len(problems) == 1 else f"{len(problems)} problems"

@@ -60,7 +60,7 @@ class _Export:
     written: list[Path] = field(default_factory=list)
 
     def table(self, name: str, rows: Sequence[dict[str, Any]]) -> None:
-        """One table as CSV."""
+        """Write a table as CSV."""
         self.written.append(write_csv(rows, self.folder / f"{name}.csv"))
 
     @contextmanager
@@ -85,7 +85,10 @@ class _Export:
         """Curves, ends, differences and histograms of the groups of one problem."""
         report, measure = self.report, self.report.measure
         axis = "env_steps" if all(run.is_robot for group in groups for run in group.runs) else "update"
-        look = line_styles(report.groups, report.looks)
+        look = {
+            key: {"color": LIGHT[colour], "marker": MARKERS[marker % len(MARKERS)], "linestyle": _DASHES[dash]}
+            for key, (colour, marker, dash) in report.styles.items()
+        }
         seeds = list(dict.fromkeys(run.seed for group in groups for run in group.runs))
         about = visible(shorten(f"{groups[0].problem}, seed{'' if len(seeds) == 1 else 's'} {', '.join(seeds)}", 110))
         for metric in report.metrics:
@@ -155,22 +158,10 @@ def _label(text: str) -> str:
     return text if not text.startswith("_") else f" {text}"
 
 
-def line_styles(groups: Sequence[Group], looks: Mapping[str, Look]) -> dict[int, dict[str, Any]]:
-    """Colour and marker by objective, dashes by setting; by the key of the group."""
-    settings = list(dict.fromkeys(group.setting for group in groups))
-    found = {}
-    for group in groups:
-        (colour, marker), place = looks[group.objective], 0 if group.chosen else settings.index(group.setting)
-        found[group.key] = {
-            "color": LIGHT[colour], "marker": MARKERS[(marker + place // 4) % len(MARKERS)], "linestyle": _DASHES[place % 4],
-        }  # fmt: skip
-    return found
-
-
 def draw_curves(
     axes: Any, curves: Sequence[tuple[Group, pd.DataFrame]], metric: Metric, look: dict[int, Any], axis: str
 ) -> None:
-    """A metric over the run."""
+    """Draw a metric over the run."""
     scale = 100.0 if metric.percent else 1.0
     for group, points in curves:
         at, every, style = points[axis], max(1, len(points) // 12), look[group.key]
@@ -193,7 +184,7 @@ def draw_curves(
 def draw_finals(
     axes: Any, rows: Sequence[tuple[Group, dict[str, Any], dict[str, float]]], measure: Measure, look: dict[int, Any]
 ) -> None:
-    """Where each group ended: its seeds, and their interquartile mean with its interval."""
+    """Draw the final values of each group: its seeds, and their interquartile mean with its interval."""
     for place, (group, row, seeds) in enumerate(reversed(rows)):
         colour, ends = look[group.key]["color"], np.array([*seeds.values()]) * measure.factor
         if row["final_low"] is not None:
@@ -206,7 +197,7 @@ def draw_finals(
 
 
 def draw_forest(axes: Any, rows: Sequence[dict[str, Any]], looks: Mapping[str, Look], what: str) -> None:
-    """Differences of pairs with Student's interval, who is ahead first; claims are filled."""
+    """Draw differences of pairs with Student's interval, the largest claim first; claims are filled."""
     for place, row in enumerate(reversed(rows)):
         colour, marker = LIGHT[looks[row["our_objective"]][0]], MARKERS[looks[row["our_objective"]][1]]
         if row["low"] is not None:
@@ -219,7 +210,7 @@ def draw_forest(axes: Any, rows: Sequence[dict[str, Any]], looks: Mapping[str, L
 
 
 def draw_sweep(axes: Any, sweep: Sweep, measure: Measure, looks: Mapping[str, Look]) -> None:
-    """Final values over the swept setting: means over seeds, and the range of the seeds."""
+    """Draw final values over the swept setting: means over seeds, and the range of the seeds."""
     places = _places(ordered([value for line in sweep.ranges for value in line.tried]))
     for index, line in enumerate(sweep.ranges):
         columns = {value: [row.final * measure.factor for row in rows] for value, rows in sweep.along(line).items()}
@@ -245,7 +236,7 @@ def draw_sweep(axes: Any, sweep: Sweep, measure: Measure, looks: Mapping[str, Lo
 
 
 def _places(values: Sequence[Value]) -> dict[Value, float]:
-    """Where each value of an axis is drawn: numbers at themselves, `auto` a quarter of the axis to the right of them."""
+    """Positions on an axis: a number at its value, `auto` a quarter of the axis to the right of all numbers."""
     numbers = [value for value in values if not isinstance(value, str)]
     first, last = numbers[0], numbers[-1]
     apart = (last - first) or abs(last) or 1.0
@@ -258,7 +249,7 @@ def _is_logarithmic(numbers: Sequence[float]) -> bool:
 
 
 def draw_histogram(axes: Any, group: Group, colour: str) -> None:
-    """How far single tokens wanted to go, and how far they went."""
+    """Draw histograms of the KL of single tokens before and after the projection."""
     before, after = _positive(group, "kl_before"), _positive(group, "kl_after")
     bounds = {row.get("bound") for run in group.runs for row in run.tokens if after}
     origin = np.log10(bound) if len(bounds) == 1 and (bound := bounds.pop()) else 0.0  # an edge, give or take its rounding

@@ -178,7 +178,7 @@ def curve(group: Group, metric: Metric, every: int = 1, *, interval: bool = True
 
 
 def _summary(values: Sequence[Any], metric: Metric) -> float | str | None:
-    """One number for several steps."""
+    """The mean, or the largest value, of a metric over several steps."""
     numbers = [value for value in values if isinstance(value, float) and not math.isnan(value)]
     finite = [value for value in numbers if math.isfinite(value)]
     if numbers and (not finite or (metric.largest and max(numbers) == math.inf)):

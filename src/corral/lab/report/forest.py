@@ -46,7 +46,7 @@ def sort_pairs(rows: Sequence[_Row]) -> list[_Row]:
 
 
 def _turn(row: _Row) -> _Row:
-    """The same difference seen from the other side."""
+    """Swap the two sides of a difference."""
     low, high = (None if end is None else -end for end in (row["high"], row["low"]))
     return {
         **row, "ours": row["theirs"], "theirs": row["ours"], "our_objective": row["their_objective"],
@@ -55,7 +55,7 @@ def _turn(row: _Row) -> _Row:
 
 
 def _ends(rows: Sequence[_Row]) -> tuple[float, float]:
-    """What the axis has to hold: every interval, and 0."""
+    """The ends of the axis, which holds every interval and 0."""
     values = [0.0, *(end for row in rows for end in (row["difference"], row["low"], row["high"]) if end is not None)]
     low, high = min(values), max(values)
     room = 0.04 * (high - low) or 1.0

@@ -36,7 +36,7 @@ class Group:
 
     @property
     def label(self) -> str:
-        """Its name, short: where each contestant has one chosen setting, the contestant says it all."""
+        """The group's name: the contestant alone where its setting was chosen, else with the setting."""
         return shorten(self.objective if self.chosen else f"{self.objective} {self.setting}".strip(), 300)
 
 
@@ -92,7 +92,7 @@ def split_runs(runs: Sequence[Run], comparisons: Sequence[SavedComparison]) -> t
 
 
 def pairs(groups: Sequence[Group]) -> list[tuple[Group, Group]]:
-    """Whom to compare: objectives under the same setting, or each with the one chosen for it; of one alone, its settings."""
+    """Pairs of groups to compare: objectives with equal or chosen settings, or the settings of a single objective."""
     found = []
     for index, ours in enumerate(groups):
         for theirs in groups[:index]:

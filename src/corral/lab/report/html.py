@@ -178,7 +178,7 @@ def write_document(text: str, out: Path, too_large: str = "") -> int:
 
 
 def csp_hash(text: str) -> str:
-    """What a Content-Security-Policy calls an inline script or style by."""
+    """The digest by which a Content-Security-Policy allows an inline script or style."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 

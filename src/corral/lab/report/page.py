@@ -80,7 +80,7 @@ def page(report: RunReport) -> str:
 
 
 def _summary(report: RunReport) -> str:
-    """How many runs of what, and how they ended."""
+    """The line below the title: the number of runs, and how they ended."""
     how = ", ".join(f"{number} {stopped}" for stopped, number in sorted(Counter(run.stopped for run in report.runs).items()))
     seeds = {len(group.runs) for group in report.groups}
     each = "" if report.is_single else f", {count(max(seeds), 'seed')} {'each' if len(seeds) == 1 else 'at most'}"
@@ -140,7 +140,7 @@ def _said(report: RunReport, measure: str) -> list[tuple[str, str]]:
 
 
 def _warnings(report: RunReport) -> list[tuple[str, str | None]]:
-    """What to know before reading on, each with a link or None."""
+    """Warnings above the findings, each with a link or None."""
     found: list[tuple[str, str | None]] = []
     rows, out = report.tables["comparisons"], sum(row["kind"] == "left out" for row in report.tables["events"])
     if out:
@@ -156,7 +156,7 @@ def _warnings(report: RunReport) -> list[tuple[str, str | None]]:
 
 
 def _single_run(report: RunReport) -> Safe:
-    """One run: its numbers, large."""
+    """The findings of a single run: its numbers, large."""
     (run,), (row,) = report.runs, report.tables["runs"]
     text = report.measure.text
     numbers = {f"{name} {report.measure.name}": row[name] for name in ("start", "best", "final")}
@@ -321,7 +321,7 @@ def _reproduce(report: RunReport) -> Safe:
 
 
 def _sweep_part(report: RunReport, index: int, sweep: Sweep) -> Safe:
-    """How a sweep was made, the place of its figures, and its table."""
+    """The part of a sweep: its seeds and choices, the place of its figures, and its table."""
     rows = [row for row in report.tables["sweep"] if (row["problem"], row["axis"]) == (sweep.problem, sweep.key)]
     measures: dict[str, tuple[str, Callable[[Any], object]]] = {
         "final": ("Final", report.measure.text),
@@ -363,14 +363,13 @@ _LONGEST = 600
 
 def page_data(report: RunReport) -> dict[str, Any]:
     """Everything that the scripts draw and save."""
-    settings = list(dict.fromkeys(group.setting for group in report.groups))
     groups = []
     for group, short in zip(report.groups, short_labels([group.label for group in report.groups]), strict=True):
-        (colour, marker), place = report.looks[group.objective], 0 if group.chosen else settings.index(group.setting)
+        colour, marker, dash = report.styles[group.key]
         groups.append(
             {
                 "key": group.key, "label": visible(group.label), "problem": _text(group.problem, 200), "short": visible(short),
-                "colour": colour, "marker": marker + place // 4, "dash": place % 4, "bound": figures.kl_bound(group),
+                "colour": colour, "marker": marker, "dash": dash, "bound": figures.kl_bound(group),
             }
         )  # fmt: skip
     seeds = f"seed{'' if len(report.seeds) == 1 else 's'} {', '.join(report.seeds)}"

@@ -60,7 +60,7 @@ _NO_METHOD = {
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run, as far as its files tell."""
+    """A run as read from its files."""
 
     path: Path
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Run:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The settings it was started with."""
+        """The settings that the run was started with."""
         return table_in(self.config, "settings")
 
     @property
@@ -99,7 +99,7 @@ class Run:
 
     @property
     def is_robot(self) -> bool:
-        """Whether a robot learned, and no language model."""
+        """True if a robot learned, and no language model."""
         return "environment" in self.settings
 
     @property
@@ -124,7 +124,7 @@ class Run:
 
     @property
     def stopped(self) -> str:
-        """How it ended, or that it has not."""
+        """The way the run ended: "finished", "collapsed", …, or "not ended"."""
         return str(self.summary.get("stopped") or "not ended")
 
     @property
@@ -144,7 +144,7 @@ class Run:
 
     @property
     def is_smoke(self) -> bool:
-        """Whether `--smoke` made it: to see that something runs, and no result."""
+        """True if `--smoke` made it, so that it is no result."""
         command = self.config.get("command")
         return self.model == "smoke" or (isinstance(command, list) and "--smoke" in command)
 
@@ -199,7 +199,7 @@ def _whole(value: Any, default: int) -> int:
 
 
 def read_runs(folders: Iterable[Path]) -> list[Run]:
-    """All runs in these folders, in the order of their paths."""
+    """Read all runs in these folders, in the order of their paths."""
     return [read_run(path) for path in find_runs(folders)]
 
 
@@ -237,7 +237,7 @@ def newest_state(folder: Path) -> Path | None:
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether a folder has the files of a run. A model's config.json is none of them."""
+    """True for a folder with the files of a run. A model's config.json is not one of them."""
     if (folder / "metrics.jsonl").is_file():
         return True
     if not (folder / "config.json").is_file():
@@ -250,7 +250,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def read_run(path: Path) -> Run:
-    """One run's files, and notes about those that cannot be read."""
+    """Read one run, with notes about the files that cannot be read."""
     state = None if _is_run(path) else newest_state(path)
     if state is not None:
         return _read_trainer(path, state)
@@ -336,7 +336,7 @@ def _check_values(content: Any) -> None:
 
 
 def _is_readable(path: Path, notes: list[str], missing: str) -> bool:
-    """Whether a file of a run can be opened; a note if not. One outside the run's folder is none of its files."""
+    """True if a file of a run can be opened, else a note is added. A link that leaves the run's folder is not followed."""
     if not path.exists():
         notes.append(f"{path.name} is missing: {missing}.")
     elif not path.resolve().is_relative_to(path.parent.resolve()):
@@ -429,7 +429,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _aligned(row: Mapping[str, Any]) -> bool:
-    """Whether all lists of a row of tokens have one entry per token; kl_after and log_ratio may be left out."""
+    """True if all lists of a row of tokens have one entry per token; kl_after and log_ratio may be missing."""
     if row["token"] is None or row["action"] is None or row["kl_before"] is None:
         return False
     lists = [row[name] for name in ("action", "kl_before", "kl_after", "log_ratio") if row.get(name) is not None]
@@ -522,7 +522,7 @@ class SavedComparison:
     """What all runs share."""
 
     def places(self, stage: str | None = None) -> list[tuple[Path, PlannedRun]]:
-        """Where the folders of planned runs are; of those of one stage, or of all."""
+        """The folders of planned runs: of one stage, or of all."""
         return [((self.path / run.folder).resolve(), run) for run in self.runs if stage in (None, run.stage)]
 
 
@@ -541,7 +541,7 @@ def read_comparisons(folders: Iterable[Path], runs: Sequence[Run]) -> tuple[list
 
 
 def read_comparison(path: Path) -> SavedComparison:
-    """One file; raises whatever is wrong with it."""
+    """Read compare.json from a comparison's folder; any error in it is raised."""
     content = read_json(path / FILE)
     if content["version"] != VERSION:
         raise ValueError(f"it is of version {content['version']}, and this corral reads version {VERSION}.")

@@ -34,7 +34,7 @@ _Array = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """How much one objective is above another."""
+    """The difference between two objectives, with its interval."""
 
     mean: Estimate
     seeds: int
@@ -57,7 +57,7 @@ def interquartile_mean(scores: _Array) -> Estimate:
 
 
 def interquartile_curve(scores: _Array) -> tuple[_Array, _Array, _Array]:
-    """The same at every point of a curve: [R P] → value, low, high, each [P]; low and high are the value for one run."""
+    """Interquartile means along a curve, [R P] → value, low, high, each [P]. Low and high are the value for one run."""
     value = middle_mean(scores)
     if len(scores) < 2:
         return value, value, value
@@ -66,7 +66,7 @@ def interquartile_curve(scores: _Array) -> tuple[_Array, _Array, _Array]:
 
 
 def probability_of_improvement(better: _Array, worse: _Array) -> Estimate:
-    """How likely a run of the one ends above a run of the other; ties count half."""
+    """The probability that a run of the one ends above a run of the other; ties count half."""
     x, y = np.asarray(better, dtype=float)[:, None], np.asarray(worse, dtype=float)[:, None]
     return _bootstrap([x, y], share_above)
 
@@ -77,7 +77,7 @@ def mean_over_tasks(scores: _Array) -> Estimate:
 
 
 def chance_over_tasks(better: _Array, worse: _Array) -> float:
-    """How likely a run of the one ends above a run of the other, on a task drawn at random: [R T], [S T]."""
+    """The same probability on a task drawn at random: [R T], [S T]."""
     return float(np.mean([share_above(x[:, None], y[:, None])[0] for x, y in zip(better.T, worse.T, strict=True)]))
 
 
@@ -115,7 +115,7 @@ def difference(ours: Mapping[str, float], theirs: Mapping[str, float]) -> Differ
 
 
 def holm(ps: Sequence[float | None]) -> list[bool]:
-    """Which of several comparisons hold together, so that not even one is false in 95 of 100 cases.
+    """Holm's correction: True for each p-value that stays significant with a family-wise error rate of 5 %.
 
     The smallest p must be ≤ .05/m, the next ≤ .05/(m−1), …, up to the first that is not. None counts as one of the m, for it
     was looked at too, and never holds.
@@ -140,7 +140,7 @@ def sentence(
     unit: str = "points",
     uneven: str = "",
 ) -> str:
-    """What may be said of a pair, plainly.
+    """A sentence about a pair: a claim, or why none can be made.
 
     Args:
         found: the difference, in `unit`.
@@ -169,13 +169,13 @@ def sentence(
 
 
 def _reverse(estimate: Estimate) -> Estimate:
-    """The same difference seen from the other side."""
+    """Swap the two sides of a difference."""
     low, high = (None if end is None else -end for end in (estimate.high, estimate.low))
     return Estimate(-estimate.value, low, high)
 
 
 def can_claim(found: Difference, holds: bool) -> bool:
-    """Whether a difference may be claimed: it has an interval, and holds among all that are made."""
+    """True if a difference may be claimed: it has an interval, and stays significant after Holm's correction."""
     return holds and found.mean.low is not None
 
 
@@ -199,7 +199,7 @@ def steps_to(points: Sequence[tuple[float, float]], threshold: float) -> float:
 
 
 def has_collapsed(points: Sequence[tuple[float, float]], stopped: str, share: float = 0.5, margin: float = 0.1) -> bool:
-    """Whether a run lost what it had: it ended below half of its best, and at least .1 lower; or was stopped for that.
+    """True if a run collapsed: it ended below half of its best and at least .1 lower, or the guard stopped it.
 
     Half of a return below zero would be more than all of it, so that is never a collapse. One that began below zero and came
     above must also have lost half of the way.

@@ -30,7 +30,7 @@ Value = float | str
 
 @dataclass(frozen=True)
 class SweepRow:
-    """One run of a sweep."""
+    """A run of a sweep, and its scores."""
 
     contestant: str
     """An objective, or an algorithm."""
@@ -74,7 +74,7 @@ class Cell:
 
     @property
     def is_stable(self) -> bool:
-        """Whether all its runs stayed above their start, and none failed."""
+        """True if all its runs stayed at or above their start, and none failed."""
         return all(not row.fell_below_start and math.isfinite(row.final) and math.isfinite(row.auc) for row in self.rows)
 
 
@@ -312,7 +312,7 @@ def without(setting: Mapping[str, object], key: str) -> dict[str, object]:
 
 
 def _uncertainty(groups: Sequence[Sequence[float]]) -> float:
-    """How far one run may be off: Student's one-sided quantile times the standard deviation within groups; 0 without any."""
+    """The uncertainty of one run: Student's one-sided quantile times the pooled standard deviation; 0 without repetitions."""
     freedom = sum(len(group) - 1 for group in groups)
     if freedom == 0:
         return 0.0
@@ -359,12 +359,12 @@ class Sweep:
 
     @property
     def ranges(self) -> list[UsableRange]:
-        """How wide the usable range of each contestant is."""
+        """The usable range of each contestant and other settings."""
         return usable_range(self.rows, self.key)
 
     @property
     def seeds_text(self) -> str:
-        """How many runs a mean is of: `2 seeds`, or `1 to 2 seeds` while some are missing."""
+        """The number of seeds behind a mean: `2 seeds`, or `1 to 2 seeds` while some are missing."""
         counts = [len(cell.seeds) for cell in self.cells]
         least, most = min(counts), max(counts)
         return f"{'' if least == most else f'{least} to '}{count(most, 'seed')}"
@@ -379,7 +379,7 @@ class Sweep:
 
 
 def find_sweeps(runs: Sequence[Run], comparisons: Sequence[SavedComparison], measure: Measure) -> list[Sweep]:
-    """Sweeps of comparisons, and of runs that belong to none."""
+    """Find the sweeps of comparisons, and those among runs of no comparison."""
     places = {run.path.resolve(): run for run in runs}
     found, planned, about = [], set(), problems_of(runs)
     for comparison in comparisons:
@@ -438,7 +438,7 @@ def _number(text: str) -> object:
 
 
 def sweep_row(contestant: str, setting: Mapping[str, object], seed: int, run: Run | None, measure: Measure) -> SweepRow:
-    """What a run came to; the lowest score for one that failed."""
+    """The scores of a run; the lowest possible ones for a run that failed."""
     points = run.values(measure.key) if run is not None and run.stopped in COUNTED else []
     if run is None or not points:
         worst = 0.0 if measure.key == "success" else -math.inf

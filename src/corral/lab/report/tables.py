@@ -32,7 +32,7 @@ def run_table(groups: Sequence[Group], metric: str) -> list[_Row]:
 
 
 def events(groups: Sequence[Group]) -> list[_Row]:
-    """What went wrong: warnings of the guard by step, how runs ended that did not finish, files that are missing or torn."""
+    """A table of problems: warnings of the guard, runs that did not finish, and files that are missing or damaged."""
     found: dict[tuple[Any, ...], list[str]] = {}
     for group in groups:
         for run in group.runs:
@@ -101,7 +101,7 @@ def configuration(groups: Sequence[Group]) -> tuple[list[_Row], list[_Row]]:
 
 
 def _settings(group: Group) -> dict[str, str]:
-    """All that was resolved for a group; what its seeds do not share is shown as …, secrets not at all."""
+    """Resolved settings of a group, without secrets; a setting that differs between seeds is shown as `…`."""
     parts = ("objective", "task", "model", "settings", "trainer")
     columns = [flatten({part: run.config[part] for part in parts if part in run.config}) for run in group.runs]
     found = {}
@@ -127,7 +127,7 @@ def versions(groups: Sequence[Group]) -> list[_Row]:
 
 
 def commands(groups: Sequence[Group]) -> list[_Row]:
-    """How to make each run again: the command where it was one, and its settings as a file."""
+    """Commands and files of settings that repeat each run."""
     return [
         {
             "objective": group.label, "seed": run.seed, "command": command(run), "script": run.config.get("script"),

@@ -7,8 +7,8 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +34,18 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         raise RunError(f"{str(path)!r} is no file's name.")
     beside = path.with_name(f".{path.name[:200]}.{os.getpid()}.part")
     try:
-        if path.exists() and not path.is_file():
-            raise RunError(f"{path} is no file but {_kind(path)}, which is not replaced: choose another place.")
-        write(beside)
-        sync(beside)
-        os.replace(beside, path)
-        sync(path.parent)
-    except OSError as error:
-        raise RunError(disk_sentence(error, path)) from error
+        with disk_errors(path):
+            if path.exists() and not path.is_file():
+                kinds = {"a folder": path.is_dir(), "a pipe": path.is_fifo(), "a socket": path.is_socket(), "a device": True}
+                kind = next(name for name, found in kinds.items() if found)
+                raise RunError(f"{path} is no file but {kind}, which is not replaced: choose another place.")
+            write(beside)
+            sync(beside)
+            os.replace(beside, path)
+            sync(path.parent)
     finally:
         with suppress(OSError):  # a read-only disk refuses this too, and would hide why the file was not written
             beside.unlink(missing_ok=True)
-
-
-def _kind(path: Path) -> str:
-    """What something that is no file is."""
-    kinds = {"a folder": path.is_dir(), "a pipe": path.is_fifo(), "a socket": path.is_socket()}
-    return next((name for name, found in kinds.items() if found), "a device")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -62,7 +57,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def append_line(path: Path, content: dict[str, Any]) -> None:
     """Append one line of JSON in one write; if that fails, the file is truncated to what it was."""
     data = (json.dumps(plain(content), allow_nan=False) + "\n").encode()
-    try:
+    with disk_errors(path):
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             before = os.fstat(file).st_size
@@ -75,8 +70,6 @@ def append_line(path: Path, content: dict[str, Any]) -> None:
                 raise
         finally:
             os.close(file)
-    except OSError as error:
-        raise RunError(disk_sentence(error, path)) from error
 
 
 def read_regular(path: Path, most: int = _MOST) -> bytes:
@@ -108,6 +101,17 @@ def read_json(path: Path) -> Any:
         raise ValueError("its values are nested too deep.") from None
 
 
+def read_settings(path: Path, writer: str) -> dict[str, Any]:
+    """The content of a JSON file with a table of settings; a RunError where it is not what `writer`, such as a run, writes."""
+    try:
+        content = read_json(path)
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):
+        raise RunError(f"{path} is not what {writer} writes: it has no table `settings`.")
+    return content
+
+
 def sync(path: Path) -> None:
     """fsync a file or a folder."""
     file = os.open(path, os.O_RDONLY)
@@ -123,28 +127,43 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and all that it came from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
 def is_disk_full(error: BaseException | None) -> bool:
     """Whether this error or a cause of it means that a file has no room, on a full disk or beyond the limit on its size.
 
     torch.save raises only about a wrong file position.
     """
-    while error is not None:
-        text = str(error)
-        if (isinstance(error, OSError) and error.errno in _FULL) or "No space left" in text or is_too_large(error):
+    for one in _causes(error):
+        if (isinstance(one, OSError) and one.errno in _FULL) or "No space left" in str(one):
             return True
-        if isinstance(error, RuntimeError) and "inline_container.cc" in text and "unexpected pos" in text:
+        if isinstance(one, RuntimeError) and "inline_container.cc" in str(one) and "unexpected pos" in str(one):
             return True
-        error = error.__cause__ or error.__context__
-    return False
+    return is_too_large(error)
 
 
 def is_too_large(error: BaseException | None) -> bool:
     """Whether this error or a cause of it means a file beyond the limit on its size."""
-    while error is not None:
-        if (isinstance(error, OSError) and error.errno == errno.EFBIG) or "File too large" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    found = ((isinstance(one, OSError) and one.errno == errno.EFBIG) or "File too large" in str(one) for one in _causes(error))
+    return any(found)
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn an error of the disk while `path` is written into a RunError that says what to do."""
+    try:
+        yield
+    except RunError:
+        raise
+    except Exception as error:  # torch, safetensors and Python have one each for a full disk
+        if isinstance(error, OSError) or is_disk_full(error):
+            raise RunError(disk_sentence(error, path)) from error
+        raise
 
 
 def disk_sentence(error: BaseException, path: Path) -> str:

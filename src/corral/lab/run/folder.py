@@ -19,9 +19,10 @@ from corral.lab.run.files import (
     LockedFolder,
     append_line,
     digest,
-    disk_sentence,
+    disk_errors,
     read_json,
     read_regular,
+    read_settings,
     require_regular,
     sync,
     write_json,
@@ -80,7 +81,7 @@ class RunFolder(LockedFolder):
         Smoke runs are apart, under smoke-runs/: a report on runs/ is not to count them.
         """
         path = Path(default_name(label, smoke=smoke) if out is None else out)
-        try:
+        with disk_errors(path):
             if out is not None and path.exists() and (not path.is_dir() or any(path.iterdir())):
                 resumable = path.is_dir() and (path / "config.json").exists()
                 hint = f"continue that run with --resume {path}, or choose" if resumable else "choose"
@@ -88,8 +89,6 @@ class RunFolder(LockedFolder):
             folder = cls(_unused(path) if out is None else path)
             folder.checkpoints.mkdir(parents=True, exist_ok=True)
             folder.hold(folder.path)
-        except OSError as error:
-            raise RunError(disk_sentence(error, path)) from error
         return folder
 
     @classmethod
@@ -98,13 +97,10 @@ class RunFolder(LockedFolder):
         folder = cls(path)
         if not folder.config.is_file():
             raise RunError(f"{path} is no run: it has no config.json. --resume takes the folder that `corral train` printed.")
-        if not write:
-            return folder
-        try:
-            folder.checkpoints.mkdir(exist_ok=True)
-            folder.hold(path)
-        except OSError as error:
-            raise RunError(disk_sentence(error, path)) from error
+        if write:
+            with disk_errors(path):
+                folder.checkpoints.mkdir(exist_ok=True)
+                folder.hold(path)
         return folder
 
     def write_config(self, content: dict[str, Any]) -> None:
@@ -117,13 +113,7 @@ class RunFolder(LockedFolder):
 
     def read_config(self) -> dict[str, Any]:
         """The content of config.json."""
-        try:
-            content = read_json(self.config)
-        except (OSError, ValueError) as error:
-            raise RunError(f"{self.config} cannot be read: {error}") from error
-        if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):
-            raise RunError(f"{self.config} is not what a run writes: it has no table `settings`.")
-        return content
+        return read_settings(self.config, "a run")
 
     def append(self, line: dict[str, Any]) -> None:
         """One more line of metrics."""

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -51,7 +51,7 @@ class _Finding(NamedTuple):
 
 
 class CollapseWatch:
-    """Reads lines of metrics, and says what is going wrong. The same lines always give the same words."""
+    """Signs of a collapse in lines of metrics. The same lines always give the same sentences."""
 
     def __init__(self, limits: CollapseLimits) -> None:
         self.limits = limits
@@ -61,90 +61,72 @@ class CollapseWatch:
         """Of success and of equal rewards, which not every line has."""
 
     def observe(self, line: Mapping[str, Any]) -> list[_Finding]:
-        """What this line shows; each kind once until it has recovered."""
+        """Findings of this line of metrics; each kind once until it has recovered."""
+        return list(self._find(line))
+
+    def _find(self, line: Mapping[str, Any]) -> Iterator[_Finding]:
+        limits, least_share = self.limits, {"success": self.limits.success_share}
         self.newest |= {key: line[key] for key in ("success", "frac_reward_zero_std") if line.get(key) is not None}
-        solved = self.newest.get("success", 0.0) >= self.limits.solved
-        found = [
-            self._fell("success", line.get("success"), self.limits.success_share, self.limits.success_margin),
-            self._fell("entropy", None if solved else line.get("entropy"), self.limits.entropy_share, 0.0),
-            self._fell("std", None if solved else line.get("std"), self.limits.entropy_share, 0.0),
-            self._exploded("tr/kl_before", line.get("tr/kl_before"), self.limits.kl),
-            self._exploded("kl", line.get("kl"), self.limits.reference_kl),
-            self._few_count(line.get("tr/ess")),
-            self._equal(None if solved else line.get("frac_reward_zero_std"), line.get("reward")),
-            self._truncated(line.get("completions/clipped_ratio")),
-            self._zero_gradient(line.get("zero_gradients", 0)),
-        ]
-        return [finding for finding in found if finding is not None]
-
-    def _fell(self, key: str, value: float | None, share: float, margin: float) -> _Finding | None:
-        if value is None:
-            return None
-        best = self.best[key] = max(self.best.get(key, -math.inf), value)  # in this order NaN is never the best
-        fine = value >= share * best or best - value <= margin  # NaN is not
-        if not self._lasts(key, not fine, self.limits.patience):
-            return None
-        return _Finding(
-            f"{key} fell from {best:.3g} to {value:.3g} and stayed there: the policy is collapsing. Try a smaller learning "
-            f"rate or bound, or fewer updates per batch."
-        )
-
-    def _exploded(self, key: str, value: float | None, limit: float) -> _Finding | None:
-        if value is None or not self._lasts(key, not value <= limit, self.limits.patience):  # NaN is beyond every limit
-            return None
-        return _Finding(f"{key} is {value:.3g} nats, beyond {limit:g}: the policy runs away. Try a smaller learning rate.")
-
-    def _few_count(self, ess: float | None) -> _Finding | None:
+        solved = self.newest.get("success", 0.0) >= limits.solved
+        for key in ("success",) if solved else ("success", "entropy", "std"):
+            if (value := line.get(key)) is None:
+                continue
+            best = self.best[key] = max(self.best.get(key, -math.inf), value)  # in this order NaN is never the best
+            margin = limits.success_margin if key == "success" else 0.0
+            fine = value >= least_share.get(key, limits.entropy_share) * best or best - value <= margin  # NaN is not
+            if self._lasts(key, not fine, limits.patience):
+                yield _Finding(
+                    f"{key} fell from {best:.3g} to {value:.3g} and stayed there: the policy is collapsing. Try a smaller "
+                    f"learning rate or bound, or fewer updates per batch."
+                )
+        for key, limit in (("tr/kl_before", limits.kl), ("kl", limits.reference_kl)):
+            value = line.get(key)
+            if value is not None and self._lasts(key, not value <= limit, limits.patience):  # NaN is beyond every limit
+                yield _Finding(
+                    f"{key} is {value:.3g} nats, beyond {limit:g}: the policy runs away. Try a smaller learning rate."
+                )
+        ess = line.get("tr/ess")
         # At the first line: three of them may be all that a collapse takes. NaN is below every limit.
-        if ess is None or not self._lasts("tr/ess", not ess >= self.limits.ess, 1):
-            return None
-        return _Finding(
-            f"tr/ess is {ess:.3g}, below {self.limits.ess:g}: a few tokens with large ratios decide the updates, which often "
-            f"comes before a collapse; take fewer updates per batch, a smaller learning rate or bound, or fresher rollouts.",
-            collapse=False,
-        )
-
-    def _equal(self, share: float | None, reward: float | None) -> _Finding | None:
-        if share is None:
-            return None
-        patience = self.limits.equal_patience
-        every = self._lasts("equal rewards", share >= 1.0, patience)
-        most = self._lasts("mostly equal rewards", share >= self.limits.equal_share, patience)
-        of = "" if reward is None else f" ({reward:.3g})"
-        hint = "Try easier problems, more completions per prompt, or a reward with more than two values."
-        if every:
-            return _Finding(
-                f"for {patience} steps all completions of a prompt had the same reward{of}: every advantage is 0, and there is "
-                f"nothing to learn from. {hint}"
-            )
-        if most:
-            return _Finding(
-                f"for {patience} steps at least {self.limits.equal_share:.0%} of the groups had one reward for all completions "
-                f"({share:.0%} now): almost every sample is wasted. {hint}",
+        if ess is not None and self._lasts("tr/ess", not ess >= limits.ess, 1):
+            yield _Finding(
+                f"tr/ess is {ess:.3g}, below {limits.ess:g}: a few tokens with large ratios decide the updates, which often "
+                f"comes before a collapse; take fewer updates per batch, a smaller learning rate or bound, or fresher "
+                f"rollouts.",
                 collapse=False,
             )
-        return None
-
-    def _truncated(self, share: float | None) -> _Finding | None:
-        if share is None or not self._lasts("truncated", share >= 1.0, self.limits.truncated_patience):
-            return None
-        return _Finding(
-            f"for {self.limits.truncated_patience} steps every completion was cut off before its end, so rewards are of "
-            f"unfinished texts: raise max_completion_length, or check that the model can write its end-of-sequence token.",
-            collapse=False,
-        )
-
-    def _zero_gradient(self, updates: int) -> _Finding | None:
-        # Where all rewards of each group are equal a gradient of 0 is right, and `_equal` says so in time.
-        share = self.newest.get("frac_reward_zero_std", 0.0)
-        if not self._lasts("zero gradient", updates >= self.limits.zero_patience and share < 1.0, 1):
-            return None
-        return _Finding(
-            f"the gradient was exactly 0 at each of the last {updates} updates, though rewards differ in {1 - share:.0%} of "
-            f"the groups: no weight moves. Check that what should be trained requires a gradient, that completions are not all "
-            f"masked out, and that the trust region leaves some token (tr/active_frac below 1).",
-            collapse=False,
-        )
+        share, reward, patience = line.get("frac_reward_zero_std"), line.get("reward"), limits.equal_patience
+        if share is not None and not solved:
+            every = self._lasts("equal rewards", share >= 1.0, patience)
+            most = self._lasts("mostly equal rewards", share >= limits.equal_share, patience)
+            of = "" if reward is None else f" ({reward:.3g})"
+            hint = "Try easier problems, more completions per prompt, or a reward with more than two values."
+            if every:
+                yield _Finding(
+                    f"for {patience} steps all completions of a prompt had the same reward{of}: every advantage is 0, and "
+                    f"there is nothing to learn from. {hint}"
+                )
+            elif most:
+                yield _Finding(
+                    f"for {patience} steps at least {limits.equal_share:.0%} of the groups had one reward for all completions "
+                    f"({share:.0%} now): almost every sample is wasted. {hint}",
+                    collapse=False,
+                )
+        cut = line.get("completions/clipped_ratio")
+        if cut is not None and self._lasts("truncated", cut >= 1.0, limits.truncated_patience):
+            yield _Finding(
+                f"for {limits.truncated_patience} steps every completion was cut off before its end, so rewards are of "
+                f"unfinished texts: raise max_completion_length, or check that the model can write its end-of-sequence token.",
+                collapse=False,
+            )
+        # Where all rewards of each group are equal a gradient of 0 is right, and the line above says so in time.
+        still, share = line.get("zero_gradients", 0), self.newest.get("frac_reward_zero_std", 0.0)
+        if self._lasts("zero gradient", still >= limits.zero_patience and share < 1.0, 1):
+            yield _Finding(
+                f"the gradient was exactly 0 at each of the last {still} updates, though rewards differ in {1 - share:.0%} of "
+                f"the groups: no weight moves. Check that what should be trained requires a gradient, that completions are not "
+                f"all masked out, and that the trust region leaves some token (tr/active_frac below 1).",
+                collapse=False,
+            )
 
     def _lasts(self, key: str, bad: bool, patience: int) -> bool:
         """Whether it is bad for the `patience`-th time in a row."""
@@ -159,10 +141,7 @@ class Guard:
     """Warns of collapse, or stops the run. Trainers call `judge` at every update and `observe` for every line of metrics."""
 
     def __init__(
-        self,
-        mode: GuardMode = "warn",
-        limits: CollapseLimits | None = None,
-        say: Callable[[str], object] = logger.warning,
+        self, mode: GuardMode = "warn", limits: CollapseLimits | None = None, say: Callable[[str], object] = logger.warning
     ) -> None:
         self.mode, self.limits, self.say = mode, limits or CollapseLimits(), say
         self.watch = CollapseWatch(self.limits)

@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
@@ -27,11 +27,33 @@ _Line = Mapping[str, Any]
 _Row = Mapping[str, Any]
 
 
-class RunView:
-    """Quiet: warnings and the end. The base of the others."""
+class View:
+    """Output of a command: warnings in any case, and sentences unless it is quiet."""
+
+    quiet = True
 
     def __init__(self, console: Console, problems: Console) -> None:
         self.console, self.problems = console, problems
+
+    def warn(self, sentence: str) -> None:
+        """Something a person should know."""
+        self.problems.print(f"[yellow]warning:[/] {escape(sentence)}", soft_wrap=True, highlight=False)
+
+    def say(self, sentence: str) -> None:
+        """Something good to know."""
+        if not self.quiet:
+            self.print(sentence)
+
+    def print(self, text: str) -> None:
+        """Text as it is."""
+        self.console.print(escape(text), soft_wrap=True, highlight=False)
+
+    def close(self) -> None:
+        """Give the terminal back."""
+
+
+class RunView(View):
+    """The view of a quiet run: warnings and the end. The base of the other two."""
 
     def begin(self, banner: Sequence[tuple[str, str]], steps: int, done: int) -> None:
         """The run starts, or is resumed after `done` steps."""
@@ -42,54 +64,42 @@ class RunView:
     def completions(self, rows: Sequence[_Row], *, verified: bool = True) -> None:
         """A few of its completions. Unless their rewards are a verifier's, from 0 to 1, none is marked as right or wrong."""
 
-    def warn(self, sentence: str) -> None:
-        """Something a person should know."""
-        self.problems.print(f"[yellow]warning:[/] {escape(sentence)}", soft_wrap=True, highlight=False)
-
     def stopping(self, sentence: str) -> None:
         """A signal has come, and is obeyed soon. A console may be in the middle of a write: go past it."""
         if not self.problems.quiet:
             os.write(2, f"\n{sentence}\n".encode())
 
-    def say(self, sentence: str) -> None:
-        """Something good to know."""
-
     def end(self, sentence: str) -> None:
         """How it ended, and where it is."""
-        self.console.print(escape(sentence), soft_wrap=True, highlight=False)
-
-    def close(self) -> None:
-        """Give the terminal back."""
+        self.close()
+        self.print(sentence)
 
 
 class PlainView(RunView):
     """One line per step, without colours or cursor moves: for pipes, files and batch systems."""
 
+    quiet = False
+
     def begin(self, banner: Sequence[tuple[str, str]], steps: int, done: int) -> None:
         self.steps, self.clock = steps, Clock(steps, done)
         for name, text in banner:
-            self._print(f"{name:<10} {text}")
+            self.print(f"{name:<10} {text}")
 
     def line(self, line: _Line) -> None:
         left = self.clock.left(line["step"])
         shown = {key: value for key, value in line.items() if not key.startswith("tr/") or key in _IN_A_LINE}
         values = [f"{name} {text}" for name, text in readable(shown)]
-        self._print("  ".join([f"step {line['step']}/{self.steps}", *values, *([f"{left} left"] if left else [])]))
+        self.print("  ".join([f"step {line['step']}/{self.steps}", *values, *([f"{left} left"] if left else [])]))
 
     def completions(self, rows: Sequence[_Row], *, verified: bool = True) -> None:
         for row in rows:
-            self._print(f"  {_mark(row['reward'], verified)[0]} {shorten(row['prompt'])}{shorten(row['completion'])}")
-
-    def say(self, sentence: str) -> None:
-        self._print(sentence)
-
-    def _print(self, text: str) -> None:
-        self.console.print(escape(text), soft_wrap=True, highlight=False)
+            self.print(f"  {_mark(row['reward'], verified)[0]} {shorten(row['prompt'])}{shorten(row['completion'])}")
 
 
 class LiveView(RunView):
     """A panel that stays in place: progress with the time left, the newest numbers, and a few completions."""
 
+    quiet = False
     live: Live | None = None
 
     def begin(self, banner: Sequence[tuple[str, str]], steps: int, done: int) -> None:
@@ -116,13 +126,6 @@ class LiveView(RunView):
 
     def stopping(self, sentence: str) -> None:
         self.last = Text(sentence, style="yellow")  # what is written past the panel, the panel paints over
-
-    def say(self, sentence: str) -> None:
-        self.console.print(escape(sentence), highlight=False)
-
-    def end(self, sentence: str) -> None:
-        self.close()
-        super().end(sentence)
 
     def close(self) -> None:
         if self.live is not None:  # a run may fail before it begins
@@ -202,13 +205,21 @@ class PatientConsole(Console):
         os.close(null)
 
 
+_View = TypeVar("_View", bound=View)
+
+
 def make_view(*, quiet: bool, silent: bool = False) -> RunView:
-    """The view for where the output goes; a silent one, for processes beside the main one, shows nothing at all."""
+    """The view of a run for where the output goes; a silent one, for processes beside the main one, shows nothing at all."""
+    return choose_view(RunView, PlainView, LiveView, quiet=quiet, silent=silent)
+
+
+def choose_view(still: type[_View], plain: type[_View], live: type[_View], *, quiet: bool, silent: bool = False) -> _View:
+    """A view of the class for where the output goes: nowhere, into a file or pipe, or to a terminal."""
     console, problems = PatientConsole(quiet=silent), PatientConsole(quiet=silent, stderr=True)
     if quiet or silent:
-        return RunView(console, problems)
+        return still(console, problems)
     # In a terminal, warnings must pass through the live panel's own console.
-    return LiveView(console, console) if console.is_terminal and not console.is_dumb_terminal else PlainView(console, problems)
+    return live(console, console) if console.is_terminal and not console.is_dumb_terminal else plain(console, problems)
 
 
 def readable(line: _Line) -> list[tuple[str, str]]:

@@ -1,13 +1,12 @@
 """Evaluation on held-out problems: settings → completions, batch by batch → rewards → estimates with intervals."""
 
-import dataclasses
 import hashlib
 import json
 import re
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from corral.lab.jobs.llm.sampler import Backend, Sampler, TransformersSampler, c
 from corral.lab.jobs.llm.turns import MultiTurn, make_multi_turn
 from corral.lab.models.load import choose_device
 from corral.lab.models.subject import Subject
+from corral.lab.run.life import Evaluation
 from corral.lab.tasks import Task, make_task
 from corral.provenance import commit, plain, versions
 from corral.validate import RewardError, RunError
@@ -32,14 +32,6 @@ _BATCH_SIZES = {"transformers": 256, "vllm": 2048}
 
 _Batch = list[tuple[int, int, bool]]
 """(problem, sample, greedy) of each completion."""
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Where an evaluation is, and the content of its eval.json."""
-
-    path: Path
-    result: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +65,7 @@ class EvalJob:
                 "problems": len(self.held_out),
                 "problems_sha256": hashlib.sha256("\0".join(self.held_out).encode(errors="surrogatepass")).hexdigest(),
                 "samples": self.samples,
-                **dataclasses.asdict(self.sampling),
+                **{name: vars(self.sampling)[name] for name in ("temperature", "top_p", "max_tokens")},
                 "batch_size": self.batch_size,
                 "seed": self.seed,
                 "device": self.device,
@@ -104,7 +96,11 @@ def evaluate(settings: EvalSettings, view: EvalView, *, out: Path | str | None =
     """Evaluate; resume an incomplete evaluation with the same plan, or return the result of a finished one."""
     job = prepare_evaluation(settings)
     plan = job.plan()
-    folder = EvalFolder(Path(out) if out is not None else _default_folder(job, plan))
+    if out is None:  # beside a run's checkpoints or under evals/, named by the plan, so that the same command finds it again
+        key, run = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:8], job.subject.run
+        label = re.sub(r"[^\w.-]+", "-", job.subject.name).strip("-.")[-60:] if run is None else f"step{job.subject.step}"
+        out = (Path() if run is None else run) / "evals" / f"{job.task.name}-{label}-{key}"
+    folder = EvalFolder(Path(out))
     done = folder.read_result(plan)
     for sentence in job.subject.complaints:
         view.warn(sentence)
@@ -165,22 +161,23 @@ def default_problems(task: Task) -> int:
     return _PROCEDURAL if sizes is None else max(1, sizes[1])
 
 
-def _default_folder(job: EvalJob, plan: dict[str, Any]) -> Path:
-    """Beside a run's checkpoints, or under evals/; named by the plan, so that the same command finds it again."""
-    key = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:8]
-    if job.subject.run is not None:
-        return job.subject.run / "evals" / f"{job.task.name}-step{job.subject.step}-{key}"
-    label = re.sub(r"[^\w.-]+", "-", job.subject.name).strip("-.")[-60:]
-    return Path("evals") / f"{job.task.name}-{label}-{key}"
-
-
 def _run(job: EvalJob, problems: Problems, sampler: Sampler, folder: EvalFolder, view: EvalView) -> dict[str, Any]:
     """Complete and grade the batches that are missing, then summarise."""
     score = verifier(job.task)
     ids = problems.tokens(job.held_out)
     batches = list(job.batches())
     kept = {index: part for index in range(len(batches)) if (part := folder.part(index)) is not None}
-    view.begin(_heading(job, folder.path), sum(map(len, batches)), sum(map(len, kept.values())))
+    step = "" if job.subject.step is None else f", after step {job.subject.step}"
+    how = f"temperature {job.sampling.temperature:g}, top_p {job.sampling.top_p:g}, at most {job.sampling.max_tokens} tokens"
+    heading = [
+        ("model", f"{job.subject.name}{step}"),
+        ("task", f"{job.task.name}, {len(job.held_out):,} held-out problems"),
+        *([("tools", ", ".join(f"{name} {job.how[name]}" for name in MULTI_TURN if name in job.how))] if job.turns else []),
+        ("answers", f"1 greedy and {job.samples} sampled each: {how}, seed {job.seed}"),
+        ("device", f"{job.device}, {job.backend}, {job.batch_size} at a time"),
+        ("results", str(folder.path)),
+    ]
+    view.begin(heading, sum(map(len, batches)), sum(map(len, kept.values())))
     if kept:
         view.say(f"resuming after {len(kept)} of {len(batches)} batches, kept in {folder.parts}")
     started = time.monotonic()
@@ -214,13 +211,14 @@ def answer_batch(
 ) -> list[Row]:
     """Complete and grade one batch."""
     greedy = batch[0][2]
+    sampling = replace(job.sampling, greedy=greedy)
     seeds = [draw_seed(job.seed, problem, sample) for problem, sample, _ in batch]
     prompts = [job.held_out[problem] for problem, _, _ in batch]
     if job.turns is None:
-        written = sampler.complete([ids[problem] for problem, _, _ in batch], seeds, job.sampling, greedy=greedy)
+        written = sampler.complete([ids[problem] for problem, _, _ in batch], seeds, sampling)
     else:
         assert isinstance(sampler, TransformersSampler)  # `choose_backend` has seen to it
-        written = sampler.play(job.turns, problems, prompts, seeds, job.sampling, greedy=greedy)
+        written = sampler.play(job.turns, problems, prompts, seeds, sampling)
     rewards = [one.reward for one in written]
     if any(reward is None for reward in rewards):
         rewards = score(prompts=prompts, completions=[one.text for one in written], problem=prompts)
@@ -238,17 +236,3 @@ def answer_batch(
 def draw_seed(seed: int, problem: int, sample: int) -> int:
     """A 63-bit random seed for one completion, hashed: sums would give neighbours the same streams."""
     return int.from_bytes(hashlib.sha256(f"{seed} {problem} {sample}".encode()).digest()[:8], "big") >> 1
-
-
-def _heading(job: EvalJob, where: Path) -> list[tuple[str, str]]:
-    """The heading that is printed before an evaluation starts."""
-    step = "" if job.subject.step is None else f", after step {job.subject.step}"
-    how = f"temperature {job.sampling.temperature:g}, top_p {job.sampling.top_p:g}, at most {job.sampling.max_tokens} tokens"
-    return [
-        ("model", f"{job.subject.name}{step}"),
-        ("task", f"{job.task.name}, {len(job.held_out):,} held-out problems"),
-        *([("tools", ", ".join(f"{name} {job.how[name]}" for name in MULTI_TURN if name in job.how))] if job.turns else []),
-        ("answers", f"1 greedy and {job.samples} sampled each: {how}, seed {job.seed}"),
-        ("device", f"{job.device}, {job.backend}, {job.batch_size} at a time"),
-        ("results", str(where)),
-    ]

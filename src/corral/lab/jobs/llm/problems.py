@@ -28,6 +28,8 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     max_tokens: int
+    greedy: bool = False
+    """Take the likeliest token instead of drawing one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,25 +82,20 @@ class Problems:
                 f"steps or a smaller batch, or mend `train_prompts`."
             )
         columns: dict[str, Any] = {"prompt": [self.prompt(problem) for problem in problems], "problem": problems}
-        if teacher_instruction:
-            columns[TEACHER_PROMPT] = self._teacher_prompts(problems, seed, teacher_instruction)
-        return Dataset.from_dict(columns)
-
-    def _teacher_prompts(self, problems: list[str], seed: int, instruction: str) -> list[Prompt]:
-        """What a teacher reads: {solution} is a procedural task's own answer, any other name a column of the task's rows."""
+        if not teacher_instruction:
+            return Dataset.from_dict(columns)
         values = columns_of(self.task, problems)
-        if isinstance(self.task, ProceduralTask):
+        if isinstance(self.task, ProceduralTask):  # its own answers; other names stand for columns of the task's rows
             values["solution"] = [answer for _, answer in self.task.demonstrations(len(problems), seed)]
-        if "{solution}" in instruction and "solution" not in values:
+        if "{solution}" in teacher_instruction and "solution" not in values:
             known = ", ".join(f"{{{name}}}" for name in values) or "none"
             raise RunError(
                 f"the teacher should read {{solution}}, and the task {self.task.name} has no such column. Set "
                 f"`teacher_instruction` with one that it has ({known}), or name another model as the `teacher`."
             )
-        return [
-            self._worded(problem, instruction, {name: column[i] for name, column in values.items()})
-            for i, problem in enumerate(problems)
-        ]
+        rows = [{name: column[i] for name, column in values.items()} for i in range(len(problems))]
+        told = [self._worded(problem, teacher_instruction, row) for problem, row in zip(problems, rows, strict=True)]
+        return Dataset.from_dict(columns | {TEACHER_PROMPT: told})
 
     def room(self, problems: Sequence[str], config: PreTrainedConfig) -> int | None:
         """Positions that the longest of these prompts leaves for a completion; None where the model has no limit."""
@@ -106,61 +103,42 @@ class Problems:
         longest = sorted(set(problems), key=len)[-_LONGEST:]
         return None if room is None else room - max(map(len, self.tokens(longest)))
 
-    def check_length(self, problems: Sequence[str], config: PreTrainedConfig, max_completion_length: int) -> None:
-        """Refuse prompts that leave no room for a completion: a model would go on beyond what it was made for."""
-        longest = sorted(set(problems), key=len)[-_LONGEST:]
-        self._check_room("a prompt", longest, map(self.prompt, longest), config, max_completion_length)
+    def check_length(self, problems: Sequence[str], config: PreTrainedConfig, longest: int) -> None:
+        """Refuse prompts that leave no room for a completion of the `longest` length: a model would go on beyond its limit."""
+        problems = sorted(set(problems), key=len)[-_LONGEST:]
+        self._check_room("a prompt", [(problem, self.prompt(problem)) for problem in problems], config, longest)
 
-    def check_teacher_length(self, dataset: Dataset, config: PreTrainedConfig, max_completion_length: int) -> None:
+    def check_teacher_length(self, dataset: Dataset, config: PreTrainedConfig, longest: int) -> None:
         """The same for what a teacher reads."""
-        rows = dataset[TEACHER_PROMPT][:] if TEACHER_PROMPT in dataset.column_names else []
-        longest = sorted(range(len(rows)), key=lambda i: len(str(rows[i])))[-_LONGEST:]
-        shown, problems = [rows[i] for i in longest], [dataset["problem"][i] for i in longest]
-        self._check_room("a teacher's prompt", problems, shown, config, max_completion_length)
+        if TEACHER_PROMPT in dataset.column_names:
+            shown = zip(dataset["problem"][:], dataset[TEACHER_PROMPT][:], strict=True)
+            rows = sorted(shown, key=lambda row: len(str(row[1])))[-_LONGEST:]
+            self._check_room("a teacher's prompt", rows, config, longest)
 
-    def _check_room(
-        self, what: str, problems: list[str], prompts: Iterable[Prompt], config: PreTrainedConfig, max_completion_length: int
-    ) -> None:
+    def _check_room(self, what: str, rows: list[tuple[str, Prompt]], config: PreTrainedConfig, longest: int) -> None:
         room = getattr(config, "max_position_embeddings", None)  # not every family has a limit
-        if room is None or not problems:
+        if room is None or not rows:
             return
+        problems, prompts = zip(*rows, strict=True)
         tokens, problem = max(zip(map(len, self.tokenise(prompts)), problems, strict=True))
-        if tokens + max_completion_length > room:
+        if tokens + longest > room:
             raise RunError(
-                f"{what} has {tokens} tokens, and with max_completion_length={max_completion_length} that is more than the "
-                f"{room} positions of the model: {problem[:80]!r}. Use shorter problems, a smaller max_completion_length, or "
-                f"another model."
+                f"{what} has {tokens} tokens, and with max_completion_length={longest} that is more than the {room} positions "
+                f"of the model: {problem[:80]!r}. Use shorter problems, a smaller max_completion_length, or another model."
             )
 
 
-def answer(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[list[int]], max_new_tokens: int, *, greedy: bool
-) -> list[str]:
-    """One completion per prompt, greedy or sampled at temperature 1 from the whole policy."""
-    tokens = generate(model, tokenizer, ids, max_new_tokens, greedy=greedy)
-    texts: list[str] = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-    return texts
-
-
-def plain_sampling(
-    tokenizer: PreTrainedTokenizerBase,
-    ends: set[int],
-    max_new_tokens: int,
-    *,
-    greedy: bool,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-) -> GenerationConfig:
+def plain_sampling(tokenizer: PreTrainedTokenizerBase, ends: set[int], sampling: Sampling) -> GenerationConfig:
     """Settings for transformers' generation that sample from the policy itself, or take its likeliest token.
 
     They are all of them where `own_settings_aside` keeps the model's own away.
     """
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": top_p}
+    drawn = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": sampling.top_p}
     return GenerationConfig(
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=sampling.max_tokens,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=sorted(ends) or None,
-        **({"do_sample": False} if greedy else sampling),
+        **({"do_sample": False} if sampling.greedy else drawn),
     )
 
 
@@ -181,19 +159,12 @@ def own_settings_aside(model: PreTrainedModel) -> Iterator[None]:
 
 @torch.no_grad()
 def generate(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    ids: list[list[int]],
-    max_new_tokens: int,
-    *,
-    greedy: bool,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[list[int]], sampling: Sampling
 ) -> list[list[int]]:
     """One completion per prompt as tokens, up to the end of the sequence and with it, where the model ended."""
     batch = tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt").to(model.device)
     ends = end_tokens(model, tokenizer)
-    config = plain_sampling(tokenizer, ends, max_new_tokens, greedy=greedy, temperature=temperature, top_p=top_p)
+    config = plain_sampling(tokenizer, ends, sampling)
     writer: Any = model  # causal models can generate; transformers' base class does not say so
     with own_settings_aside(model):
         tokens = writer.generate(**batch, generation_config=config)[:, batch["input_ids"].shape[1] :].tolist()

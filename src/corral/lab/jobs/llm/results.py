@@ -1,10 +1,10 @@
 """Results of `corral eval`: rows, pass@k with intervals, files and the table on the terminal."""
 
 import math
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -12,15 +12,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from rich import box
-from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 from scipy.special import stdtrit
 
-from corral.lab.run.files import disk_sentence, lock, read_json, require_regular, write_json, write_whole
+from corral.lab.run.files import LockedFolder, disk_errors, read_settings, require_regular, write_json, write_whole
 from corral.lab.run.interval import LEVEL, Estimate, wilson
-from corral.lab.run.view import Clock, PatientConsole, TimeLeft
+from corral.lab.run.view import Clock, TimeLeft, View, choose_view
 from corral.validate import RunError
 
 RIGHT = 1.0 - 1e-6
@@ -123,35 +121,32 @@ def sampled_estimates(rewards: Sequence[Sequence[float]]) -> dict[str, Estimate]
 
 Row = dict[str, Any]
 
-_ROWS = pa.schema(
-    [
-        ("problem", pa.int64()),
-        ("sample", pa.int64()),
-        ("greedy", pa.bool_()),
-        ("prompt", pa.string()),
-        ("completion", pa.string()),
-        ("reward", pa.float64()),
-        ("tokens", pa.int64()),
-        ("ended", pa.bool_()),
-    ]
-)
+_TYPES = {"reward": pa.float64(), "prompt": pa.string(), "completion": pa.string(), "greedy": pa.bool_(), "ended": pa.bool_()}
+_COLUMNS = ("problem", "sample", "greedy", "prompt", "completion", "reward", "tokens", "ended")
+_ROWS = pa.schema([(name, _TYPES.get(name, pa.int64())) for name in _COLUMNS])
 
 
-class EvalFolder:
+class EvalFolder(LockedFolder):
     """The files of one evaluation, resumable: every batch is kept as it comes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.result, self.completions = path / "eval.json", path / "completions.parquet"
         self.plan, self.parts = path / "plan.json", path / "parts"
-        self._lock: int | None = None
 
     def read_result(self, plan: dict[str, Any]) -> dict[str, Any] | None:
         """The result of a finished evaluation, else None; RunError where the folder holds another plan, or something else."""
         for path in (self.result, self.plan):
             if path.is_file():
-                content = _read_json(path)
-                self._refuse_another(content["settings"], plan)
+                content = read_settings(path, "an evaluation")
+                old = content["settings"]
+                if other := [key for key in plan if old.get(key) != plan[key]]:
+                    texts = (", ".join(f"{key} {one.get(key)}" for key in other) for one in (old, plan))
+                    was, now = (text if len(text) <= 160 else text[:159] + "…" for text in texts)
+                    raise RunError(
+                        f"{self.path} holds another evaluation: {', '.join(other)} differ ({was} there, {now} now). Choose "
+                        f"another --out, or remove that folder."
+                    )
                 return content if path == self.result else None
         if not self.path.exists():
             return None
@@ -159,30 +154,13 @@ class EvalFolder:
             return None  # empty, or it ended before the plan was written
         raise RunError(f"{self.path} is there already and is no evaluation: choose another --out.")
 
-    def _refuse_another(self, old: dict[str, Any], new: dict[str, Any]) -> None:
-        other = [key for key in new if old.get(key) != new[key]]
-        if other:
-            was, now = ({key: content.get(key) for key in other} for content in (old, new))
-            raise RunError(
-                f"{self.path} holds another evaluation: {', '.join(other)} differ ({_render_settings(was)} there, "
-                f"{_render_settings(now)} now). Choose another --out, or remove that folder."
-            )
-
     def open(self, content: dict[str, Any]) -> None:
         """Lock the folder, and write the plan."""
-        try:
+        with disk_errors(self.path):
             self.parts.mkdir(parents=True, exist_ok=True)
-            self._lock = lock(self.path)
-        except OSError as error:
-            raise RunError(disk_sentence(error, self.path)) from error
+            self.hold(self.path)
         if not self.plan.exists():
             write_json(self.plan, content)
-
-    def close(self) -> None:
-        """Unlock the folder."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
 
     def part(self, index: int) -> list[Row] | None:
         """The completions of a batch; None where it is missing or damaged."""
@@ -205,20 +183,7 @@ class EvalFolder:
 
 
 def _write_rows(path: Path, rows: list[Row]) -> None:
-    """Write a parquet file atomically."""
-    table = pa.Table.from_pylist(rows, schema=_ROWS)
-    write_whole(path, lambda beside: pq.write_table(table, beside))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Read eval.json or plan.json."""
-    try:
-        content = read_json(path)
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):
-        raise RunError(f"{path} is not what an evaluation writes: it has no settings.")
-    return content
+    write_whole(path, partial(pq.write_table, pa.Table.from_pylist(rows, schema=_ROWS)))
 
 
 def _read_rows(path: Path) -> list[Row]:
@@ -229,12 +194,6 @@ def _read_rows(path: Path) -> list[Row]:
     except (OSError, ValueError, pa.ArrowException) as error:
         raise RunError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
     return rows
-
-
-def _render_settings(values: dict[str, Any]) -> str:
-    """Settings in a sentence."""
-    text = ", ".join(f"{key} {value}" for key, value in values.items())
-    return text if len(text) <= 160 else text[:159] + "…"
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, Any]:
@@ -271,7 +230,7 @@ def _rewards_by_problem(rows: Sequence[Row]) -> tuple[list[float], list[list[flo
 
 def read_evaluation(path: Path) -> tuple[str | None, tuple[list[float], list[list[float]]]]:
     """The hash of the problems of an evaluation, and their rewards."""
-    problems = _read_json(path / "eval.json")["settings"].get("problems_sha256")
+    problems = read_settings(path / "eval.json", "an evaluation")["settings"].get("problems_sha256")
     return problems, _rewards_by_problem(_read_rows(path / "completions.parquet"))
 
 
@@ -291,57 +250,49 @@ _LINES = 20
 """About so many lines of progress where there is no terminal."""
 
 
-class EvalView:
-    """Quiet: warnings, and one sentence at the end. The base of the others."""
-
-    def __init__(self, console: Console, problems: Console) -> None:
-        self.console, self.problems = console, problems
+class EvalView(View):
+    """The view of a quiet evaluation: warnings, and one sentence at the end. The base of the other two."""
 
     def begin(self, heading: Sequence[tuple[str, str]], total: int, done: int) -> None:
-        """It starts, or goes on with `done` completions of `total`."""
+        """It starts, or resumes with `done` completions of `total`."""
 
     def advance(self, done: int, name: str, right: float) -> None:
-        """So many completions are there; of the greedy or the sampled ones, this share is right so far."""
-
-    def say(self, sentence: str) -> None:
-        """Something good to know."""
-
-    def warn(self, sentence: str) -> None:
-        """Something a person should know."""
-        self.problems.print(f"[yellow]warning:[/] {escape(sentence)}", soft_wrap=True, highlight=False)
+        """`done` completions are there; of the greedy or the sampled ones, this share is right so far."""
 
     def end(self, result: Mapping[str, Any], where: Path) -> None:
-        """What came out, and where it is."""
-        self._print(_last_words(result, where))
-
-    def close(self) -> None:
-        """Give the terminal back."""
-
-    def _print(self, text: str) -> None:
-        self.console.print(escape(text), soft_wrap=True, highlight=False)
+        """Show the results, and where they are: here the two numbers that matter most, in a sentence."""
+        parts = []
+        for name in ("greedy", "pass@1"):
+            found = result["estimates"][name]
+            parts.append(f"{name} {found['value']:.3f} ({found['low']:.3f}–{found['high']:.3f})")
+        self.print(f"{', '.join(parts)}; {_remarks(result, where)}")
 
 
 class PlainEvalView(EvalView):
     """A line now and then: for pipes, files and batch systems."""
 
+    quiet = False
+
     def begin(self, heading: Sequence[tuple[str, str]], total: int, done: int) -> None:
         self.total, self.clock, self.shown = total, Clock(total, done), done
         for name, text in heading:
-            self._print(f"{name:<10} {text}")
+            self.print(f"{name:<10} {text}")
 
     def advance(self, done: int, name: str, right: float) -> None:
         left = self.clock.left(done)
         if done < self.total and done - self.shown < self.total / _LINES:
             return
         self.shown = done
-        self._print(f"{done:,}/{self.total:,} completions  {name} {right:.3f}" + (f"  {left} left" if left else ""))
-
-    def say(self, sentence: str) -> None:
-        self._print(sentence)
+        self.print(f"{done:,}/{self.total:,} completions  {name} {right:.3f}" + (f"  {left} left" if left else ""))
 
     def end(self, result: Mapping[str, Any], where: Path) -> None:
-        self.console.print(_table(result))
-        self._print(_remarks(result, where))
+        rows = Table(
+            "", Column("value", justify="right"), f"{result['level']:.0%} interval", box=box.SIMPLE_HEAD, pad_edge=False
+        )
+        for name, found in result["estimates"].items():
+            rows.add_row(name, f"{found['value']:.3f}", f"{found['low']:.3f} – {found['high']:.3f}")
+        self.console.print(rows)
+        self.print(_remarks(result, where))
 
 
 class LiveEvalView(PlainEvalView):
@@ -367,21 +318,8 @@ class LiveEvalView(PlainEvalView):
 
 
 def make_eval_view(*, quiet: bool) -> EvalView:
-    """The view for where the output goes."""
-    console, problems = PatientConsole(), PatientConsole(stderr=True)
-    if quiet:
-        return EvalView(console, problems)
-    in_terminal = console.is_terminal and not console.is_dumb_terminal
-    return LiveEvalView(console, console) if in_terminal else PlainEvalView(console, problems)
-
-
-def _table(result: Mapping[str, Any]) -> Table:
-    """Every estimate with its interval."""
-    columns = "", Column("value", justify="right"), f"{result['level']:.0%} interval"
-    rows = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
-    for name, found in result["estimates"].items():
-        rows.add_row(name, f"{found['value']:.3f}", f"{found['low']:.3f} – {found['high']:.3f}")
-    return rows
+    """The view of an evaluation for where the output goes."""
+    return choose_view(EvalView, PlainEvalView, LiveEvalView, quiet=quiet)
 
 
 def _remarks(result: Mapping[str, Any], where: Path) -> str:
@@ -391,15 +329,6 @@ def _remarks(result: Mapping[str, Any], where: Path) -> str:
     if tokens["cut"]:
         text += f", {tokens['cut']:.1%} cut off at {plan['max_tokens']}"
     return f"{text}. Results and completions are in {where}"
-
-
-def _last_words(result: Mapping[str, Any], where: Path) -> str:
-    """The two numbers that matter most, in a sentence."""
-    parts = []
-    for name in ("greedy", "pass@1"):
-        found = result["estimates"][name]
-        parts.append(f"{name} {found['value']:.3f} ({found['low']:.3f}–{found['high']:.3f})")
-    return f"{', '.join(parts)}; {_remarks(result, where)}"
 
 
 def comparison(found: Mapping[str, Estimate], level: float) -> Table:

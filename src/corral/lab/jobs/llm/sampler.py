@@ -6,10 +6,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from corral.lab.jobs.llm.problems import Problems, Sampling, end_tokens, generate
 from corral.lab.jobs.llm.turns import MultiTurn
@@ -34,20 +34,6 @@ class Completion:
     """What an environment paid for it, where that pays."""
 
 
-@runtime_checkable
-class Sampler(Protocol):
-    """A model that completes prompts."""
-
-    tokenizer: PreTrainedTokenizerBase
-    config: PreTrainedConfig
-
-    def start(self, room: int) -> None:
-        """Called once before the first prompt: the longest one and its completion take `room` tokens."""
-
-    def complete(self, ids: list[list[int]], seeds: list[int], sampling: Sampling, *, greedy: bool) -> list[Completion]:
-        """One completion per prompt, with one random seed per prompt."""
-
-
 def choose_backend(requested: str, subject: Subject, device: str, *, played: bool = False) -> Backend:
     """`auto` is vLLM where it is installed and a GPU is used; `vllm` says what is missing, and runs on a processor too."""
     reasons = [
@@ -66,9 +52,9 @@ def choose_backend(requested: str, subject: Subject, device: str, *, played: boo
     return "vllm" if suits and requested != "transformers" else "transformers"
 
 
-def make_sampler(backend: Backend, subject: Subject, device: str) -> Sampler:
+def make_sampler(backend: Backend, subject: Subject, device: str) -> "Sampler":
     """Load the model, to compute in `choose_dtype`; those built into corral are float32."""
-    return _VllmSampler(subject, device) if backend == "vllm" else TransformersSampler(subject, device)
+    return VllmSampler(subject, device) if backend == "vllm" else TransformersSampler(subject, device)
 
 
 def choose_dtype(subject: Subject, device: str) -> torch.dtype:
@@ -88,26 +74,18 @@ class TransformersSampler:
     def start(self, room: int) -> None:
         """Nothing: the cache grows with what is written."""
 
-    def complete(self, ids: list[list[int]], seeds: list[int], sampling: Sampling, *, greedy: bool) -> list[Completion]:
+    def complete(self, ids: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Completion]:
         with self._drawing(seeds):
-            tokens = generate(
-                self.model,
-                self.tokenizer,
-                ids,
-                sampling.max_tokens,
-                greedy=greedy,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-            )
+            tokens = generate(self.model, self.tokenizer, ids, sampling)
         texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         return [Completion(text, len(row), self._ended(row)) for text, row in zip(texts, tokens, strict=True)]
 
     def play(
-        self, turns: MultiTurn, problems: Problems, asked: list[str], seeds: list[int], sampling: Sampling, *, greedy: bool
+        self, turns: MultiTurn, problems: Problems, asked: list[str], seeds: list[int], sampling: Sampling
     ) -> list[Completion]:
         """The same in several turns."""
         with self._drawing(seeds):
-            found = turns.play(self.model, problems, asked, sampling, greedy=greedy)
+            found = turns.play(self.model, problems, asked, sampling)
         return [Completion(one.answer, sum(one.own), self._ended(one.tokens), one.transcript, one.reward) for one in found]
 
     @contextmanager
@@ -125,7 +103,7 @@ class TransformersSampler:
         return tokens[-1:] != [] and tokens[-1] in end_tokens(self.model, self.tokenizer)
 
 
-class _VllmSampler:
+class VllmSampler:
     """vLLM. Every prompt has a seed of its own, so that the size of a batch changes no draw."""
 
     def __init__(self, subject: Subject, device: str) -> None:
@@ -146,8 +124,8 @@ class _VllmSampler:
             raise RunError(f"vLLM could not start with {self.name!r}: {str(error).splitlines()[0]}") from error
         self.parameters = vllm.SamplingParams
 
-    def complete(self, ids: list[list[int]], seeds: list[int], sampling: Sampling, *, greedy: bool) -> list[Completion]:
-        how = {"temperature": 0.0} if greedy else {"temperature": sampling.temperature, "top_p": sampling.top_p}
+    def complete(self, ids: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Completion]:
+        how = {"temperature": 0.0} if sampling.greedy else {"temperature": sampling.temperature, "top_p": sampling.top_p}
         parameters = [self.parameters(max_tokens=sampling.max_tokens, seed=seed, **how) for seed in seeds]
         prompts = [{"prompt_token_ids": row} for row in ids]
         found = [request.outputs[0] for request in self.engine.generate(prompts, parameters, use_tqdm=False)]
@@ -159,3 +137,8 @@ def set_pad_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+Sampler = TransformersSampler | VllmSampler
+"""A model that completes prompts. `start` is called once before the first prompt: the longest one and its completion take
+`room` tokens. `complete` gives one completion per prompt, with one random seed per prompt."""

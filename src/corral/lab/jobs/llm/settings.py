@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -11,6 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
+
+from packaging.version import Version
 
 from corral.lab.jobs.llm.rewards import Reward, as_functions, as_rewards, path_of
 from corral.lab.run.settings import MAX_SEED, GuardMode, add_layer, coerce, guess, read_named, recipes
@@ -95,9 +96,8 @@ def read_rate(value: Any) -> float | str:
     return rate
 
 
-_PLAIN: dict[str, Any] = {
-    f"{hint.__name__}{none}": hint | None if none else hint for hint in (int, float, bool) for none in ("", " | None")
-}
+_PLAIN: dict[str, Any] = {hint.__name__: hint for hint in (int, float, bool)}
+_PLAIN |= {f"{name} | None": hint | None for name, hint in _PLAIN.items()}
 """Types that can be told from their text."""
 
 
@@ -105,7 +105,7 @@ _PLAIN: dict[str, Any] = {
 def _trainer_types() -> dict[str, str] | None:
     """The settings, each with its type as the source has it; CorralConfig's own come first, and win."""
     try:
-        if _numbers(version("trl")) < _numbers(TRL_RANGE[0]):
+        if Version(version("trl")).release[:2] < Version(TRL_RANGE[0]).release:
             return None
     except PackageNotFoundError:
         return None
@@ -123,28 +123,17 @@ def _trainer_types() -> dict[str, str] | None:
 
 
 def class_fields(path: Path) -> dict[str, dict[str, str]]:
-    """The fields, of each dataclass in a file, that its constructor takes, with their types as written."""
-    return {
-        node.name: {
-            item.target.id: ast.unparse(item.annotation)
-            for item in node.body
-            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and _is_given(item)
-        }
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.ClassDef)
-    }
-
-
-def _is_given(field: ast.AnnAssign) -> bool:
-    """Whether a caller may give this field: no ClassVar, no field(init=False)."""
-    if "ClassVar" in ast.dump(field.annotation):
-        return False
-    keywords = field.value.keywords if isinstance(field.value, ast.Call) else []
-    return not any(item.arg == "init" and isinstance(item.value, ast.Constant) and not item.value.value for item in keywords)
-
-
-def _numbers(release: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in release.split(".")[:2])
+    """The fields of each dataclass in a file that its constructor takes, with their types as written."""
+    found: dict[str, dict[str, str]] = {}
+    for node in (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)):
+        fields = found[node.name] = dict[str, str]()
+        for item in node.body:
+            if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
+                continue
+            hint, default = ast.unparse(item.annotation), ast.unparse(item.value) if item.value is not None else ""
+            if "ClassVar" not in hint and "init=False" not in default:
+                fields[item.target.id] = hint
+    return found
 
 
 _PACKAGES = {"use_vllm": "vllm", "deepspeed": "deepspeed"}
@@ -167,44 +156,7 @@ def check_packages(settings: Mapping[str, Any]) -> None:
         raise RunError(sentence)
 
 
-def check_objective_config(objective: str, config: Mapping[str, Any]) -> None:
-    """Refuse settings that the objective does not have, and values that it cannot have."""
-    try:
-        make_config(objective, config)
-    except ValueError as error:
-        raise RunError(str(error)) from error
-
-
-def check_task_config(task: str, config: Mapping[str, Any]) -> None:
-    """Refuse settings that the task does not have, what a task that needs no data refuses, and nothing to train on."""
-    task_cls = TASKS.get(task)
-    if not dataclasses.is_dataclass(task_cls):
-        return
-    try:
-        check_keys(task, task_cls, config)
-        if issubclass(task_cls, ProceduralTask):
-            make_task(task, **config)
-    except ValueError as error:
-        raise RunError(str(error)) from error
-    if issubclass(task_cls, FiniteTask) and config.get("held_out", task_cls.held_out) == 1:
-        raise RunError(
-            f"{task} is for evaluation: all of its problems are held out, and none is left to train on. Train on "
-            f"a file (--set task_config.path=FILE) with these held out (--set task_config.held_out=FILE), or hold out a share."
-        )
-
-
-def check_tool(name: str) -> None:
-    """Refuse a packaged tool that does not exist; one's own is imported later."""
-    if name and ":" not in name:
-        try:
-            make_tool(name)
-        except ValueError as error:
-            raise RunError(str(error)) from error
-
-
 RECIPES = Path(__file__).parents[2] / "recipes" / "llm"
-
-_Device = Literal["auto", "cpu", "cuda"]
 
 TABLES = ("objective_config", "task_config", "lora")
 """Settings that are tables: layers add to them, key by key."""
@@ -282,7 +234,7 @@ class Settings:
     """On a collapse: `warn`, or `stop` with a checkpoint. `off` guards against nothing."""
     report_to: str = "none"
     """Where TRL reports besides: none, tensorboard, wandb, trackio, or several of them with commas between."""
-    device: _Device = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` is the GPU if there is one."""
     instruction: str = "{problem}"
     """What the model reads; {problem} is the task's prompt."""
@@ -332,23 +284,28 @@ def resolve(layers: Iterable[Mapping[str, Any]]) -> Settings:
 
     A reduction that came before the objective holds only if it is one of that objective's own.
     """
+    from corral.trl.api import REDUCTIONS
+    from corral.trl.config import CorralConfig
+
     merged, inherited = _merge(layers)
-    hints = _trainer_hints()
+    known = {item.name for item in dataclasses.fields(CorralConfig) if item.init}
+    hints = {key: hint for key, hint in get_type_hints(CorralConfig).items() if key in known}
     own = _own_settings(merged, list(hints))
-    trainer = {}
-    for key, value in merged.items():
-        if key == "learning_rate":  # else a number would stay the text that it is on a command line
-            trainer[key] = read_rate(value)
-        elif key not in own:
-            trainer[key] = coerce(key, value, hints[key])
+    given = {key: value for key, value in merged.items() if key not in own}
+    # A learning rate may be a text, and would stay one where it is a number on a command line.
+    trainer = {
+        key: read_rate(value) if key == "learning_rate" else coerce(key, value, hints[key]) for key, value in given.items()
+    }
     settings = Settings(**own, trainer=trainer)
-    if inherited and not _own_reduction(settings):
-        del settings.trainer["loss_type"]
+    if inherited and (reduction := REDUCTIONS.get(str(trainer.get("loss_type")))) is not None:
+        with suppress(ValueError):  # which is raised later
+            if reduction not in make_config(settings.objective, settings.objective_config).reductions:
+                del settings.trainer["loss_type"]
     return settings
 
 
 def check_early(layers: Iterable[Mapping[str, Any]]) -> None:
-    """Refuse, before TRL is imported, what `resolve` would refuse without it: unknown names, and values of the run's own."""
+    """Refuse, before TRL is imported, unknown names, wrong values of the run's own settings, and nothing to train on."""
     merged, _ = _merge(layers)
     names = trainer_names()
     if names is None:
@@ -359,9 +316,22 @@ def check_early(layers: Iterable[Mapping[str, Any]]) -> None:
     own = _own_settings(merged, names)
     check_numbers({key: value for key, value in merged.items() if key not in own})
     settings = Settings(**own)
-    check_objective_config(settings.objective, settings.objective_config)
-    check_task_config(settings.task, settings.task_config)
-    check_tool(settings.tool)
+    task, config, task_cls = settings.task, settings.task_config, TASKS.get(settings.task)
+    try:
+        make_config(settings.objective, settings.objective_config)
+        if is_dataclass(task_cls):
+            check_keys(task, task_cls, config)
+            if issubclass(task_cls, ProceduralTask):
+                make_task(task, **config)
+        if settings.tool and ":" not in settings.tool:  # one's own is imported later
+            make_tool(settings.tool)
+    except ValueError as error:
+        raise RunError(str(error)) from error
+    if is_dataclass(task_cls) and issubclass(task_cls, FiniteTask) and config.get("held_out", task_cls.held_out) == 1:
+        raise RunError(
+            f"{task} is for evaluation: all of its problems are held out, and none is left to train on. Train on "
+            f"a file (--set task_config.path=FILE) with these held out (--set task_config.held_out=FILE), or hold out a share."
+        )
 
 
 def _merge(layers: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], bool]:
@@ -407,25 +377,6 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 """Settings that name functions and classes of the user's, or are these."""
 
 
-def _own_reduction(settings: Settings) -> bool:
-    """Whether the objective names this `loss_type` as its own; errors in either are raised later."""
-    from corral.trl.api import REDUCTIONS
-
-    loss_type = settings.trainer.get("loss_type")
-    with suppress(ValueError):
-        own = make_config(settings.objective, settings.objective_config).reductions
-        return loss_type not in REDUCTIONS or REDUCTIONS[loss_type] in own
-    return True
-
-
 def read_recipe(name: str) -> dict[str, Any]:
     """A layer from a recipe for language models that ships with corral."""
     return read_named(name, recipes(RECIPES))
-
-
-def _trainer_hints() -> dict[str, Any]:
-    """Types of CorralConfig's settings that a user may give."""
-    from corral.trl.config import CorralConfig
-
-    known = {item.name for item in dataclasses.fields(CorralConfig) if item.init}
-    return {key: hint for key, hint in typing.get_type_hints(CorralConfig).items() if key in known}

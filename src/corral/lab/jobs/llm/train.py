@@ -1,48 +1,43 @@
-"""`corral train`: settings → model, task, trainer → a resumable run folder."""
+"""`corral train` of a language model: settings → model, task, trainer → a resumable run folder."""
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from accelerate.utils import broadcast_object_list
+import transformers
+import trl
+from accelerate.utils import broadcast_object_list, is_peft_model
 from transformers import PrinterCallback, set_seed
 
-from corral.lab.jobs.llm.banner import banner
-from corral.lab.jobs.llm.prepare import Parts, config_content, pin_model, prepare
-from corral.lab.jobs.llm.prepare import changed_data as find_changed_data
-from corral.lab.jobs.llm.rewards import verifier
+import corral
+from corral.lab.jobs.llm.prepare import Parts, changed_data, config_content, pin_model, prepare
+from corral.lab.jobs.llm.rewards import path_of
 from corral.lab.jobs.llm.settings import Settings, resolve
-from corral.lab.jobs.llm.trainer import GuardCallback, RunCallback, RunTrainer, Session, cannot_resume
+from corral.lab.jobs.llm.trainer import GuardCallback, RunCallback, RunTrainer, cannot_resume
 from corral.lab.models.subject import named_code
-from corral.lab.run.ending import Outcome, attempt, close, extend, last_words, summarise
-from corral.lab.run.files import write_json
-from corral.lab.run.folder import Checkpoint, RunFolder, Stopped
-from corral.lab.run.view import RunView, make_view
-from corral.provenance import versions
+from corral.lab.run import life
+from corral.lab.run.life import Job, Outcome, Recorder
+from corral.lab.run.text import count
+from corral.lab.run.view import RunView
+from corral.trl.api import FUSED, REDUCTIONS
 from corral.trl.processes import ALONE, LOST, is_alone_by_mistake, is_main, lost_process, run_together
 from corral.validate import RunError
+
+_Result = TypeVar("_Result")
 
 
 def train(
     settings: Settings | Mapping[str, Any], *, out: Path | str | None = None, quiet: bool = False, smoke: bool = False
 ) -> Outcome:
-    """Start a run, in `out` or in a new folder under runs/; under smoke-runs/ where it is none to keep."""
+    """Train a new run in `out` or in a new folder under runs/, with `smoke` under smoke-runs/."""
     given = settings if isinstance(settings, Settings) else resolve([settings])
-
-    def begin() -> tuple[Settings, Parts, RunFolder | None]:
-        pinned, folder = pin_model(given), None
-        parts = prepare(pinned)
-        if is_main():
-            folder = RunFolder.create(out, f"{given.task}-{given.objective}-{given.seed}", smoke=smoke)
-            folder.write_config(config_content(pinned, parts))
-        return pinned, parts, folder
-
-    pinned, parts, folder = run_together(begin, cpu=_on_cpu(given))
-    return _run(pinned, parts, folder, None, [], make_view(quiet=quiet, silent=not is_main()))
+    label = f"{given.task}-{given.objective}-{given.seed}"
+    return life.train(ModelRun(given, is_new=True), label, out=out, quiet=quiet, smoke=smoke)
 
 
 def resume(
@@ -64,186 +59,133 @@ def resume(
         reward, tools, environment_factory: the run's own again where they cannot be imported, such as those of a notebook.
         steps: a new end, to extend the run or to end it earlier; the learning rate follows the schedule of that length.
     """
-    folder = RunFolder.open(Path(path), write=is_main())
-    view = make_view(quiet=quiet, silent=not is_main())
-    content = folder.read_config()
     own = {"reward": reward, "tools": tools, "environment_factory": environment_factory}
     changes = {"guard": guard, "report_to": report_to, **own, "steps": steps}
-    # What was chosen for the run stays: a longer one may have longer prompts.
-    trainer = content.get("trainer")
-    if not isinstance(trainer, Mapping) or "max_completion_length" not in trainer:
-        raise RunError(f"{folder.config} is not what a run writes: `trainer` has no max_completion_length.")
-    length = {"max_completion_length": trainer["max_completion_length"]}
-    settings = resolve([length, content["settings"], {key: value for key, value in changes.items() if value is not None}])
-    checkpoint, complaints = folder.last_whole_checkpoint()
-    if steps is not None and is_main():
-        extend(folder, content, {"steps": settings.steps}, checkpoint)
-    for sentence in complaints:
-        view.warn(sentence)
-    if checkpoint is not None and checkpoint.step >= settings.steps:
-        return _report_finished(settings, folder, view)
-    if content.get("versions") != versions():
-        view.warn("versions differ from those the run began with: it goes on, but perhaps not bit for bit the same.")
-    if checkpoint is None:
-        view.say(f"{path} has no whole checkpoint: the run starts from the beginning.")
-    else:
-        view.say(f"going on after step {checkpoint.step}, from {checkpoint.path}")
-    code = [f"{flag} {path}" for flag, path in named_code(settings.flat())]
-    code += ["--unsafe-code-execution"] if settings.task_config.get("unsafe_code_execution") else []
-    if code:
-        view.say(f"using what the run's own settings name: {', '.join(code)}")
-    done = checkpoint.step if checkpoint is not None else 0
+    given = {key: value for key, value in changes.items() if value is not None}
 
-    def rebuild() -> tuple[Parts, dict[str, Any]]:
-        parts = prepare(settings)
-        return parts, _check_data(Path(path), content, settings, parts, done, regardless=changed_data)
+    def make(content: dict[str, Any]) -> ModelRun:
+        # What was chosen for the run stays: a longer one may have longer prompts.
+        trainer = content.get("trainer")
+        if not isinstance(trainer, Mapping) or "max_completion_length" not in trainer:
+            where = Path(path) / "config.json"
+            raise RunError(f"{where} is not what a run writes: `trainer` has no max_completion_length.")
+        length = {"max_completion_length": trainer["max_completion_length"]}
+        return ModelRun(resolve([length, content["settings"], given]), changed_data=changed_data)
 
-    try:
-        parts, data = run_together(rebuild, cpu=_on_cpu(settings))
+    return life.resume(make, Path(path), quiet=quiet, extended=steps is not None, is_main=is_main())
+
+
+class ModelRun(Job):
+    """A run of a language model, whose inner loop is TRL's."""
+
+    length, beside, pace, completions = "steps", "greedy", ("num_tokens", "tokens_per_second"), True
+    settings: Settings
+    parts: Parts
+    guard: GuardCallback
+
+    def __init__(self, settings: Settings, *, is_new: bool = False, changed_data: bool = False) -> None:
+        self.settings, self.is_new, self.changed_data, self.is_main = settings, is_new, changed_data, is_main()
+        self.about = {name: vars(settings)[name] for name in ("objective", "task", "model", "seed")}
+
+    def prepare(self) -> None:
+        if self.is_new:
+            self.settings = pin_model(self.settings)
+            self.about["model"] = self.settings.model
+        self.parts = prepare(self.settings)
+
+    def describe(self) -> dict[str, Any]:
+        return config_content(self.settings, self.parts)
+
+    def notes(self) -> Iterator[str]:
+        """The user's own code that the run's settings name, and that is about to be imported."""
+        code = [f"{flag} {path}" for flag, path in named_code(self.settings.flat())]
+        code += ["--unsafe-code-execution"] if self.settings.task_config.get("unsafe_code_execution") else []
+        if code:
+            yield f"using what the run's own settings name: {', '.join(code)}"
+
+    def check_changes(self, content: Mapping[str, Any], done: int, path: Path, view: RunView) -> dict[str, Any]:
+        """Compare the data with those that the run began with, unless it is of a release that did not describe them."""
         if "data" not in content:
             view.warn("config.json has no digest of the run's data: whether they have changed is unknown.")
-        elif is_main():
-            write_json(folder.config, folder.read_config() | data)
-    except RunError:
-        folder.close()  # else this process could not try again
-        raise
-    lines: list[dict[str, Any]] = []
-    if is_main():
-        folder.drop_unfinished()
-        lines = folder.cut_back(checkpoint.step if checkpoint is not None else -1)
-    return _run(settings, parts, folder if is_main() else None, checkpoint, lines, view)
+            return {}
+        changes, now = changed_data(content["data"], self.settings, self.parts)
+        if changes and not self.changed_data:
+            raise RunError(
+                f"the data of {path} are not those that it began with: {' and '.join(changes)} differ in their texts, answers "
+                f"or order. Put the earlier data back, or resume with these: --changed-data."
+            )
+        if not changes:
+            return {"data": now}
+        return {"data": now, "earlier_data": [*content.get("earlier_data", ()), {**content["data"], "until": done}]}
 
+    def together(self, do: Callable[[], _Result]) -> _Result:
+        return run_together(do, cpu=self.settings.device == "cpu" or not torch.cuda.is_available())
 
-def _check_data(
-    path: Path, content: Mapping[str, Any], settings: Settings, parts: Parts, done: int, *, regardless: bool
-) -> dict[str, Any]:
-    """What config.json is to say of the data from here on; a RunError where they have changed, unless `regardless`."""
-    if "data" not in content:  # a run of an earlier release
-        return {}
-    task, train = parts.problems.task, parts.dataset["problem"][:]
-    changes, now = find_changed_data(content["data"], settings, task, train, parts.held_out)
-    if changes and not regardless:
-        raise RunError(
-            f"the data of {path} are not those that it began with: {' and '.join(changes)} differ in their texts, answers or "
-            f"order. Put the earlier data back, or resume with these: --changed-data."
-        )
-    earlier = [*content.get("earlier_data", ()), {**content["data"], "until": done}] if changes else None
-    return {"data": now} if earlier is None else {"data": now, "earlier_data": earlier}
+    def share(self, values: list[Any]) -> list[Any]:
+        shared: list[Any] = broadcast_object_list(values)
+        return shared
 
+    def make_guard(self, say: Callable[[str], None], lines: list[dict[str, Any]]) -> GuardCallback:
+        self.guard = GuardCallback(self.settings.guard, say=say)
+        self.guard.restore(lines)
+        return self.guard
 
-def _run(
-    settings: Settings,
-    parts: Parts,
-    folder: RunFolder | None,
-    checkpoint: Checkpoint | None,
-    lines: list[dict[str, Any]],
-    view: RunView,
-) -> Outcome:
-    """Train, and write summary.json however the run ended."""
-    shared = [str(folder.path) if folder else None, checkpoint, lines]
-    where, checkpoint, lines = broadcast_object_list(shared)
-    guard = GuardCallback(settings.guard, say=view.warn)
-    guard.restore(lines)
-    session = Session(
-        settings=settings,
-        problems=parts.problems,
-        held_out=parts.held_out,
-        success=verifier(parts.problems.task),
-        folder=folder,
-        guard=guard,
-        view=view,
-        lines=lines,
-        turns=parts.turns,
-        problem_of={str(row["prompt"]): row["problem"] for row in parts.dataset} if parts.turns is not None else {},
-    )
-    if is_alone_by_mistake():
-        view.warn(ALONE)
-    stopped, error = attempt(lambda: _train(session, parts, Path(where), checkpoint), Path(where))
-    if error is not None and lost_process(error):
-        error = RunError(LOST)
-    view.close()
-    summary = _summary(settings, session.lines, stopped, guard.collapsed or (str(error) if error else None))
-    if folder is not None:
-        close(folder, (lambda: folder.write_summary(summary), folder.write_completions), view)
-    if error is not None:
-        # Before the first step all processes are refused alike, and one speaks.
-        raise error if is_main() or session.patient or not isinstance(error, RunError) else SystemExit(1)
-    view.end(last_words(summary, Path(where)))
-    return Outcome(Path(where), summary)
+    def fit(self, record: Recorder) -> None:
+        """Build the trainer and let it train."""
+        if is_alone_by_mistake():
+            record.view.warn(ALONE)
+        checkpoint = record.checkpoint
+        with _tensorboard_in(record.path):
+            trainer = self.build_trainer(record)
+            record.begin(banner(self.settings, trainer, record.path, self.parts.notes))
+            try:
+                trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint is not None else None)
+            except Exception as error:  # pickle, torch, safetensors and transformers have one each for a damaged file
+                if checkpoint is None or record.patient or isinstance(error, RunError | torch.OutOfMemoryError):
+                    raise
+                raise cannot_resume(str(checkpoint.path), error) from error
 
+    def explain(self, error: BaseException) -> BaseException:
+        return RunError(LOST) if lost_process(error) else error
 
-def _train(session: Session, parts: Parts, where: Path, checkpoint: Checkpoint | None) -> Stopped:
-    settings = session.settings
-    with session.stop_on_signals(), _tensorboard_in(where):
-        trainer = _build_trainer(session, parts, where)
-        session.view.begin(banner(settings, trainer, where, parts.notes), settings.steps, checkpoint.step if checkpoint else 0)
+    def build_trainer(self, record: Recorder) -> RunTrainer:
+        """The trainer with its dataset, rewards and callbacks."""
+        parts, config, guard = self.parts, self.parts.config, self.guard
+        config.output_dir = str(record.path / "checkpoints")
+        log = logging.getLogger("corral.trl.trainer")
+        level = log.level
+        log.setLevel(logging.ERROR)  # the banner says the same, in its place
+        set_seed(self.settings.seed)  # the trainer does that too, but an adapter is drawn before
         try:
-            trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
-        except Exception as error:  # pickle, torch, safetensors and transformers have one each for a damaged file
-            if checkpoint is None or session.patient or isinstance(error, RunError | torch.OutOfMemoryError):
-                raise
-            raise cannot_resume(str(checkpoint.path), error) from error
-    done = session.lines[-1]["step"] == settings.steps
-    return "collapsed" if session.guard.collapsed else "finished" if done else "interrupted"
-
-
-def _build_trainer(session: Session, parts: Parts, where: Path) -> RunTrainer:
-    """The trainer with its dataset, rewards and callbacks."""
-    settings, config = session.settings, parts.config
-    config.output_dir = str(where / "checkpoints")
-    log = logging.getLogger("corral.trl.trainer")
-    level = log.level
-    log.setLevel(logging.ERROR)  # the banner says the same, in its place
-    set_seed(settings.seed)  # the trainer does that too, but an adapter is drawn before
-    try:
-        os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # several turns are; tests run every release that is accepted
-        trainer = RunTrainer(
-            parts.model,
-            parts.rewards,
-            config,
-            parts.dataset,
-            processing_class=parts.problems.tokenizer,
-            peft_config=parts.adapter,
-            teacher=parts.teacher,
-            **({} if parts.turns is None else parts.turns.trainer_arguments()),
-        )
-    except (ValueError, ImportError) as error:  # what only TRL, peft and the model together can tell, or a package for tools
-        raise RunError(str(error)) from error
-    finally:
-        log.setLevel(level)
-    trainer.session = session
-    trainer.token_observer = trainer.sample_tokens
-    check, guard = trainer.self_check, session.guard
-    check.say = guard.tell
-    earlier = [text for line in session.lines for text in line.get("warnings", ())]
-    off = guard.mode == "off"
-    check.drift_reported = off or any("before any update" in text for text in earlier)
-    check.tail_reported = off or any("tr/hidden_kl_max" in text for text in earlier)
-    trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(session.guard)
-    trainer.add_callback(RunCallback(trainer))
-    return trainer
-
-
-def _report_finished(settings: Settings, folder: RunFolder, view: RunView) -> Outcome:
-    """All steps are done: write the summary again, which may be missing if the process was killed."""
-    lines = folder.lines()
-    summary = _summary(settings, lines, "finished", None)
-    if is_main():
-        folder.write_summary(summary)
-        folder.close()
-    view.end(last_words(summary, folder.path))
-    return Outcome(folder.path, summary)
-
-
-def _summary(settings: Settings, lines: list[dict[str, Any]], stopped: Stopped, why: str | None) -> dict[str, Any]:
-    """The content of summary.json."""
-    about = {"objective": settings.objective, "task": settings.task, "model": settings.model, "seed": settings.seed}
-    return summarise(about, lines, stopped, why, also="greedy")
-
-
-def _on_cpu(settings: Settings) -> bool:
-    return settings.device == "cpu" or not torch.cuda.is_available()
+            os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # of several turns; tests run every release
+            trainer = RunTrainer(
+                parts.model,
+                parts.rewards,
+                config,
+                parts.dataset,
+                processing_class=parts.problems.tokenizer,
+                peft_config=parts.adapter,
+                teacher=parts.teacher,
+                **({} if parts.turns is None else parts.turns.trainer_arguments()),
+            )
+        except (
+            ValueError,
+            ImportError,
+        ) as error:  # what only TRL, peft and the model together show
+            raise RunError(str(error)) from error
+        finally:
+            log.setLevel(level)
+        trainer.parts, trainer.record, trainer.guard = parts, record, guard
+        trainer.token_observer, check = trainer.sample_tokens, trainer.self_check
+        check.say = guard.tell
+        earlier = [text for line in record.lines for text in line.get("warnings", ())]
+        off = guard.mode == "off"
+        check.drift_reported = off or any("before any update" in text for text in earlier)
+        check.tail_reported = off or any("tr/hidden_kl_max" in text for text in earlier)
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(guard)
+        trainer.add_callback(RunCallback(trainer))
+        return trainer
 
 
 @contextmanager
@@ -256,3 +198,92 @@ def _tensorboard_in(where: Path) -> Iterator[None]:
         yield
     finally:
         os.environ.pop(key) if given is None else os.environ.update({key: given})
+
+
+def banner(settings: Settings, trainer: RunTrainer, where: Path, chosen: Iterable[str] = ()) -> list[tuple[str, str]]:
+    """The heading of a run: (name, sentence) of every line, in order; `chosen` says what was decided for the user."""
+    args, config, teacher = trainer.args, trainer.objective.config, trainer.teacher
+    parameters = f"{_short(p.numel() for p in trainer.model.parameters())} parameters"
+    if is_peft_model(trainer.model):
+        trained = _short(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+        parameters += f", {trained} of them trained (LoRA)"
+    updates = ("at most " if args.reuse == "auto" else "") + count(trainer.updates_per_step, "update")
+    objective_settings = ", ".join(f"{name}={value}" for name, value in vars(config).items())
+    anchor = "rollout: here the sampler is the trainer's own model, so this is the recomputed old policy"
+    if trainer.anchor == "old":
+        anchor = "old: the policy before the updates, recomputed by the trainer"
+    elif args.use_vllm:
+        anchor = "rollout: the log-probs that vLLM reports"
+    lines = [
+        ("corral", f"{corral.__version__}: {settings.task} with {settings.model}, {parameters}"),
+        ("objective", f"{settings.objective}" + (f" ({objective_settings})" if objective_settings else "")),
+        ("reduction", f"{REDUCTIONS[args.loss_type]} (loss_type {args.loss_type})"),
+        ("anchor", anchor),
+        ("support", _support(trainer)),
+    ]
+    if teacher is not None:
+        own = "the model itself, as it was before training" + ("" if teacher.is_reference else ", shown more than the problem")
+        lines.append(("reference" if teacher.is_reference else "teacher", settings.teacher or own))
+    called = [path_of(one) for one in (*settings.tools, settings.environment_factory) if one]
+    if settings.tool:
+        lines.append(("tool", f"{settings.tool} answers within completions, and is not trained on"))
+    elif called:
+        lines.append(("tools", f"{', '.join(called)}: called by the model, and not trained on"))
+    lines += [
+        ("step", f"{count(args.prompts_per_batch, 'prompt')} × {args.num_generations} completions, then {updates}"),
+        ("device", _device(trainer)),
+        ("run", str(where)),
+    ]
+    why = why_inactive(trainer)
+    notes = [*chosen, args.other_reduction, f"tr/active_frac will be 0: {why}" if why else None]
+    return [*lines, *(("note", sentence) for sentence in notes if sentence)]
+
+
+def _support(trainer: RunTrainer) -> str:
+    """Which tokens of a distribution the objective reads."""
+    if not trainer.needs_support:
+        return "none: this objective looks at the sampled token alone"
+    if trainer.own_support().top_k == sys.maxsize:
+        return "every token"
+    args = trainer.args
+    if trainer.rollout_support is not None:
+        return f"the sampler's {args.support_size} likeliest tokens, and the mass of all others"
+    if trainer.teacher is not None:
+        other = "reference" if trainer.teacher.is_reference else "teacher"
+        return f"the {args.support_size} likeliest tokens of student and {other}, and the mass of all others"
+    return f"the {args.support_size} likeliest tokens until they hold {args.support_mass:g}, and the mass of all others"
+
+
+def _device(trainer: RunTrainer) -> str:
+    """The device, the head, and the versions behind it."""
+    kind = trainer.accelerator.device
+    name = torch.cuda.get_device_name(kind) if kind.type == "cuda" else count(torch.get_num_threads(), "thread")
+    processes = f", {trainer.accelerator.num_processes} processes" if trainer.accelerator.num_processes > 1 else ""
+    # corral's says itself what it takes on a GPU. In updates it is TRL's only where that chooses tokens by their entropy.
+    own = FUSED and (trainer.needs_support or trainer.top_entropy_quantile == 1.0)
+    head = "TRL's head" if not own else "corral's head (torch)" if kind.type == "cpu" else "corral's head"
+    return f"{kind.type} ({name}{processes}); {head}; TRL {trl.__version__}, transformers {transformers.__version__}"
+
+
+def why_inactive(trainer: RunTrainer) -> str | None:
+    """Why the trust region can never act; None if it can."""
+    config = trainer.objective.config
+    if not config.has_region:
+        return f"{trainer.objective.name} has no trust region."
+    if config.bounds is not None and min(config.bounds) == float("inf"):
+        return "the bound is infinite."
+    if trainer.on_policy:
+        return (
+            "with one update per batch of rollouts the new policy is the old one. Raise steps_per_generation or "
+            "num_iterations to make the trust region matter."
+        )
+    return None
+
+
+def _short(counts: Iterable[int]) -> str:
+    """A sum of counts with its unit: 928 k, 1.5 B."""
+    count = sum(counts)
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= size:
+            return f"{count / size:.3g} {letter}"
+    return str(count)

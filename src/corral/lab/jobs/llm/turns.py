@@ -4,15 +4,14 @@ import asyncio
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import trl
 from packaging.version import Version
 from torch import Tensor
 from transformers import (
-    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
@@ -26,7 +25,6 @@ from trl.models.utils import unwrap_model_for_generation
 
 from corral.lab.jobs.llm.problems import (
     Problems,
-    Prompt,
     Sampling,
     cut_at_end,
     end_tokens,
@@ -71,22 +69,6 @@ class Dialogue:
         self.logps += [0.0] * len(tokens) if logps is None else logps
 
 
-@runtime_checkable
-class MultiTurn(Protocol):
-    """Completions in which somebody answers the model: for held-out success, evaluations and audits."""
-
-    def template(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Arguments for the chat template, such as `tools`; ValueError where the model has no way to use them."""
-
-    def trainer_arguments(self) -> dict[str, Any]:
-        """GRPOTrainer's arguments, with which TRL plays the same in training."""
-
-    def play(
-        self, model: PreTrainedModel, problems: Problems, asked: Sequence[str], sampling: Sampling, *, greedy: bool
-    ) -> list[Dialogue]:
-        """One completion per problem, sampled or greedy."""
-
-
 @dataclass(frozen=True)
 class TextTool:
     """A `Tool`, which writes into the text of any model whenever that has written one of its stops."""
@@ -101,12 +83,9 @@ class TextTool:
         """TRL's `rollout_func`."""
         return {"rollout_func": rollout}
 
-    def play(
-        self, model: PreTrainedModel, problems: Problems, asked: Sequence[str], sampling: Sampling, *, greedy: bool
-    ) -> list[Dialogue]:
+    def play(self, model: PreTrainedModel, problems: Problems, asked: Sequence[str], sampling: Sampling) -> list[Dialogue]:
         """One completion per problem; all of its text is graded."""
-        given = (model, problems.tokenizer, asked, problems.tokens(asked), self.tool, sampling.max_tokens)
-        found = converse(*given, greedy=greedy, temperature=sampling.temperature, top_p=sampling.top_p)
+        found = converse(model, problems.tokenizer, asked, problems.tokens(asked), self.tool, sampling)
         for one in found:
             one.answer = one.transcript = str(problems.tokenizer.decode(one.tokens, skip_special_tokens=True))
         return found
@@ -119,22 +98,30 @@ def converse(
     problems: Sequence[str],
     prompts: Sequence[list[int]],
     tool: Tool,
-    max_tokens: int,
-    *,
-    greedy: bool = False,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
+    sampling: Sampling,
 ) -> list[Dialogue]:
-    """One completion per prompt, of at most `max_tokens` tokens of both, sampled or greedy."""
+    """One completion per prompt, of at most `max_tokens` tokens of both."""
     found = [Dialogue(problem, prompt) for problem, prompt in zip(problems, prompts, strict=True)]
-    ends = end_tokens(model, tokenizer)
+    ends, max_tokens = end_tokens(model, tokenizer), sampling.max_tokens
+    writer: Any = model  # causal models can generate; transformers' base class does not say so
     while live := [one for one in found if not one.over]:
         room = max_tokens - min(len(one.tokens) for one in live)
-        config = plain_sampling(tokenizer, ends, room, greedy=greedy, top_p=top_p)  # the temperature is `_Scores`' own
-        written = _turn(model, tokenizer, [one.prompt + one.tokens for one in live], tool, config, temperature)
-        for one, (tokens, logps) in zip(live, written, strict=True):
-            left = max_tokens - len(one.tokens)
-            one.add(tokens[:left], logps[:left])
+        now = replace(sampling, max_tokens=room, temperature=1.0)  # the temperature is `_Scores`' own
+        ids = [one.prompt + one.tokens for one in live]
+        batch = tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt").to(model.device)
+        start = batch["input_ids"].shape[1]
+        stops, scores = _Stops(tokenizer, tool.stops, start), _Scores(sampling.temperature)
+        with own_settings_aside(model):
+            out = writer.generate(
+                **batch,
+                generation_config=plain_sampling(tokenizer, ends, now),
+                logits_processor=LogitsProcessorList([scores]),
+                stopping_criteria=StoppingCriteriaList([stops]),
+            )[:, start:]
+        drawn = zip(live, out.tolist(), scores.gather(out).tolist(), strict=True)
+        for row, (one, tokens, logps) in enumerate(drawn):  # until a stop, the end or no room
+            kept = cut_at_end(tokens[: stops.lengths.get(row, len(tokens))], ends)[: max_tokens - len(one.tokens)]
+            one.add(kept, logps[: len(kept)])
             one.over = len(one.tokens) >= max_tokens or one.tokens[-1] in ends
             if not one.over:
                 _answer(one, tokenizer, tool, max_tokens, ends)
@@ -158,35 +145,6 @@ def _answer(one: Dialogue, tokenizer: PreTrainedTokenizerBase, tool: Tool, max_t
     one.add(ids[: max_tokens - len(one.tokens)], own=False)
     one.replies += 1
     one.over = len(one.tokens) >= max_tokens
-
-
-def _turn(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    ids: list[list[int]],
-    tool: Tool,
-    config: GenerationConfig,
-    temperature: float,
-) -> list[tuple[list[int], list[float]]]:
-    """What the model writes until a stop, the end or no room: tokens with their log-probs."""
-    batch = tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt").to(model.device)
-    start = batch["input_ids"].shape[1]
-    stops, scores = _Stops(tokenizer, tool.stops, start), _Scores(temperature)
-    writer: Any = model  # causal models can generate; transformers' base class does not say so
-    with own_settings_aside(model):
-        out = writer.generate(
-            **batch,
-            generation_config=config,
-            logits_processor=LogitsProcessorList([scores]),
-            stopping_criteria=StoppingCriteriaList([stops]),
-        )
-    logps = scores.gather(out[:, start:]).tolist()
-    rows = []
-    for index, tokens in enumerate(out[:, start:].tolist()):
-        length = stops.lengths.get(index, len(tokens))
-        kept = cut_at_end(tokens[:length], set(config.eos_token_id or ()))
-        rows.append((kept, logps[index][: len(kept)]))
-    return rows
 
 
 class _Stops(StoppingCriteria):
@@ -232,15 +190,14 @@ class _Scores(LogitsProcessor):
 
 def rollout(prompts: list[Any], trainer: "RunTrainer") -> dict[str, Any]:
     """TRL's rollout_func: completions of the run's tool, in the trainer's own policy."""
-    session = trainer.session
-    assert isinstance(session.turns, TextTool)
-    problems = [session.problem_of[str(prompt)] for prompt in prompts]
+    parts = trainer.parts
+    assert isinstance(parts.turns, TextTool)
+    problems = [parts.problem_of[str(prompt)] for prompt in prompts]
     with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as unwrapped:
         model = base_model(unwrapped)
-        found = converse(
-            model, trainer.processing_class, problems, session.problems.tokens(problems), session.turns.tool,
-            trainer.max_completion_length, temperature=trainer.temperature,
-        )  # fmt: skip
+        sampling = Sampling(temperature=trainer.temperature, max_tokens=trainer.max_completion_length)
+        prompts = parts.problems.tokens(problems)
+        found = converse(model, trainer.processing_class, problems, prompts, parts.turns.tool, sampling)
     trainer._metrics[trainer.mode]["tools/replies"].append(sum(one.replies for one in found) / len(found))
     return {
         "prompt_ids": [one.prompt for one in found],
@@ -261,7 +218,7 @@ _HOW_ENVIRONMENT = "`environment_factory` is module:Class or file.py:Class"
 
 def make_multi_turn(
     tool: str, tools: Sequence[str | _Function], environment_factory: str | _Function, max_turns: int | None = None
-) -> MultiTurn | None:
+) -> "MultiTurn | None":
     """Who answers within completions, as settings name it; None where nobody does."""
     if tool:
         return TextTool(make_tool(tool))
@@ -350,24 +307,16 @@ class FunctionCalls:
         return {"tools": self.functions or None, "environment_factory": self.factory}
 
     @torch.no_grad()
-    def play(
-        self, model: PreTrainedModel, problems: Problems, asked: Sequence[str], sampling: Sampling, *, greedy: bool
-    ) -> list[Dialogue]:
+    def play(self, model: PreTrainedModel, problems: Problems, asked: Sequence[str], sampling: Sampling) -> list[Dialogue]:
         """One completion per problem: the model's last message is graded, or the environment pays."""
         chats = [_Chat(self, problems, model, sampling.max_tokens, environment) for environment in self._draw(len(asked))]
         columns = columns_of(problems.task, asked)
         for row, (chat, problem) in enumerate(zip(chats, asked, strict=True)):
             chat.begin(problem, {name: column[row] for name, column in columns.items()})
         while live := [chat for chat in chats if not chat.dialogue.over]:
-            written = generate(
-                model,
-                problems.tokenizer,
-                [chat.read for chat in live],
-                sampling.max_tokens - min(len(chat.dialogue.tokens) for chat in live),
-                greedy=greedy,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-            )
+            room = sampling.max_tokens - min(len(chat.dialogue.tokens) for chat in live)
+            read = [chat.read for chat in live]
+            written = generate(model, problems.tokenizer, read, replace(sampling, max_tokens=room))
             for chat, tokens in zip(live, written, strict=True):
                 chat.take(tokens)
         return [chat.end() for chat in chats]
@@ -379,6 +328,11 @@ class FunctionCalls:
         while len(self._pool) < count:
             self._pool.append(self.factory())
         return self._pool[:count]
+
+
+MultiTurn = TextTool | FunctionCalls
+"""Completions in which somebody answers the model. `template` has arguments for the chat template, `trainer_arguments` those
+of GRPOTrainer, with which TRL plays the same in training, and `play` gives one completion per problem."""
 
 
 class _Chat:
@@ -402,7 +356,10 @@ class _Chat:
         prompt = self.problems.prompt(problem)
         if self.environment is not None:
             row = {**columns, "prompt": prompt, "problem": problem}
-            prompt = _with_observation(prompt, self._ask("reset", **row))
+            observation = self._ask("reset", **row)
+            if observation is not None:  # goes behind the last message
+                assert not isinstance(prompt, str)  # a template with tool calls is there
+                prompt = [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
         self.dialogue = Dialogue(problem, self.problems.tokenise([prompt])[0])
 
     def take(self, tokens: list[int]) -> None:
@@ -476,14 +433,6 @@ def _methods(environment: Any) -> list[_Function]:
 def _wait(result: Any) -> Any:
     """A result, of an `async` function too."""
     return asyncio.run(result) if inspect.iscoroutine(result) else result
-
-
-def _with_observation(prompt: Prompt, observation: Any) -> Prompt:
-    """The prompt with what `reset` returned behind its last message."""
-    if observation is None:
-        return prompt
-    assert not isinstance(prompt, str)  # a template with tool calls is there
-    return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
 
 
 def _teach_parsing(tokenizer: Any) -> None:

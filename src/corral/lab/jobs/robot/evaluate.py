@@ -1,21 +1,25 @@
-"""Evaluation of a run's policy on held-out contexts: return, success and smoothness, with intervals, and a film."""
+"""Evaluation of a robot's run on held-out contexts: return, success and smoothness, with intervals, a table and a film."""
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
+from rich import box
+from rich.markup import escape
+from rich.table import Table
 
 from corral.lab.environments import ENVIRONMENTS, Environment
 from corral.lab.jobs.robot.measure import smoothness
-from corral.lab.jobs.robot.prepare import prepare, to_play
-from corral.lab.jobs.robot.settings import Settings, resolve
-from corral.lab.jobs.robot.train import restore
-from corral.lab.run.files import disk_sentence, write_json
-from corral.lab.run.folder import RunFolder, choose_checkpoint
+from corral.lab.jobs.robot.settings import Settings
+from corral.lab.jobs.robot.train import restored
+from corral.lab.run.files import disk_errors, write_json
 from corral.lab.run.interval import LEVEL, Estimate, wilson
+from corral.lab.run.life import Evaluation
+from corral.lab.run.text import count
+from corral.lab.run.view import PatientConsole, number
 from corral.provenance import commit, versions
 from corral.robot.episode import Episodes, held_out_seeds
 from corral.robot.tracking import Array
@@ -33,14 +37,6 @@ WAYS = ("mean", "exploring")
 """Without exploration, and as in training."""
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """An evaluation's folder, and the content of its eval.json."""
-
-    path: Path
-    result: dict[str, Any]
-
-
 def evaluate(
     run: Path, *, episodes: int = 256, checkpoint: str = "latest", out: Path | None = None, video: Path | None = None
 ) -> Evaluation:
@@ -49,15 +45,9 @@ def evaluate(
         raise RunError(f"`episodes` must be at least 1; got {episodes}.")
     if video is not None:
         _check_video(video)
-    folder = RunFolder.open(run, write=False)
-    settings = resolve([folder.read_config()["settings"]])
-    chosen, complaints = choose_checkpoint(folder, checkpoint)
-    agent, seeds = prepare(to_play(settings)), held_out_seeds(episodes)
-    try:
-        restore(agent, chosen)
+    seeds = held_out_seeds(episodes)
+    with restored(run, checkpoint) as (settings, agent, chosen, complaints):
         played = {"mean": agent.evaluate(seeds), "exploring": agent.explore(seeds)}
-    finally:
-        agent.plant.close()
     known = ENVIRONMENTS[settings.environment]
     result = {
         "run": str(run),
@@ -72,10 +62,8 @@ def evaluate(
         "commit": commit(),
     }
     where = out or run / "evals" / f"step-{chosen.step}-episodes-{episodes}"
-    try:
+    with disk_errors(where):
         where.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(disk_sentence(error, where)) from error
     write_json(where / "eval.json", result)
     if video is not None:
         _film(settings, seeds[:_FILM_EPISODES], played["mean"].actions[:_FILM_EPISODES].numpy(), video)
@@ -128,10 +116,43 @@ def _film(settings: Settings, seeds: list[int], actions: Array, path: Path) -> N
 
     env = gymnasium.make(settings.environment, render_mode="rgb_array", **settings.environment_config)
     try:
-        render_video(env, seeds, actions, path)
+        with disk_errors(path):
+            render_video(env, seeds, actions, path)
     except (ValueError, ImportError) as error:
         raise RunError(str(error)) from error
-    except OSError as error:
-        raise RunError(disk_sentence(error, path)) from error
     finally:
         env.close()
+
+
+def show(result: Mapping[str, Any], where: Path, video: Path | None, *, quiet: bool) -> None:
+    """Print the results of an evaluation as a table and a sentence, and where they are."""
+    console, problems = PatientConsole(), PatientConsole(stderr=True)
+    for sentence in result["complaints"]:
+        problems.print(f"[yellow]warning:[/] {escape(sentence)}", soft_wrap=True, highlight=False)
+    if not quiet:
+        rows = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        rows.add_column("")
+        for way in WAYS:
+            rows.add_column(way, justify="right")
+            rows.add_column(f"{result['level']:.0%} interval")
+        for name in result["estimates"]["mean"]:
+            found = [result["estimates"][way].get(name) for way in WAYS]
+            rows.add_row(
+                name, *(cell for one in found for cell in ([number(one["value"]), _interval(one)] if one else ["–", ""]))
+            )
+        console.print(rows)
+    found = result["estimates"]["mean"]
+    text = f"{result['algorithm']} on {result['environment']['name']} after {result['step']} steps: "
+    if "success" in found:
+        one = found["success"]
+        text += f"success {one['value']:.1%} ({one['low']:.1%} – {one['high']:.1%}), "
+    contexts = count(result["episodes"], "held-out context")
+    text += f"return {number(found['return']['value'])} over {contexts}. In {where / 'eval.json'}"
+    text += f"; film: {video}" if video is not None else ""
+    console.print(escape(text), soft_wrap=True, highlight=False)
+
+
+def _interval(one: Mapping[str, float | None]) -> str:
+    """From … to, or a dash where one episode leaves nothing to say."""
+    low, high = one["low"], one["high"]
+    return "–" if low is None or high is None else f"{number(low)} … {number(high)}"

@@ -1,10 +1,10 @@
 """A trained policy → a file that NumPy alone can read, with its plans checked against the joints' limits."""
 
+import io
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,11 +12,9 @@ from torch import Tensor, nn
 
 from corral.lab.jobs.robot import exported
 from corral.lab.jobs.robot.exported import FORMAT, ExportedPolicy
-from corral.lab.jobs.robot.prepare import EPISODIC, prepare, to_play
-from corral.lab.jobs.robot.settings import resolve
-from corral.lab.jobs.robot.train import STATE, restore
+from corral.lab.jobs.robot.prepare import EPISODIC
+from corral.lab.jobs.robot.train import STATE, restored
 from corral.lab.run.files import write_whole
-from corral.lab.run.folder import RunFolder, choose_checkpoint
 from corral.robot.learner import Learner
 from corral.robot.prodmp import ProDMP
 from corral.robot.tracking import Array
@@ -97,28 +95,24 @@ def export_policy(
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(loader, lambda beside: beside.write_bytes(program))
     about = json.dumps(policy.about, default=lambda x: np.asarray(x).tolist())  # gains may be arrays
-    write_whole(path, lambda beside: _save(beside, about=np.array(about), **arrays))
+    content = io.BytesIO()  # given a name, NumPy would add its own ending
+    np.savez(content, about=np.array(about), **arrays)
+    write_whole(path, lambda beside: beside.write_bytes(content.getvalue()))
     return found
 
 
 def export_run(run: Path, path: Path, *, checkpoint: str = "latest") -> int:
     """`export_policy` of a run's checkpoint, without limits; its step is returned."""
-    folder = RunFolder.open(run, write=False)
-    settings = resolve([folder.read_config()["settings"]])
-    if settings.algorithm not in EPISODIC:
-        raise RunError(
-            f"{run} was trained with {settings.algorithm}, which has no plans to export. Its policy is in "
-            f"checkpoints/checkpoint-…/{STATE}."
-        )
-    chosen, _ = choose_checkpoint(folder, checkpoint)
-    agent = prepare(to_play(settings))
-    try:
-        restore(agent, chosen)
-        export_policy(agent, path)
-    except ValueError as error:
-        raise RunError(str(error)) from error
-    finally:
-        agent.plant.close()
+    with restored(run, checkpoint) as (settings, agent, chosen, _):
+        if settings.algorithm not in EPISODIC:
+            raise RunError(
+                f"{run} was trained with {settings.algorithm}, which has no plans to export. Its policy is in "
+                f"checkpoints/checkpoint-…/{STATE}."
+            )
+        try:
+            export_policy(agent, path)
+        except ValueError as error:
+            raise RunError(str(error)) from error
     return chosen.step
 
 
@@ -158,11 +152,6 @@ def tables(prodmp: ProDMP, times: Tensor) -> tuple[Tensor, Tensor]:
     acceleration = torch.stack(slopes, -1)
     basis = torch.stack([design.position, design.velocity, acceleration[:, : prodmp.columns]])
     return basis.detach(), torch.stack([*design.start.unbind(1), acceleration[:, prodmp.columns :]]).detach()
-
-
-def _save(path: Path, **arrays: Any) -> None:
-    with path.open("wb") as file:  # given a name, NumPy would add its own ending
-        np.savez(file, **arrays)
 
 
 def _array(x: Tensor) -> Array:

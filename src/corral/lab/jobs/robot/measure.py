@@ -60,8 +60,12 @@ def spectral_arc_length(velocities: Array, dt: float, *, cutoff: float = 10.0, t
     spectrum = np.abs(np.fft.rfft(speed, size, axis=-1))
     with np.errstate(invalid="ignore"):
         spectrum = spectrum / spectrum[..., :1]
-    lengths = [_arc(row, frequency, cutoff, threshold) for row in spectrum.reshape(-1, len(frequency))]
-    return np.asarray(-np.array(lengths).reshape(speed.shape[:-1]))
+    lengths = np.full(speed.shape[:-1], np.nan)
+    for place in np.ndindex(lengths.shape):
+        if np.isfinite(row := spectrum[place]).all():
+            last = np.flatnonzero((frequency <= cutoff) & (row >= threshold))[-1]
+            lengths[place] = np.hypot(np.diff(frequency[: last + 1]) / frequency[last], np.diff(row[: last + 1])).sum()
+    return np.asarray(-lengths)
 
 
 def torque_rate(actions: Array, dt: float) -> Array:
@@ -84,13 +88,6 @@ def lag_autocorrelation(deviations: Array, lag: int) -> float:
         raise ValueError(f"lag_autocorrelation: `lag` is a number of steps ≥ 1; got {lag}.")
     early, late = deviations[..., :-lag, :], deviations[..., lag:, :]
     return float((early * late).sum() / np.sqrt(np.square(early).sum() * np.square(late).sum()))
-
-
-def _arc(spectrum: Array, frequency: Array, cutoff: float, threshold: float) -> float:
-    if not np.isfinite(spectrum).all():
-        return np.nan
-    last = np.flatnonzero((frequency <= cutoff) & (spectrum >= threshold))[-1]
-    return float(np.hypot(np.diff(frequency[: last + 1]) / frequency[last], np.diff(spectrum[: last + 1])).sum())
 
 
 def _check(name: str, values: Array, least: int) -> None:
@@ -125,8 +122,9 @@ def measure(agent: Any, environment: Environment, contexts: int) -> dict[str, fl
         "return": float(mean.returns.mean()),
     }
     exploring = agent.explore(seeds[:MOVED])
-    found |= _medians(smoothness(mean, environment, MOVED), "motion/")
-    found |= _medians(smoothness(exploring, environment, MOVED), "explore/")
+    for prefix, episodes in (("motion/", mean), ("explore/", exploring)):
+        for name, values in smoothness(episodes, environment, MOVED).items():  # a median: one odd episode would spoil a mean
+            found[prefix + name] = float(np.median(values)) if len(values) else None
     return found | {"explore/autocorrelation": autocorrelation(exploring, mean, environment)}
 
 
@@ -145,11 +143,6 @@ def smoothness(episodes: Episodes, environment: Environment, count: int | None =
         for name, one in measures.items()
     }
     return {name: values[np.isfinite(values)] for name, values in found.items()}  # at rest there is no smoothness
-
-
-def _medians(values: dict[str, Array], prefix: str) -> dict[str, float | None]:
-    """A median each, since one odd episode would spoil a mean; None of nothing."""
-    return {prefix + name: float(np.median(found)) if len(found) else None for name, found in values.items()}
 
 
 def autocorrelation(exploring: Episodes, mean: Episodes, environment: Environment) -> float | None:

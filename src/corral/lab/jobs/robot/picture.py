@@ -11,6 +11,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
+from corral.lab.run.files import write_whole
 from corral.robot.prodmp import ProDMP
 from corral.robot.tracking import Array
 from corral.validate import pip_install
@@ -130,12 +131,7 @@ def plot_curves(
 def save_figure(figure: Figure, path: str | Path) -> None:
     """Write a picture, whole or not at all; its ending says in what form."""
     path = Path(path)
-    partial = path.with_name(f".partial.{path.name}")
-    try:
-        figure.savefig(partial, dpi=150)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(path, lambda beside: figure.savefig(beside, dpi=150, format=path.suffix[1:]))
 
 
 def render_video(
@@ -178,7 +174,13 @@ def render_video(
                 last = caption(env.render(), words, marks, None if success is None else bool(success))
                 frames += [last] * round(_HOLD * fps)
                 break
-    _write(frames, path, fps)
+    how: dict[str, Any] = {"duration": 1000 / fps, "loop": 0} if path.suffix == ".gif" else {"fps": fps, "plugin": "FFMPEG"}
+    partial = path.with_name(f".partial.{path.name}")  # its ending says in what form
+    try:
+        imageio.imwrite(partial, np.stack(frames), **how)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
     return len(frames)
 
 
@@ -208,19 +210,6 @@ def check_format(path: Path) -> None:
             import imageio_ffmpeg  # noqa: F401  # imageio's own plugin for mp4
         except ImportError as error:
             raise ImportError("an .mp4 needs imageio's ffmpeg plugin: pip install imageio-ffmpeg. A .gif does not.") from error
-
-
-def _write(frames: list[_Image], path: Path, fps: float) -> None:
-    settings: dict[str, dict[str, Any]] = {
-        ".gif": {"duration": 1000 / fps, "loop": 0},
-        ".mp4": {"fps": fps, "plugin": "FFMPEG"},
-    }
-    partial = path.with_name(f".partial.{path.name}")
-    try:
-        imageio.imwrite(partial, np.stack(frames), **settings[path.suffix])
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _figure(width: float, height: float) -> Figure:

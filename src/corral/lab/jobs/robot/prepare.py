@@ -1,10 +1,10 @@
-"""Settings → environments and a learner, built and checked before a run writes its first file."""
+"""Preparation of a robot's run: environments and a learner, built and checked before anything is written; and --dry-run."""
 
 import importlib
 import inspect
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 
 from corral.lab.baselines.config import BaselineConfig
 from corral.lab.environments import ENVIRONMENTS, Environment, make_envs
-from corral.lab.jobs.robot.settings import Settings, coerce_fields
+from corral.lab.jobs.robot.settings import ALGORITHMS, Settings, coerce_fields
+from corral.lab.run.settings import toml_lines
 from corral.robot.bbrl import BBRL, BBRLConfig
 from corral.robot.config import DTYPES
 from corral.robot.episode import Plant
@@ -34,8 +35,17 @@ def prepare(settings: Settings) -> Agent:
     check_environment_config(environment, settings.environment_config)
     try:
         if settings.algorithm in EPISODIC:
-            return _episodic(settings, environment)
-        return _baseline(settings, environment)
+            config = learner_config(settings)
+            given: dict[str, Any] = {"basis": 5, "tau": environment.steps * environment.dt}
+            given |= coerce_fields("prodmp", ProDMP, settings.prodmp, without=["dof"])
+            prodmp = ProDMP(environment.tracking.dof, given.pop("basis"), given.pop("tau"), **given)
+            make, plant = EPISODIC[settings.algorithm][0], _plant(settings, environment, config.episodes)
+            return make(plant, prodmp, environment.dt, config, seed=settings.seed, dtype=DTYPES[settings.dtype])
+        from corral.lab.baselines.stable import Baseline
+
+        config = learner_config(settings)
+        plant = _plant(settings, environment, config.episodes)
+        return Baseline(plant, settings.algorithm, config, seed=settings.seed)
     except (ValueError, ImportError) as error:
         raise RunError(str(error)) from error
 
@@ -92,31 +102,10 @@ def _simulator(settings: Settings) -> Simulator | None:
     return WarpSimulator()
 
 
-def _episodic(settings: Settings, environment: Environment) -> Learner:
-    make, config = EPISODIC[settings.algorithm][0], learner_config(settings)
-    given = {"basis": 5, "tau": environment.steps * environment.dt} | coerce_fields(
-        "prodmp", ProDMP, settings.prodmp, without=["dof"]
-    )
-    prodmp = ProDMP(environment.tracking.dof, given.pop("basis"), given.pop("tau"), **given)
-    plant = _plant(settings, environment, config.episodes)
-    return make(plant, prodmp, environment.dt, config, seed=settings.seed, dtype=DTYPES[settings.dtype])
-
-
-def _baseline(settings: Settings, environment: Environment) -> Agent:
-    from corral.lab.baselines.stable import Baseline
-
-    config = learner_config(settings)
-    return Baseline(_plant(settings, environment, config.episodes), settings.algorithm, config, seed=settings.seed)
-
-
-def _networks(agent: Agent) -> list[torch.nn.Module]:
-    """The networks that are trained."""
-    return [agent.policy, agent.critic] if isinstance(agent, Learner) else [agent.model.policy]
-
-
 def parameters(agent: Agent) -> int:
     """How many numbers are trained."""
-    return sum(p.numel() for network in _networks(agent) for p in network.parameters())
+    networks = [agent.policy, agent.critic] if isinstance(agent, Learner) else [agent.model.policy]
+    return sum(p.numel() for network in networks for p in network.parameters())
 
 
 def optimizers(agent: Agent) -> dict[str, torch.optim.Optimizer]:
@@ -162,3 +151,69 @@ def describe(settings: Settings, agent: Agent) -> dict[str, Any]:
 def model_name(settings: Settings) -> str:
     """The policy class, as config.json names it."""
     return "gaussian-prodmp" if settings.algorithm in EPISODIC else "gaussian-mlp"
+
+
+_TRPL = ("sb3-trpl",)
+_SAC = tuple(name for name in ALGORITHMS if name.startswith("sb3-sac"))
+_PPO = tuple(name for name in ALGORITHMS if name.startswith("sb3-ppo")) + _TRPL
+_COLOURED = tuple(name for name in ALGORITHMS if name.endswith("-pink"))
+
+_SOME_BASELINES = {
+    "epochs": _PPO,
+    "minibatches": _PPO,
+    "train_freq": _SAC,
+    "gradient_steps": _SAC,
+    "device": _SAC,
+    "noise_colour": _COLOURED,
+    **dict.fromkeys(("projection", "mean_bound", "cov_bound", "regression", "deployed_bound"), _TRPL),
+}
+"""Baselines that read a setting, where not all of them do."""
+
+
+def used_by(algorithm: str) -> set[str]:
+    """Names of the settings under `learner` that an algorithm reads."""
+    if algorithm in EPISODIC:
+        return {item.name for item in fields(EPISODIC[algorithm][1])}
+    names = {item.name for item in fields(BaselineConfig)}
+    return {name for name in names if algorithm in _SOME_BASELINES.get(name, (algorithm,))}
+
+
+def check_used(settings: Settings) -> None:
+    """Refuse a new run with a setting of another algorithm, or of an event that the environment does not tell of.
+
+    Only new ones: a folder from before this was refused can still be resumed and evaluated. A name that no algorithm has is
+    left to `prepare`, which names the nearest.
+    """
+    for key in settings.learner:
+        owners = [name for name in ALGORITHMS if key in used_by(name)]
+        if owners and settings.algorithm not in owners:
+            raise RunError(
+                f"{settings.algorithm}: there is no setting `{key}`: it belongs to {', '.join(owners)}. Leave it out, choose "
+                f"another algorithm, or in a file put it into the table of its own, [{owners[0]}]."
+            )
+    known = ENVIRONMENTS.get(settings.environment)
+    if known is not None and not known.tells_event and settings.learner.get("move_to_event"):
+        there = ", ".join(name for name, other in ENVIRONMENTS.items() if other.tells_event)
+        raise RunError(
+            f"{settings.algorithm}: `learner.move_to_event` moves rewards to an event, and {settings.environment} tells of "
+            f"none; {there} does. Leave it out."
+        )
+
+
+def rehearse(settings: Settings) -> list[str]:
+    """Lines of a TOML file with these settings, after comments about the episodes and the networks."""
+    check_used(settings)
+    agent = prepare(settings)
+    try:
+        count, episodes = parameters(agent), agent.config.episodes
+    finally:
+        agent.plant.close()
+    steps = ENVIRONMENTS[settings.environment].steps
+    size = 8 if settings.dtype == "float64" and isinstance(agent, Learner) else 4  # baselines are float32
+    return [
+        f"# {settings.iterations:,} batches of {episodes:,} episodes of {steps} steps: "
+        f"{settings.iterations * episodes * steps:,} steps of the environment",
+        "# would fetch nothing",
+        f"# {count:,} parameters are trained: {4 * size * count / 1e6:.2g} MB with gradients and Adam's moments",
+        *toml_lines(settings.flat()),
+    ]

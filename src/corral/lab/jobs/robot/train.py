@@ -1,26 +1,25 @@
-"""A training run: settings → environments and a learner → a resumable run folder."""
+"""A training run of a robot: settings → environments and a learner → a resumable run folder."""
 
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import corral
 from corral.lab.environments import ENVIRONMENTS
-from corral.lab.jobs.robot.banner import banner
 from corral.lab.jobs.robot.measure import measure
-from corral.lab.jobs.robot.prepare import Agent, describe, model_name, optimizers, prepare, updates_of
+from corral.lab.jobs.robot.prepare import Agent, check_used, describe, model_name, optimizers, prepare, to_play, updates_of
 from corral.lab.jobs.robot.settings import Settings, resolve
-from corral.lab.jobs.robot.unused import check_used
-from corral.lab.run.ending import Interruptible, Outcome, attempt, close, extend, last_words, record_change, summarise
-from corral.lab.run.files import disk_sentence, is_disk_full
-from corral.lab.run.folder import Checkpoint, RunFolder, Stopped
+from corral.lab.run import life
+from corral.lab.run.folder import Checkpoint, RunFolder, choose_checkpoint
 from corral.lab.run.guard import CollapseLimits, Guard
-from corral.lab.run.view import RunView, make_view
+from corral.lab.run.life import Job, Outcome, Recorder
+from corral.lab.run.text import count
+from corral.lab.run.view import RunView
 from corral.numerics import drop_gradients, gradient_state
-from corral.provenance import versions
+from corral.robot.learner import Learner
 from corral.validate import RunError
 
 STATE = "state.pt"
@@ -29,10 +28,7 @@ STATE = "state.pt"
 LIMITS = CollapseLimits(kl=10.0)
 """KL is here of a whole plan and not of a token; a healthy BBRL begins at .6 before its projection."""
 
-_NOT_MEASURED: dict[str, float | None] = dict.fromkeys(("success", "return"))
-"""Metrics of a line without an evaluation."""
-
-_WATCHED = ("success", "tr/kl_before", "std")
+_WATCHED = ("success", "tr/kl_before", "std", "skipped")
 """Metrics that a collapse shows in. Not the entropy: that of a density has no zero, and falls below it in good health; the mean
 standard deviation that it stands for has one."""
 
@@ -40,14 +36,11 @@ standard deviation that it stands for has one."""
 def train(
     settings: Settings | Mapping[str, Any], *, out: Path | str | None = None, quiet: bool = False, smoke: bool = False
 ) -> Outcome:
-    """A new run, in `out` or in a new folder under runs/; under smoke-runs/ where it is none to keep."""
+    """Train a new run in `out` or in a new folder under runs/, with `smoke` under smoke-runs/."""
     settings = settings if isinstance(settings, Settings) else resolve([settings])
     check_used(settings)
-    agent = prepare(settings)
     name = settings.environment.rpartition("/")[2].rpartition("-v")[0]
-    folder = RunFolder.create(out, f"{name}-{settings.algorithm}-{settings.seed}", smoke=smoke)
-    folder.write_config(describe(settings, agent))
-    return _run(RobotRun(settings=settings, agent=agent, folder=folder, view=make_view(quiet=quiet)))
+    return life.train(RobotRun(settings), f"{name}-{settings.algorithm}-{settings.seed}", out=out, quiet=quiet, smoke=smoke)
 
 
 def resume(
@@ -58,46 +51,18 @@ def resume(
     iterations: int | str | None = None,
     simulator: str | None = None,
 ) -> Outcome:
-    """Go on with the run in `path` from its last whole checkpoint; what came after that happens again, the same.
+    """Resume the run in `path` from its last whole checkpoint; later steps are repeated, bit for bit.
 
     `iterations` gives it a new end; rates and bounds that change over a run follow the schedule of that length. Another
     `simulator` plays the plans from here on: a run that began on a GPU goes on without one.
     """
-    path = Path(path)
-    folder = RunFolder.open(path)
-    view = make_view(quiet=quiet)
-    content = folder.read_config()
     changes = {"guard": guard, "iterations": iterations, "simulator": simulator}
-    settings = resolve([content["settings"], {key: value for key, value in changes.items() if value is not None}])
-    checkpoint, complaints = folder.last_whole_checkpoint()
-    if iterations is not None:
-        extend(folder, content, {"iterations": settings.iterations}, checkpoint)
-    for sentence in complaints:
-        view.warn(sentence)
-    if checkpoint is not None and checkpoint.step >= settings.iterations:
-        summary = _summary(settings, folder.lines(), "finished", None)
-        folder.write_summary(summary)
-        folder.close()
-        view.end(last_words(summary, path))
-        return Outcome(path, summary)
-    if content.get("versions") != versions():
-        view.warn("versions differ from those the run began with: it goes on, but perhaps not bit for bit the same.")
-    try:
-        agent = prepare(settings)
-    except RunError:
-        folder.close()
-        raise
-    if simulator is not None:
-        after = checkpoint.step if checkpoint is not None else 0
-        record_change(folder, folder.read_config(), {"simulator": settings.simulator}, after, "simulated")
-    if checkpoint is None:
-        view.say(f"{path} has no whole checkpoint: the run starts from the beginning.")
-    else:
-        view.say(f"going on after step {checkpoint.step}, from {checkpoint.path}")
-        restore(agent, checkpoint)
-    folder.drop_unfinished()
-    lines = folder.cut_back(checkpoint.step if checkpoint is not None else -1)
-    return _run(RobotRun(settings=settings, agent=agent, folder=folder, view=view, lines=lines))
+    given = {key: value for key, value in changes.items() if value is not None}
+
+    def make(content: dict[str, Any]) -> RobotRun:
+        return RobotRun(resolve([content["settings"], given]))
+
+    return life.resume(make, Path(path), quiet=quiet, extended=iterations is not None)
 
 
 def restore(agent: Agent, checkpoint: Checkpoint) -> None:
@@ -112,62 +77,77 @@ def restore(agent: Agent, checkpoint: Checkpoint) -> None:
         ) from error
 
 
-def _run(job: "RobotRun") -> Outcome:
-    """Train, and write down how it ended, however it ended."""
-    folder, view = job.folder, job.view
-    stopped, error = attempt(job.train, folder.path)
-    view.close()
-    job.agent.plant.close()
-    summary = _summary(job.settings, job.lines, stopped, job.guard.collapsed or (str(error) if error else None))
-    close(folder, (lambda: folder.write_summary(summary),), view)
-    if error is not None:
-        raise error
-    view.end(last_words(summary, folder.path))
-    return Outcome(folder.path, summary)
+@contextmanager
+def restored(run: Path, checkpoint: str) -> Iterator[tuple[Settings, Agent, Checkpoint, list[str]]]:
+    """A run's settings, its learner after a checkpoint, that checkpoint, and why newer ones are not used; needs no GPU."""
+    folder = RunFolder.open(run, write=False)
+    settings = resolve([folder.read_config()["settings"]])
+    chosen, complaints = choose_checkpoint(folder, checkpoint)
+    agent = prepare(to_play(settings))
+    try:
+        restore(agent, chosen)
+        yield settings, agent, chosen, complaints
+    finally:
+        agent.plant.close()
 
 
-@dataclass(kw_only=True)
-class RobotRun(Interruptible):
-    """A run in progress: the learner's steps, evaluations, lines of metrics and checkpoints."""
+class RobotRun(Job):
+    """A run of a robot: the learner's steps, evaluations and checkpoints."""
 
+    length, beside, pace = "iterations", "return", ("env_steps", "steps_per_second")
     settings: Settings
     agent: Agent
-    folder: RunFolder
-    view: RunView
-    lines: list[dict[str, Any]] = field(default_factory=list)
-    """Metrics so far; after a resume, those that were kept."""
+    record: Recorder
 
-    def __post_init__(self) -> None:
-        self.started = time.monotonic() - (self.lines[-1]["seconds"] if self.lines else 0.0)
-        self.guard = Guard(self.settings.guard, LIMITS, say=self.view.warn)
-        self.guard.restore(map(select_watched, self.lines))
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.about = {"objective": settings.algorithm, "task": settings.environment}
+        self.about |= {"model": model_name(settings), "seed": settings.seed}
+
+    def prepare(self) -> None:
+        self.agent = prepare(self.settings)
+
+    def describe(self) -> dict[str, Any]:
+        return describe(self.settings, self.agent)
+
+    def check_changes(self, content: Mapping[str, Any], done: int, path: Path, view: RunView) -> dict[str, Any]:
+        """Record another simulator, whose numbers differ from here on."""
+        if self.settings.simulator == content["settings"].get("simulator", Settings.simulator):  # older runs may not have it
+            return {}
+        return life.changed_setting(content, "simulator", self.settings.simulator, done, "simulated")
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        restore(self.agent, checkpoint)
+
+    def make_guard(self, say: Callable[[str], None], lines: list[dict[str, Any]]) -> Guard:
+        guard = Guard(self.settings.guard, LIMITS, say=say)
+        guard.restore(map(select_watched, lines))
+        return guard
+
+    def fit(self, record: Recorder) -> None:
+        """Every step that is left."""
+        self.record = record
         if self.settings.guard != "off":
             for name, optimizer in optimizers(self.agent).items():
                 optimizer.register_step_pre_hook(lambda optimizer, *_, name=name: self.check_update(name, optimizer))
-
-    def train(self) -> Stopped:
-        """Every step that is left."""
-        with self.stop_on_signals():
-            done, last = self.agent.iteration, self.settings.iterations
-            self.view.begin(banner(self.settings, self.agent, self.folder.path), last, done)
-            if not self.lines:
-                self.add({"step": 0, "update": 0, **self.measure(), "reward": None, "env_steps": 0})
-            self.patient = True
-            for _ in range(done, last):
-                if self.step():
-                    break
-        return "collapsed" if self.guard.collapsed else "finished" if self.agent.iteration == last else "interrupted"
+        record.begin(banner(self.settings, self.agent, record.path))
+        if not record.lines:
+            self.add({"step": 0, "update": 0, **self.measure(), "reward": None, "env_steps": 0})
+        record.patient = True
+        for _ in range(self.agent.iteration, self.settings.iterations):
+            if self.step():
+                break
 
     def step(self) -> bool:
         """One batch of episodes with its updates, its line, and a checkpoint where one is due. Returns whether to stop."""
-        settings, metrics = self.settings, self.agent.step()
-        step, last = self.agent.iteration, self.agent.iteration == settings.iterations
-        line = {"step": step, "update": updates_of(self.agent), **_NOT_MEASURED}
-        line |= self.measure() if last or step % settings.eval_every == 0 else {}
+        settings, record, metrics = self.settings, self.record, self.agent.step()
+        step = self.agent.iteration
+        line = {"step": step, "update": updates_of(self.agent), "success": None, "return": None}
+        line |= self.measure() if record.is_due(step, settings.eval_every) else {}
         line |= {"reward": metrics.pop("return"), "batch_success": metrics.pop("success"), **metrics}
         self.add(line | {"env_steps": self.agent.env_steps})
-        stop = self.interrupted or self.guard.collapsed is not None  # a signal from here on is for the next step
-        if stop or last or step % settings.checkpoint_every == 0:
+        stop = record.interrupted or record.guard.collapsed is not None  # a signal from here on is for the next step
+        if stop or record.is_due(step, settings.checkpoint_every):
             self.save()
         return stop
 
@@ -176,47 +156,37 @@ class RobotRun(Interruptible):
         return measure(self.agent, ENVIRONMENTS[self.settings.environment], self.settings.eval_size)
 
     def add(self, line: dict[str, Any]) -> None:
-        """Log one line of metrics: to the guard, the folder and the view."""
-        seconds = time.monotonic() - self.started
-        if self.lines:
-            before = self.lines[-1]
-            pace = (line["env_steps"] - before["env_steps"]) / max(seconds - before["seconds"], 1e-9)
-            line |= {"steps_per_second": pace, "skipped": self.guard.skipped}
-        self.guard.observe(select_watched(line))
-        line |= {"seconds": seconds}
-        if self.guard.news:
-            line["warnings"], self.guard.news = self.guard.news, []
-        self.lines.append(line)
-        self.folder.append(line)
-        self.view.line(line)
+        """Log one line of metrics: to the guard, then to the record."""
+        self.record.guard.observe(select_watched(line))
+        self.record.add(line)
 
     def save(self) -> None:
         """A checkpoint of this step, whole or not at all."""
-        name = f"checkpoint-{self.agent.iteration}"
-        try:
-            (self.folder.writing / name).mkdir(parents=True)
-            torch.save(self.agent.state(), self.folder.writing / name / STATE)
-            self.folder.publish(name, self.agent.iteration, self.settings.keep_checkpoints)
-        except (OSError, RuntimeError) as error:  # torch has one of its own for a full disk
-            self.folder.drop_unfinished()
-            if isinstance(error, OSError) or is_disk_full(error):
-                raise RunError(disk_sentence(error, self.folder.checkpoints / name)) from error
-            raise
+        folder, step = self.record.folder, self.agent.iteration
+        assert folder is not None  # robots learn in one process
+        name = f"checkpoint-{step}"
+        with self.record.saving(folder.checkpoints / name):
+            (folder.writing / name).mkdir(parents=True)
+            torch.save(self.agent.state(), folder.writing / name / STATE)
+            folder.publish(name, step, self.settings.keep_checkpoints)
 
     def check_update(self, name: str, optimizer: torch.optim.Optimizer) -> None:
-        """An update with a non-finite gradient is skipped: without gradients, optimizers leave everything as it is.
+        """Skip an update with a non-finite gradient: without gradients, optimizers leave everything as it is.
 
-        Not one that a CUDA graph captures: it cannot ask the host, and its replays run no hooks. GraphedSAC checks its networks
-        after them.
+        An update that a CUDA graph captures is not checked: it cannot ask the host, and its replays run no hooks. GraphedSAC
+        checks its networks after them.
         """
         if is_captured():
             return
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         poisoned = not gradient_state(parameters)[0]
-        step = self.agent.iteration + 1
-        self.guard.judge(f"an update of the {name} in step {step}", poisoned="gradient" if poisoned else None)
+        update = f"an update of the {name} in step {self.agent.iteration + 1}"
+        self.record.guard.judge(update, poisoned="gradient" if poisoned else None)
         if poisoned:
             drop_gradients(parameters)
+
+    def close(self) -> None:
+        self.agent.plant.close()
 
 
 def is_captured() -> bool:
@@ -226,10 +196,38 @@ def is_captured() -> bool:
 
 def select_watched(line: Mapping[str, Any]) -> dict[str, Any]:
     """Metrics of a line that the guard watches."""
-    return {key: line[key] for key in (*_WATCHED, "skipped") if key in line}
+    return {key: line[key] for key in _WATCHED if key in line}
 
 
-def _summary(settings: Settings, lines: list[dict[str, Any]], stopped: Stopped, why: str | None) -> dict[str, Any]:
-    """The content of summary.json."""
-    about = {"objective": settings.algorithm, "task": settings.environment, "model": model_name(settings)}
-    return summarise(about | {"seed": settings.seed}, lines, stopped, why, also="return")
+def banner(settings: Settings, agent: Agent, where: Path) -> list[tuple[str, str]]:
+    """The heading of a run: names and sentences, in the order in which they are shown."""
+    environment, config, learns_plans = ENVIRONMENTS[settings.environment], agent.config, isinstance(agent, Learner)
+    options = ", ".join(f"{key}={value}" for key, value in settings.environment_config.items())
+    chosen = ", ".join(f"{key}={value}" for key, value in settings.learner.items())
+    policy = "one action at a time, by stable-baselines3"
+    if learns_plans:
+        prodmp, every = agent.prodmp, config.replan_every
+        joints = f"{prodmp.dof} joints × ({prodmp.basis} weights + goal)"
+        often = "one plan per episode" if every is None else f"a plan every {count(every, 'step')}"
+        policy = f"{often}, a Gaussian over {prodmp.parameters} parameters: {joints}"
+        updates = f"{count(config.critic_epochs, 'update')} of the critic and {config.policy_epochs} of the policy"
+        if config.plans_per_context > 1:
+            updates = f"{count(config.policy_epochs, 'update')} of the policy, {config.plans_per_context} plans a context"
+        if config.policy_epochs == 1:
+            updates += "; at its only one the policy is still the old one, and no trust region acts"
+    elif hasattr(agent.model, "actor"):  # SAC; stable-baselines3 need not be there to ask for its class
+        updates = f"updates as it goes, {config.gradient_steps} for every {config.train_freq} steps"
+    else:
+        updates = f"{config.epochs} {'pass' if config.epochs == 1 else 'passes'} of {count(config.minibatches, 'update')}"
+    places = [f"cpu ({count(torch.get_num_threads(), 'thread')})"]
+    places += ["plans simulated by MuJoCo Warp on a GPU"] if settings.simulator == "warp" else []
+    places += [f"updates on {config.device}"] if config.device != "cpu" else []
+    each = f"{environment.steps} steps of {environment.dt:g} s"
+    return [
+        ("corral", f"{corral.__version__}: {settings.environment}" + (f" ({options})" if options else "")),
+        ("algorithm", settings.algorithm + (f" ({chosen})" if chosen else "")),
+        ("policy", policy),
+        ("step", f"{count(config.episodes, 'episode')} of {each}, then {updates}"),
+        ("device", f"{', '.join(places)}; {settings.dtype if learns_plans else 'float32'}"),  # baselines have no other
+        ("run", str(where)),
+    ]

@@ -15,7 +15,7 @@ _METHODS = {"clip": "ppo_clip", "dppo": "dppo", "troll": "troll"}
 
 
 def explore_page() -> str:
-    """One self-contained page; its policy lets this style and this script in, by their digests, and nothing else."""
+    """Return a self-contained page whose Content-Security-Policy allows its own style and script alone, by their digests."""
     style = palette_css() + _read("style.css")
     script = "\n".join(_read(name) for name in _SCRIPTS)
     policy = (

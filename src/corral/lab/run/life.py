@@ -1,0 +1,380 @@
+"""The life of a run of either kind: begun or resumed, recorded, and ended with a summary."""
+
+import shlex
+import signal
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+
+from corral.lab.run.files import disk_errors, disk_sentence, is_disk_full, write_json
+from corral.lab.run.folder import Checkpoint, RunFolder, Stopped
+from corral.lab.run.guard import Guard
+from corral.lab.run.text import count
+from corral.lab.run.view import RunView, make_view
+from corral.provenance import versions
+from corral.validate import RunError
+
+_Result = TypeVar("_Result")
+_Line = Mapping[str, Any]
+_Lines = list[dict[str, Any]]
+
+STOPPING = "Stopping after this step, with a checkpoint. Once more to stop at once."
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The folder of a run that has ended, and the content of its summary.json."""
+
+    path: Path
+    summary: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The folder of an evaluation, and the content of its eval.json."""
+
+    path: Path
+    result: dict[str, Any]
+
+
+@runtime_checkable
+class StopListener(Protocol):
+    """Shows that a signal has arrived."""
+
+    def stopping(self, sentence: str) -> None:
+        """Called from the signal's handler: anything may be half done, a line of text too."""
+
+
+@dataclass(kw_only=True)
+class Interruptible:
+    """A job that SIGINT and SIGTERM stop at the end of a step."""
+
+    view: StopListener
+    interrupted: bool = False
+    patient: bool = False
+    """Whether a signal waits for the end of the step; before training it need not."""
+
+    @contextmanager
+    def stop_on_signals(self) -> Iterator[None]:
+        """Ctrl-C and SIGTERM end the run at the next step's end, with a checkpoint; a second one ends it at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = [signal.signal(number, self._on_signal) for number in numbers]
+        try:
+            yield
+        finally:
+            for number, handler in zip(numbers, before, strict=True):
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.interrupted or not self.patient:
+            raise KeyboardInterrupt
+        self.interrupted = True
+        self.view.stopping(STOPPING)
+
+
+@dataclass(kw_only=True)
+class Recorder(Interruptible):
+    """The record of a run in progress: folder, lines of metrics, guard, view and signals.
+
+    A job calls `begin` once, `add` for every line of metrics, and `saving` around every checkpoint.
+    """
+
+    job: "Job"
+    view: RunView
+    path: Path
+    """The folder of the run."""
+    folder: RunFolder | None
+    """Its files. None in all processes but the main one."""
+    lines: _Lines
+    """Lines of metrics so far; after a resume, those that were kept."""
+    checkpoint: Checkpoint | None = None
+    """The checkpoint that the run resumes from."""
+
+    def __post_init__(self) -> None:
+        self.steps: int = vars(self.job.settings)[self.job.length]
+        self.guard = self.job.make_guard(self.view.warn, self.lines)
+        self.started = time.monotonic() - (self.lines[-1]["seconds"] if self.lines else 0.0)
+
+    def begin(self, banner: Sequence[tuple[str, str]]) -> None:
+        """Show the heading of the run."""
+        self.view.begin(banner, self.steps, self.checkpoint.step if self.checkpoint is not None else 0)
+
+    def is_due(self, step: int, every: int) -> bool:
+        """Whether what happens every so many steps happens after this one, as everything does after the last one."""
+        return step % every == 0 or step == self.steps
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Add time, pace, skipped updates and the guard's warnings to a line of metrics; then write and show it."""
+        line["seconds"] = time.monotonic() - self.started
+        if self.lines:
+            (counter, pace), before = self.job.pace, self.lines[-1]
+            more = (line.get(counter) or 0) - (before.get(counter) or 0)
+            line |= {pace: more / max(line["seconds"] - before["seconds"], 1e-9), "skipped": self.guard.skipped}
+        if self.guard.news:
+            line["warnings"], self.guard.news = self.guard.news, []
+        self.lines.append(line)
+        if self.folder is not None:
+            self.folder.append(line)
+        self.view.line(line)
+
+    @contextmanager
+    def saving(self, path: Path) -> Iterator[None]:
+        """Write the checkpoint `path`; if that fails, what was written of it is removed."""
+        try:
+            with disk_errors(path):
+                yield
+        except Exception:
+            if self.folder is not None:
+                self.folder.drop_unfinished()
+            raise
+
+    def finish(self, stopped: Stopped, why: str | None, *writes: Callable[[], None]) -> Outcome:
+        """Write summary.json and other last files. On a full disk even that can fail, and must not hide why the run ended."""
+        summary = summarise(self.job.about, self.lines, stopped, why, also=self.job.beside)
+        if self.folder is not None:
+            self.folder.drop_unfinished()
+            last: list[Callable[[], None]] = [partial(self.folder.write_summary, summary), *writes]
+            for write in last:
+                try:
+                    write()
+                except RunError as error:
+                    self.view.warn(str(error))
+            self.folder.close()
+        if stopped != "failed":
+            self.view.end(last_words(summary, self.path))
+        return Outcome(self.path, summary)
+
+
+class Job(ABC):
+    """A kind of run: its settings, and how to build, load, train and measure what they name.
+
+    `train` and `resume` call a job's methods in the order in which they stand here.
+    """
+
+    length: ClassVar[str]
+    """The setting that is the number of steps."""
+    beside: ClassVar[str]
+    """The metric that is measured together with success."""
+    pace: ClassVar[tuple[str, str]]
+    """The metric that counts, and the name of its increase per second."""
+    completions: ClassVar[bool] = False
+    """Whether the run keeps completions."""
+    is_main: bool = True
+    """Whether this process writes files and prints."""
+    settings: Any
+    """Each kind has settings of its own."""
+    about: dict[str, Any]
+    """Objective, task, model and seed, for summary.json."""
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Build what the settings name; a RunError for whatever is wrong with them."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """The content of a new run's config.json."""
+
+    def notes(self) -> Iterator[str]:
+        """Sentences about a run that is resumed."""
+        yield from ()
+
+    def check_changes(self, content: Mapping[str, Any], done: int, path: Path, view: RunView) -> dict[str, Any]:
+        """New entries of config.json for a run resumed after `done` steps; a RunError where it must not go on."""
+        return {}
+
+    def load(self, checkpoint: Checkpoint) -> None:  # noqa: B027 - TRL's trainer loads when it trains
+        """Load a checkpoint's state, unless `fit` does."""
+
+    def together(self, do: Callable[[], _Result]) -> _Result:
+        """Call `do` in all processes of the run, which fail together."""
+        return do()
+
+    def share(self, values: list[Any]) -> list[Any]:
+        """The main process's values, in all processes of the run."""
+        return values
+
+    @abstractmethod
+    def make_guard(self, say: Callable[[str], None], lines: _Lines) -> Guard:
+        """The guard in its state after these lines."""
+
+    @abstractmethod
+    def fit(self, record: Recorder) -> None:
+        """Train until the last step, or until the guard or a signal stops the run."""
+
+    def explain(self, error: BaseException) -> BaseException:
+        """The error to raise for one that ended the run."""
+        return error
+
+    def close(self) -> None:  # noqa: B027 - a model holds nothing that has to be released
+        """Release what `prepare` has taken."""
+
+
+def train(job: Job, label: str, *, out: Path | str | None, quiet: bool, smoke: bool) -> Outcome:
+    """Train a new run in `out` or in a new folder under runs/, with `smoke` under smoke-runs/."""
+
+    def begin() -> RunFolder | None:
+        job.prepare()
+        if not job.is_main:
+            return None
+        folder = RunFolder.create(out, label, smoke=smoke)
+        folder.write_config(job.describe())
+        return folder
+
+    return _live(job, job.together(begin), make_view(quiet=quiet, silent=not job.is_main), None, [])
+
+
+def resume(make: Callable[[dict[str, Any]], Job], path: Path, *, quiet: bool, extended: bool, is_main: bool = True) -> Outcome:
+    """Resume the run in `path` from its last whole checkpoint; later steps are repeated, bit for bit.
+
+    Args:
+        make: makes the job from the content of config.json.
+        extended: whether the job was given another number of steps, so that rates and bounds follow a schedule of that length.
+    """
+    folder, view = RunFolder.open(path, write=is_main), make_view(quiet=quiet, silent=not is_main)
+    try:
+        content = folder.read_config()
+        job = make(content)
+        steps: int = vars(job.settings)[job.length]
+        checkpoint, complaints = folder.last_whole_checkpoint()
+        done = checkpoint.step if checkpoint is not None else 0
+        if extended and is_main:
+            content = extend(folder, content, job.length, steps, checkpoint)
+        for sentence in complaints:
+            view.warn(sentence)
+        if checkpoint is not None and done >= steps:  # summary.json may be missing, if the process was killed
+            done_run = Recorder(job=job, view=view, path=path, folder=folder if is_main else None, lines=folder.lines())
+            return done_run.finish("finished", None)
+        if content.get("versions") != versions():
+            view.warn("versions differ from those the run began with: it goes on, but perhaps not bit for bit the same.")
+        if checkpoint is None:
+            view.say(f"{path} has no whole checkpoint: the run starts from the beginning.")
+        else:
+            view.say(f"going on after step {done}, from {checkpoint.path}")
+        for sentence in job.notes():
+            view.say(sentence)
+
+        def rebuild() -> dict[str, Any]:
+            job.prepare()
+            return job.check_changes(content, done, path, view)
+
+        changes = job.together(rebuild)
+        if changes and is_main:
+            write_json(folder.config, content | changes)
+        if checkpoint is not None:
+            job.load(checkpoint)
+    except RunError:
+        folder.close()  # else this process could not try again
+        raise
+    if not is_main:
+        return _live(job, None, view, None, [])
+    folder.drop_unfinished()
+    return _live(job, folder, view, checkpoint, folder.cut_back(done if checkpoint is not None else -1))
+
+
+def _live(job: Job, folder: RunFolder | None, view: RunView, checkpoint: Checkpoint | None, lines: _Lines) -> Outcome:
+    """Train, and write summary.json however the run ended."""
+    path, checkpoint, lines = job.share([folder.path if folder is not None else None, checkpoint, lines])
+    record = Recorder(job=job, view=view, path=path, folder=folder, lines=lines, checkpoint=checkpoint)
+    stopped: Stopped = "interrupted"
+    error: BaseException | None = None
+    try:
+        with record.stop_on_signals():
+            job.fit(record)
+        if record.guard.collapsed or lines[-1]["step"] == record.steps:
+            stopped = "collapsed" if record.guard.collapsed else "finished"
+    except KeyboardInterrupt:
+        pass
+    except BaseException as failure:  # whatever it is, the run says so before it passes it on
+        stopped, error = "failed", job.explain(failure)
+        if is_disk_full(failure) and not isinstance(failure, RunError):
+            error = RunError(disk_sentence(failure, path))
+            error.__cause__ = failure
+    view.close()
+    job.close()
+    writes = (folder.write_completions,) if folder is not None and job.completions else ()
+    outcome = record.finish(stopped, record.guard.collapsed or (str(error) if error is not None else None), *writes)
+    if error is None:
+        return outcome
+    # Before the first step all processes are refused alike, and one speaks.
+    raise error if job.is_main or record.patient or not isinstance(error, RunError) else SystemExit(1)
+
+
+def summarise(
+    about: Mapping[str, Any], lines: Sequence[_Line], stopped: Stopped, why: str | None, *, also: str
+) -> dict[str, Any]:
+    """The content of summary.json. What is `_final` was measured after the last step: None where that was not.
+
+    Args:
+        about: objective, task, model and seed.
+        lines: metrics of every step.
+        also: what was measured together with `success`; its first and final value are kept too.
+    """
+    measured, beside = ({line["step"]: line[key] for line in lines if line.get(key) is not None} for key in ("success", also))
+    end = lines[-1] if lines else {"step": 0, "seconds": 0.0}
+    newest = max(measured, default=None)
+    return {
+        **about,
+        "steps": end["step"],
+        "success_start": next(iter(measured.values()), None),
+        "success_best": max(measured.values(), default=None),
+        "success_final": measured.get(end["step"]),
+        "success_last": measured[newest] if newest is not None else None,
+        "success_last_step": newest,
+        f"{also}_start": next(iter(beside.values()), None),
+        f"{also}_final": beside.get(end["step"]),
+        "seconds": end["seconds"],
+        "skipped": end.get("skipped", 0),
+        "stopped": stopped,
+        "why": why,
+    }
+
+
+def last_words(summary: Mapping[str, Any], where: Path) -> str:
+    """How it ended, and the commands that resume the run, show it and measure it."""
+    change = ""
+    if summary["success_start"] is not None:
+        last, step = summary["success_last"], summary["success_last_step"]
+        when = "" if step == summary["steps"] else f" at step {step}, the last measured" if step else " before the first step"
+        moved = f"{summary['success_start']:.1%} → {last:.1%}" if step else f"{last:.1%}"
+        change = f"held-out success {moved}{when}, "
+    took = f"{summary['seconds']:.0f} s. The run is in {where}"
+    path = shlex.quote(str(where))
+    resume = "" if summary["stopped"] == "finished" else f"\nResume with: corral train --resume {path}"
+    further = f"\nNext: corral report {path}, or corral eval {path}" if summary["stopped"] in ("finished", "collapsed") else ""
+    return f"{summary['stopped']} after {count(summary['steps'], 'step')}: {change}{took}{resume}{further}"
+
+
+def extend(folder: RunFolder, content: dict[str, Any], key: str, steps: int, checkpoint: Checkpoint | None) -> dict[str, Any]:
+    """Give a run another number of steps under its setting `key`, and return the new content of config.json.
+
+    Earlier ends stay there. A RunError where the run has gone further already.
+    """
+    done = checkpoint.step if checkpoint is not None else 0
+    if steps < done:
+        raise RunError(f"the run in {folder.path} has done {done} steps, more than --{key} {steps}. Give a larger number.")
+    changes = changed_setting(content, key, steps, done, "extended")
+    if changes:
+        write_json(folder.config, content | changes)
+    return content | changes
+
+
+def changed_setting(content: Mapping[str, Any], key: str, value: Any, after: int, under: str) -> dict[str, Any]:
+    """Entries of config.json for a setting that changes after so many steps, or none if it does not change.
+
+    The values that it had before stay in the list with the name `under`.
+    """
+    before = content["settings"].get(key)  # older runs may not have it
+    if value == before:
+        return {}
+    changes = [*content.get(under, ()), {"from": before, "to": value, "after": after}]
+    return {"settings": {**content["settings"], key: value}, under: changes}
