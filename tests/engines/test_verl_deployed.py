@@ -1,4 +1,4 @@
-"""Which sequences the deployed region measures under verl, and their KLs; test_verl_engine.py has two ranks."""
+"""Which sequences the deployed region measures under verl, and their KLs; test_deployed.py has two ranks."""
 
 import math
 from typing import Any
@@ -12,8 +12,8 @@ import verl_fixture as fixture
 from torch import nn
 
 import corral
-from corral.engines.verl import engine as verl_engine
-from corral.engines.verl.engine import DeployedRegion
+from corral.engines.verl import deployed
+from corral.engines.verl.deployed import DeployedRegion
 from corral.head.logits import LogitSpec
 
 pytestmark = pytest.mark.verl
@@ -108,7 +108,7 @@ def test_where_every_sequence_is_masked_out_the_old_weights_come_back(bound: flo
 
 def test_sequences_fit_into_a_ranks_share_and_one_is_always_there(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [len(x) for x in masked()["input_ids"].unbind()]
-    monkeypatch.setattr(verl_engine, "TOKENS", 2 * (lengths[1] + lengths[2]))
-    assert verl_engine._choose(masked(0), 2) == [1, 2]
-    monkeypatch.setattr(verl_engine, "TOKENS", 1)
-    assert verl_engine._choose(masked(0), 2) == [1]
+    monkeypatch.setattr(deployed, "TOKENS", 2 * (lengths[1] + lengths[2]))
+    assert deployed._choose(masked(0), 2) == [1, 2]
+    monkeypatch.setattr(deployed, "TOKENS", 1)
+    assert deployed._choose(masked(0), 2) == [1]

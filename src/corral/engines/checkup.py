@@ -1,4 +1,4 @@
-"""The table of engines, and what `corral doctor --engine NAME` reports: is corral active there, and which lines turn it on."""
+"""The table of engines, and the report of `corral doctor --engine NAME`: is corral active, and which lines turn it on."""
 
 import importlib
 from dataclasses import dataclass, field
@@ -39,9 +39,9 @@ class Checkup:
     rows: list[tuple[str, str]] = field(default_factory=list)
     trouble: list[str] = field(default_factory=list)
     lines: dict[str, str] = field(default_factory=dict)
-    """By what they turn on."""
+    """Lines of configuration, by what they turn on."""
     verdict: str = "corral is active."
-    """Where nothing is wrong."""
+    """The sentence if nothing is wrong."""
 
     def check_release(self, package: str, low: str = "", high: str = "") -> bool:
         """A row on a package's release; trouble if it is not there, or not in a range."""
@@ -82,11 +82,11 @@ def run_checkup(engine: str) -> Checkup:
 
 
 def release_in(release: str, low: str, high: str = "") -> bool:
-    """Whether a release is at least `low` and below `high`. Pre-releases count as their release; a text that is none is not."""
+    """True if a release is at least `low` and below `high`. Pre-releases count as their release, other texts never fit."""
     from packaging.version import InvalidVersion, Version  # comes with every engine, and not with torch
 
     try:
-        found = Version(release).release
+        found = Version(Version(release).base_version)
     except InvalidVersion:
         return False
-    return Version(low).release <= found and (not high or found < Version(high).release)
+    return Version(low) <= found and (not high or found < Version(high))

@@ -18,10 +18,10 @@ from corral.objective.config import Anchor
 from corral.tensors import TokenBatch
 
 OWN = {"eps_clip": 0.2, "eps_clip_high": None, "kl_beta": 0.0, "clip_ratio_c": None}
-"""What rLLM puts among the settings itself; the last comes from verl's configuration, whatever it says."""
+"""Settings that rLLM adds itself, with its defaults; the last comes from verl's configuration."""
 _ENGINE = "corral for rLLM"
 _ENOUGH = 8
-"""Tokens after which two log-probs that agree in every digit are one policy's."""
+"""Number of tokens with identical log-probs from which two policies count as one."""
 
 
 def register() -> list[str]:
@@ -49,7 +49,7 @@ def make_loss(objective: str) -> Callable[[Any], tuple[Tensor, dict[str, float]]
 
 
 def _policies(old: Tensor, rollout: Tensor | None, mask: Tensor) -> dict[Anchor, Tensor | None]:
-    """Log-probs that the batch has: rLLM's bypass_mode puts the sampler's where the old policy's would be."""
+    """The batch's log-probs by policy. With bypass_mode, rLLM passes the sampler's in place of the old policy's."""
     bypassed = (
         rollout is not None
         and int((mask & (rollout < -0.01)).sum()) >= _ENOUGH  # certain tokens are 0 under every policy
@@ -70,6 +70,6 @@ def _objective(name: str, params: dict[str, Any]) -> EngineObjective:
 
 
 def _only_reduction(objective: str) -> str | None:
-    """The reduction without which an objective has another gradient than its own; None where rLLM's setting decides."""
+    """The objective's reduction if it has only one; None if rLLM's setting decides."""
     own = make_objective(objective).config.reductions
     return own[0] if len(own) == 1 else None

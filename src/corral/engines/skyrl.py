@@ -55,7 +55,7 @@ def register(objective: str, *, anchor: str = "auto", **settings: Any) -> str:
 
 
 def _check_corrections(config: Any) -> None:
-    """SkyRL's losses apply its sampler corrections themselves; this one does not, so none may be asked for."""
+    """Refuse SkyRL's sampler corrections: SkyRL's own losses apply them, corral's do not."""
     asked = config.off_policy_correction
     used = [key for key in ("tis_ratio_type", "sequence_mask_metric") if vars(asked).get(key) is not None]
     used += [key for key, value in vars(asked).items() if "_threshold_" in key and value is not None]

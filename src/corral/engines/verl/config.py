@@ -11,7 +11,7 @@ from corral.engines.verl.settings import VerlSettings
 
 @dataclass
 class CorralPolicyLossConfig(PolicyLossConfig):
-    """verl's own keys and these; made in every worker at start-up, where what cannot work is refused."""
+    """verl's own keys and corral's. Every worker makes one at start-up, which refuses settings that cannot work."""
 
     objective: dict[str, Any] = field(default_factory=dict)
     anchor: str = "auto"

@@ -1,4 +1,4 @@
-"""What verl loads by its entry-point group `verl.plugins`: importing this module registers everything.
+"""The plug-in that verl loads by its entry-point group `verl.plugins`: importing this module registers everything.
 
 verl swallows what goes wrong while it loads plug-ins. So nothing is raised here: each part is tried by itself, failures are
 logged as errors and remembered, and whoever asks for a part that is missing is told why (`missing`, `corral doctor`).
@@ -19,14 +19,14 @@ logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))  # as verl's own modules: the root logger is at WARNING
 
 LOSSES = {mode: make_policy_loss(mode, core_algos.agg_loss) for mode in loss_modes()}
-"""By loss_mode, as they were registered."""
+"""The registered policy losses by loss_mode."""
 
 FAILED: dict[str, str] = {}
 """Parts that could not be registered, and why."""
 
 
 def missing(loss_mode: str) -> str | None:
-    """Why a policy loss is not active in this process; None if it is."""
+    """The reason why a policy loss is not active in this process; None if it is active."""
     if core_algos.POLICY_LOSS_REGISTRY.get(loss_mode) is LOSSES.get(loss_mode):
         return None
     why = FAILED.get("policy losses") or "another plug-in has taken its name"

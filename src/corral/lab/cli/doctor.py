@@ -1,4 +1,4 @@
-"""`corral doctor`: what is there, what works with it, what is missing and how to get it."""
+"""`corral doctor`: what is installed, what is supported, what is missing and how to get it."""
 
 import argparse
 import importlib
@@ -43,7 +43,7 @@ ROBOTS = {
 }
 """Releases that work, as in pyproject.toml."""
 _KINDS = {"language models": (TRAINING, pip_install("llm")), "robots": (ROBOTS, pip_install("robot"))}
-"""What can be trained, what that takes, and how to get it."""
+"""Kinds of training: packages needed, and how to install them."""
 _TELLTALE = {
     "language models": ("trl", "transformers", "accelerate", "peft"),
     "robots": ("gymnasium", "mujoco", "stable-baselines3"),
@@ -61,7 +61,7 @@ _OPTIONAL = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which engine or model, if any."""
+    """Add the flags --engine and --model."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--engine", metavar="NAME", help=f"is corral active in this engine, and how: {', '.join(ENGINES)}")
     which.add_argument("--model", metavar="NAME", help="does this model compute on this device what its weights say?")
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _run_checkup(arguments: argparse.Namespace) -> int:
-    """Print what an engine knows of corral, or how a model computes here; the status is 1 if that is wrong."""
+    """Print the check of an engine or a model; the status is 1 if something is wrong."""
     try:
         found = run_checkup(arguments.engine) if arguments.model is None else _check_model(arguments.model)
     except (ValueError, RunError) as error:
@@ -110,7 +110,7 @@ def _run_checkup(arguments: argparse.Namespace) -> int:
 
 
 def _check_model(name: str) -> Checkup:
-    """As corral.lab.jobs.llm.model_check does, where language models can be trained at all."""
+    """Check a model by corral.lab.jobs.llm.model_check; a RunError if its packages are missing."""
     try:
         check = importlib.import_module("corral.lab.jobs.llm.model_check").check_model
     except ImportError as error:
@@ -154,7 +154,7 @@ def _check_package(name: str, wanted: str, remedy: str, trouble: list[str]) -> t
 
 
 def _device() -> tuple[str, str]:
-    """Where training would run."""
+    """The device that training would run on, and what it consists of."""
     if torch.cuda.is_available():
         names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
         return "cuda", f"{torch.cuda.device_count()} × {', '.join(sorted(names))}"
@@ -172,7 +172,7 @@ def sandbox() -> tuple[str, str, str]:
 
 
 def _embedded_model(trouble: list[str]) -> tuple[str, str]:
-    """The embedded model's weights."""
+    """Presence and size of the embedded model's weights."""
     folder = _PACKAGE / "lab" / "models" / "tiny"
     if (folder / "model.safetensors").is_file():
         return "tiny", f"{(folder / 'model.safetensors').stat().st_size / 1e6:.1f} MB"

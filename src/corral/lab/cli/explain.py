@@ -26,7 +26,7 @@ _LEARNERS = {"tce": ("robot.tce", "TCE", "TCEConfig"), "bbrl": ("robot.bbrl", "B
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """One name."""
+    """Add the name."""
     parser.add_argument(
         "name", metavar="NAME", nargs="?", help="an objective, recipe, task, algorithm or setting; `settings` for all of them"
     )
@@ -131,7 +131,7 @@ def _trainer_setting(name: str) -> Iterator[Sequence[str]]:
 
 
 def _listing() -> str:
-    """Every name with the first sentence of what it is."""
+    """The list of all names, each with the first line of its description."""
     registries: dict[str, dict[str, str | None]] = {
         "objectives": {name: inspect.getdoc(objective_function(name)) for name in objective_names()},
         "corrections": {name: inspect.getdoc(function) for name, (function, _) in CORRECTIONS.items()},
@@ -166,7 +166,7 @@ def _settings(config_cls: type, only: Container[str] | None = None, title: str =
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
-    """A setting's default; a factory's is made."""
+    """A setting's default value, made by its factory if it has one."""
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 

@@ -37,9 +37,9 @@ class Jsonl(MathTask):
     verifier: str = "math"
     """math, number, exact, code, or module:function."""
     prompt_column: str = "prompt"
-    """Where the prompt is: a text, or a chat that ends with the user's message."""
+    """Column of the prompt: a text, or a chat that ends with a user message."""
     answer_column: str = "answer"
-    """Where the answer is: a text or a number; for `code` the tests; for a verifier of your own, anything that JSON has."""
+    """Column of the answer: a text or a number; tests for `code`; any JSON for a verifier of your own."""
     unsafe_code_execution: bool = False
     """For `code`, where the system offers no sandbox: run programs as yourself instead of refusing. See docs/safety.md."""
 
@@ -75,7 +75,7 @@ class Jsonl(MathTask):
         return conversation(self.row(prompt)[self.prompt_column], self.prompt_column)[1]
 
     def right(self, golds: Sequence[str], answers: Sequence[str]) -> list[bool]:
-        """By math-verify, or the same number."""
+        """True for each right answer: by math-verify, or as one equal number."""
         return super().right(golds, answers) if self.verifier == "math" else list(map(same_number, golds, answers))
 
     def verify_all(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:

@@ -14,6 +14,8 @@ from corral.lab.tasks.dataset import FiniteTask
 from corral.lab.tasks.grader import grader_pool
 from corral.validate import pip_install, require
 
+# ------------------------------------------------------------------------------------------------- where is the answer?
+
 AnswerForm = Literal["boxed", "####", "number"]
 
 LONGEST = 1000
@@ -30,7 +32,7 @@ _GOES_ON = r"\.?[0-9]|[eExX_][-+]?[0-9]|[\u00b2\u00b3\u00b9\u2070-\u2079]"
 _NUMBER = re.compile(rf"(?:(?<![\w.,)\]}}])[-+])?(?<![A-Za-z0-9_.])(?:{_DIGITS}){_POWER}(?:\s?/\s?[0-9]+)?(?!{_GOES_ON})")
 _NUMBER_START = re.compile(r"(?<![A-Za-z0-9_.,])[0-9]")
 _CHANGES_NUMBER = re.compile(r"[√±]|\\(?:sqrt|pm|log|ln|sin|cos|tan)(?![A-Za-z])")
-"""What makes another number of the one behind it, or two."""
+"""Signs and functions that turn the number behind them into another number, or into two."""
 _FRACTION = re.compile(r"(-?)\\[dt]?frac\s*(?:\{\s*(-?)([0-9]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))")
 _SEPARATORS = str.maketrans({"\u2212": "-", "\ufe63": "-", "\uff0d": "-", "\uff0c": ",", "\uff0e": ".", "\uff05": "%"})
 """Characters that people and models write for - , . and %."""
@@ -45,7 +47,7 @@ class Answer:
 
 
 def extract(completion: str) -> Answer | None:
-    """The answer of a completion, by the order above; None where there is none at all. Linear in the text's length."""
+    """The final answer of a completion: last box, else behind the last ####, else last number; None without any."""
     text = ascii_digits(completion)
     box = last_box(text)
     if box is not None:
@@ -77,7 +79,7 @@ def last_box(text: str) -> str | None:
 
 
 def _braces(text: str) -> Iterator[tuple[int, re.Match[str]]]:
-    r"""+1 for every { or \boxed{, −1 for every }, each with its place; \{ and \} are not braces."""
+    r"""Yield +1 for every { or \boxed{ and −1 for every }, each with its match; \{ and \} are not braces."""
     for token in _BRACE.finditer(text):
         if token[0] == "}":
             yield -1, token
@@ -94,7 +96,7 @@ def ascii_digits(text: str) -> str:
 
 
 def is_balanced(text: str) -> bool:
-    """Whether every brace of an answer has its partner, so that nothing that is put around it can be closed from inside."""
+    """True if every brace of an answer has its partner, so that a box around the answer cannot be closed from inside."""
     depths = list(accumulate((step for step, _ in _braces(text)), initial=0))
     return min(depths) == depths[-1] == 0
 
@@ -122,13 +124,13 @@ def one_number(answer: str) -> Fraction | None:
 
 
 def _with_slash(fraction: re.Match[str]) -> str:
-    r"""-\frac{1}{2} → -1/2."""
+    r"""Rewrite a matched -\frac{1}{2} as -1/2."""
     before, inside, over, over_digit, under, under_digit = fraction.groups()
     return f" {'-' if before != (inside or '') else ''}{over or over_digit}/{under or under_digit} "
 
 
 def _closes_at_end(text: str) -> bool:
-    r"""Whether the box that begins `text` is closed by its last character."""
+    r"""True if the box that begins `text` is closed by its last character."""
     depth = 0
     for step, token in _braces(text):
         depth += step
@@ -137,52 +139,11 @@ def _closes_at_end(text: str) -> bool:
     return False
 
 
-VERDICTS: dict[tuple[str, str, float], bool] = {}
-"""Verdicts of math-verify so far: completions of a group often agree. Where time ran out, or the grader died, the machine may
-have been to blame: those are graded again."""
-MAX_VERDICTS = 100_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class MathTask(FiniteTask):
-    r"""A finite task whose answers are mathematics: (1 − w)·[right] + w·[in the required form], with w = `format_weight`.
-
-    "In the required form" is an answer, right or wrong, that stands in \boxed{…} (or behind ####) and is not empty. Where it is
-    extracted from otherwise: corral.lab.tasks.math.
-    """
-
-    form: Literal["boxed", "####"] = "boxed"
-    """The form that the instruction asks for."""
-    format_weight: float = 0.0
-    """The share of the reward for the form alone, 0 to 1. With 0, any form will do."""
-    time_limit: float = 2.0
-    """Seconds of processor time for one answer; whatever takes longer is wrong. Ordinary ones take milliseconds."""
-
-    def __post_init__(self) -> None:
-        require(self, "form", one_of=("boxed", "####"))
-        require(self, "format_weight", at_least=0, at_most=1)
-        require(self, "time_limit", above=0, at_most=3600, what="a number of seconds")
-        super().__post_init__()
-
-    def right(self, golds: Sequence[str], answers: Sequence[str]) -> list[bool]:
-        """Whether each answer is right: by math-verify, unless a task knows better."""
-        return same_mathematics(golds, answers, self.time_limit)
-
-    def verify(self, prompt: str, completion: str) -> float:
-        """The reward of a completion, which may be any text; ValueError where the prompt is not this task's."""
-        return self.verify_all([prompt], [completion])[0]
-
-    def verify_all(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
-        """`verify` of many at once, by several graders beside each other."""
-        golds = [self.answer(prompt) for prompt in prompts]
-        found = [extract(completion) for completion in completions]
-        right = self.right(golds, ["" if answer is None else answer.text for answer in found])
-        in_form = [answer is not None and answer.form == self.form and answer.text != "" for answer in found]
-        return [(1 - self.format_weight) * ok + self.format_weight * form for ok, form in zip(right, in_form, strict=True)]
+# --------------------------------------------------------------------------------------------------------- is it right?
 
 
 def same_number(gold: str, answer: str) -> bool:
-    """Whether both are one number, and the same, exactly: 1,234.50 is 1234.5, and 50% is 50."""
+    """True if both texts are one number and exactly equal: 1,234.50 is 1234.5, and 50% is 50."""
     right = _gold_number(gold)
     return right is not None and one_number(answer) == right
 
@@ -190,8 +151,14 @@ def same_number(gold: str, answer: str) -> bool:
 _gold_number = lru_cache(maxsize=10_000)(one_number)
 
 
+VERDICTS: dict[tuple[str, str, float], bool] = {}
+"""Verdicts of math-verify so far: completions of a group often agree. Where time ran out, or the grader died, the machine may
+have been to blame: those are graded again."""
+MAX_VERDICTS = 100_000
+
+
 def same_mathematics(golds: Sequence[str], answers: Sequence[str], seconds: float) -> list[bool]:
-    """Whether math-verify finds each answer equal to its gold. What it cannot read, or not in time, is wrong.
+    """True for each answer that math-verify finds equal to its gold. An answer that it cannot read in time is wrong.
 
     Whole numbers and texts that agree to the letter need no grader. An answer longer than `answer.LONGEST`, or one whose braces
     do not match, or with a box inside, is wrong, and so is one that contradicts itself (see `_contradicts`). A full stop at the
@@ -217,7 +184,7 @@ def same_mathematics(golds: Sequence[str], answers: Sequence[str], seconds: floa
 
 
 def _without_grader(gold: str, answer: str) -> bool | None:
-    """The verdict where it is plain; None where math-verify is needed."""
+    """The verdict on a simple pair; None if math-verify is needed."""
     if not answer or len(answer) > LONGEST or r"\boxed" in answer or not is_balanced(answer):
         return False
     if gold == answer:
@@ -239,7 +206,7 @@ _SPACING = re.compile(r"\\left|\\right|\\[,;! ]|\s")
 
 
 def _contradicts(gold: str, answer: str) -> bool:
-    r"""Whether an answer takes itself back, in ways that math-verify passes over.
+    r"""True if an answer contradicts itself in a way that math-verify ignores.
 
     It denies what it says ("42 \text{ not}") although the gold has no such word, has two different whole numbers as sides of an
     equation ("43 = 42"), or is a set where the gold is a pair or an interval, or the other way round.
@@ -251,8 +218,49 @@ def _contradicts(gold: str, answer: str) -> bool:
 
 
 def _brackets(text: str) -> str:
-    """Whether the last side of a text is written as a set, or as a pair or interval; "" for neither."""
+    """ "set" or "ordered" (a pair or an interval) by the brackets of the last side of an equation; "" for neither."""
     last = re.split(r"=|\\in(?![A-Za-z])", _SPACING.sub("", text))[-1]
     if last.startswith(r"\{") and last.endswith(r"\}"):
         return "set"
     return "ordered" if "," in last and last[0] in "([" and last[-1] in ")]" else ""
+
+
+# ------------------------------------------------------------------------------------------------------------- the task
+
+
+@dataclass(frozen=True, kw_only=True)
+class MathTask(FiniteTask):
+    r"""A finite task whose answers are mathematics: (1 − w)·[right] + w·[in the required form], with w = `format_weight`.
+
+    "In the required form" is an answer, right or wrong, that stands in \boxed{…} (or behind ####) and is not empty. Where it is
+    extracted from otherwise: corral.lab.tasks.math.
+    """
+
+    form: Literal["boxed", "####"] = "boxed"
+    """The form that the instruction asks for."""
+    format_weight: float = 0.0
+    """The share of the reward for the form alone, 0 to 1. With 0, any form will do."""
+    time_limit: float = 2.0
+    """Seconds of processor time for one answer; whatever takes longer is wrong. Ordinary ones take milliseconds."""
+
+    def __post_init__(self) -> None:
+        require(self, "form", one_of=("boxed", "####"))
+        require(self, "format_weight", at_least=0, at_most=1)
+        require(self, "time_limit", above=0, at_most=3600, what="a number of seconds")
+        super().__post_init__()
+
+    def right(self, golds: Sequence[str], answers: Sequence[str]) -> list[bool]:
+        """True for each right answer, by math-verify unless a task overrides this."""
+        return same_mathematics(golds, answers, self.time_limit)
+
+    def verify(self, prompt: str, completion: str) -> float:
+        """The reward of a completion, which may be any text; ValueError where the prompt is not this task's."""
+        return self.verify_all([prompt], [completion])[0]
+
+    def verify_all(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+        """`verify` of many at once, by several graders beside each other."""
+        golds = [self.answer(prompt) for prompt in prompts]
+        found = [extract(completion) for completion in completions]
+        right = self.right(golds, ["" if answer is None else answer.text for answer in found])
+        in_form = [answer is not None and answer.form == self.form and answer.text != "" for answer in found]
+        return [(1 - self.format_weight) * ok + self.format_weight * form for ok, form in zip(right, in_form, strict=True)]

@@ -1,4 +1,4 @@
-"""Rows of code data sets in their usual shapes → a prompt and a problem."""
+"""Readers of code data sets: a row in one of the usual formats becomes a prompt and a problem."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from corral.lab.tasks.dataset import Malformed, Row, text_column
 
 
 def own_row(row: Row) -> tuple[str, Problem]:
-    """`prompt`, and `tests` that each have `stdin` and `stdout`, or `args` and `result` for the function `entry`."""
+    """Read corral's own format: `prompt`, and `tests` with `stdin` and `stdout`, or `args` and `result` for `entry`."""
     problem = problem_from_tests({key: row[key] for key in ("tests", "entry", "tolerance") if key in row})
     return text_column(row, "prompt"), Problem(tests=problem.tests, reference=_optional(row, "reference"))
 
@@ -35,7 +35,7 @@ def problem_from_tests(answer: Any) -> Problem:
 
 
 def human_eval_row(row: Row) -> tuple[str, Problem]:
-    """HumanEval and HumanEval+: `prompt`, `entry_point`, and `test`, or `base_input` and `plus_input` for the reference."""
+    """Read HumanEval and HumanEval+: `prompt`, `entry_point`, and `test`, or `base_input` and `plus_input`."""
     prompt, entry = text_column(row, "prompt"), text_column(row, "entry_point")
     solution = _optional(row, "canonical_solution")
     if "base_input" in row and solution:
@@ -54,7 +54,7 @@ def human_eval_row(row: Row) -> tuple[str, Problem]:
 
 
 def mbpp_row(row: Row, shown: int = 1) -> tuple[str, Problem]:
-    """MBPP and MBPP+: `prompt` or `text`, `test_list`, and `test` (MBPP+), which then is what counts.
+    """Read MBPP and MBPP+: `prompt` or `text`, `test_list`, and for MBPP+ `test`, which then decides.
 
     The prompt ends with the first `shown` assertions, which name the function.
     """
@@ -70,7 +70,7 @@ def mbpp_row(row: Row, shown: int = 1) -> tuple[str, Problem]:
 
 
 def apps_row(row: Row) -> tuple[str, Problem]:
-    """APPS and its like: `question`, and `input_output` with `inputs`, `outputs` and, for functions, `fn_name`."""
+    """Read APPS: `question`, and `input_output` with `inputs`, `outputs` and, for functions, `fn_name`."""
     question, starter = text_column(row, "question", "prompt"), _optional(row, "starter_code")
     if row.get("input_output") == "":
         raise Malformed("`input_output` is empty: there are no tests")
@@ -133,7 +133,7 @@ def _text(row: Row, name: str) -> str:
 
 
 def _join_lines(value: Any) -> str:
-    """APPS gives texts, and sometimes their lines."""
+    """A program's input or output as one text; APPS sometimes gives a list of lines."""
     if isinstance(value, list):
         return "\n".join(map(str, value))
     if not isinstance(value, str):
@@ -142,7 +142,7 @@ def _join_lines(value: Any) -> str:
 
 
 def _with_int_keys(value: Any) -> Any:
-    """Keys of dicts are texts in JSON; APPS means whole numbers where all of them are, in a dict or in those of a list."""
+    """A value whose dicts get integer keys where all keys are integers: JSON has texts for APPS' integers."""
     if isinstance(value, list):
         return [_with_int_keys(item) if isinstance(item, dict) else item for item in value]
     with suppress(ValueError):
