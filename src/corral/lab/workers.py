@@ -25,10 +25,10 @@ class _PoolWorker(Protocol):
     """A process that does one job at a time, for one thread at a time; it raises WorkerLost where it cannot go on."""
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the process at once."""
 
     def close(self) -> None:
-        """End it, and let go of what belongs to it."""
+        """End the process and release its resources."""
 
 
 _Worker = TypeVar("_Worker", bound=_PoolWorker)
@@ -58,7 +58,7 @@ class WorkerPool(ABC, Generic[_Worker]):
         """A new worker."""
 
     def map(self, function: Callable[..., _Result], *items: Sequence[Any]) -> list[_Result]:
-        """`function` of every item, in order, in the pool's own threads; it may call `use`, and not `map`."""
+        """Results of `function` for every item, in order, computed in the pool's threads; it may call `use` but not `map`."""
         self._check()
         rows = list(zip(*items, strict=True))
         results: list[_Result | None] = [None] * len(rows)
@@ -84,7 +84,7 @@ class WorkerPool(ABC, Generic[_Worker]):
         return cast(list[_Result], results)
 
     def use(self, job: Callable[..., _Result], count: int = 1) -> _Result:
-        """`job(*workers)` with `count` workers, in this thread.
+        """Run `job(*workers)` with `count` workers in this thread.
 
         Where one died the job is done once more, on other workers, since it may not have been its fault. WorkerLost where one
         died again, or hung.
@@ -112,7 +112,7 @@ class WorkerPool(ABC, Generic[_Worker]):
         return result
 
     def _check(self) -> None:
-        """Refuse what would hang: a fork has neither the threads nor, alone, the workers, and copies a lock as it was."""
+        """Refuse a closed pool, and a forked process, which has no threads and a copied lock and would hang."""
         if self._owner != os.getpid():
             raise RuntimeError("pool: it belongs to the process that opened it; open another one after a fork.")
         if self._closed:

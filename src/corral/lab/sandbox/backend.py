@@ -51,7 +51,7 @@ _REFUSAL = (
 
 
 def refusal(reasons: str) -> SandboxUnavailable:
-    """The error that says why no sandbox can be had, and what to do."""
+    """The error for a system without a sandbox: the reason, and what to do."""
     return SandboxUnavailable(_REFUSAL.format(reasons=reasons))
 
 

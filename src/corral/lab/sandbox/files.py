@@ -30,7 +30,7 @@ class Pipe:
 
 
 class Input:
-    """A program's input as an open file: all of it is there from the start, whatever its size, and no one has to feed it."""
+    """A program's input as an open file. All of it is there from the start, whatever its size."""
 
     def __init__(self, text: str) -> None:
         self.file = memory_file(encode(text))
@@ -43,7 +43,7 @@ class Input:
 
 
 def memory_file(data: bytes) -> int:
-    """An open file that exists in memory only, holds `data`, can be read and not be written."""
+    """A read-only open file with `data` that exists in memory only."""
     written = os.memfd_create("input", os.MFD_CLOEXEC)
     try:
         view_left = memoryview(data)

@@ -24,7 +24,7 @@ POLLING = "memory bounded by limits, polling all processes every 20 ms, and the 
 
 @cache
 def _probe(backend: str) -> tuple[str, str]:
-    """Try a backend with an empty program: why it does not work here, or ""; and what bounds the memory of all processes."""
+    """Try a backend with an empty program. Returns why it does not work here ("" if it does), and what bounds memory."""
     try:
         with SandboxWorker(backend) as worker:
             worker.run(SandboxJob(code=""))
@@ -34,12 +34,12 @@ def _probe(backend: str) -> tuple[str, str]:
 
 
 def why_not(backend: str) -> str:
-    """Why a backend does not work here; "" where it does."""
+    """The reason why a backend does not work here; "" if it works."""
     return _probe(backend)[0]
 
 
 def memory_bound(backend: str) -> str:
-    """What bounds the memory of all processes of a program together, with a backend that works."""
+    """The mechanism that bounds the memory of all processes of a program together, for a backend that works."""
     return _probe(backend)[1]
 
 

@@ -13,7 +13,7 @@ MAX_TIMEOUT = 86_400.0
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """How a program ended, and what it wrote."""
+    """Outcome of a program: its status, output and errors."""
 
     status: SandboxStatus
     """ok: exit status 0. error: any other end. timeout, memory, output: it went beyond that limit and was ended."""

@@ -54,7 +54,7 @@ def run_unsafe_connected(first: SandboxJob, second: SandboxJob) -> tuple[Sandbox
 
 
 def _run(job: SandboxJob, stdin: int, stdout: int | None) -> SandboxResult:
-    """`stdout` is a file to write to, closed here with `stdin` once the program has both; None captures what is written."""
+    """Run a program whose output goes to the file `stdout`, or is captured if it is None; both files are closed here."""
     limits = job.limits
     with tempfile.TemporaryDirectory(prefix="corral-program-", ignore_cleanup_errors=True) as folder:
         path = os.path.join(folder, "program.py")

@@ -1,4 +1,4 @@
-"""What a program can see of the file system: an interpreter, its libraries, four devices. Nothing of a user's."""
+"""Files that a program can see: an interpreter, its libraries and four devices, but no user's files."""
 
 import os
 import site
@@ -29,13 +29,13 @@ class FileView:
     paths: list[str]
     """Files and folders that look the same inside as outside."""
     links: list[tuple[str, str]]
-    """Symbolic links: where they point, where they are."""
+    """Symbolic links: target, and place of the link."""
     hidden: list[str]
     """Folders below `paths` that are empty inside: installed packages, among which are this one's problems and answers."""
     devices: list[str]
 
     def as_dict(self) -> dict[str, Any]:
-        """For the worker's configuration, which is plain data."""
+        """The view as plain data, for the worker's configuration."""
         return asdict(self)
 
 
@@ -49,7 +49,7 @@ def interpreter() -> str:
 
 @cache
 def file_view() -> FileView:
-    """The view for this interpreter, wherever it lives: of its prefix the executable and the libraries, not the rest."""
+    """The view for this interpreter: the executable and the libraries of its prefix, and nothing else of it."""
     python = interpreter()
     prefixes = {os.path.realpath(prefix) for prefix in (sys.base_prefix, sys.base_exec_prefix)}
     own = {os.path.join(prefix, folder) for prefix in prefixes for folder in ("lib", "lib64", sys.platlibdir)}
@@ -86,5 +86,5 @@ def _package_folders(prefixes: set[str]) -> set[str]:
 
 
 def is_inside(path: str, folder: str) -> bool:
-    """Whether `path` is `folder` or lies below it."""
+    """True if `path` is `folder` or lies below it."""
     return path == folder or path.startswith(folder.rstrip("/") + "/")

@@ -1,4 +1,4 @@
-"""The seccomp filter: system calls that are not on the list do not exist.
+"""The seccomp filter: system calls that are not on the list fail.
 
 A filter is a small BPF program. It sees the call's number, the architecture and the
 arguments' values, not what pointers point to. Calls that are not listed fail with ENOSYS, as on a kernel without them, so
@@ -14,12 +14,12 @@ from corral.lab.sandbox.inside import kernel
 from corral.lab.sandbox.inside.syscalls import ARCHITECTURES, allowed_numbers
 
 _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
-"""What becomes of a call: allowed, the process killed, refused with the error number added."""
+"""Outcomes of a call: allowed, the process killed, or refused with the error number added."""
 
 _LOAD, _JUMP, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x05, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 _FARTHEST = 255
-"""How many instructions a conditional jump can skip."""
+"""Number of instructions that a conditional jump can skip."""
 
 _NAMESPACES, _SIBLING = 0x7E020000, 0x00008000
 """Flags of `clone`: a new mount, cgroup, uts, ipc, user, pid or net namespace; a child of the parent, whose memory would not be
@@ -34,11 +34,11 @@ _FILE_COMMANDS = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)
 """fcntl: duplicate, close on exec, flags, locks of ranges, the size of a pipe. No leases, which make whoever opens the file
 wait, the trainer included; no larger pipes."""
 _MEMORY_ADVICE = (0, 1, 2, 3, 4, 8, 14, 15, 16, 17, 102, 103)
-"""madvise: how it will be used, that it is free, large pages, dumps, guards. Not to swap it out: it would not be counted."""
+"""Allowed advice of madvise. Swapping out is not allowed: swapped pages would not be counted."""
 _TERMINAL_REQUESTS = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-"""ioctl: is it a terminal, its group and size, bytes to read, non-blocking, close on exec or not."""
+"""Allowed requests of ioctl: terminal or not, its group and size, bytes to read, non-blocking, close on exec."""
 _NAME_REQUESTS = (1, 2, 3, 15, 16)
-"""prctl: the signal at the parent's end, is memory hidden, the thread's name."""
+"""Allowed requests of prctl: the signal at the parent's end, whether memory is hidden, the thread's name."""
 
 ALLOWED_VALUES: dict[str, tuple[int, Sequence[int]]] = {
     "socketpair": (0, (_UNIX,)),
@@ -49,7 +49,7 @@ ALLOWED_VALUES: dict[str, tuple[int, Sequence[int]]] = {
     "prctl": (0, _NAME_REQUESTS),
     "prlimit64": (0, (0,)),  # one's own limits, not those of the process that watches
 }
-"""Calls allowed for some values of one argument only: which argument, which values."""
+"""Calls that are allowed for some values of one argument only: the argument's index, and the values."""
 
 REFUSED_FLAGS: dict[str, tuple[int, Sequence[Sequence[int]]]] = {
     "clone": (0, [[_NAMESPACES | _SIBLING]]),
@@ -117,5 +117,5 @@ class Filter:
         self._address = ctypes.addressof(self._header)
 
     def install(self) -> None:
-        """Put it on this process and all it will start; it cannot be taken off."""
+        """Install the filter on this process and its future children; it cannot be removed."""
         kernel.prctl(22, 2, self._address)  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER

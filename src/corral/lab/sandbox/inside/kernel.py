@@ -74,7 +74,7 @@ def first_process() -> int:
 
 
 def children_go_to(process: int) -> None:
-    """Let the next children be born in the PID namespace of `process`, an open pidfd; it is this one's or below it."""
+    """Start the next children in the PID namespace of `process`, an open pidfd of a process in this namespace or below."""
     _check("setns", _libc.setns(process, NEW_PIDS))
 
 
@@ -100,7 +100,7 @@ def map_user(proc: int, inside: int, uid: int, gid: int) -> None:
 
 
 def write_at(folder: int, path: str, text: str) -> None:
-    """Write a short text into an existing file."""
+    """Write a short text to an existing file."""
     file = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=folder)
     try:
         os.write(file, text.encode())
@@ -167,7 +167,7 @@ def drop_capabilities() -> None:
 
 
 def keep_no_capabilities() -> None:
-    """From here on no user id brings capabilities, nor a change of user keeps them; both are locked."""
+    """Lock the process so that neither a user id nor a change of user gives it capabilities."""
     prctl(_PR_AMBIENT, 4)  # clear all
     prctl(_PR_SET_SECUREBITS, 0b101111)
     forbid_new_privileges()
@@ -184,7 +184,7 @@ def hide_memory(hidden: bool) -> None:
 
 
 def die_with_parent() -> None:
-    """SIGKILL when the parent ends."""
+    """Have the kernel send SIGKILL when the parent ends."""
     prctl(_PR_SET_DEATH_SIGNAL, 9)
 
 

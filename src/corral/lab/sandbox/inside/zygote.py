@@ -37,7 +37,7 @@ class _ZygoteConfig(TypedDict):
     proc: int
     """The folder /proc."""
     view: dict[str, list[Any]] | None
-    """What stays visible, see corral.lab.sandbox.view; None where bubblewrap has left the outside already."""
+    """Files that stay visible (corral.lab.sandbox.view); None if bubblewrap has set up the root already."""
     group: list[int]
     """Members and events of the cgroup to enter; empty where there is none."""
 
@@ -69,7 +69,7 @@ def main(config: _ZygoteConfig) -> None:
 
 
 def _join_cgroup(members: int, events: int) -> int | None:
-    """Enter the cgroup whose list of members is open for writing; its events, or None where the kernel does not let us in."""
+    """Enter the cgroup whose open member list is given; returns its events, or None if the kernel refuses."""
     try:
         os.write(members, b"0")
     except OSError:
@@ -96,7 +96,7 @@ class _Zygote:
         self.rules = filter.Filter(filter.build(kernel.MACHINE))
         self.home = os.pidfd_open(os.getpid())
         self.complaints, self.complain = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        """What goes wrong between the fork and the program."""
+        """Pipe for errors between the fork and the program."""
 
     def serve(self) -> None:
         """Run programs until the host has closed the socket."""
@@ -116,7 +116,7 @@ class _Zygote:
         return (json.loads(text) if text else None), list(files)
 
     def run(self, order: dict[str, Any], files: list[int]) -> dict[str, object]:
-        """One program, from its first process to its last; how it ended."""
+        """Run one program from its first process to its last; returns how it ended."""
         started, child, handles = time.monotonic(), 0, []
         self.first = 0
         try:
@@ -154,7 +154,7 @@ class _Zygote:
             leave(1)  # whatever happens in there, the way back here is closed
 
     def watch(self, handle: int, id: str, started: float, plan: program.LaunchPlan) -> str:
-        """Wait for the program's end, "", or for a reason to end it."""
+        """Wait for the program's end and return "", or return the reason to end it."""
         waiting = select.poll()
         waiting.register(handle, select.POLLIN)
         waiting.register(self.control, select.POLLIN)
@@ -175,7 +175,7 @@ class _Zygote:
                 return "memory"
 
     def verdict(self, reason: str, status: int) -> dict[str, object]:
-        """How a program ended, from why it was ended or from its exit status."""
+        """Status of a program, from the reason why it was ended or from its exit status."""
         if self.memory.group_ran_out():
             reason = "memory"  # whichever of its processes the kernel chose
         if status == 0:
@@ -192,7 +192,7 @@ class _Zygote:
 
 
 def _end(first: int) -> dict[int, int]:
-    """Kill a program's PID 1, and so, by the kernel, its whole PID namespace; the wait status of every child of ours."""
+    """Kill a program's PID 1 and with it its whole PID namespace; returns the wait status of each of our children."""
     statuses: dict[int, int] = {}
     if first:
         os.kill(first, signal.SIGKILL)
