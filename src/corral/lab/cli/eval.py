@@ -94,8 +94,8 @@ def _evaluate_model(arguments: argparse.Namespace) -> None:
     settings = _settings(arguments)
     settings.find()  # what is not there is said before torch is imported
     quiet_libraries()
+    from corral.lab.jobs.llm.eval_results import compare, comparison, make_eval_view, read_evaluation
     from corral.lab.jobs.llm.evaluate import evaluate
-    from corral.lab.jobs.llm.results import compare, comparison, make_eval_view, read_evaluation
     from corral.lab.run.interval import LEVEL
 
     if arguments.against is not None:

@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from corral.lab.sandbox import SandboxResult, run_python
-from corral.lab.tasks.books import AIME24, AIME25, AMC, GSM8K, MATH500, DAPOMath, WordProblems
 from corral.lab.tasks.code import APPS, MBPP, Code, HumanEval
 from corral.lab.tasks.grader import grader_counts
 from corral.lab.tasks.imports import by_path
 from corral.lab.tasks.jsonl import Jsonl
+from corral.lab.tasks.math_problems import AIME24, AIME25, AMC, GSM8K, MATH500, DAPOMath, WordProblems
 from corral.lab.tasks.messages import Message, text_of
 from corral.lab.tasks.procedural import Arithmetic, Countdown, Expression, TwoNumbers
 from corral.lab.tasks.reasoning_gym import ReasoningGym
