@@ -453,7 +453,7 @@ def _teach_parsing(tokenizer: Any) -> None:
 
 
 _PARSE_ARGUMENTS = inspect.signature(chat_template_utils.parse_response).parameters
-"""True if this TRL parses a response with its prefix and tools, which some releases cannot."""
+"""Parameters of TRL's response parser: some releases lack the prefix and the tools."""
 
 
 def _parse(problems: Problems, tokens: list[int], before: list[int]) -> dict[str, Any]:
