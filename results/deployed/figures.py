@@ -56,8 +56,8 @@ def sentence(runs: Sequence[Row]) -> str:
     return (
         f"Medians of {seeds} fresh seeds of [the study](docs/deployed.md#fresh-seeds), with the script's task and model: "
         f"{100 * LEVEL:.0f} % success takes TROLL {ours:.1f} batches of\nrollouts. It takes PPO's clip {tuned:.1f}, with the "
-        f"best learning rate and number of passes that were tried. TROLL is above clip in {above} of {places}\n[other tasks and "
-        f"starts](docs/deployed.md#elsewhere).\n"
+        f"best learning rate and number of passes that were tried. TROLL is above clip in {above} of {places}\n[other tasks "
+        f"and starts](docs/deployed.md#elsewhere).\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""A pool of worker processes: jobs go to whichever is idle, those that die or hang are replaced, results keep their order."""
+"""A pool of worker processes: jobs go to idle workers, dead or hung workers are replaced, and results keep their order."""
 
 import atexit
 import collections
@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 
 class WorkerLost(RuntimeError):
-    """A worker process has died or hangs; `hung` says which."""
+    """Raised when a worker process has died or hangs; `hung` is True if it hangs."""
 
     def __init__(self, message: str, *, hung: bool) -> None:
         super().__init__(message)
@@ -22,7 +22,7 @@ class WorkerLost(RuntimeError):
 
 @runtime_checkable
 class _PoolWorker(Protocol):
-    """A process that does one job at a time, for one thread at a time; it raises WorkerLost where it cannot go on."""
+    """A process that does one job at a time for one thread; it raises WorkerLost if it cannot continue."""
 
     def kill(self) -> None:
         """Kill the process at once."""
@@ -37,7 +37,7 @@ _Pool = TypeVar("_Pool", bound="WorkerPool[Any]")
 
 
 class WorkerPool(ABC, Generic[_Worker]):
-    """Workers of one kind, each started when it is first needed; any thread may use them. A context manager.
+    """Pool of equal workers, each started on first use and usable from any thread. A context manager.
 
     Args:
         size: jobs of `map` at a time, whoever calls it.
@@ -55,10 +55,11 @@ class WorkerPool(ABC, Generic[_Worker]):
 
     @abstractmethod
     def _start(self) -> _Worker:
-        """A new worker."""
+        """Start a new worker."""
 
     def map(self, function: Callable[..., _Result], *items: Sequence[Any]) -> list[_Result]:
-        """Results of `function` for every item, in order, computed in the pool's threads; it may call `use` but not `map`."""
+        """Results of `function` for every item, in order, in the pool's own threads. `function` may call `use` but not
+        `map`."""
         self._check()
         rows = list(zip(*items, strict=True))
         results: list[_Result | None] = [None] * len(rows)
@@ -84,7 +85,7 @@ class WorkerPool(ABC, Generic[_Worker]):
         return cast(list[_Result], results)
 
     def use(self, job: Callable[..., _Result], count: int = 1) -> _Result:
-        """Run `job(*workers)` with `count` workers in this thread.
+        """Result of `job(*workers)` with `count` workers, computed in the calling thread.
 
         Where one died the job is done once more, on other workers, since it may not have been its fault. WorkerLost where one
         died again, or hung.
@@ -112,7 +113,8 @@ class WorkerPool(ABC, Generic[_Worker]):
         return result
 
     def _check(self) -> None:
-        """Refuse a closed pool, and a forked process, which has no threads and a copied lock and would hang."""
+        """Refuse a closed pool and a forked process, which has no threads of its own and copies locks in their current
+        state."""
         if self._owner != os.getpid():
             raise RuntimeError("pool: it belongs to the process that opened it; open another one after a fork.")
         if self._closed:
@@ -133,8 +135,8 @@ class WorkerPool(ABC, Generic[_Worker]):
         worker.close()
 
     def close(self) -> None:
-        """Wait for what is under way, which its time limits bound, and end every worker. A second call does nothing, nor does
-        one in a forked process, whose they are not."""
+        """Wait for running jobs, which time limits bound, and end every worker. A second call or a call in a forked process
+        does nothing."""
         if self._owner != os.getpid():
             return
         with self._lock:

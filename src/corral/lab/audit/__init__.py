@@ -1,1 +1,1 @@
-"""What did clipping do to a run, and what would a real trust region have done? Measured on the run's own tokens."""
+"""Audits of a run's own tokens: the effect of clipping, and the counterfactual effect of a true trust region."""

@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-"""Losses of TRL's that clip; the others (cispo, sapo, vespo) weigh tokens instead."""
+"""TRL's losses that clip; its other losses (cispo, sapo, vespo) weigh tokens instead."""
 
 _CLIP_RATIO = "clip_ratio/region_mean"
-"""TRL's own metric: the share of tokens, or of completions, that its clip acts on in an update."""
+"""Name of TRL's metric: the share of tokens, or of completions, that are clipped in an update."""
 
 
 def audit(
@@ -55,7 +55,8 @@ def audit(
     resume: bool | None = None,
     alert_above: float | None = None,
 ) -> "AuditCallback":
-    """Have `trainer.train()` write down in the folder `out` how far its updates move the policy. `corral audit OUT` shows it.
+    """Record in the folder `out`, during `trainer.train()`, how far updates move the policy. `corral audit OUT` shows the
+    result.
 
     Args:
         trainer: a GRPOTrainer, stock or corral's, before `train()`.
@@ -97,7 +98,7 @@ def audit(
 
 
 def _is_sharded(trainer: GRPOTrainer) -> bool:
-    """Return True if every process has to take part in a forward pass, as with FSDP2; refuse what was never tested."""
+    """Return True if all processes must take part in a forward pass, as with FSDP2; refuse untested kinds of sharding."""
     state = trainer.accelerator.state
     zero3 = state.deepspeed_plugin is not None and state.deepspeed_plugin.zero_stage == 3
     if zero3 or (trainer.is_fsdp_enabled and state.fsdp_plugin.fsdp_version != 2):
@@ -116,7 +117,7 @@ def _has_checkpoint(args: GRPOConfig) -> bool:
 
 
 def _send_alert(title: str, text: str) -> None:
-    """An alert in trackio's run of this process; a failure is a warning, for neither audit nor training depends on it."""
+    """Send an alert to trackio. A failure is only a warning, because neither audit nor training depends on it."""
     try:
         trackio = importlib.import_module("trackio")  # optional, and untyped
         trackio.alert(title=title, text=text, level=trackio.AlertLevel.WARN)
@@ -146,7 +147,7 @@ def rules_of(trainer: GRPOTrainer, kl_bound: float, tv_bound: float) -> Rules:
 
 
 def _has_one_update_per_batch(trainer: GRPOTrainer) -> bool:
-    """Return True if the policy of every loss is the one that sampled: then all ratios are 1 and no clip can act."""
+    """Return True if each loss is computed under the sampling policy: then all ratios are 1 and clipping is inactive."""
     if isinstance(trainer, CorralTrainer):
         return trainer.on_policy
     args = cast(GRPOConfig, trainer.args)
@@ -154,7 +155,7 @@ def _has_one_update_per_batch(trainer: GRPOTrainer) -> bool:
 
 
 def _token_batch(inputs: dict[str, Any], logp: Tensor) -> TokenBatch:
-    """A micro-batch as TRL's loss compares it: its own log-probs, with the old policy's, or its own before any update."""
+    """A micro-batch with the log-probs that TRL's loss compares; before any update the old policy equals the new."""
     mask = inputs["completion_mask"].bool()
     mask = mask & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask
     old = inputs.get("old_per_token_logps", logp)
@@ -162,7 +163,7 @@ def _token_batch(inputs: dict[str, Any], logp: Tensor) -> TokenBatch:
 
 
 def _model_name(model: Any) -> str:
-    """A name on the hub, the last part of a folder's, or the class of a model that came from nowhere."""
+    """Name of the model: on the hub, the last part of a folder's path, or the class of a model without a path."""
     base = base_model(model)
     name = base.config.name_or_path or type(base).__name__  # from_pretrained sets it
     return Path(name).name if Path(name).is_dir() else name
@@ -170,7 +171,7 @@ def _model_name(model: Any) -> str:
 
 @dataclass(eq=False, kw_only=True)
 class AuditCallback(TrainerCallback):
-    """Keeps the old policy at a few completions of a batch, and compares the new one after the batch's last update.
+    """Stores the old policy at a few completions of a batch, and compares the new policy after the batch's last update.
 
     In between it counts, at every update and on all of its tokens, what the run's own clipping does.
 
@@ -189,7 +190,7 @@ class AuditCallback(TrainerCallback):
     seed: int
     alert_above: float | None
     sharded: bool
-    """Whether all processes take part in each forward pass; the main one measures, on completions of its own."""
+    """True if all processes take part in each forward pass. The main process measures on its own completions."""
     pending: list[tuple[AuditedCompletion, Tensor]] = field(default_factory=list)
     """Completions of batches that are being trained on, with log π_old at their audited tokens [N V], on the CPU."""
     made: list[MicroBatch] = field(default_factory=list)
@@ -197,13 +198,13 @@ class AuditCallback(TrainerCallback):
     due: int = 0
     """The update from which on the next batch is audited."""
     failed: str | None = None
-    """Why the audit stopped before training did."""
+    """Reason why the audit stopped before training did."""
     ended: bool = False
-    """Whether every process knows that."""
+    """True once every process has learned of the failure."""
 
     @property
     def args(self) -> GRPOConfig:
-        """The trainer's settings; transformers types them as its own."""
+        """The trainer's settings, cast to their type: transformers declares its own base class."""
         return cast(GRPOConfig, self.trainer.args)
 
     @property
@@ -213,11 +214,11 @@ class AuditCallback(TrainerCallback):
 
     @property
     def model(self) -> nn.Module:
-        """The model that is trained; transformers types it as perhaps None."""
+        """The trained model, cast to its type: transformers declares it as optional."""
         return cast(nn.Module, self.trainer.model)
 
     def wrap_generate(self, generate: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-        """TRL's method, whose output is read on the way: every `every` updates the old policy is stored."""
+        """Wrap TRL's generating method: every `every` updates, the old policy is stored at the method's output."""
 
         def generate_and_score(inputs: list[dict[str, Any]]) -> dict[str, Any]:
             output = generate(inputs)
@@ -230,7 +231,7 @@ class AuditCallback(TrainerCallback):
         return generate_and_score
 
     def watch_updates(self) -> None:
-        """Have every micro-batch of training counted: by TRL's own log-probs, or what a CorralTrainer's objective is given."""
+        """Count every micro-batch of training, from TRL's own log-probs or from the input of a CorralTrainer's objective."""
         trainer = self.trainer
         if isinstance(trainer, CorralTrainer):
             before = trainer.token_observer
@@ -271,7 +272,7 @@ class AuditCallback(TrainerCallback):
 
     @torch.no_grad()
     def _count(self, batch: TokenBatch, trl: float | None) -> None:
-        """Count on how many tokens of a micro-batch the run's clipping acts, before the update that is made of it."""
+        """Count the tokens of a micro-batch that the run's clipping blocks, before the update is made."""
         if self.failed is not None:
             return
         tokens, clipped = int(batch.mask.sum()), 0
@@ -288,14 +289,14 @@ class AuditCallback(TrainerCallback):
             self.made = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Refuse a folder that holds something else, before anything is sampled."""
+        """Refuse a folder with other content before anything is sampled."""
         self.pending, self.due, self.failed, self.ended = [], state.global_step, None, False
         self.made = []
         if self.is_main:
             self.folder.begin(self._describe(), done=state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Compare the policies on every batch whose last update was made."""
+        """Compare the policies on every batch that has had its last update."""
         done = [(kept, old) for kept, old in self.pending if self.trainer._step >= kept.end]
         self.pending = [(kept, old) for kept, old in self.pending if self.trainer._step < kept.end]
         if not done:
@@ -305,7 +306,7 @@ class AuditCallback(TrainerCallback):
             self._run_safely(lambda: self._record(state.global_step, rows))
 
     def _record(self, update: int, completions: list[dict[str, Any]]) -> None:
-        """Write down what was measured, and alert trackio if clipping would be wrong about more of it than was allowed."""
+        """Write a measurement, and alert trackio if clipping was wrong on too large a share of it."""
         self._write_made(update)
         self.folder.add(update, completions)
         if self.alert_above is None:
@@ -326,18 +327,18 @@ class AuditCallback(TrainerCallback):
             )
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Write what was counted until this checkpoint: a run that is resumed from it repeats nothing before it."""
+        """Write the counts up to this checkpoint, so that a run resumed from it repeats no count."""
         self._run_safely(lambda: self._write_made(state.global_step))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Drop pending completions, which never had their last update, and write the rest."""
+        """Drop pending completions, whose batch had no last update, and write the others."""
         self.pending = []
         self._run_safely(lambda: self._write_made(state.global_step))
         if self.is_main:
             self.folder.close()
 
     def _run_safely(self, work: Callable[[], T]) -> T | None:
-        """Call `work` and return its result; None if it failed, which ends the audit."""
+        """Call `work` and return its result, or None after a failure, which ends the audit."""
         try:
             return work()
         except Exception as error:  # whatever goes wrong in here must not take the training run with it
@@ -368,7 +369,7 @@ class AuditCallback(TrainerCallback):
         }  # fmt: skip
 
     def _begin_batch(self, output: dict[str, Any]) -> None:
-        """Store the old policy at a few tokens of a few completions of this batch; sharded, with every process's help."""
+        """Store the old policy at a few tokens of a few completions of this batch; a sharded model needs every process."""
         chosen = self._run_safely(lambda: self._choose(output)) if self.is_main and self.failed is None else None
         if self.sharded:
             (chosen,) = broadcast_object_list([chosen])
@@ -388,12 +389,12 @@ class AuditCallback(TrainerCallback):
         return choose_completions(output, self.sequences, self.tokens, generator, end, whole=self.rules.whole_sequences)
 
     def _keep(self, chosen: list[AuditedCompletion]) -> list[tuple[AuditedCompletion, Tensor]]:
-        """Score these tokens under the current policy; only the main process keeps the result."""
+        """Score these tokens under the current policy; only the main process stores the result."""
         with self._scoring():
             return [(kept, self._logp(kept).cpu() if self.is_main else self._logp(kept)[:0]) for kept in chosen]
 
     def _compare(self, done: list[tuple[AuditedCompletion, Tensor]]) -> list[dict[str, Any]]:
-        """Measure the current policy against the stored one in the main process; the others take part in the passes."""
+        """Compare the current policy with the stored policy in the main process; other processes join the forward passes."""
         rows: list[dict[str, Any]] = []
         with self._scoring():
             for kept, old in done:

@@ -1,4 +1,4 @@
-"""Logged completions of any engine: find files, recognise their format, read them as records."""
+"""Logged completions of any engine: find the files, recognise their format, read records."""
 
 import json
 import pickle
@@ -21,17 +21,17 @@ from corral.validate import RunError
 _LARGEST_ID = 2**31 - 1
 _LARGEST = 1e100
 _LOWEST_LOGP = -1e4
-"""Below it no softmax has a log-probability: engines write such numbers where they mean −inf."""
+"""Smallest possible log-probability of a softmax: engines write smaller numbers for −inf."""
 
 _ROUNDING = 1e-3
-"""How far above 0 rounding may put a log-probability."""
+"""Largest log-probability above 0 that is accepted as a rounding error."""
 
 
 _Column = TypeVar("_Column")
 
 
 class DumpRecord:
-    """Fields of one completion. Numbers that are null, not finite or beyond 1e100 are NaN; their tokens are left out later."""
+    """Fields of one completion. Numbers that are null, not finite or beyond 1e100 become NaN, and their tokens are left out."""
 
     def __init__(self, content: Any, where: str) -> None:
         self.where = where
@@ -48,7 +48,7 @@ class DumpRecord:
         return self.content.get(name) is not None
 
     def numbers(self, name: str, length: int | None = None) -> NDArray[np.float64]:
-        """A list of numbers, NaN where it holds null, NaN, or what no sum could hold."""
+        """A list of numbers, with NaN for null, NaN and numbers too large for a sum."""
         values = self._list(name, length)
         kinds = set(map(type, values))
         if not kinds <= {float, int, type(None)}:
@@ -63,7 +63,7 @@ class DumpRecord:
         return found
 
     def log_probs(self, name: str, length: int | None = None) -> NDArray[np.float64]:
-        """Log-probabilities: at most 0, up to rounding; NaN also where one stands for −inf."""
+        """Log-probabilities, at most 0 up to rounding; NaN for values that stand for −inf."""
         found = self.numbers(name, length)
         found[found < _LOWEST_LOGP] = np.nan
         above = np.flatnonzero(found > _ROUNDING)
@@ -85,7 +85,7 @@ class DumpRecord:
         return np.array(values, dtype=np.int64)
 
     def flags(self, name: str, length: int | None = None) -> NDArray[np.bool_]:
-        """A mask: true or false, 1 or 0; null is false."""
+        """A mask of true and false or 1 and 0; null is false."""
         values = self._list(name, length)
         wrong = [value for value in values if value not in (0, 1, None)]
         if wrong:
@@ -93,11 +93,11 @@ class DumpRecord:
         return np.array([bool(value) for value in values], dtype=np.bool_)
 
     def optional(self, read: Callable[[str, int], _Column], name: str, length: int) -> _Column | None:
-        """A column by one of the methods above; None where the field is missing or null."""
+        """A column read by a method above, or None if the field is missing or null."""
         return read(name, length) if self.has(name) else None
 
     def rows(self, name: str, length: int | None = None) -> list["DumpRecord"]:
-        """A list of objects, each as a record of its own."""
+        """A list of objects as records."""
         return [DumpRecord(item, f"{self.where}, `{name}`") for item in self._list(name, length)]
 
     def table(self, name: str, length: int) -> NDArray[np.float64]:
@@ -110,7 +110,7 @@ class DumpRecord:
         return flat.numbers(name).reshape(length, -1)
 
     def number(self, name: str) -> float | None:
-        """One number; None where it is missing, null or not finite."""
+        """A number, or None if it is missing, null or not finite."""
         value = self.content.get(name)
         if value is None:
             return None
@@ -118,7 +118,7 @@ class DumpRecord:
         return None if np.isnan(found) else float(found)
 
     def whole(self, name: str, default: int | None = None) -> int | None:
-        """One whole number of at most 18 digits."""
+        """An integer of at most 18 digits."""
         value = self.content.get(name)
         if value is None:
             return default
@@ -163,15 +163,15 @@ def _short(value: Any) -> str:
 Floats = NDArray[np.float64]
 
 _TAIL_FLOOR = 1e-8
-"""A tail known as 1 − Σ p alone is at least this under both policies: below it there is rounding and nothing else."""
+"""Smallest tail mass of both policies when it is computed as 1 − Σ p: smaller values are rounding errors."""
 
 _LARGEST_SUM = 1.05
-"""Up to which rounding in half precision may bring a sum of probabilities."""
+"""Largest sum of probabilities that is accepted as a rounding error of half precision."""
 
 
 @dataclass(frozen=True, eq=False)
 class LoggedCompletion:
-    """Tokens of one completion, in order: all that were logged, or those that `auditable` keeps."""
+    """Tokens of one completion in order: all logged tokens, or the tokens returned by `auditable`."""
 
     step: int
     tokens: NDArray[np.int64]
@@ -181,18 +181,18 @@ class LoggedCompletion:
     logp_rollout: Floats | None = None
     """NaN where the sampler reported nothing."""
     support: Floats | None = None
-    """KL(new‖old), KL(old‖new) and TV on the logged support and its tail, [3 T]: lower bounds of the true ones."""
+    """KL(new‖old), KL(old‖new) and TV on the logged support and its tail, [3 T]: lower bounds of the true divergences."""
     entropy: Floats | None = None
     reward: float | None = None
     age: int | None = None
     """Steps between sampling and training."""
     positions: NDArray[np.int64] | None = None
-    """Places of these tokens among all that were logged; None: they are all."""
+    """Positions of these tokens among all logged tokens; None if no token was left out."""
     left_out: dict[str, int] = field(default_factory=dict)
-    """Unmasked tokens that are not among these, by reason."""
+    """Number of unmasked tokens that were left out, by reason."""
 
     def auditable(self, mask: NDArray[np.bool_]) -> "LoggedCompletion":
-        """The unmasked tokens with finite log-probs and an advantage; what is masked may hold anything."""
+        """The unmasked tokens with finite log-probs and an advantage. Masked tokens may hold any values."""
         finite = ~(np.isnan(self.logp_old) | np.isnan(self.logp_new))
         credited = ~np.isnan(self.advantages)
         kept = mask & finite & credited
@@ -245,7 +245,7 @@ def _with_tail(record: DumpRecord, name: str, logp: Floats, sampled: Floats) -> 
 
 
 _LONGEST = 1 << 28
-"""Bytes of a line: 256 MB, a hundred times the longest completion that is trained on today."""
+"""Largest size of a line in bytes: 256 MB, about a hundred times the longest completion of today."""
 
 
 @dataclass
@@ -255,7 +255,7 @@ class FilePlace:
     bytes: int = 0
     lines: int = 0
     size: int = -1
-    """Size at the last look of a file that is read whole: it is complete once its size no longer changes."""
+    """Last observed size of a file that is read whole: the file is complete once its size stays unchanged."""
 
 
 def read_lines(
@@ -266,7 +266,7 @@ def read_lines(
     *,
     growing: bool = False,
 ) -> Iterator[DumpRecord]:
-    """Each object of a file of JSON lines.
+    """Each object of a JSON-lines file.
 
     Args:
         progress: told how many bytes a line had.
@@ -314,7 +314,7 @@ def _reason(error: ValueError) -> str:
 
 
 def _read_own(record: DumpRecord) -> LoggedCompletion:
-    """A line of corral's own schema; docs/audit.md#the-format has every field."""
+    """Read a line of corral's own schema; docs/audit.md#the-format describes every field."""
     tokens = record.ids("tokens")
     length = len(tokens)
     mask = record.flags("mask", length) if record.has("mask") else np.ones(length, dtype=np.bool_)
@@ -335,7 +335,7 @@ def _read_own(record: DumpRecord) -> LoggedCompletion:
 
 
 def _advantages(record: DumpRecord, length: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Advantages per token, from a list or from one number for all of them."""
+    """Advantages per token, from a list or from a number for all tokens."""
     if isinstance(record.content.get("advantages"), list):
         return record.numbers("advantages", length)
     value = record.number("advantages")
@@ -345,7 +345,7 @@ def _advantages(record: DumpRecord, length: int) -> np.ndarray[tuple[int], np.dt
 
 
 def _read_prime_rl(record: DumpRecord) -> LoggedCompletion:
-    """A line of `token_exports/step_*/rank_*.jsonl`: old is the sampler, new the trainer before its update."""
+    """Read a line of `token_exports/step_*/rank_*.jsonl`: old is the sampler, new the trainer before its update."""
     tokens = record.ids("token_ids")
     length = len(tokens)
     mask = record.flags("loss_mask", length)
@@ -367,7 +367,7 @@ def _read_prime_rl(record: DumpRecord) -> LoggedCompletion:
 
 
 def _read_open_instruct(record: DumpRecord) -> LoggedCompletion:
-    """A line of `*_trainer_logprobs_step*.jsonl`: packed completions, flat; old is the sampler (vLLM), new the trainer.
+    """Read a line of `*_trainer_logprobs_step*.jsonl`: flat packed completions; old is the sampler (vLLM), new the trainer.
 
     Where it has no advantages, each token's is taken to push it further out, the most that a rule can block.
     """
@@ -389,7 +389,7 @@ _FIELDS = ("tokens", "response_lengths", "loss_masks", "advantages", "log_probs"
 
 
 def read_slime(path: Path) -> Iterator[LoggedCompletion]:
-    """Completions of one file, of the flat form (`samples`) or of the older one (`rollout_data`). No code of it is run."""
+    """Completions of a slime file in the flat form (`samples`) or the older form (`rollout_data`). No code in it is run."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
@@ -419,7 +419,7 @@ def _samples(record: DumpRecord) -> list[Any]:
 
 
 def _read_sample(sample: DumpRecord, step: int) -> LoggedCompletion:
-    """Tokens include the prompt; all other fields are those of the response."""
+    """Read one sample, whose tokens include the prompt; all other fields cover the response only."""
     plain = {
         name: value.tolist() if isinstance(value, torch.Tensor) else value
         for name, value in sample.content.items()
@@ -451,16 +451,16 @@ SAMPLER_IS_OLD = (
 
 @dataclass(frozen=True)
 class Format:
-    """A format of dumps: the fields that it is known by, and how a line is read."""
+    """A dump format: its identifying fields and its line reader."""
 
     compared: str
     """Names of the old and the new policy, for the first sentence of an audit."""
     remarks: tuple[str, ...] = ()
     """Remarks about these numbers, for a reader of the audit."""
     fields: frozenset[str] = frozenset()
-    """JSON lines whose first one has all of these are in this format; empty for files of other kinds."""
+    """Identifying fields: a file of JSON lines has this format if its first line has all of them. Empty for other files."""
     read: Callable[[DumpRecord], LoggedCompletion] | None = None
-    """None for files of other kinds, and for texts."""
+    """Reader of a line; None for files of other kinds and for texts."""
 
 
 _BEFORE_UPDATE, _RESCORED = "as sampled, compared with the trainer before its update", "rescored by two models"
@@ -490,12 +490,12 @@ FORMATS = {
     "slime": Format(_BEFORE_UPDATE, (SAMPLER_IS_OLD,)),
     "trl": Format(_RESCORED),
 }
-"""Formats by name; the first one whose fields a first line has is taken."""
+"""Formats by name; the first format whose fields occur in a file's first line is chosen."""
 
 
 @dataclass(frozen=True)
 class Dump:
-    """Files of one format."""
+    """The files of a dump, all in one format."""
 
     path: Path
     format: str
@@ -525,7 +525,7 @@ class Dump:
 
 
 def find_dump(path: Path) -> Dump:
-    """Find a dump in a file or below a folder; a RunError lists the known formats if it is in none of them."""
+    """Find a dump in a file or below a folder; a RunError lists the supported formats if none is found."""
     lines, tables, tensors = (_files(path, suffix) for suffix in (".jsonl", ".parquet", ".pt"))
     if path.is_file() and not (tables or tensors):
         lines = (path,)
@@ -557,7 +557,7 @@ def read_completions(
     *,
     growing: bool = False,
 ) -> Iterator[LoggedCompletion]:
-    """Every completion of a dump, one at a time; `progress`, `note` and `growing` as in `read_lines`.
+    """Completions of a dump, read one at a time; `progress`, `note` and `growing` have the meaning of `read_lines`.
 
     Args:
         places: how far each file was read already; moved along.
@@ -578,7 +578,7 @@ def read_completions(
 
 
 def _stable(path: Path, files: tuple[Path, ...]) -> Dump:
-    """prime-rl marks a step that all ranks have written by a file STABLE; a run's id may stand above its exports."""
+    """Completed steps of prime-rl, which are marked by a file STABLE; exports may lie below a folder with the run's id."""
     runs = {folder for file in files if (folder := file.absolute().parent.parent).name == "token_exports"}
     if len(runs) > 1:
         names = ", ".join(sorted(map(str, runs))[:3])
@@ -594,7 +594,7 @@ def _stable(path: Path, files: tuple[Path, ...]) -> Dump:
 
 
 def _first_fields(files: tuple[Path, ...]) -> frozenset[str]:
-    """Names of the fields of the first object there is."""
+    """Names of the fields of a dump's first object."""
     for path in files:
         for record in read_lines(path, lambda _: None, lambda _: None):
             return frozenset(record.content)
@@ -602,7 +602,7 @@ def _first_fields(files: tuple[Path, ...]) -> frozenset[str]:
 
 
 def _files(path: Path, suffix: str) -> tuple[Path, ...]:
-    """The file itself, or all below a folder in natural order; links are not followed."""
+    """The file itself, or all files below a folder in natural order; links are not followed."""
     if path.is_file():
         return (path,) if path.suffix == suffix else ()
     found = (file for file in path.rglob(f"*{suffix}") if file.is_file() and not file.is_symlink())
@@ -610,7 +610,7 @@ def _files(path: Path, suffix: str) -> tuple[Path, ...]:
 
 
 def _only(files: tuple[Path, ...], wanted: Callable[[Path], bool]) -> tuple[Path, ...]:
-    """Files that are wanted; all files if none is."""
+    """Files that match the pattern, or all files if none matches."""
     return tuple(file for file in files if wanted(file)) or files
 
 
@@ -620,12 +620,12 @@ def _natural(path: Path) -> list[tuple[int, str]]:
 
 
 _ROWS = 256
-"""Rows of a parquet file that are held at a time."""
+"""Rows of a parquet file read at a time."""
 
 
 @dataclass(frozen=True)
 class TextCompletion:
-    """One completion as it was logged: special tokens are gone from it, and which tokens were sampled is not known."""
+    """A completion logged as text, without special tokens and without a mask of the sampled tokens."""
 
     step: int
     prompt: str | tuple[tuple[str, str], ...]
@@ -633,11 +633,11 @@ class TextCompletion:
     completion: str
     reward: float | None
     advantage: float | None
-    """None: from the rewards of the same prompt and step."""
+    """Advantage; None to compute it from the rewards of completions with an equal prompt and step."""
 
 
 def read_texts(dump: Dump, progress: Callable[[int], object], note: Callable[[str], object]) -> Iterator[TextCompletion]:
-    """Every completion of a dump of texts, one at a time; `progress` and `note` as in `read_lines`."""
+    """Completions of a dump of texts, read one at a time; `progress` and `note` have the meaning of `read_lines`."""
     for path in dump.files:
         if dump.format == "verl":
             yield from map(_read_verl, read_lines(path, progress, note))

@@ -19,11 +19,11 @@ _OBJECTIVES = {
     "clip": "ppo_clip", "dppo_tv": "dppo", "dppo_topk_tv": "dppo top-K", "troll": "troll", "clip_higher": "clip_higher",
     "dppo_kl": "dppo KL", "dppo_tv_symmetric": "dppo symmetric",
 }  # fmt: skip
-"""Rules of the chart of thresholds, with the objective whose look they have; the others are in the table alone."""
+"""Rules in the chart of thresholds, each with the objective whose style it takes. Other rules are in the table only."""
 
 LOOKS: dict[str, Look] = dict(zip(_OBJECTIVES, assign_looks(_OBJECTIVES.values()).values(), strict=True))
 LOOKS |= {"clipped": LOOKS["clip"], "dppo_binary": LOOKS["dppo_tv"], "dppo_topk": LOOKS["dppo_topk_tv"]}
-"""Colour and marker of each rule: those of its objective."""
+"""Colour and marker of each rule, taken from its objective."""
 
 REGIONS = {
     "passed": ("c7", "passed, inside"),
@@ -32,16 +32,16 @@ REGIONS = {
     "missed": ("c3", "passed though outside and pushed further: missed"),
     "back": ("c5", "passed outside, on its way back"),
 }
-"""Colours of the 2-d histogram; the first of two that share a cell is the one with more tokens."""
+"""Colours of the 2-d histogram; a cell shared by several regions takes the region with most tokens."""
 
 _LOWEST_TV = 1e-6
 _TICKS = (0.001, 0.01, 0.1, 0.2, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.5, 2, 3, 5, 10, 100, 1000)
 _FEW = 30
-"""Tokens of a bucket below which its numbers are hollow."""
+"""Number of tokens below which a bucket's markers are hollow."""
 
 
 class Axis:
-    """Values from `low` to `high` along `start` to `stop`, which may run down; `scale` is applied to values first."""
+    """Axis with values from `low` to `high` along `start` to `stop`, which may run down; `scale` transforms values first."""
 
     def __init__(
         self, low: float, high: float, start: float, stop: float, scale: Callable[[float], float] = lambda value: value
@@ -50,19 +50,19 @@ class Axis:
 
     @classmethod
     def decades(cls, values: Sequence[float], start: float, stop: float) -> "Axis":
-        """A logarithmic axis over the decades of the values that are positive and finite, one decade or more."""
+        """A logarithmic axis over the decades of the positive finite values, at least one decade."""
         known = [value for value in values if 0 < value < math.inf] or [1e-3, 1.0]
         low, high = math.floor(math.log10(min(known))), math.ceil(math.log10(max(known)))
         return cls(10.0**low, 10.0 ** max(high, low + 1), start, stop, math.log10)
 
     def __call__(self, value: float) -> float:
-        """The place of a value; what is beyond an end is drawn there."""
+        """The position of a value; values beyond an end are drawn at that end."""
         bottom, top = self.scale(self.low), self.scale(self.high)
         share = (self.scale(min(max(value, self.low), self.high)) - bottom) / (top - bottom)
         return self.start + share * (self.stop - self.start)
 
     def ticks(self, apart: float) -> list[float]:
-        """Round numbers from low to high, drawn at least so far apart."""
+        """Round numbers from low to high with a minimum distance on the page."""
         if self.scale is math.log10:
             low, high = round(math.log10(self.low)), round(math.log10(self.high))
             every = max(1, math.ceil(apart * (high - low) / abs(self.stop - self.start)))
@@ -81,7 +81,7 @@ class Axis:
         return found
 
     def lines(self, show: Callable[[float], str], left: float, right: float, apart: float = 22) -> list[Safe]:
-        """Lines of the grid of an upright axis, with their numbers."""
+        """Horizontal grid lines with the numbers of an upright axis."""
         parts = []
         for value in self.ticks(apart):
             y = self(value)
@@ -90,21 +90,21 @@ class Axis:
 
 
 def mark(look: Look, x: float, y: float, said: str, *, hollow: bool = False, size: float = 1.0) -> Safe:
-    """A marker in its colour, with its numbers as a title."""
+    """A coloured marker with its numbers as a tooltip."""
     place = f"translate({at(x)} {at(y)})" + ("" if size == 1 else f" scale({size:g})")
     drawn = tag("path", tag("title", said), d=SHAPES[look[1]], transform=place, class_="dot ring" if hollow else "dot")
     return tag("g", drawn, class_=f"c{look[0]}")
 
 
 def _curve(points: Sequence[tuple[float, float]], look: Look) -> Safe:
-    """A line through points, told apart by its dashes as well."""
+    """A line through points, distinguishable by its dashes as well as its colour."""
     path = "".join(f"{'L' if index else 'M'}{at(x)} {at(y)}" for index, (x, y) in enumerate(points))
     dash = look[1] % 4
     return tag("g", tag("path", d=path, class_=f"curve dash{dash}" if dash else "curve"), class_=f"c{look[0]}")
 
 
 def _legend(names: Mapping[str, Look]) -> Safe:
-    """Names with the colour and the marker that stand for them."""
+    """Legend of names with their colours and markers."""
     items = []
     for name, (colour, shape) in names.items():
         sign = tag("svg", tag("path", d=SHAPES[shape], class_="dot"), viewBox="-6 -6 12 12", class_="sign", aria_hidden="true")
@@ -113,7 +113,7 @@ def _legend(names: Mapping[str, Look]) -> Safe:
 
 
 def _side(words: str, top: float, bottom: float) -> Safe:
-    """The name of an axis, along it."""
+    """The title of an axis, written along it."""
     middle = (top + bottom) / 2
     return text(words, 12, middle, "middle", transform=f"rotate(-90 12 {at(middle)})")
 
@@ -123,7 +123,7 @@ def _share(value: float) -> str:
 
 
 def bucket_figure(rows: Sequence[Row], rules: Mapping[str, str], distance: str) -> Safe:
-    """Above, how far tokens of each bucket went; below, on what share of them each rule would act.
+    """Two panels by bucket: above, the distances of tokens; below, the share of tokens on which each rule would act.
 
     Args:
         rules: names and titles of the rules.
@@ -178,7 +178,7 @@ def _spread_mark(row: Row, x: float, tv: Axis, half: float, distance: str) -> Sa
 
 
 def threshold_figure(rows: Sequence[Threshold], kl_bound: float, *, certain: bool) -> Safe:
-    """Across, the share of tokens blocked inside the KL ball; up, the share missed. Bounds of a rule are one curve."""
+    """Share of tokens blocked inside the KL ball (across) against the share missed (up), with a curve for each rule."""
     drawn = {name: own for name in _OBJECTIVES if (own := [row for row in rows if row.family == name])}
 
     def errors(row: Threshold) -> tuple[float, float]:
@@ -218,7 +218,7 @@ def threshold_figure(rows: Sequence[Threshold], kl_bound: float, *, certain: boo
 
 
 _POINTS, _MARKS = 600, 80
-"""Steps that a curve shows, and those of them that have a marker."""
+"""Number of steps on a curve, and number of markers."""
 
 
 def step_figure(
@@ -232,7 +232,7 @@ def step_figure(
     share: bool = False,
     alarm: Row | None = None,
 ) -> Safe:
-    """Columns of rows by step, with a marker for each of a few steps; dashed: the first alarm.
+    """Columns of values by step with a few markers; a dashed line marks the first alarm.
 
     Args:
         curves: title and look of each column that is drawn; values of 0 and of infinity are left out.
@@ -269,7 +269,7 @@ _Ends = tuple[float, float]
 
 
 def _plane(width: int, height: int, across: str, upward: str) -> tuple[_Ends, _Ends, list[Safe], int]:
-    """Ends of both axes of a figure of this size, from low to high, the names of the axes, and the height."""
+    """Ends of both axes of a figure of this size, from low to high, the axis titles, and the height."""
     narrow = width == NARROW
     x, y = (60 if narrow else 76, width - (10 if narrow else 20)), (height - 50, 16)
     parts = [] if narrow else [_side(upward, y[1], y[0])]
@@ -339,7 +339,7 @@ def ratio_figure(tokens: Tokens, rules: Mapping[str, Any]) -> Safe:
 
 
 def _window(log_ratio: Floats, edges: Sequence[float]) -> tuple[float, float]:
-    """The part of the axis of log ratios that is drawn: 99.5 % of the tokens, if that is three to twelve clip ranges."""
+    """The visible part of the axis of log ratios: 99.5 % of the tokens, limited to between three and twelve clip ranges."""
     ends = [math.log(max(edge, 1e-3)) for edge in edges] or [-0.2, 0.2]
     middle, half = (ends[0] + ends[1]) / 2, (ends[1] - ends[0]) / 2
     reach = float(np.quantile(np.abs(log_ratio - middle), 0.995))
@@ -348,7 +348,7 @@ def _window(log_ratio: Floats, edges: Sequence[float]) -> tuple[float, float]:
 
 
 def clip_edges(clip: Mapping[str, Any]) -> tuple[float, ...]:
-    """Ratios at which clipping begins; none where it looks at whole completions."""
+    """Ratios at which clipping begins; empty if clipping looks at whole completions."""
     if clip["name"] == "gspo":
         return ()
     if clip["name"] == "gmpo":
@@ -357,5 +357,5 @@ def clip_edges(clip: Mapping[str, Any]) -> tuple[float, ...]:
 
 
 def _place(share: Floats, cells: int) -> Any:
-    """The cell, of so many, in which a share of the axis lies."""
+    """Index of the cell, among `count` cells, for a share of the axis."""
     return (share.clip(0, 1) * cells).astype(int).clip(0, cells - 1)

@@ -30,11 +30,11 @@ SCHEMA = pa.schema(
     + [(name, pa.float32()) for name in _FLOATS]
     + [(name, pa.bool_()) for name in ("clipped", "dppo_binary", "dppo_topk", "troll")]
 )
-"""Columns of audit.parquet; docs/audit.md says what each means."""
+"""Columns of audit.parquet, described in docs/audit.md."""
 
 
 class MicroBatch(NamedTuple):
-    """Counts of a micro-batch at the time of its update: tokens, and those that clipping blocked."""
+    """Counts of a micro-batch at the time of its update: all tokens, and tokens blocked by clipping."""
 
     update: int
     tokens: int
@@ -42,7 +42,7 @@ class MicroBatch(NamedTuple):
     clipped: int
     """Number of tokens whose gradient clipping set to zero."""
     trl: float | None
-    """TRL's own `clip_ratio/region_mean`; None where the trainer logs none."""
+    """TRL's own `clip_ratio/region_mean`; None if the trainer logs no such metric."""
 
 
 UPDATES_SCHEMA = pa.schema([("update", pa.int64()), ("tokens", pa.int64()), ("clipped", pa.int64()), ("trl", pa.float64())])
@@ -55,10 +55,10 @@ _POSSIBLE = (
     ("an entropy below 0", ("entropy",), 0.0, float("inf")),
     ("a log-probability above 0", ("logp_old", "logp_new", "logp_rollout"), float("-inf"), 0.0),
 )
-"""Ranges of columns: the name of what is outside, the columns, the least and the largest number."""
+"""Valid ranges of columns: a name for the fault, the columns, the smallest and the largest number."""
 
 _ROUNDING = 1e-3
-"""How far a number may lie beyond that: probabilities of float32 logits add up to 1 as nearly."""
+"""Tolerance of these ranges: probabilities of float32 logits sum to 1 up to this error."""
 
 
 class AuditFolder(LockedFolder):
@@ -69,7 +69,7 @@ class AuditFolder(LockedFolder):
         self.table, self.updates = path / "audit.parquet", path / "updates.parquet"
 
     def check(self, rules: Mapping[str, Any], done: int = 0) -> None:
-        """Refuse a folder that holds anything but an audit by the same rules, to be resumed after `done` updates."""
+        """Refuse a folder with other content than an audit by equal rules that can be resumed after `done` updates."""
         there = self.info.exists()
         if self.path.exists() and not there and (not self.path.is_dir() or any(self.path.iterdir())):
             raise RunError(f"{self.path} is there already and holds no audit: choose another folder for it.")
@@ -81,7 +81,7 @@ class AuditFolder(LockedFolder):
             raise RunError(f"{self.path} holds an audit by other rules: resume with the same ones, or choose another folder.")
 
     def begin(self, info: Mapping[str, Any], done: int = 0) -> None:
-        """Make the folder, or resume the audit in it after `done` updates; what came later is repeated."""
+        """Make the folder, or resume its audit after `done` updates; later rows are dropped and repeated."""
         self.check(info["rules"], done)
         try:
             self.table.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ class AuditFolder(LockedFolder):
         write_json(self.info, {**info, "versions": versions()})
 
     def add(self, update: int, completions: Sequence[Mapping[str, Any]]) -> None:
-        """The tokens of completions that were measured after `update` updates, in a file of their own."""
+        """Write the tokens of completions measured after `update` updates into a file of their own."""
         parts = []
         for sequence, columns in enumerate(completions):
             count = len(columns["token"])
@@ -105,7 +105,7 @@ class AuditFolder(LockedFolder):
         write_whole(self.table / f"update-{update:08d}.parquet", lambda beside: pq.write_table(rows, beside))
 
     def fill(self, info: Mapping[str, Any], found: Mapping[int, Sequence[Mapping[str, Any]]]) -> Path:
-        """Write a new audit with the completions of every update; its folder."""
+        """Write a new audit with the completions of every update, and return its folder."""
         self.begin(info)
         try:
             for update, completions in found.items():
@@ -115,7 +115,7 @@ class AuditFolder(LockedFolder):
         return self.path
 
     def add_updates(self, update: int, made: Sequence[MicroBatch]) -> None:
-        """Micro-batches of updates up to this one, in a file of their own."""
+        """Write the micro-batches of updates up to this update into a file of their own."""
         rows = pa.table([list(column) for column in zip(*made, strict=True)], schema=UPDATES_SCHEMA)
         write_whole(self.updates / f"update-{update:08d}.parquet", lambda beside: pq.write_table(rows, beside))
 
@@ -161,7 +161,7 @@ def read_audit(path: Path) -> tuple[dict[str, Any], pa.Table]:
 
 
 def table_columns(table: pa.Table) -> dict[str, NDArray[Any]]:
-    """NumPy columns of an audit's rows; what is null is NaN."""
+    """NumPy columns of an audit's rows, with NaN for null."""
     return {name: table[name].to_numpy(zero_copy_only=False) for name in table.column_names}
 
 
@@ -186,7 +186,7 @@ def _read_updates(path: Path) -> dict[str, Any] | None:
 
 
 def _is_whole(table: pa.Table) -> pa.ChunkedArray:
-    """Mark rows with a number in every column but logp_rollout, which samplers may not report; infinities are numbers."""
+    """Mark rows with a number in every column. Infinities are numbers, and logp_rollout may be missing."""
     found = pc.is_valid(table["update"])
     for field in SCHEMA:
         if field.name != "logp_rollout":
@@ -195,7 +195,7 @@ def _is_whole(table: pa.Table) -> pa.ChunkedArray:
 
 
 def _refuse_impossible(table: pa.Table, path: Path) -> None:
-    """Refuse numbers that no measurement gives, beyond rounding: the file was damaged or changed, and none of it counts."""
+    """Refuse impossible numbers beyond rounding: the file was damaged or changed, and no row of it is trusted."""
     for what, names, least, most in _POSSIBLE:
         for name in names:
             column = table[name].drop_null()
@@ -222,7 +222,7 @@ def _read_info(path: Path) -> dict[str, Any]:
 
 
 def _array(name: str, values: Any) -> pa.Array:
-    """A column in its type; a missing logp_rollout is null."""
+    """A column in its declared type; a missing logp_rollout is null."""
     kind = SCHEMA.field(name).type
     if isinstance(values, Tensor):
         values = values.numpy()

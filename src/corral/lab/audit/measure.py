@@ -1,4 +1,4 @@
-"""Log-probs of both policies on one completion → true divergences per token, and on which tokens each rule acts."""
+"""Log-probs of both policies on a completion → true divergences per token, and the tokens on which each rule acts."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from corral.support import gather_support, top_k_support
 from corral.tensors import TokenBatch
 
 _AT_ONCE = 1 << 24
-"""Probabilities of a policy that are compared at a time: 64 MB."""
+"""Number of probabilities per policy that are compared at a time: 64 MB."""
 
 
 @torch.no_grad()
@@ -95,7 +95,7 @@ def _batch(logp_new: Tensor, logp_old: Tensor, advantages: Tensor) -> TokenBatch
 
 
 def _acted(objective: Objective, batch: TokenBatch) -> Tensor:
-    """Tokens that an objective leaves without a gradient."""
+    """Tokens whose gradient an objective sets to zero."""
     acted = objective(batch).acted
     assert acted is not None
     return acted[0]

@@ -1,4 +1,4 @@
-"""Audits that score again: a run with its models, or logged texts with a model of the user's."""
+"""Audits that rescore completions: a run with its models, or logged texts with a model of the user's."""
 
 import dataclasses
 import sys
@@ -32,18 +32,18 @@ from corral.lab.run.text import count
 from corral.validate import RunError
 
 _CHUNK = 512
-"""Tokens of a completion whose distributions are held at a time."""
+"""Number of a completion's tokens whose distributions are in memory at a time."""
 
 _Say = Callable[[str], object]
 
 
 _Rows = list[dict[str, Any]]
-"""Columns of an audit for the tokens of one completion after the other."""
+"""Columns of an audit, filled completion by completion."""
 
 
 @dataclass(frozen=True)
 class ModelPair:
-    """An older and a newer policy with one vocabulary, and how their distributions are compared."""
+    """An older and a newer policy with a common vocabulary, and the settings of their comparison."""
 
     old: PreTrainedModel
     new: PreTrainedModel
@@ -54,7 +54,7 @@ class ModelPair:
     def measure(
         self, prompt: list[int], completion: list[int], advantage: float, own: Sequence[int] | None = None
     ) -> dict[str, Any]:
-        """Columns for every token of one completion that the model wrote: all of them where `own` does not say."""
+        """Columns for the tokens of a completion that the model wrote: all tokens if `own` is None."""
         places = torch.arange(len(completion)) if own is None else torch.tensor(own).nonzero()[:, 0]
         ids = torch.tensor(prompt + completion, device=self.old.device)
         positions = len(prompt) + places.to(ids.device)
@@ -72,7 +72,7 @@ class ModelPair:
 
 
 def load_pair(old: Subject, new: Subject, device: str, rules: Rules, temperature: float) -> ModelPair:
-    """Both models in float32: half precision rounds logits to an eighth, and that is no movement of the policy."""
+    """Load both models in float32: half precision rounds logits to an eighth, which would look like a policy change."""
     (first, tokenizer), (second, other) = (load_model(one.model, torch.float32) for one in (old, new))
     if tokenizer.get_vocab() != other.get_vocab():
         raise RunError(f"{old.name} and {new.name} have different vocabularies, so no token of one is one of the other.")
@@ -89,7 +89,7 @@ def audit_pair(old: str, new: str, settings: EvalSettings, rules: Rules, out: Pa
 
 
 def audit_run(path: Path, settings: EvalSettings, rules: Rules, out: Path, say: _Say) -> Path:
-    """Audit each whole checkpoint of a run against the one before; a single one against the model that the run began with."""
+    """Audit each intact checkpoint of a run against its predecessor; a single checkpoint against the run's first model."""
     folder = RunFolder.open(path, write=False)
     config = folder.read_config()
     try:
@@ -111,7 +111,7 @@ def audit_run(path: Path, settings: EvalSettings, rules: Rules, out: Path, say: 
 
 
 def _audit(pairs: Mapping[int, tuple[Subject, Subject]], job: EvalJob, rules: Rules, out: Path, what: str, say: _Say) -> Path:
-    """Measure pairs of models, by the step of the newer one, on completions of the older one; the audit's folder."""
+    """Measure pairs of models, by step of the newer model, on completions of the older model, and return the audit's folder."""
     folder = AuditFolder(out)
     info = {"kind": "models", "what": what, "model": job.subject.name, "rules": rules.as_dict(), "settings": job.plan()}
     folder.check(rules.as_dict())
@@ -126,7 +126,7 @@ def _audit(pairs: Mapping[int, tuple[Subject, Subject]], job: EvalJob, rules: Ru
 
 
 def _sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: EvalJob) -> tuple[list[Dialogue], torch.Tensor]:
-    """Completions as tokens, and GRPO's advantages of the task's rewards, or of what an environment pays."""
+    """Completions as tokens, and GRPO's advantages from the rewards of the task or environment."""
     problems = job.problems(tokenizer)
     problems.check_length(job.held_out, model.config, job.sampling.max_tokens)
     repeated = [problem for problem in job.held_out for _ in range(job.samples)]
@@ -148,7 +148,7 @@ def _sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: Eva
 
 
 def _complete(model: PreTrainedModel, problems: Problems, asked: list[str], sampling: Sampling) -> Iterator[Dialogue]:
-    """Completions in one turn."""
+    """Completions of a single turn."""
     tokenizer, prompts = problems.tokenizer, problems.tokens(asked)
     for problem, prompt, tokens in zip(asked, prompts, generate(model, tokenizer, prompts, sampling), strict=True):
         one = Dialogue(problem, prompt, answer=str(tokenizer.decode(tokens, skip_special_tokens=True)))
@@ -157,7 +157,7 @@ def _complete(model: PreTrainedModel, problems: Problems, asked: list[str], samp
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a built-in model, a folder or a name on the hub, without weights where they are not needed."""
+    """Load the tokenizer of a built-in model, a folder or a name on the hub, without weights if possible."""
     if name in BUILT_IN:
         return load_model(name)[1]
     try:
@@ -168,14 +168,14 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 class _Retokenised:
-    """Texts as tokens again, and how often that is known to have gone wrong."""
+    """Tokenizer of logged texts that counts known mismatches."""
 
     def __init__(self, tokenizer: Any) -> None:  # transformers types its call by a dozen unions
         self.tokenizer = tokenizer
         self.completions = self.other = self.empty = 0
 
     def __call__(self, text: TextCompletion) -> tuple[list[int], list[int]]:
-        """Tokens of the prompt, in its chat template if it has messages, and of the completion."""
+        """Tokens of the prompt and the completion; a prompt of messages goes through its chat template."""
         if isinstance(text.prompt, str):
             prompt = self.tokenizer(text.prompt)["input_ids"]
         else:
@@ -210,7 +210,7 @@ def audit_texts(
     out: Path,
     progress: Callable[[int], object],
 ) -> Path:
-    """Measure both models on every logged completion; returns the folder of the audit.
+    """Measure both models on every logged completion and return the audit's folder.
 
     Args:
         models: old and new: tiny, smollm2, runs, folders, or names on the hub.
@@ -250,7 +250,7 @@ def audit_texts(
 
 
 def _by_step(texts: Iterable[TextCompletion], prompts: int | None) -> Iterator[tuple[int, list[TextCompletion]]]:
-    """Completions of one step after the other, of its first so many prompts."""
+    """Completions grouped by step, limited to the first prompts of each step."""
     for step, group in groupby(texts, key=lambda text: text.step):
         kept: list[TextCompletion] = []
         seen: set[Any] = set()
@@ -262,7 +262,7 @@ def _by_step(texts: Iterable[TextCompletion], prompts: int | None) -> Iterator[t
 
 
 def _advantages(texts: list[TextCompletion]) -> list[float]:
-    """Advantages as logged, else GRPO's from the scores of equal prompts."""
+    """Advantages as logged, or GRPO's from the scores of equal prompts."""
     if all(text.advantage is not None for text in texts):
         return [text.advantage or 0.0 for text in texts]
     places: dict[Any, int] = {}

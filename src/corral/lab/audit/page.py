@@ -21,16 +21,16 @@ _PARTS = macros(
 )
 
 _LOGGED_RULES = {"clip": "clip 1 ± 0.2", "dppo_tv": "DPPO TV 0.2", "dppo_kl": "DPPO KL 0.05"}
-"""Rules whose shares are shown where DPPO and TROLL could not be run on whole distributions."""
+"""Rules whose shares are shown if DPPO and TROLL could not be computed on full distributions."""
 
 
 def write_page(audit: Audit, out: Path, live: float | None = None) -> int:
-    """Write the page, whole or not at all. Returns its size in bytes."""
+    """Write the page atomically and return its size in bytes."""
     return write_document(audit_page(audit, live), out, "This should not happen: please report it.")
 
 
 def audit_page(audit: Audit, live: float | None = None) -> str:
-    """The whole HTML; `live`: seconds after which it is written again, and read again by itself."""
+    """The complete HTML page. `live` is the interval in seconds at which the page is rewritten and reloads itself."""
     summary, info = audit.summary, audit.info
     name = str(info.get("name") or info.get("model") or "a run")
     title, said, did = f"Audit of {shorten(name, 80)}", sentences(summary, info), updates_sentence(info)
@@ -61,7 +61,7 @@ def audit_page(audit: Audit, live: float | None = None) -> str:
 
 
 def headline(summary: Summary) -> tuple[str, str]:
-    """The share of tokens that would be blocked though they had hardly moved; the share missed if none would be blocked.
+    """Sentence on the share of tokens blocked although they had hardly moved, or on the share missed if none is blocked.
 
     Of divergences that are lower bounds it says how many can have been inside the ball at most, or are missed at least.
     """
@@ -75,7 +75,7 @@ def headline(summary: Summary) -> tuple[str, str]:
 
 
 def _parts(audit: Audit) -> dict[str, tuple[str, Any]]:
-    """Headings and contents of the parts below the findings; None where there is nothing to show."""
+    """Titles and contents of the sections below the findings; None for an empty section."""
     summary, rules = audit.summary, audit.info["rules"]
     whole = summary.measure == "whole"
     shown = RULES if whole else _LOGGED_RULES
@@ -132,7 +132,7 @@ def _parts(audit: Audit) -> dict[str, tuple[str, Any]]:
 
 
 def _verdict_tables(summary: Summary) -> list[tuple[str, Safe]]:
-    """Each rule against the KL ball and the TV ball."""
+    """Tables of each rule against the KL ball and the TV ball."""
     columns = {"rule": "Rule", "share": "Would act on", "right": "…of which outside", "false": "…of which inside"}
     columns["missed"] = "Would miss"
     found = []
@@ -149,7 +149,7 @@ def _verdict_tables(summary: Summary) -> list[tuple[str, Safe]]:
 
 
 def _threshold_table(summary: Summary) -> Safe:
-    """Every rule at every bound: what it would block, what of that inside each ball, and what it would miss."""
+    """Every rule at every bound: the share it blocks, its errors inside each ball, and the share it misses."""
     columns = {"title": "Rule", "bound": "Bound", "share": "Would block"}
     for name, bound in (("kl", summary.kl_bound), ("tv", summary.tv_bound)):
         inside, outside = f"{name.upper()} ≤ {number(bound)}", f"{name.upper()} > {number(bound)}"
@@ -171,12 +171,12 @@ def _threshold_table(summary: Summary) -> Safe:
 
 
 def _exact_percent(share: float) -> str:
-    """With digits that a column of numbers can be read by."""
+    """A percentage with enough digits to compare a column of numbers."""
     return f"{100 * share:.4f} %" if 0 < share < 1e-4 else percent(share)
 
 
 def _bucket_table(title: str, rows: Sequence[Row], rules: Mapping[str, str], summary: Summary) -> Safe:
-    """One row per bucket: how far its tokens went, and on which share of them each rule would act."""
+    """Table by bucket: the distances of its tokens, and the share of tokens on which each rule would act."""
     columns = {"name": title, "tokens": "Tokens", "tv": "TV: mean, 99.9 %, largest", "kl": "KL: mean, 99.9 %, largest"}
     columns |= {} if summary.measure == "whole" else {"outside": f"outside KL ≤ {number(summary.kl_bound)}"}
 
@@ -206,7 +206,7 @@ def _blocked_table(audit: Audit) -> Safe:
 
 
 def _step_figures(summary: Summary) -> Safe:
-    """True KL over training; where it is not known, distances and effective samples by step."""
+    """True KL over training. If it is unknown, distances and effective sample size by step."""
     rows = summary.by_step
     if summary.measure == "whole":
         if len(rows) < 2:
@@ -251,7 +251,7 @@ _SHADES = 9
 
 
 def render_token(text: str, most: int = 60) -> str:
-    """A token as it can be read: hidden characters written out, white space made visible."""
+    """A readable form of a token: hidden characters written out, white space made visible."""
     text = visible(shorten(text, most)).replace("\n", "⏎").replace("\t", "⇥")
     inner = text.strip(" ")
     before, _, after = text.partition(inner) if inner else (text, "", "")
@@ -272,7 +272,7 @@ def _completions(audit: Audit) -> Any:
 
 
 def _heat(audit: Audit, tokens: Tokens, most: float) -> list[tuple[bool, int, str, str, str]]:
-    """Per token of a completion: whether others were left out before it, its shade, its kind, its numbers and its text."""
+    """For each token of a completion: a mark for omitted tokens before it, its shade, kind, numbers and text."""
     cells, last = [], -1
     old, new = np.exp(tokens.logp_old).tolist(), np.exp(tokens.logp_new).tolist()
     columns = (tokens.position, tokens.kinds("kl", audit.summary.kl_bound), tokens.kl, tokens.tv, tokens.token)

@@ -9,27 +9,27 @@ from corral.objective import Objective, make_objective
 from corral.validate import require
 
 CLIPPING = ("ppo_clip", "clip_higher", "dual_clip", "gspo", "gmpo")
-"""Objectives that leave a token without a gradient once its ratio, or its sequence's, is out of range."""
+"""Objectives that set a token's gradient to zero once its ratio, or its sequence's ratio, is out of range."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """The run's own clipping, and the DPPO and TROLL that it is compared with."""
+    """The run's own clipping, and the DPPO and TROLL that are compared with it."""
 
     clip: Objective = field(default_factory=lambda: make_objective("ppo_clip"))
     """The clipping objective: the run's own, or ppo_clip for runs that do not clip."""
     own: bool = False
-    """Whether `clip` is what the run trains with; else it is what clipping would have done."""
+    """True if the run trains with `clip`; otherwise clipping is counterfactual."""
     kl_bound: float = 0.05
     """ε of the KL ball, KL(new‖old) ≤ ε in nats, that TROLL projects into."""
     tv_bound: float = 0.2
-    """δ of the ball of total variation that DPPO masks outside of."""
+    """δ of the ball of total variation outside which DPPO masks tokens."""
     top_k: int = 20
-    """Tokens of DPPO's support."""
+    """Number of tokens in DPPO's support."""
     support_size: int = 64
-    """Tokens of TROLL's support at most…"""
+    """Largest number of tokens in TROLL's support."""
     support_mass: float = 1 - 1e-5
-    """…until they hold this probability."""
+    """Probability mass at which TROLL's support is complete."""
 
     def __post_init__(self) -> None:
         if self.clip.name not in CLIPPING:
@@ -40,7 +40,7 @@ class Rules:
 
     @property
     def whole_sequences(self) -> bool:
-        """True if clipping looks at a whole completion, so that no token of one may be left out."""
+        """True if clipping looks at whole completions, so that no token of a completion may be left out."""
         return self.clip.name == "gspo"
 
     def dppo(self, estimator: str) -> Objective:
@@ -53,13 +53,13 @@ class Rules:
 
 
 def read_rules(content: Any) -> Rules:
-    """Rules as `as_dict` wrote them, from JSON; ValueError or TypeError for anything else."""
+    """Read rules in the JSON form of `as_dict`; ValueError or TypeError for invalid content."""
     given = {key: guess(value) for key, value in dict(content).items()}
     return Rules(clip=read_objective(given.pop("clip")), **given)
 
 
 def read_objective(content: Any) -> Objective:
-    """An objective from its name and settings, as JSON holds them: infinities are text there."""
+    """Read an objective from its name and settings in JSON form, where infinities are text."""
     given = {key: guess(value) for key, value in dict(content).items()}
     if not isinstance(name := given.pop("name"), str):
         raise TypeError(f"the name of an objective is a text; got {name!r}")

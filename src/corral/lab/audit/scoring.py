@@ -15,7 +15,7 @@ from corral.validate import RunError
 def logp_at(
     model: nn.Module, ids: Int[Tensor, " L"], positions: Int[Tensor, " N"], temperature: float = 1.0
 ) -> Float[Tensor, "N V"]:
-    """log π(· | ids before position) at each position ≥ 1 of one unpadded sequence, of the tempered policy, in float32.
+    """log π(· | ids before position), tempered, in float32, at each position ≥ 1 of one unpadded sequence.
 
     The head is computed at these positions alone, so memory is that of N × V numbers however long the sequence is.
     """
@@ -37,7 +37,7 @@ def logp_at(
 def choose(
     lengths: Tensor, sequences: int, tokens: int, generator: torch.Generator, *, whole: bool
 ) -> list[tuple[int, Tensor]]:
-    """Completions at random, and of their tokens a random share that fits: (row, ranks of the tokens in order).
+    """Choose random completions and a random share of their tokens that fits: (row, sorted ranks of the tokens).
 
     Every token of the chosen completions is equally likely, so shares of tokens are unbiased. With `whole`, completions that
     do not fit as a whole are passed over.
@@ -71,24 +71,24 @@ def choose(
 
 @dataclass(frozen=True, eq=False)
 class AuditedCompletion:
-    """Some tokens of one completion; tensors on the CPU."""
+    """Some tokens of a completion, as CPU tensors."""
 
     ids: Tensor
     """Prompt and completion without padding."""
     start: int
-    """Place at which the completion begins."""
+    """Position at which the completion begins."""
     positions: Tensor
-    """Places of the audited tokens in `ids`."""
+    """Positions of the audited tokens in `ids`."""
     advantages: Tensor
     logp_rollout: Tensor | None
     end: int
-    """The trainer's micro-step after which its batch is done."""
+    """The trainer's micro-step that ends the batch."""
 
 
 def choose_completions(
     output: dict[str, Any], sequences: int, tokens: int, generator: torch.Generator, end: int, *, whole: bool
 ) -> list[AuditedCompletion]:
-    """Some tokens of some completions of what TRL sampled, by `choose`; those that are trained on alone."""
+    """Choose tokens of TRL's sampled completions with `choose`, among the tokens that are trained on."""
     output = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in output.items()}
     prompt, completion = output["prompt_mask"].bool(), output["completion_mask"].bool()
     live = completion & output["tool_mask"].bool() if "tool_mask" in output else completion

@@ -22,10 +22,10 @@ from corral.validate import RunError
 Row = dict[str, Any]
 
 AUDITED = "audited"
-"""Name of the rule that an audit of logged tokens is about."""
+"""Name of the rule that an audit of logged tokens examines."""
 
 PROBABILITY = (1e-4, 1e-3, 1e-2, 0.1, 0.5, 0.9, float(np.nextafter(0.99, 0)))
-"""Edges of the buckets of old probability: ≤ at every edge but the last, so that the buckets end with "≥ .99"."""
+"""Upper edges of the buckets of old probability. The last bucket is "≥ .99"."""
 PROBABILITY_NAMES = ("≤ 1e-4", "1e-4 … 1e-3", "1e-3 … .01", ".01 … .1", ".1 … .5", ".5 … .9", ".9 … .99", "≥ .99")
 _RARE = 3
 """Buckets of rare tokens, with an old probability of 0.01 or less."""
@@ -34,24 +34,24 @@ _ENTROPY_NAMES = ("≤ .01", ".01 … .1", ".1 … .5", ".5 … 1", "1 … 2", "
 _SIGN_NAMES = ("negative", "zero", "positive")
 
 SHOWN_RULES = {"clip": 0.2, "dppo_tv": 0.2, "dppo_kl": 0.05}
-"""Rules, with their bounds, whose shares are reported by old probability."""
+"""Rules, with their bounds, whose shares are shown by old probability."""
 
 _OLDEST = 32
-"""Steps of staleness that have a row of their own; the last one is for all that are older."""
+"""Number of rows by staleness in steps; the last row counts all older tokens."""
 _MOST_STEPS = 100_000
 _BLOCKED_TOKENS = 20
-"""Tokens that are listed of those that clipping blocks most often."""
+"""Number of tokens listed as most often blocked by clipping."""
 _AT_ONCE = 1 << 16
-"""Tokens whose statistics are computed together."""
+"""Number of tokens whose statistics are computed together."""
 
 
 class Sums:
-    """Count, sum and largest value of each column, by an integer key; NaN is no value."""
+    """Count, sum and largest value of each column, by an integer key; NaN is skipped."""
 
     def __init__(self) -> None:
         self.keys: Ints = np.empty(0, dtype=np.int64)
         self.columns: dict[str, Floats] = {}
-        """By name: counts, sums and largest values, [3, number of keys]."""
+        """By column name: counts, sums and largest values, [3, number of keys]."""
 
     def add(self, keys: Ints, columns: Mapping[str, Floats]) -> None:
         """Add values with their keys."""
@@ -71,13 +71,13 @@ class Sums:
 
 
 ACCURACY = 0.001
-"""Relative error of a percentile at most."""
+"""Largest relative error of a percentile."""
 _LOWEST, _HIGHEST = 1e-9, 1e9
 _BINS = math.ceil(math.log(_HIGHEST / _LOWEST) / math.log1p(ACCURACY)) + 1
 
 
 class Spreads:
-    """Mean, percentiles and largest of values ≥ 0, by an integer key, from bins that are 0.1 % wide.
+    """Mean, percentiles and largest of values ≥ 0, by an integer key, from bins of 0.1 % relative width.
 
     Mean and maximum are exact. A percentile is the largest value in its bin: a value that occurs, and exact if it is alone.
 
@@ -90,7 +90,7 @@ class Spreads:
         self._bins = Sums()
 
     def add(self, keys: Ints, values: Floats) -> None:
-        """Count some more; infinities are above every number, NaN is no value."""
+        """Add values with their keys; infinities count as above every number, and NaN is skipped."""
         known = ~np.isnan(values)
         found, place = np.unique(keys[known], return_inverse=True)
         first = np.array([self._places.setdefault(key, len(self._places)) for key in found.tolist()], dtype=np.int64)
@@ -98,7 +98,7 @@ class Spreads:
         self._bins.add(_BINS * first[place] + np.ceil(steps).astype(np.int64).clip(0, _BINS - 1), {"value": values[known]})
 
     def row(self, key: int = 0) -> dict[str, float] | None:
-        """`mean`, `p50`, `p99`, `p999` and `max` of a key; None if it has no value."""
+        """`mean`, `p50`, `p99`, `p999` and `max` of a key, or None for a key without values."""
         if key not in self._places:
             return None
         first = _BINS * self._places[key]
@@ -119,11 +119,11 @@ class Summary:
     """All numbers of an audit."""
 
     measure: str
-    """Distributions that divergences are taken on, as in `Tokens`."""
+    """Distributions that divergences are computed on, as in `Tokens`."""
     tokens: int
     sequences: int
     steps: int
-    """Steps of training, or moments at which the policy was compared with the old one."""
+    """Number of training steps, or of comparisons between policy and old policy."""
     kl_bound: float
     tv_bound: float
     ess: float
@@ -133,21 +133,21 @@ class Summary:
     k1: float
     """Mean of log old − log new, which may be negative."""
     verdicts: Mapping[str, Row]
-    """By rule that acts on tokens: `share` of tokens, and `kl` and `tv`, the Ball of each radius."""
+    """By rule that acts on tokens: its `share` of tokens, and its Ball in `kl` and in `tv`."""
     thresholds: list[Threshold]
     troll_tv: float
-    """Mean TV by which TROLL moves a token that it projects; 0 if it projects none."""
+    """Mean TV by which TROLL moves a projected token, or 0 without projected tokens."""
     rare: Row
-    """Tokens with p_old ≤ .01: number of `tokens`, of those that clipping `blocked`, and the mean `tv` of the latter."""
+    """Rare tokens, with p_old ≤ .01: number of `tokens`, number `blocked` by clipping, and mean `tv` of the blocked tokens."""
     by_step: list[Row]
     by_age: list[Row]
     by_probability: list[Row]
     by_entropy: list[Row]
     by_sign: list[Row]
     blocked_tokens: list[Row]
-    """Tokens that clipping blocks most often, and how many of those blocks are inside the KL ball."""
+    """Tokens that clipping blocks most often, and the number of those blocks inside the KL ball."""
     alarms: list[Row]
-    """Steps at which a collapse announces itself, or is one, in the words of the guard."""
+    """Steps with a sign of collapse, in the sentences of the guard."""
     left_out: Mapping[str, int] = field(default_factory=dict)
 
     def as_dict(self) -> Row:
@@ -156,7 +156,7 @@ class Summary:
 
 
 class Tally:
-    """Counts of tokens; memory grows with the steps alone, by some hundred bytes for each step of a dump."""
+    """Counts of tokens. Memory grows with the number of steps only, by some hundred bytes per step."""
 
     def __init__(self, kl_bound: float, tv_bound: float) -> None:
         self.thresholds = ThresholdTally(kl_bound, tv_bound)
@@ -167,7 +167,7 @@ class Tally:
         self._spreads: defaultdict[tuple[str, str], Spreads] = defaultdict(Spreads)
 
     def add(self, tokens: Tokens) -> None:
-        """Count the tokens of some more completions."""
+        """Count the tokens of these completions."""
         if not len(tokens):
             return
         if self.measure not in (None, tokens.measure):
@@ -198,7 +198,7 @@ class Tally:
             raise RunError(f"there are more than {_MOST_STEPS:,} steps. Is `step` the number of the completion? Leave it out.")
 
     def summary(self) -> Summary:
-        """Everything counted so far; `NothingYet` if that is nothing."""
+        """The summary of all tokens so far; raises `NothingYet` if there are none."""
         if self.measure is None:
             raise NothingYet("there is no token to audit: no completion has one that was trained on and has finite log-probs.")
         (total,), by_step = self._rows("all"), self._rows("step", "step")
@@ -237,7 +237,7 @@ class Tally:
         )
 
     def _rows(self, group: str, label: str = "name", names: Sequence[str] = (), places: Ints | None = None) -> list[Row]:
-        """Rows of a group by key, or of the keys in these places: numbers of tokens, means, tails of KL and TV.
+        """Rows of a group by key, or by the keys at these indices: numbers of tokens, means, tails of KL and TV.
 
         A mean is None where nothing was reported.
         """
@@ -259,7 +259,7 @@ class Tally:
         return rows
 
     def _blocked_tokens(self) -> list[Row]:
-        """The tokens that clipping blocks most often, of equals the lowest ids."""
+        """The tokens that clipping blocks most often; ties go to the lowest ids."""
         sums = self._groups["token"]
         places = np.lexsort((sums.keys, -sums.columns["blocked_tv"][0]))[:_BLOCKED_TOKENS]
         return [
@@ -277,7 +277,7 @@ class Tally:
 
 
 _BLOCKED = ("p_old", "blocked_inside", "blocked_p_old", "blocked_tv")
-"""Columns that are summed by token: of old probabilities, and of tokens that are blocked."""
+"""Columns that are summed by token: old probability and blocked tokens."""
 
 
 def _columns(tokens: Tokens, kl_bound: float) -> dict[str, Floats]:
@@ -310,7 +310,7 @@ def _columns(tokens: Tokens, kl_bound: float) -> dict[str, Floats]:
 
 
 def _find_alarms(by_step: list[Row]) -> list[Row]:
-    """Findings of the guard of `corral train` on these steps. Rewards count as success within [0, 1] alone."""
+    """Findings of `corral train`'s guard on these steps. Rewards count as success only within [0, 1]."""
     watch, found = CollapseWatch(CollapseLimits()), []
     shares = all(row["reward"] is None or 0 <= row["reward"] <= 1 for row in by_step)
     for row in by_step:
@@ -322,7 +322,7 @@ def _find_alarms(by_step: list[Row]) -> list[Row]:
 
 _MOST = 24
 _LONGEST = 600
-"""Tokens of one completion that are kept."""
+"""Number of tokens stored per completion."""
 
 
 class Sample:
@@ -334,7 +334,7 @@ class Sample:
         self._seen = 0
 
     def add(self, tokens: Tokens) -> None:
-        """Whole completions, one after the other."""
+        """Consider successive whole completions for the sample."""
         wrong = np.isin(tokens.kinds("kl", self.kl_bound), ("false", "missed"))
         starts = tokens.starts.tolist()
         for start, stop in zip(starts, [*starts[1:], len(tokens)], strict=True):
@@ -345,35 +345,35 @@ class Sample:
             self._seen += 1
 
     def completions(self) -> list[tuple[int, Tokens]]:
-        """The completions in the order in which they came: how many tokens each has, and the first of them."""
+        """Length and first tokens of each completion, in order of arrival."""
         return [(length, tokens) for _, _, length, tokens in sorted(self._kept, key=lambda item: -item[1])]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """An audit: its numbers, and what they are about."""
+    """An audit: its numbers and its metadata."""
 
     summary: Summary
     info: Mapping[str, Any]
-    """`rules`, `what` was compared, `settings`, …: the content of audit.json, or the same of a dump."""
+    """Content of audit.json, or its equal for a dump: `rules`, `what` was compared, `settings`, …."""
     completions: Sequence[tuple[int, Tokens]]
     """Completions with the most errors, as `Sample` keeps them."""
     texts: Mapping[int, str] = field(default_factory=dict)
-    """What tokens say, by id."""
+    """Texts of tokens by id."""
     tokens: Tokens | None = None
-    """All tokens, of an audit whose rows are in memory."""
+    """All tokens, for an audit whose rows are in memory."""
 
     def text(self, token: int) -> str:
-        """What a token says; its id where that is unknown."""
+        """The text of a token, or its id if the text is unknown."""
         return self.texts.get(token, f"{token} ")
 
     def as_dict(self) -> Row:
-        """Every number, for JSON."""
+        """All numbers of the audit as a mapping for JSON."""
         return {**self.summary.as_dict(), **self.info}
 
 
 def audit_table(info: Mapping[str, Any], table: pa.Table) -> Audit:
-    """The audit of a folder's rows, as `read_audit` gives them."""
+    """The audit of a folder's rows, in the form of `read_audit`."""
     columns, rules = table_columns(table), info["rules"]
     tally, sample, tokens = Tally(rules["kl_bound"], rules["tv_bound"]), Sample(rules["kl_bound"]), audit_tokens(columns)
     tally.left_out.update(info.get("left_out") or {})
@@ -385,7 +385,7 @@ def audit_table(info: Mapping[str, Any], table: pa.Table) -> Audit:
 
 
 class DumpAudit:
-    """The audit of a dump that may grow: what was counted so far, and how far its files were read."""
+    """The audit of a dump that may grow: the counts so far, and the progress of reading its files."""
 
     def __init__(self, rules: Rules) -> None:
         assert rules.clip.config.bounds is not None, "whatever clips has a range"
@@ -399,7 +399,7 @@ class DumpAudit:
         self._format: str | None = None
 
     def read(self, dump: Dump, progress: Callable[[int], object], *, growing: bool = False) -> bool:
-        """Count what was not read yet, and return True if there was any. A dump whose files were replaced is read anew.
+        """Count new completions, and return True if there were any. A dump whose files were replaced is read again.
 
         Args:
             growing: whether more is to come, so that what is only half written is left for the next time.
@@ -425,7 +425,7 @@ class DumpAudit:
         return self._tally.sequences != before
 
     def result(self, dump: Dump, texts: Callable[[list[int]], Mapping[int, str]] = lambda ids: {}) -> Audit:
-        """The audit so far; `NothingYet` if there is no token. `texts` gives what tokens say, by id."""
+        """The audit so far; raises `NothingYet` if there is no token. `texts` maps token ids to texts."""
         summary, completions = self._tally.summary(), self._sample.completions()
         low, high = self._range
         clip = Threshold(

@@ -1,4 +1,4 @@
-"""Which threshold? Every rule at every bound, on the same tokens: how much it blocks, how often wrongly, what it misses."""
+"""Comparison of thresholds: for every rule and bound, the share of tokens blocked, wrongly blocked and missed."""
 
 import math
 from collections import defaultdict
@@ -13,20 +13,20 @@ from corral.lab.audit.dump import Floats
 from corral.lab.audit.tokens import Ball, Bools, Tokens, sampled_kl, sampled_tv
 
 _Score = Callable[[Tokens], Floats | None]
-"""Tokens → how far each has gone by the rule's own measure: it is blocked at bound b iff its score is above b. None: the
-tokens lack what the rule would need."""
+"""Score function: a token is blocked at bound b if and only if its score is above b. Returns None if the tokens lack a column
+that the rule needs."""
 
 _CLIP = 0.2
 
 
 @dataclass(frozen=True)
 class RuleFamily:
-    """One rule at several bounds."""
+    """A rule at several bounds."""
 
     name: str
     title: str
     symbol: str
-    """What the bound is called: ε, δ, c."""
+    """Symbol of the bound: ε, δ or c."""
     bounds: tuple[float, ...]
     default: float
     score: _Score
@@ -37,7 +37,7 @@ def _ratio(log_ratio: Floats) -> Floats:
 
 
 def _directed(rise: Callable[[Floats], Floats], fall: Callable[[Floats], Floats]) -> _Score:
-    """A score by the ratio: `rise` where the advantage is positive, `fall` where it is negative, −inf where it is 0."""
+    """A score from the ratio: `rise` for a positive advantage, `fall` for a negative advantage, −inf for 0."""
 
     def score(tokens: Tokens) -> Floats:
         ratio = _ratio(tokens.log_ratio)
@@ -47,7 +47,7 @@ def _directed(rise: Callable[[Floats], Floats], fall: Callable[[Floats], Floats]
 
 
 def _beyond(far: Bools) -> Floats:
-    """Blocked at every bound, or at none."""
+    """Score of a rule without a bound: blocked at every bound, or at none."""
     return np.where(far, np.inf, -np.inf)
 
 
@@ -63,7 +63,7 @@ def _ripo(tokens: Tokens) -> Floats:
 
 
 def _dppo(divergence: Callable[[Tokens], Floats | None], *, symmetric: bool = False) -> _Score:
-    """DPPO's mask on a divergence from the anchor: where tokens moved along their advantage, or wherever they have one."""
+    """DPPO's mask on a divergence from the anchor, for tokens that moved along their advantage or for all with an advantage."""
 
     def score(tokens: Tokens) -> Floats | None:
         moved = divergence(tokens)
@@ -101,9 +101,9 @@ FAMILIES = (
     RuleFamily("dppo_topk_kl", "DPPO, KL on the support", "δ", _KL, 0.05, _dppo(lambda t: t.support_kl_old_new)),
     RuleFamily("troll", "TROLL, projects", "ε", _KL, 0.05, lambda t: None if t.measure == "sampled" else t.kl),
 )
-"""Rules that leave a token without a gradient, or project it, each on its own. Left out are those that act on the tokens of
-another one here (`spo` and `decoupled_ppo` of `clip`, `drpo` of `dppo_tv`), that weigh tokens, or whose choice depends on the
-tokens before or beside (`cppo`, `bapo`, `m2po`, `clip_cov`, `kl_cov`), which a log may not show."""
+"""Rules that set a token's gradient to zero, or project it, independently of other tokens. Left out are rules that act on the
+tokens of a rule in this list (`spo` and `decoupled_ppo` of `clip`, `drpo` of `dppo_tv`), rules that weigh tokens, and rules
+that depend on neighbouring tokens (`cppo`, `bapo`, `m2po`, `clip_cov`, `kl_cov`), which a log may lack."""
 
 
 def outside_range(tokens: Tokens, low: float, high: float) -> Bools:
@@ -115,15 +115,15 @@ def outside_range(tokens: Tokens, low: float, high: float) -> Bools:
 
 @dataclass(frozen=True, kw_only=True)
 class Threshold:
-    """One rule at one bound, against the balls of KL and of total variation."""
+    """A rule at a single bound, against the balls of KL and of total variation."""
 
     family: str
     title: str
     symbol: str
-    """Empty for the clip range that an audit is about: it has no bound to choose."""
+    """Symbol of the bound; empty for the audited clip range, which has no bound to choose."""
     bound: float
     default: bool
-    """Whether this is the bound that the method is published with."""
+    """True if this is the published bound of the method."""
     kl: Ball
     tv: Ball
 
@@ -151,7 +151,7 @@ class Threshold:
 
 
 class ThresholdTally:
-    """Counts of tokens by rule, by the number of its bounds that they are beyond, and by cell.
+    """Counts of tokens by rule, by the number of bounds exceeded, and by cell.
 
     Bits of a cell: 1 is outside the KL ball, 2 outside the TV ball, 4 pushed further out.
     """
@@ -162,7 +162,7 @@ class ThresholdTally:
         self.tokens = 0
 
     def add(self, tokens: Tokens) -> None:
-        """Count some more. A rule that cannot be computed on some tokens is left out of the table."""
+        """Count these tokens. A rule that cannot be computed on some tokens is left out of the table."""
         outward = tokens.log_ratio * tokens.advantage > 0
         cell = (tokens.kl > self.kl_bound) + 2 * (tokens.tv > self.tv_bound) + 4 * outward
         self.tokens += len(tokens)
@@ -174,7 +174,7 @@ class ThresholdTally:
             self._counts[name] += np.bincount(8 * level + cell, minlength=64).reshape(8, 8)
 
     def verdict(self, name: str) -> dict[str, Ball]:
-        """The `kl` and the `tv` ball under one of the tokens' own verdicts."""
+        """The `kl` and `tv` balls under a verdict stored with the tokens."""
         return self._balls(f"{name} acts", 0)
 
     def rows(self) -> list[Threshold]:
@@ -190,7 +190,7 @@ class ThresholdTally:
         ]  # fmt: skip
 
     def _balls(self, name: str, place: int) -> dict[str, Ball]:
-        """The balls of KL and TV at the bound in this place."""
+        """The balls of KL and TV at the bound with this index."""
         blocked, passed = self._counts[name][place + 1 :].sum(0), self._counts[name][: place + 1].sum(0)
         cell, balls = np.arange(8), {}
         for ball, bit in (("kl", 1), ("tv", 2)):
@@ -206,7 +206,8 @@ class ThresholdTally:
 
 
 def fewest_errors(rows: Sequence[Threshold]) -> dict[str, Threshold]:
-    """By rule, the bound that errs least against the KL ball; the larger one of equals. Rules with one bound have none."""
+    """By rule, the bound with the fewest errors against the KL ball; ties go to the larger bound. Rules with a single bound are
+    left out."""
     families: dict[str, list[Threshold]] = {}
     for row in rows:
         families.setdefault(row.family, []).append(row)

@@ -1,4 +1,4 @@
-"""Audited tokens as columns, from a dump's completions or an audit's rows: what rules and statistics are computed on."""
+"""Audited tokens as columns, from a dump's completions or an audit's rows: the input of rules and statistics."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,18 +16,19 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 VERDICTS = ("clipped", "dppo_binary", "dppo_topk", "troll")
-"""Columns of an audit's rows that say which rule acts on a token."""
+"""Columns of an audit's rows that mark the tokens on which a rule acts."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tokens:
-    """Columns [N]. A number that was not reported is NaN; a column that nothing reported may be None."""
+    """Columns [N]. A missing number is NaN; a column without any number may be None."""
 
     measure: Literal["sampled", "support", "whole"]
-    """What divergences are taken on: the sampled token against all others, a support and its tail, or the whole vocabulary."""
+    """Distributions that divergences are computed on: the sampled token against all others, a support and its tail, or the
+    whole vocabulary."""
     step: Ints
     sequence: Ints
-    """Number of the completion, within its step or the dump."""
+    """Number of the completion within its step or the dump."""
     position: Ints
     token: Ints
     advantage: Floats
@@ -36,27 +37,27 @@ class Tokens:
     logp_rollout: Floats
     entropy: Floats
     reward: Floats
-    """Reward of the completion, at its first token."""
+    """Reward of the completion, stored at its first token."""
     age: Floats
     """Steps between sampling and training."""
     troll_tv: Floats
-    """How far TROLL's projection moves the policy."""
+    """TV by which TROLL's projection moves the policy."""
     kl: Floats
-    """KL(new‖old) on what `measure` says; a lower bound of the true one unless it is "whole"."""
+    """KL(new‖old) on the distributions of `measure`; a lower bound of the true KL unless `measure` is "whole"."""
     tv: Floats
     support_tv: Floats | None = None
     support_kl_old_new: Floats | None = None
-    """KL(old‖new) on a support: what DPPO with divergence="kl" reads there."""
+    """KL(old‖new) on a support: the divergence of DPPO with divergence="kl"."""
     sequence_log_ratio: Floats | None = None
-    """Mean of log new/old over the token's completion, where all of it was logged."""
+    """Mean of log new/old over the token's completion, if all of its tokens were logged."""
     verdicts: Mapping[str, Bools] = field(default_factory=dict)
-    """By rule, whether it acts on a token; `clipped` is the clipping that the audit is about."""
+    """Tokens on which each rule acts, by rule; `clipped` is the audited clipping."""
 
     def __len__(self) -> int:
         return len(self.step)
 
     def __getitem__(self, here: slice) -> "Tokens":
-        """Some of the tokens, as copies: a view would keep all tokens of its batch in memory."""
+        """Select tokens, as copies: a view would keep all tokens of its batch in memory."""
         columns: dict[str, Any] = {
             name: column[here].copy() for name, column in vars(self).items() if isinstance(column, np.ndarray)
         }
@@ -64,13 +65,13 @@ class Tokens:
 
     @property
     def starts(self) -> Ints:
-        """Places where completions begin."""
+        """Indices at which completions begin."""
         changes = (np.diff(self.step) != 0) | (np.diff(self.sequence) != 0)
         return np.flatnonzero(np.concatenate([[len(self) > 0], changes]))
 
     @property
     def anchor(self) -> Floats:
-        """Log π of the sampler where it reported, else `logp_old`: the policy that DPPO is centred on."""
+        """Log π of the sampler if it was reported, otherwise `logp_old`: the centre of DPPO."""
         return np.where(np.isnan(self.logp_rollout), self.logp_old, self.logp_rollout)
 
     @property
@@ -95,15 +96,15 @@ def token_kinds(blocked: Bools, outside: Bools, outward: Bools) -> NDArray[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Ball:
-    """Tokens inside and outside a ball of divergence, against one rule. The first four are all tokens."""
+    """Counts of tokens inside and outside a divergence ball under a rule. The first four fields cover all tokens."""
 
     blocked_inside: int
-    """Stopped though near: clipping's false alarms."""
+    """Tokens blocked although near: clipping's false alarms."""
     blocked_outside: int
     passed_inside: int
     passed_outside: int
     passed_outward: int
-    """Passed tokens outside whose update pushes them further out: clipping misses them. Others are on their way back."""
+    """Passed tokens outside whose update pushes them further out: clipping misses them. Other tokens are on their way back."""
 
     @property
     def blocked(self) -> int:
@@ -117,7 +118,7 @@ class Ball:
 
 
 def join_completions(completions: Sequence[LoggedCompletion], first: int = 0) -> Tokens:
-    """Completions one after the other, numbered from `first`. Divergences are those on the support where all have one."""
+    """Join completions, numbered from `first`. Divergences are taken on the support if all completions have one."""
     lengths = [len(one.tokens) for one in completions]
 
     def join(name: str) -> Any:
@@ -165,7 +166,7 @@ def join_completions(completions: Sequence[LoggedCompletion], first: int = 0) ->
 
 
 def audit_tokens(columns: Mapping[str, NDArray[Any]]) -> Tokens:
-    """Rows of an audit's own table, which knows true divergences."""
+    """Tokens from the rows of an audit's own table, which hold true divergences."""
     nothing = np.full(len(columns["update"]), np.nan)
     floats = {name: column.astype(np.float64) for name, column in columns.items() if column.dtype.kind == "f"}
     return Tokens(
@@ -185,7 +186,7 @@ def audit_tokens(columns: Mapping[str, NDArray[Any]]) -> Tokens:
 
 
 def sampled_kl(logp_p: Floats, logp_q: Floats) -> Floats:
-    """KL(p‖q) of "the sampled token or any other", from float64 log-probs."""
+    """KL(p‖q) of the sampled token against all other tokens, from float64 log-probs."""
     p, q = (torch.from_numpy(x).clamp(max=CERTAIN) for x in (logp_p, logp_q))
     return binary_kl(p, q).numpy()
 

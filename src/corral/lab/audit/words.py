@@ -1,4 +1,4 @@
-"""An audit in plain sentences, the same in a terminal and on a page."""
+"""Plain sentences of an audit, for a terminal and for its page."""
 
 import re
 from collections.abc import Mapping
@@ -10,20 +10,21 @@ from corral.lab.audit.tokens import Ball
 from corral.lab.run.text import count
 
 RULES = {"clipped": "clipping", "dppo_binary": "DPPO, sampled token", "dppo_topk": "DPPO, top-K", "troll": "TROLL"}
-"""Verdicts and their names."""
+"""Names of verdicts."""
 
 MEASURES = {
     "sampled": "the sampled token against all others, a lower bound of the true one",
     "support": "the logged support and its tail, a lower bound of the true one",
     "whole": "the whole vocabulary",
 }
-"""What divergences are taken on, by `Summary.measure`."""
+"""Names of the distributions that divergences are computed on, by `Summary.measure`."""
 
 _NAMES = {"clip": "clipping 1 ± ε", "dppo_tv": "DPPO on TV", "dppo_kl": "DPPO on KL", "troll": "TROLL"}
 
 
 def sentences(summary: Summary, info: Mapping[str, Any]) -> list[str]:
-    """What was compared, how far it went, what clipping did, and what it and other rules would do on one more update."""
+    """Sentences on the compared policies, their distances, the effect of clipping, and the effect of each rule on one more
+    update."""
     whole, distances, steps = summary.measure == "whole", summary.distances, summary.steps
     tokens, remarks = count(summary.tokens, "token"), list(map(str, info.get("remarks") or ()))
     tokens += f" of {count(summary.sequences, 'completion')}"
@@ -109,7 +110,7 @@ def _true_distances(summary: Summary, rules: Mapping[str, Any]) -> list[str]:
 
 
 def _fewest(summary: Summary) -> list[str]:
-    """The bound with the fewest errors, of the best-known rules."""
+    """The bound with the fewest errors, for each of the best-known rules."""
 
     def errors(row: Threshold) -> str:
         ball: Ball = row.kl
@@ -122,7 +123,7 @@ def _fewest(summary: Summary) -> list[str]:
 
 
 def _samples(summary: Summary) -> str:
-    """Effective sample size, and the step where it is lowest."""
+    """Sentence on the effective sample size and the step of its minimum."""
     text = f"Effective sample size of the tokens' ratios: {percent(summary.ess)} of their number"
     if summary.steps > 1:
         lowest = min(summary.by_step, key=lambda row: row["ess"])
@@ -131,14 +132,14 @@ def _samples(summary: Summary) -> str:
 
 
 def _mismatch(summary: Summary, silent: str) -> str:
-    """The distance of sampler and trainer; `silent` says why there is none where the sampler reported nothing."""
+    """Sentence on the distance of sampler and trainer; `silent` gives the reason if the sampler reported nothing."""
     if "mismatch" not in summary.distances:
         return f"The sampler reported no log-probs {silent}."
     return f"Sampler and trainer differ on the sampled tokens by a TV of {_spread(summary.distances['mismatch'])}."
 
 
 def _staleness(summary: Summary) -> list[str]:
-    """The ages of tokens when they were trained on."""
+    """Sentence on the ages of tokens when they were trained on."""
     if not summary.by_age:
         return []
     first, last = summary.by_age[0], summary.by_age[-1]
@@ -151,7 +152,7 @@ def _staleness(summary: Summary) -> list[str]:
 
 
 def _alarms(summary: Summary) -> list[str]:
-    """The step at which a collapse announces itself."""
+    """Sentence on the step of the first sign of collapse."""
     if summary.steps < 2:
         return []
     if not summary.alarms:
@@ -162,7 +163,7 @@ def _alarms(summary: Summary) -> list[str]:
 
 
 def clip_range(clip: Mapping[str, Any]) -> str:
-    """`ratio 0.8 … 1.2`."""
+    """Text of the clip range: `ratio 0.8 … 1.2`."""
     if clip["name"] == "gmpo":
         return f"log-ratio within ±{number(clip['clip'])}"
     digits = 4 if clip["clip_low"] < 0.01 else 3
@@ -172,12 +173,12 @@ def clip_range(clip: Mapping[str, Any]) -> str:
 
 
 def _spread(row: Mapping[str, float]) -> str:
-    """`mean 0.002, 99.9th percentile 0.3, largest 1.2`."""
+    """Text of a distribution: `mean 0.002, 99.9th percentile 0.3, largest 1.2`."""
     return f"mean {number(row['mean'])}, 99.9th percentile {number(row['p999'])}, largest {number(row['max'])}"
 
 
 def percent(share: float) -> str:
-    """With two digits that count; not 0 % unless it is 0, nor 100 % unless it is all."""
+    """A percentage with two significant digits; 0 % and 100 % only for exact values."""
     if share in (0.0, 1.0):
         return f"{share:.0%}".replace("%", " %")
     if share < 1e-4:
@@ -189,5 +190,5 @@ def percent(share: float) -> str:
 
 
 def number(value: float) -> str:
-    """Two digits that count."""
+    """A number with two significant digits."""
     return "∞" if value == float("inf") else re.sub(r"e([-+])0*", r"e\1", f"{value:.2g}")

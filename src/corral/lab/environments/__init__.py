@@ -1,4 +1,4 @@
-"""Simulated tasks under Gymnasium ids `corral/…`; importing this registers them.
+"""Simulated tasks with Gymnasium ids `corral/…`, registered when this package is imported.
 
 Every environment here has episodes of fixed length, joints in its observation, the elapsed share of the episode as the
 observation's last entry (rewards depend on time), a `success` in the info of the last step, and an image for a render.
@@ -31,11 +31,11 @@ class Environment:
     dt: float
     """Seconds from one action to the next."""
     tracking: Tracking
-    """How its joints follow a plan."""
+    """Controller that makes the joints follow a plan."""
     vector_entry_point: str | None = None
-    """Steps all copies at once, where there is such a form."""
+    """Entry point of a vectorised form that steps all copies at once, if there is such a form."""
     tells_event: bool = False
-    """The last info has the step of an `event`, to which TCE can move what is paid later."""
+    """True if the last info holds the step of an `event`, to which TCE can move later rewards."""
 
 
 ENVIRONMENTS = {

@@ -1,4 +1,4 @@
-"""An arm with seven joints that pushes a box to a place and an orientation on a table, with a rod.
+"""An arm with seven joints that pushes a box with a rod to a target position and orientation on a table.
 
 Kinematics and limits are those of Franka's Panda (`box_pushing.xml`). An action a ∈ [−1, 1]⁷ is a torque of 10 a N·m on top of
 what holds the arm against gravity and its own motion; Δt = 0.02 s, 100 steps. With u = 10 a, the box's distances p (m) and
@@ -40,47 +40,47 @@ HIGH = np.array([2.8973, 1.7628, 2.8973, -0.0698, 2.8973, 3.7525, 2.8973])
 _SPEED = np.array([2.175, 2.175, 2.175, 2.175, 2.61, 2.61, 2.61])
 """Franka's limits of angles (rad) and velocities (rad/s)."""
 REGION = np.array([[0.3, -0.45], [0.6, 0.45]])
-"""Metres: where box and target may lie, at least `APART` from each other."""
+"""Region of box and target in metres; they are at least `APART` from each other."""
 APART, _PLATE = 0.3, -0.01
 _REACHED = (0.05, 0.5)
-"""Metres and radians from the target that count as success."""
+"""Largest distance and angle from the target that count as success, in metres and radians."""
 _POSTURE = np.array([0.0, 0.25, 0.0, -2.3, 0.0, 2.55, np.pi / 4])
-"""Elbow up, rod upright, mid-region: where the search for the first angles begins, and where its spare freedom leads."""
+"""Reference posture with elbow up and rod upright: the start of the search for the first angles, and its attractor."""
 DOWN = np.array([0.0, 1.0, 0.0, 0.0])
-"""The hand's orientation with the rod upright."""
+"""Orientation of the hand with the rod upright."""
 _ABOVE = 0.15
-"""Metres from the box to the grip at the start: the rod's end is inside the walls, above the plate."""
+"""Initial height of the grip above the box in metres: the rod's end is inside the walls, above the plate."""
 _BAD = (mujoco.mjtWarning.mjWARN_BADQPOS, mujoco.mjtWarning.mjWARN_BADQVEL, mujoco.mjtWarning.mjWARN_BADQACC)
-"""How the simulator says that a state makes no sense."""
+"""Simulator warnings that mark a state as invalid."""
 _XML = str(Path(__file__).with_name("box_pushing.xml"))
 _CAMERA = Camera(centre=(0.3, 0.0, 0.3), width=1.9, azimuth=125.0, elevation=35.0)
 
 
 def rotation_distance(one: Array, other: Array) -> Any:
-    """Angle (rad) between two orientations given as unit quaternions [* 4]: 2 arccos |⟨one, other⟩|."""
+    """Angle (rad) between two orientations given as unit quaternions p, q [* 4]: 2 arccos |⟨p, q⟩|."""
     return 2 * np.arccos(np.minimum(1.0, np.abs((one * other).sum(-1))))
 
 
 def _distances(box: Array, target: Array) -> tuple[Any, Any]:
-    """Metres and radians between poses [* 7]."""
+    """Distances in metres and radians between poses [* 7]."""
     return np.linalg.norm(box[..., :3] - target[..., :3], axis=-1), rotation_distance(box[..., 3:], target[..., 3:])
 
 
 def _outcome(box: Array, target: Array) -> dict[str, Any]:
-    """Info of the last step, from poses [* 7]: success, and the distances to the target."""
+    """Info of the last step from poses [* 7]: success, and the distances to the target."""
     p, theta = _distances(box, target)
     return {"success": 1.0 * ((p < _REACHED[0]) & (theta < _REACHED[1])), "distance": p, "rotation_distance": theta}
 
 
 def limit_excess(q: Array, velocity: Array) -> Any:
-    """e: by how much angles and velocities [* 7] exceed Franka's limits, summed over the joints."""
+    """Excess e of angles and velocities [* 7] over Franka's limits, summed over the joints."""
     return (np.maximum(q - HIGH, 0) + np.maximum(LOW - q, 0) + np.maximum(np.abs(velocity) - _SPEED, 0)).sum(-1)
 
 
 def push_reward(
     kind: _Reward, *, q: Array, velocity: Array, box: Array, target: Array, tip: Array, rod: Array, torque: Array, last: Any
 ) -> Any:
-    """The reward of one step, or of many [*].
+    """The reward of a step, or of many steps [*].
 
     `box` and `target`: position and quaternion [* 7]; `rod`: quaternion [* 4]; `torque`: 10 a [* 7].
     """
@@ -141,7 +141,7 @@ class BoxPushing(Simulated):
     @staticmethod
     @cache
     def batch_model() -> mujoco.MjModel:
-        """The same scene, but a state that makes no sense begins anew, at time 0: so `advance` sees it."""
+        """The scene for a batch. An invalid state restarts at time 0, which `advance` detects."""
         model = mujoco.MjModel.from_xml_path(_XML)
         model.opt.disableflags &= ~mujoco.mjtDisableBit.mjDSBL_AUTORESET.value
         return model
@@ -174,7 +174,7 @@ class BoxPushing(Simulated):
 
     @staticmethod
     def score(copies: "Sequence[BoxPushing]", readings: Array, actions: Array) -> Scored:
-        """Observations, rewards and last info, as `step` returns them."""
+        """Observations, rewards and last info in the form that `step` returns."""
         q, velocity, box, tip, rod, stable = np.split(readings, [7, 14, 21, 24, 28], -1)
         target, step = np.array([[copy.target()] for copy in copies]), np.arange(1, STEPS + 1)
         paid = push_reward(
@@ -185,7 +185,7 @@ class BoxPushing(Simulated):
         return Scored(seen, np.where(stable[..., 0] > 0, paid, UNSTABLE), _outcome(box[:, -1], target[:, 0]))
 
     def joints_above(self, place: Array, rounds: int = 50) -> Array:
-        """Angles [7] that put the grip `_ABOVE` a place with the rod upright, near `_POSTURE`.
+        """Joint angles [7] that hold the grip `_ABOVE` a position with the rod upright, near `_POSTURE`.
 
             q ← q + Jᵀ (J Jᵀ + λI)⁻¹ (x − J n) + n,     n = ½ (POSTURE − q)
 
@@ -220,7 +220,7 @@ class BoxPushing(Simulated):
         return np.concatenate([self.data.mocap_pos[0], self.data.mocap_quat[0]])
 
     def observation(self) -> Array:
-        """[29]."""
+        """The observation [29]."""
         return np.concatenate([self.data.qpos[:7], self.data.qvel[:7], self.box(), self.target(), [self.time / STEPS]])
 
     def outcome(self) -> dict[str, float]:
@@ -228,17 +228,17 @@ class BoxPushing(Simulated):
         return {name: float(value) for name, value in _outcome(self.box(), self.target()).items()}
 
     def render(self) -> NDArray[np.uint8]:
-        """From above and from the front, the target translucent; 480 × 360."""
+        """Render views from above and from the front with a translucent target; 480 × 360 pixels."""
         return picture(self.model, self.data, _CAMERA)
 
     def _place(self) -> Array:
-        """A position and a quaternion on the table: x, y and yaw uniform."""
+        """Draw a position and a quaternion on the table: x, y and yaw are uniform."""
         x, y = self.np_random.uniform(*REGION)
         yaw = self.np_random.uniform(0, 2 * np.pi)
         return np.array([x, y, _PLATE, np.cos(yaw / 2), 0.0, 0.0, np.sin(yaw / 2)])
 
     def _advance(self, torque: Array) -> bool:
-        """One Δt under these torques; False, and the state as it was but at rest, if the simulator could not take it."""
+        """Advance one Δt under these torques. Returns False, with the old state at rest, if the simulator failed."""
         before = self.data.qpos.copy()
         self.data.ctrl[:] = torque + self.data.qfrc_bias[:7]  # clipped by the motors' limits
         mujoco.mj_step(self.model, self.data, round(DT / self.model.opt.timestep))

@@ -1,4 +1,4 @@
-"""Pictures of a MuJoCo scene without OpenGL: the same image on every machine, display or none.
+"""Pictures of a MuJoCo scene without OpenGL: the image is equal on every machine, with or without a display.
 
 Shapes are projected without perspective and painted from the farthest to the nearest: capsules, cylinders and spheres as
 thick lines; boxes, planes and the bounding boxes of meshes as the faces that look towards the camera. What belongs to the
@@ -21,24 +21,24 @@ _GEOM = mujoco.mjtGeom
 _PLANE, _SPHERE, _CAPSULE = int(_GEOM.mjGEOM_PLANE), int(_GEOM.mjGEOM_SPHERE), int(_GEOM.mjGEOM_CAPSULE)
 _CYLINDER, _MESH = int(_GEOM.mjGEOM_CYLINDER), int(_GEOM.mjGEOM_MESH)
 _HIDDEN = 3
-"""Shapes of this group and those after it are not shown, as in MuJoCo's own pictures."""
+"""First group of shapes that are hidden; later groups are hidden too, as in MuJoCo's renderer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Camera:
-    """Looks at `centre` from afar; the picture is `width` metres wide."""
+    """A distant camera aimed at `centre`; the picture is `width` metres wide."""
 
     centre: tuple[float, float, float]
     width: float
     azimuth: float
-    """Degrees; at 0 the camera looks along +y and sees x grow to the right."""
+    """Azimuth in degrees; at 0 the camera looks along +y with x to the right."""
     elevation: float
-    """Degrees above the horizon."""
+    """Elevation in degrees above the horizon."""
     pixels: tuple[int, int] = (480, 360)
 
     @property
     def axes(self) -> Array:
-        """Rows: right, up, and towards the camera."""
+        """Axes of the camera as rows: right, up, and towards the camera."""
         a, e = np.radians([self.azimuth, self.elevation])
         towards = np.array([np.sin(a) * np.cos(e), -np.cos(a) * np.cos(e), np.sin(e)])
         right = np.array([np.cos(a), np.sin(a), 0.0])
@@ -48,7 +48,7 @@ class Camera:
 def picture(
     model: mujoco.MjModel, data: mujoco.MjData, camera: Camera, marks: Sequence[tuple[Sequence[float], str]] = ()
 ) -> NDArray[np.uint8]:
-    """The scene as an image [height width 3]; `marks` are points (x, y, z) with a colour, drawn as crosses on top."""
+    """The scene as an image [height width 3]. `marks` are points (x, y, z) with a colour, drawn as crosses on top."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Polygon
@@ -72,12 +72,12 @@ def picture(
 
 
 def _project(points: Array, camera: Camera) -> Array:
-    """Right, up and nearness [* 3] of points [* 3]."""
+    """Projection of points [* 3] to right, up and nearness [* 3]."""
     return (points - np.asarray(camera.centre)) @ camera.axes.T
 
 
 def _shapes(model: mujoco.MjModel, data: mujoco.MjData, camera: Camera) -> Iterator[tuple[bool, float, str, dict[str, Any]]]:
-    """(belongs to a body, nearness, kind, style) of everything that can be seen."""
+    """Visible shapes as (belongs to a body, nearness, kind, style)."""
     for index in range(model.ngeom):
         kind, size, colour = int(model.geom_type[index]), model.geom_size[index], model.geom_rgba[index]
         centre, axes = data.geom_xpos[index], data.geom_xmat[index].reshape(3, 3)
@@ -99,7 +99,7 @@ def _shapes(model: mujoco.MjModel, data: mujoco.MjData, camera: Camera) -> Itera
 def _strokes(
     ends: Array, radius: float, flat: bool, colour: Array, camera: Camera
 ) -> Iterator[tuple[float, str, dict[str, Any]]]:
-    """A line from one end to the other, twice: a narrower one in a lighter shade reads as a rounded body."""
+    """A line drawn twice, with a narrower lighter stroke on top, so that it looks like a rounded body."""
     seen = _project(ends, camera)
     for share, shade in ((1.0, 0.75), (0.55, 1.0)):
         style = {"ends": seen[:, :2], "width": 2 * float(radius) * share, "colour": _shade(colour, shade)}
@@ -109,7 +109,7 @@ def _strokes(
 def _faces(
     centre: Array, axes: Array, extent: Array, colour: Array, camera: Camera
 ) -> Iterator[tuple[float, str, dict[str, Any]]]:
-    """The faces of a box that look towards the camera; without thickness, only the upper one."""
+    """The faces of a box that face the camera; without thickness, only the upper face."""
     for axis, sign in product(range(3), (-1.0, 1.0)):
         normal = sign * axes[:, axis]
         if normal @ camera.axes[2] <= 1e-6 or (not extent[2] and axis != 2):

@@ -34,17 +34,17 @@ _Reward = Literal["sparse", "dense"]
 
 STEPS, DT = 250, 0.008
 _HEIGHT = 1.5
-"""Metres: the torso at the start. Standing straight, it is at 1.21."""
+"""Height of the torso at the start, in metres; it is 1.21 when the hopper stands straight."""
 _GOAL = (0.3, 1.35)
-"""Metres: where the goal may lie."""
+"""Range of the goal's position in metres."""
 _LEG = np.array([[-0.5, 0.0], [-0.2, 0.0], [0.0, 0.785]])
-"""Radians: between which hip, knee and ankle start."""
+"""Ranges of the initial hip, knee and ankle angles in radians."""
 NEVER = 5.0
-"""Metres that count as the landing's distance where there was no landing."""
+"""Landing distance in metres that is reported if the hopper never landed."""
 _LANDED, _JUMPED = 0.1, 1.6
-"""Metres: success is a first landing this close to the goal, after the torso has been this high."""
+"""Limits of success in metres: distance of the first landing from the goal, and height of the torso before it."""
 _SOLE = np.array([-0.13, 0.0, 0.04])
-"""Beneath the ankle at the underside of the foot, in the frame of the foot's body."""
+"""Point on the underside of the foot beneath the ankle, in the frame of the foot's body."""
 FALLING, _STANDING, FLYING, DOWN = range(4)
 _CAMERA = Camera(centre=(0.6, 0.0, 0.9), width=3.2, azimuth=0.0, elevation=8.0)
 
@@ -53,7 +53,7 @@ _XML = str(Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets" / "hop
 
 
 def next_phase(phase: int, contact: bool) -> int:
-    """Falling at first, standing after the first contact, flying once it is lost, down at the next one."""
+    """The next phase: falling, standing after the first contact, flying when contact ends, and down at the next contact."""
     waits_for_contact = phase in (FALLING, FLYING)
     return phase + (phase != DOWN and contact == waits_for_contact)
 
@@ -61,7 +61,7 @@ def next_phase(phase: int, contact: bool) -> int:
 def jump_reward(
     kind: _Reward, *, height: Any, highest: Any, distance: Any, landing: Any, healthy: Any, action: Array, last: Any
 ) -> Any:
-    """The reward of one step from what was recorded up to it, or of many [*]; actions are [* 3]."""
+    """The reward of a step from the records up to it, or of many steps [*]; actions are [* 3]."""
     cost = 1e-3 * np.square(action).sum(-1)
     if kind == "dense":
         return 3 * height - 3 * distance + 1.0 * healthy - cost
@@ -69,7 +69,7 @@ def jump_reward(
 
 
 class HopperJump(Simulated):
-    """The hopper, its goal, and the memory of its jump."""
+    """The hopper, its goal, and the record of its jump."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": round(1 / DT), "render_marks": "red: where to land"}  # noqa: RUF012  # Gymnasium's own form
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (16,), np.float64)
@@ -120,7 +120,7 @@ class HopperJump(Simulated):
     @staticmethod
     @cache
     def batch_model() -> mujoco.MjModel:
-        """The same hopper with a sensor that counts the contacts of foot and floor."""
+        """The hopper for a batch, with a sensor that counts contacts between foot and floor."""
         spec, geom = mujoco.MjSpec.from_file(_XML), mujoco.mjtObj.mjOBJ_GEOM
         found = [1 << mujoco.mjtConDataField.mjCONDATA_FOUND.value, 0, 1]
         pair: dict[str, Any] = {"objtype": geom, "objname": "floor", "reftype": geom, "refname": "foot_geom"}
@@ -141,7 +141,7 @@ class HopperJump(Simulated):
 
     @staticmethod
     def score(copies: "Sequence[HopperJump]", readings: Array, actions: Array) -> Scored:
-        """Observations, rewards and last info, as `step` returns them."""
+        """Observations, rewards and last info in the form that `step` returns."""
         state, torso, _, _, contacts = np.split(readings, [12, 15, 18, 27], -1)
         height, contact, distance = torso[..., 2], contacts[..., 0] > 0, np.linalg.norm(_offsets(copies, readings), axis=-1)
         highest = np.maximum.accumulate(height, 1)
@@ -162,37 +162,37 @@ class HopperJump(Simulated):
         return Scored(HopperJump.observations(copies, readings, step), rewards, info)
 
     def offset(self) -> Array:
-        """From the goal to the sole (x, y, z)."""
+        """Vector from the goal to the sole (x, y, z)."""
         sole = self.data.xpos[self._foot] + self.data.xmat[self._foot].reshape(3, 3) @ _SOLE
         return sole - np.array([self.goal, 0.0, 0.0])
 
     def contact(self) -> bool:
-        """Whether the foot touches the floor."""
+        """True if the foot touches the floor."""
         return any({int(one), int(two)} == self._pair for one, two in self.data.contact.geom)
 
     def healthy(self) -> bool:
-        """The torso above 0.5 m, and no number out of bounds."""
+        """True if the torso is above 0.5 m and no number is out of bounds."""
         state = np.concatenate([self.data.qpos[2:], self.data.qvel])
         return bool(self.data.qpos[1] > 0.5 and (np.abs(state) < 100).all())
 
     def observation(self) -> Array:
-        """[16]."""
+        """The observation [16]."""
         offset = self.offset()[[0, 2]]
         return np.concatenate([self.data.qpos, self.data.qvel, offset, [self.goal, self.time / STEPS]])
 
     def outcome(self, distance: float) -> dict[str, float]:
-        """Info of the last step; the event is the step in which the foot left the floor, NaN if it never did."""
+        """Info of the last step. The event is the step of take-off, or NaN if there was none."""
         success = float(self.landing < _LANDED and self.highest > _JUMPED)
         distances = {"landing_distance": self.landing, "goal_distance": distance}
         return {"success": success, "event": self.takeoff, "highest": self.highest, **distances}
 
     def render(self) -> NDArray[np.uint8]:
-        """From the side, the goal as a cross; 480 × 360."""
+        """Render a view from the side with the goal as a cross; 480 × 360 pixels."""
         return picture(self.model, self.data, _CAMERA, [((self.goal, 0.0, 0.0), "tab:red")])
 
 
 def _offsets(copies: Sequence[HopperJump], readings: Array) -> Array:
-    """From the goal to the sole (x, y, z) [E S 3], of readings [E S R]."""
+    """Vectors from the goal to the sole (x, y, z) [E S 3], from readings [E S R]."""
     ankle, frame = readings[..., 15:18], readings[..., 18:27]
     offset = ankle + frame.reshape(*frame.shape[:2], 3, 3) @ _SOLE
     offset[..., 0] -= np.array([[copy.goal] for copy in copies])

@@ -27,7 +27,7 @@ from corral.robot.tracking import Array
 
 STEPS, DT, _GAIN = 500, 0.0125, 100.0
 _FINGER = "r_close"
-"""Meta-World's slide joint of the right finger; the left one mirrors it."""
+"""Slide joint of the right finger in Meta-World; the left finger mirrors it."""
 
 
 def task_names() -> list[str]:
@@ -36,7 +36,7 @@ def task_names() -> list[str]:
 
 
 class MetaWorld(gymnasium.Env):
-    """One of Meta-World's v3 tasks; object and goal are drawn anew in every episode."""
+    """A task of Meta-World v3; object and goal are drawn anew in every episode."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": round(1 / DT), "render_marks": "red: goal"}  # noqa: RUF012  # Gymnasium's own form
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (48,), np.float64)
@@ -73,7 +73,7 @@ class MetaWorld(gymnasium.Env):
         return self._observation(seen), float(reward), False, over, {"success": float(info["success"])} if over else {}
 
     def render(self) -> NDArray[np.uint8]:
-        """The table and the robot, its meshes as boxes, the target as a cross; 480 × 360."""
+        """Render the table, the robot with its meshes as boxes, and the target as a cross; 480 × 360 pixels."""
         from corral.lab.environments.drawing import Camera, picture
 
         camera = Camera(centre=(0.0, 0.6, 0.25), width=1.6, azimuth=155.0, elevation=25.0)
@@ -91,7 +91,7 @@ class MetaWorld(gymnasium.Env):
 
 
 def quickened(env: Any) -> Any:
-    """One of Meta-World's own environments with the same observations, contacts and rewards in less time.
+    """A faster copy of a Meta-World environment with equal observations, contacts and rewards.
 
     Its rotations go through scipy, which checks each to be one, its contacts through Python's objects, one by one, and the
     shares of its rewards through arrays of one number. Without, a step takes 1.2 to 2.9 times less, by task:
@@ -101,7 +101,7 @@ def quickened(env: Any) -> Any:
     others = {"Rotation": _Rotation, "reward_utils": SimpleNamespace(**shares), "tolerance": _tolerance}
 
     def observed(self: Any) -> Array:
-        """Hand, share by which the gripper is open, then position and quaternion of each object, padded to 18 numbers."""
+        """Hand position, opening of the gripper, then position and quaternion of each object, padded to 18 numbers."""
         apart = self.data.body("rightclaw").xpos - self.data.body("leftclaw").xpos
         seen = np.zeros(4 + self._obs_obj_max_len)
         seen[:3], seen[3] = self.get_endeff_pos(), min(np.linalg.norm(apart) / 0.1, 1.0)
@@ -111,7 +111,7 @@ def quickened(env: Any) -> Any:
         return seen
 
     def touched(self: Any, object_geom_id: int) -> bool:
-        """Whether both pads press on an object."""
+        """True if both finger pads press on an object."""
         geoms, forces = self.data.contact.geom, self.data.efc_force[self.data.contact.efc_address]
         on_object = (geoms == object_geom_id).any(-1)
         pads = (self.data.geom(f"{side}pad_geom").id for side in ("left", "right"))
@@ -125,7 +125,7 @@ def quickened(env: Any) -> Any:
 
 
 def _with_globals(function: FunctionType, others: dict[str, Any]) -> FunctionType:
-    """The same function, which finds other things where it looks for these names."""
+    """A copy of the function with some of its global names replaced."""
     names, defaults = function.__globals__ | others, function.__defaults__
     return FunctionType(function.__code__, names, argdefs=defaults, closure=function.__closure__)
 
@@ -133,7 +133,7 @@ def _with_globals(function: FunctionType, others: dict[str, Any]) -> FunctionTyp
 def _tolerance(
     x: Any, bounds: Any = (0.0, 0.0), margin: Any = 0.0, sigmoid: str = "gaussian", value_at_margin: float = 0.1
 ) -> Any:
-    """Meta-World's share of a reward for a number's distance d from an interval, 1 within; theirs where it is another.
+    """Meta-World's reward for a distance d from an interval, 1 inside it; other cases call Meta-World's own function.
 
     1 / (1 + (1/v − 1) (d / margin)²)
     """
@@ -147,7 +147,7 @@ def _tolerance(
 
 
 class _Rotation:
-    """As much of scipy's as tasks use, without its checks."""
+    """The part of scipy's Rotation that tasks use, without its checks."""
 
     def __init__(self, matrix: Array) -> None:
         self._matrix = matrix
@@ -155,7 +155,8 @@ class _Rotation:
     from_matrix = classmethod(lambda cls, matrix: cls(matrix))
 
     def as_quat(self) -> Array:
-        """(x, y, z, w) with scipy's sign: positive where the matrix's diagonal, or its trace for w, is largest."""
+        """The quaternion (x, y, z, w) with scipy's sign: positive at the largest diagonal entry, or at w if the trace is
+        largest."""
         quaternion, diagonal = np.empty(4), self._matrix.diagonal()
         mujoco.mju_mat2Quat(quaternion, self._matrix.ravel())
         found = quaternion[[1, 2, 3, 0]]

@@ -1,4 +1,4 @@
-"""A planar arm of five links that must pass one point in the first half of an episode and be at another in the end.
+"""A planar arm of five links that must pass a point in the first half of an episode and reach another at the end.
 
 Each joint is a double integrator, so that an episode costs microseconds and every difference between methods is theirs:
 
@@ -25,11 +25,12 @@ _Reward = Literal["dense", "sparse"]
 
 _LINKS, STEPS, DT, STRENGTH = 5, 100, 0.02, 40.0
 REACHED = 0.25
-"""Metres that count as success: 5 % of the arm's length from the via-point at some moment of the first half, and from the
-goal in the end. Being at the via-point at the very moment when the goal begins to count is not asked for: the dense reward's
-best plans are under way to the goal by then."""
+"""Largest distance in metres that counts as success, 5 % of the arm's length: from the via-point at any moment of the first
+half, and from the goal at the end. Success does not require being at the via-point at the moment when the goal begins to count:
+the dense reward's best plans are already moving to the goal by then."""
 _RADIUS = (1.5, 4.0)
-"""Metres from the base to either point; the via-point lies to the right of the base, the goal to the left, both above it."""
+"""Range of distances in metres from the base to both points. The via-point is to the right, the goal to the left, both above
+the base."""
 
 _OBSERVATION = gymnasium.spaces.Box(-np.inf, np.inf, (2 * _LINKS + 5,), np.float64)
 _ACTION = gymnasium.spaces.Box(-1.0, 1.0, (_LINKS,), np.float32)
@@ -43,13 +44,13 @@ def joints(angles: Array) -> Array:
 
 
 def tip_of(angles: Array) -> Array:
-    """Where `joints` ends [* 2]: the last one alone."""
+    """Position of the tip alone [* 2], the last of `joints`."""
     heading = angles.cumsum(-1)
     return np.stack([np.cos(heading).sum(-1), np.sin(heading).sum(-1)], -1)
 
 
 class Arms:
-    """The state of many arms: what both environments below are made of."""
+    """State of many arms, shared by both environments below."""
 
     def __init__(self, count: int, reward: _Reward, hidden_goal: bool = False) -> None:
         if reward not in ("dense", "sparse"):
@@ -59,7 +60,7 @@ class Arms:
         self.via, self.goal, self.missed = np.zeros((count, 2)), np.zeros((count, 2)), np.full(count, np.inf)
 
     def reset(self, generators: list[np.random.Generator]) -> None:
-        """Arms nearly straight up, at rest; new points. Each arm draws from its own generator."""
+        """Reset arms to nearly straight up and at rest, with new points. Each arm draws from its own generator."""
         self.time, self.missed = 0, np.full(len(generators), np.inf)
         draws = np.stack([generator.uniform(size=_LINKS + 4) for generator in generators])
         self.angles = 0.2 * (draws[:, :_LINKS] - 0.5)
@@ -86,24 +87,24 @@ class Arms:
         return gain - 2e-3 * np.square(torque).sum(-1)
 
     def distance(self) -> Array:
-        """From each tip to the point that counts now."""
+        """Distance of each tip from the current target point."""
         target = self.via if self.time <= STEPS // 2 else self.goal
         return np.linalg.norm(tip_of(self.angles) - target, axis=-1)
 
     def observation(self) -> Array:
-        """[N 15]."""
+        """Observations [N 15]."""
         elapsed = np.full((len(self.angles), 1), self.time / STEPS)
         goal = np.zeros_like(self.goal) if self.hidden_goal and self.time < STEPS // 2 else self.goal
         return np.concatenate([self.angles, self.velocities, self.via, goal, elapsed], -1)
 
     def outcome(self) -> dict[str, Array]:
-        """Info of the last step: least distance to the via-point, last one to the goal, and whether both are small."""
+        """Info of the last step: least distance to the via-point, last distance to the goal, and whether both are small."""
         goal = self.distance()
         return {"via_distance": self.missed, "goal_distance": goal, "success": (np.maximum(self.missed, goal) < REACHED) * 1.0}
 
 
 class ViaPointReachers(VectorEnv):
-    """Many arms in one array. They start and end together; sub-environment i draws from seed + i, as in `SyncVectorEnv`."""
+    """Many arms in one array with simultaneous episodes. As in `SyncVectorEnv`, sub-environment i draws from seed + i."""
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP, "render_modes": []}  # noqa: RUF012  # Gymnasium's own form
 
@@ -140,7 +141,7 @@ class ViaPointReachers(VectorEnv):
 
 
 class ViaPointReacher(gymnasium.Env):
-    """One such arm, with a picture."""
+    """A single arm that can be rendered."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": round(1 / DT), "render_marks": "orange: on the way, green: goal"}  # noqa: RUF012  # Gymnasium's own form
     observation_space, action_space = _OBSERVATION, _ACTION
@@ -160,7 +161,7 @@ class ViaPointReacher(gymnasium.Env):
         return self.arms.observation()[0], float(reward[0]), False, over, info
 
     def render(self) -> NDArray[np.uint8]:
-        """The arm, the via-point (circle) and the goal (cross), 480 × 480."""
+        """Render the arm, the via-point (circle) and the goal (cross); 480 × 480 pixels."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""MuJoCo Warp in place of MuJoCo's own batch: the physics of many copies on a GPU, in float32."""
+"""MuJoCo Warp in place of MuJoCo's own batch: simulation of many copies on a GPU in float32."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,19 +19,19 @@ except ImportError as error:
 
 warp.config.log_level = warp.LOG_WARNING  # or it names every kernel that it compiles, some hundred
 _WRITTEN = ("time", "qpos", "qvel", "ctrl", "mocap_pos", "mocap_quat", "qacc_warmstart")
-"""Fields that tasks and resets write: uploaded before a call where they differ from what the device has."""
+"""Fields that tasks and resets write. They are uploaded before a call if they differ from the device's values."""
 _KEPT = frozenset({"ctrl", "mocap_pos", "mocap_quat", "qacc_warmstart"})
-"""Those that are not downloaded after a call: it changes none of them but the last, which no task reads."""
+"""Fields that are not downloaded after a call: only the last of them changes, and no task reads it."""
 _CONTACTS, _ROWS = 32, 128
-"""Contacts and constraint rows that a copy has room for; random pushes of the box were seen to need 9 and 29."""
+"""Capacity of a copy for contacts and constraint rows. Random pushes of the box needed at most 9 and 29."""
 _LARGEST = 1e10
-"""Positions and velocities beyond it make no sense: MuJoCo's own limit."""
+"""Largest valid position or velocity, which is MuJoCo's own limit."""
 _FULL = mujoco_warp.OverflowType.ALL & ~(mujoco_warp.OverflowType.ITERATIONS | mujoco_warp.OverflowType.LS_ITERATIONS)
-"""What there was no room for. A solver out of iterations is not among it: MuJoCo has that limit too."""
+"""Overflow flags that raise an error. Solver iterations are not among them: MuJoCo has that limit too."""
 
 
 class WarpBatch:
-    """As much of `mujoco.batch.Batch` as tasks use, simulated by MuJoCo Warp.
+    """The part of `mujoco.batch.Batch` that tasks use, simulated by MuJoCo Warp.
 
     Fields are arrays on the host, in float64, as tasks read and write them; the state stays on the device between calls. All
     substeps of a call are one CUDA graph. On the device "cpu", which is slow and for tests, they are launched one by one.
@@ -58,31 +58,31 @@ class WarpBatch:
         return self._host[name]
 
     def __getattr__(self, name: str) -> Array:
-        """Fields are attributes too, as they are of MuJoCo's batch."""
+        """Return a field as an attribute, as MuJoCo's batch does."""
         if name.startswith("_"):
             raise AttributeError(name)
         return self.bind(name)
 
     def step(self, nstep: int = 1, stage: int | None = None) -> None:
-        """So many substeps, then all that is derived from the state, whatever `stage` asks for; copies that blew up are at
-        time 0, where MuJoCo's batch puts them."""
+        """Advance `nstep` substeps and compute all derived fields, for any `stage`. Diverged copies are reset to time 0, as in
+        MuJoCo's batch."""
         self._call(nstep)
         state = np.concatenate([self.qpos, self.qvel], -1)
         self.time[~(np.abs(state) < _LARGEST).all(-1)] = 0.0
 
     def forward(self, rows: NDArray[np.integer] | None = None) -> None:
-        """All that is derived from the state; of every copy, since those that were not written come out the same again."""
+        """Compute all derived fields of every copy; the fields of unchanged copies are recomputed with equal results."""
         self._call(0)
 
     def reset(self, rows: NDArray[np.integer] | slice = slice(None), stage: int | None = None) -> None:
-        """Put these copies at time 0 and at rest in the model's own pose; derived fields wait for the next call."""
+        """Reset these copies to time 0, at rest in the model's pose; derived fields are computed by the next call."""
         self._download("qacc_warmstart")
         self.qpos[rows] = self.model.qpos0
         for name in ("time", "qvel", "ctrl", "qacc_warmstart"):
             self._host[name][rows] = 0.0
 
     def _call(self, substeps: int) -> None:
-        """Upload what was written, simulate, download what may have changed."""
+        """Upload changed fields, simulate, and download fields that may have changed."""
         if substeps not in self._calls:
             self._calls[substeps] = self._prepare(substeps)
         for name in _WRITTEN:
@@ -99,7 +99,7 @@ class WarpBatch:
             )
 
     def _prepare(self, substeps: int) -> Callable[[], None]:
-        """A call of so many substeps: a CUDA graph where there is a GPU."""
+        """Prepare a call of several substeps: a CUDA graph if there is a GPU."""
 
         def launch() -> None:
             with warp.ScopedDevice(self.device):  # or kernels go to the GPU of a machine that has one, wherever the data are
@@ -118,7 +118,7 @@ class WarpBatch:
         return partial(warp.capture_launch, capture.graph)
 
     def _field(self, name: str) -> Any:
-        """Warp's array of a field; its data has MjData's names."""
+        """Warp's array for a field, under its name in MjData."""
         return getattr(self._data, name)
 
     def _download(self, name: str) -> None:
@@ -128,7 +128,7 @@ class WarpBatch:
 
 
 class WarpSimulator:
-    """Batches of MuJoCo Warp, made once for each number of copies: a CUDA graph takes seconds to build."""
+    """Factory of MuJoCo Warp batches, cached by number of copies: a CUDA graph takes seconds to build."""
 
     def __init__(self, device: str | None = None) -> None:
         if device is None and not warp.is_cuda_available():
@@ -136,7 +136,7 @@ class WarpSimulator:
         self.device, self._batches = device, dict[int, WarpBatch]()
 
     def __call__(self, model: mujoco.MjModel, copies: int, threads: int) -> WarpBatch:
-        """A batch as it was made; `threads` are of the CPU, and not needed."""
+        """Return the batch in its initial state; `threads` concerns the CPU only and is ignored."""
         if copies not in self._batches:
             self._batches[copies] = WarpBatch(model, copies, self.device)
         batch = self._batches[copies]

@@ -1,1 +1,1 @@
-"""Models by name: the embedded one, packaged ones, folders, runs and the hub."""
+"""Models by name: the embedded model, packaged models, folders, runs and the hub."""

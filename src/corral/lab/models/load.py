@@ -1,4 +1,4 @@
-"""Load a model: the embedded one, SmolLM2 or Gemma from their packages, a folder, or the hub."""
+"""Loading of models: the embedded model, SmolLM2 or Gemma from their packages, a folder, or the hub."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ _Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 
 def load_model(name: str, dtype: torch.dtype = torch.float32) -> _Loaded:
-    """A causal LM and its tokenizer: `tiny`, `smollm2`, `gemma`, `smoke` (random), or what transformers finds under this name.
+    """Load a causal LM and its tokenizer: `tiny`, `smollm2`, `gemma`, `smoke` (random), or a name that transformers resolves.
 
     Weights of a folder or the hub come in `dtype`, and the four others in float32. An adapter comes inside its base model.
     """
@@ -33,7 +33,7 @@ def load_model(name: str, dtype: torch.dtype = torch.float32) -> _Loaded:
 def load_trainable(
     name: str, dtype: torch.dtype = torch.float32
 ) -> tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]:
-    """The same to train: an adapter, which transformers alone would freeze, is a PeftModel that goes on learning."""
+    """Load a model for training. An adapter, which transformers alone would freeze, becomes a trainable PeftModel."""
     if name == "smoke":
         return build_smoke()
     if name == "tiny":
@@ -75,7 +75,7 @@ def _not_loaded(name: str, error: Exception) -> RunError:
 
 
 def load_skeleton(name: str) -> _Loaded:
-    """The model without its weights, on torch's `meta` device, and its tokenizer: fetches no weights."""
+    """Load a model without weights, on torch's `meta` device, and its tokenizer. No weights are downloaded."""
     if name in PACKAGED:
         return load_packaged_skeleton(name)
     if name in BUILT_IN:
@@ -93,16 +93,16 @@ def load_skeleton(name: str) -> _Loaded:
 
 
 def is_local(name: str) -> bool:
-    """Whether this model comes with corral, with a package, or lies in a folder."""
+    """Return True if this model is part of corral or of a package, or lies in a folder."""
     return name in BUILT_IN or Path(name).exists()
 
 
 NO_CODE = {"trust_remote_code": False}
-"""Given wherever a model or a tokenizer is loaded: Python files beside weights are not imported, and nobody is asked to."""
+"""Arguments for loading any model or tokenizer: Python files beside the weights are not imported, without a prompt."""
 
 
 def _where(name: str) -> dict[str, Any]:
-    """Where to look for a model: the cache alone if the hub cannot be reached, for which libraries would try for a minute."""
+    """Arguments that limit loading to the cache if the hub cannot be reached: libraries would retry for a minute."""
     if is_local(name) or not name or name.startswith((".", "/", "~")):
         return {}
     try:
@@ -115,14 +115,14 @@ def _where(name: str) -> dict[str, Any]:
 
 
 def _base_of_adapter(name: str, where: dict[str, Any]) -> str | None:
-    """The model that an adapter, in a folder or on the hub, was trained on; None if `name` is a whole model."""
+    """The base model of an adapter in a folder or on the hub; None if `name` is a whole model."""
     file = find_adapter_config_file(name, **where)
     base = None if file is None else adapter_base(Path(file).parent)  # transformers puts an adapter into a whole model too
     return None if Path(name, "config.json").is_file() else base
 
 
 def adapter_base(folder: Path) -> str:
-    """The model that the adapter in this folder was trained on; a ValueError where its file has none, or names code."""
+    """The base model of the adapter in this folder; a ValueError if its file names none, or names code."""
     content = read_json(folder / "adapter_config.json")
     base = content.get("base_model_name_or_path") if isinstance(content, dict) else None
     if not isinstance(base, str) or not base:
@@ -135,7 +135,7 @@ def adapter_base(folder: Path) -> str:
 
 
 def choose_device(requested: str) -> str:
-    """`auto` is the GPU if there is one."""
+    """Resolve a device name: `auto` is the GPU if there is one."""
     there = torch.cuda.is_available()
     if requested == "cuda" and not there:
         raise RunError("device='cuda', but torch finds no GPU. `corral doctor` says what it finds.")

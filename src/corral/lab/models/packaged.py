@@ -1,4 +1,4 @@
-"""Pretrained models that come as GGUF files in packages: SmolLM2-135M-Instruct and Gemma-3-270M, offline and dequantised."""
+"""Pretrained models in packages as GGUF files: SmolLM2-135M-Instruct and Gemma-3-270M, loaded offline and dequantised."""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -20,18 +20,18 @@ from corral.validate import RunError
 
 @dataclass(frozen=True, kw_only=True)
 class PackagedModel:
-    """Where a model's file is, and how to get it."""
+    """The file of a packaged model, and the command that installs it."""
 
     title: str
     package: str
     file: str
-    """Inside the package's folder."""
+    """Path inside the package's folder."""
     make: str
-    """The target that installs it."""
+    """Make target that installs the package."""
     megabytes: int
     parameters: int
     begins: bool = False
-    """Whether texts begin with <bos>, which the tokenizer made of the file leaves out."""
+    """True if texts begin with <bos>, which the tokenizer built from the file leaves out."""
 
 
 PACKAGED = {
@@ -53,15 +53,16 @@ PACKAGED = {
         begins=True,
     ),
 }
-"""Names for `--model`. Gemma is a base model under Gemma's terms of use, in four parts that `make gemma` puts together."""
+"""Packaged models by their names for `--model`. Gemma is a base model under Gemma's terms of use, in parts that `make gemma`
+joins."""
 
 
 SENTENCE, TOKENS = "A shelf holds many books.", 6
-"""A sentence, and how many tokens it has with every packaged model."""
+"""A test sentence, and its number of tokens with every packaged model."""
 
 
 def is_installed(name: str) -> bool:
-    """Whether a packaged model is there."""
+    """Return True if a packaged model is installed."""
     try:
         _find_folder(PACKAGED[name])
     except RunError:
@@ -70,7 +71,7 @@ def is_installed(name: str) -> bool:
 
 
 def load_packaged(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model in float32, from weights of four bits or so, and its tokenizer.
+    """Load the model, stored with about four bits per weight, in float32, and its tokenizer.
 
     Weights are rounded to bfloat16, in which these models were published. As dequantised, one in twelve lies halfway between
     two of its numbers: under bfloat16 autocast all of those would jump at the first update, however small.
@@ -91,7 +92,7 @@ def load_packaged(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def load_packaged_skeleton(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The same without weights, on torch's `meta` device: nothing is dequantised."""
+    """Load a packaged model without weights, on torch's `meta` device, and its tokenizer. Nothing is dequantised."""
     about = PACKAGED[name]
     folder = _find_folder(about)
     config = AutoConfig.from_pretrained(folder, gguf_file=about.file)
@@ -100,7 +101,7 @@ def load_packaged_skeleton(name: str) -> tuple[PreTrainedModel, PreTrainedTokeni
 
 
 def _find_folder(about: PackagedModel) -> Path:
-    """Where the package is; a RunError that says how to get it."""
+    """The package's folder; a RunError with the install command if it is missing."""
     spec = find_spec(about.package)  # found, never imported: SmolLM2's would ask for llama.cpp
     folder = Path(spec.submodule_search_locations[0]) if spec is not None and spec.submodule_search_locations else None
     if folder is None or not (folder / about.file).is_file():
@@ -120,7 +121,7 @@ def _load_tokenizer(about: PackagedModel, folder: Path, config: PreTrainedConfig
 
 
 def _check_words(tokenizer: PreTrainedTokenizerBase, about: PackagedModel) -> None:
-    """Refuse a tokenizer that cuts words into pieces which the model has not learned them from.
+    """Refuse a tokenizer that splits words differently than in the model's training.
 
     transformers 5.17 reads Gemma's file so, and saved and loaded again it knows single letters alone: nothing fails, or learns.
     """
@@ -133,7 +134,7 @@ def _check_words(tokenizer: PreTrainedTokenizerBase, about: PackagedModel) -> No
 
 
 def _name_ends(tokenizer: PreTrainedTokenizerBase, end: int | list[int]) -> None:
-    """Set the tokenizer's end of sequence to the file's own, and its padding where it has none.
+    """Set the tokenizer's end-of-sequence token to the file's, and add a padding token if there is none.
 
     transformers 5.17 takes SmolLM2's <|im_start|> for the end: completions would go on behind <|im_end|>, and never end.
     """

@@ -1,4 +1,4 @@
-"""The random model over bytes that `--smoke` runs: seven thousand weights, and a chat template."""
+"""The random model over bytes for `--smoke`: seven thousand weights and a chat template."""
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -14,11 +14,11 @@ TEMPLATE = (
     "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""ChatML with tool calls, as the models of the recipes have it."""
+"""ChatML template with tool calls, as in the models of the recipes."""
 
 
 def build_smoke() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
-    """A Llama over bytes with seven thousand random weights, the same ones every time."""
+    """Build a Llama over bytes with seven thousand fixed random weights."""
     tokenizer = build_byte_tokenizer()
     model = build_llama(
         tokenizer,
@@ -36,7 +36,7 @@ def build_smoke() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
 
 
 def build_byte_tokenizer() -> PreTrainedTokenizerBase:
-    """One token per byte of UTF-8, so that any text goes in and comes back, with a chat template."""
+    """Build a tokenizer with one token per UTF-8 byte, which encodes any text without loss, and with a chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate((*_SPECIAL, *alphabet))}
     backend = Tokenizer(models.BPE(vocabulary, merges=[]))

@@ -1,4 +1,4 @@
-"""What is evaluated: a model by name, or a checkpoint of a run with the task and instruction of that run."""
+"""The subject of an evaluation: a model by name, or a checkpoint of a run with that run's task and instruction."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,26 +16,26 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """Weights, and the defaults of whoever trained them."""
+    """A model to evaluate, and the default settings of its training."""
 
     name: str
-    """As the user said it."""
+    """Name as the user gave it."""
     model: str
-    """As `load_model` takes it."""
+    """Name or path for `load_model`."""
     identity: dict[str, Any]
-    """What tells these weights from others under the same name."""
+    """Fingerprint that distinguishes these weights from others of equal name."""
     run: Path | None = None
     step: int | None = None
     defaults: dict[str, Any] = field(default_factory=dict)
-    """Task, its settings, instruction, tools and length of the run."""
+    """Task, its settings, instruction, tools and completion length of the run."""
     half: bool = True
-    """Whether a GPU computes it in bfloat16: of a run, what its training did."""
+    """True if a GPU computes the model in bfloat16; a run's checkpoint uses the type of its training."""
     complaints: tuple[str, ...] = ()
-    """What is wrong with newer checkpoints, if an older one had to be taken."""
+    """Sentences on damaged newer checkpoints, if an older checkpoint had to be used."""
 
 
 def find_subject(name: str, checkpoint: str | None) -> Subject:
-    """A run's checkpoint (`latest` unless said), or a model: tiny, smollm2, a folder, or a name on the hub."""
+    """Find a run's checkpoint (`latest` by default), or a model: tiny, smollm2, a folder, or a name on the hub."""
     path = Path(name)
     if name not in BUILT_IN and path.is_dir() and (content := _run_config(path)) is not None:
         return _of_run(name, path, content, checkpoint or "latest")
@@ -55,12 +55,12 @@ def find_subject(name: str, checkpoint: str | None) -> Subject:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder is a run of a language model."""
+    """Return True if a folder is a run of a language model."""
     return _run_config(path) is not None
 
 
 def _run_config(path: Path) -> dict[str, Any] | None:
-    """The content of a run's config.json; None if this is a model's, or none at all."""
+    """The content of a run's config.json; None if the folder holds a model or no config.json."""
     try:
         content = read_json(path / "config.json")
     except (OSError, ValueError):
@@ -69,7 +69,7 @@ def _run_config(path: Path) -> dict[str, Any] | None:
 
 
 def named_code(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Flags and values of the settings that import user code, or let code written by a model run outside the sandbox.
+    """Flags and values of settings that import user code, or run model-written code outside the sandbox.
 
     These are imported, and so executed, when they are used: a run that comes from a stranger may name its own files.
     """
@@ -122,7 +122,7 @@ _NEEDED = object()
 
 
 def _typed(table: Any, key: str, kind: Any, default: Any = _NEEDED) -> Any:
-    """A value of a run's config.json; a TypeError where it is missing or of another type."""
+    """A value of a run's config.json; a TypeError if it is missing or of another type."""
     value = table.get(key) if isinstance(table, Mapping) else None
     if value is None and default is not _NEEDED:
         return default
@@ -132,7 +132,7 @@ def _typed(table: Any, key: str, kind: Any, default: Any = _NEEDED) -> Any:
 
 
 def newest_checkpoint(name: str) -> str | None:
-    """The newest whole checkpoint of a run's folder; None if this is no run."""
+    """The newest intact checkpoint of a run's folder; None if the folder is no run."""
     if name in BUILT_IN or not Path(name).is_dir():
         return None
     return find_subject(name, None).model if is_run(Path(name)) else None

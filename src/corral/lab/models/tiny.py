@@ -1,4 +1,4 @@
-"""The embedded model: a character-level causal LM small enough for two CPU cores, shipped inside the package."""
+"""The embedded model: a character-level causal LM, small enough for a laptop CPU and shipped inside the package."""
 
 import string
 from pathlib import Path
@@ -16,7 +16,7 @@ from transformers import (
 )
 
 TINY_FOLDER = Path(__file__).parent / "tiny"
-"""The shipped model, as `save_pretrained` writes it: made by scripts/warm_start.py."""
+"""Folder of the shipped model in the format of `save_pretrained`, made by scripts/warm_start.py."""
 
 PAD, BOS, EOS, UNKNOWN = _SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 
@@ -28,7 +28,7 @@ FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenize
 
 
 def load_tiny() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
-    """The warm-started model in float32 and its tokenizer, from the package itself: no network, no cache."""
+    """Load the warm-started model in float32 and its tokenizer from the package itself, without network or cache."""
     missing = [name for name in FILES if not (TINY_FOLDER / name).is_file()]
     if missing:
         raise FileNotFoundError(
@@ -40,7 +40,7 @@ def load_tiny() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
 
 
 def build_tiny(seed: int) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
-    """A model with fresh random weights, 0.93 M of them, and its tokenizer. The global random state is left as it was."""
+    """Build a model with 0.93 M random weights and its tokenizer. The global random state is unchanged."""
     tokenizer = build_tokenizer()
     return build_llama(
         tokenizer,
@@ -56,7 +56,7 @@ def build_tiny(seed: int) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
 
 
 def build_llama(tokenizer: PreTrainedTokenizerBase, start: int, seed: int, **shape: Any) -> LlamaForCausalLM:
-    """A Llama with random weights for a tokenizer whose texts begin with the token `start`.
+    """Build a Llama with random weights for a tokenizer whose texts begin with the token `start`.
 
     Plain `generate` samples the policy itself; transformers' own default would cut it to the 50 likeliest tokens.
     """
@@ -69,7 +69,7 @@ def build_llama(tokenizer: PreTrainedTokenizerBase, start: int, seed: int, **sha
 
 
 def build_tokenizer() -> PreTrainedTokenizerBase:
-    """One token per character. Text starts with <bos>; batches are padded on the left, as generation needs it."""
+    """Build a tokenizer with one token per character. Text starts with <bos>, and batches are left-padded for generation."""
     vocabulary = {token: index for index, token in enumerate((*_SPECIAL, *CHARACTERS))}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")

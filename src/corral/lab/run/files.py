@@ -17,19 +17,19 @@ from corral.validate import RunError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
-"""Errors of a place that must not be read or written."""
+"""Errors of a path that may not be read or written."""
 
 
 _MOST = 2**28
-"""Bytes of a file of settings or results that are read; no run writes more."""
+"""Largest number of bytes read from a file of settings or results; no run writes more."""
 
 
 MOST_METRICS = 2**32
-"""The same of metrics.jsonl: of a run of a million steps."""
+"""Largest number of bytes read from metrics.jsonl: enough for a million steps."""
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Atomic write: `write` fills a file beside `path`, which is synced and then renamed."""
+    """Write a file atomically: `write` fills a temporary file beside `path`, which is synced and then renamed."""
     if "\0" in str(path):
         raise RunError(f"{str(path)!r} is no file's name.")
     beside = path.with_name(f".{path.name[:200]}.{os.getpid()}.part")
@@ -49,13 +49,13 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Atomic write of JSON; NaN becomes null and infinities become text, which JSON has no numbers for."""
+    """Write JSON atomically. NaN becomes null and infinities become text, since JSON has no such numbers."""
     text = json.dumps(plain(content), indent=2, allow_nan=False) + "\n"
     write_whole(path, lambda beside: beside.write_text(text))
 
 
 def append_line(path: Path, content: dict[str, Any]) -> None:
-    """Append one line of JSON in one write; if that fails, the file is truncated to what it was."""
+    """Append one line of JSON with a single write; after a failure, the file is truncated to its old length."""
     data = (json.dumps(plain(content), allow_nan=False) + "\n").encode()
     with disk_errors(path):
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -88,13 +88,13 @@ def read_regular(path: Path, most: int = _MOST) -> bytes:
 
 
 def require_regular(path: Path) -> None:
-    """A ValueError for what is there and no regular file, which another library would be given to read."""
+    """Raise a ValueError if the path exists and is not a regular file, before another library opens it."""
     if path.exists() and not path.is_file():
         raise ValueError("it is not a regular file.")
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file; ValueError or OSError where there is none to read."""
+    """The content of a JSON file; ValueError or OSError if it cannot be read."""
     try:
         return json.loads(read_regular(path))
     except RecursionError:
@@ -102,7 +102,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_settings(path: Path, writer: str) -> dict[str, Any]:
-    """The content of a JSON file with a table of settings; a RunError where it is not what `writer`, such as a run, writes."""
+    """The content of a JSON file of settings; a RunError if it lacks the structure that `writer`, such as a run, writes."""
     try:
         content = read_json(path)
     except (OSError, ValueError) as error:
@@ -113,7 +113,7 @@ def read_settings(path: Path, writer: str) -> dict[str, Any]:
 
 
 def sync(path: Path) -> None:
-    """fsync a file or a folder."""
+    """Force a file or folder to disk with fsync."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -128,14 +128,14 @@ def digest(path: Path) -> str:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, and all that it came from."""
+    """The error and all its causes."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Whether this error or a cause of it means that a file has no room, on a full disk or beyond the limit on its size.
+    """Return True if this error or a cause of it means a full disk or a file beyond its size limit.
 
     torch.save raises only about a wrong file position.
     """
@@ -148,14 +148,14 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 
 def is_too_large(error: BaseException | None) -> bool:
-    """Whether this error or a cause of it means a file beyond the limit on its size."""
+    """Return True if this error or a cause of it means a file beyond its size limit."""
     found = ((isinstance(one, OSError) and one.errno == errno.EFBIG) or "File too large" in str(one) for one in _causes(error))
     return any(found)
 
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn an error of the disk while `path` is written into a RunError that says what to do."""
+    """Turn a disk error while `path` is written into a RunError with advice."""
     try:
         yield
     except RunError:
@@ -167,7 +167,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def disk_sentence(error: BaseException, path: Path) -> str:
-    """What went wrong on the disk, and what to do."""
+    """A sentence on a disk error, with advice."""
     if is_too_large(error):
         return f"{path} could not be written: it is beyond the limit on the size of a file (ulimit -f). Raise it, then resume."
     if is_disk_full(error):
@@ -180,7 +180,7 @@ def disk_sentence(error: BaseException, path: Path) -> str:
 
 
 def lock(folder: Path) -> int:
-    """Exclusive lock of a folder; the system releases it when the process ends, however it ends."""
+    """Lock a folder exclusively; the system releases the lock when the process ends for any reason."""
     file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -191,12 +191,12 @@ def lock(folder: Path) -> int:
 
 
 class LockedFolder:
-    """A folder that one process writes: the base of those of runs, audits and comparisons."""
+    """A folder with a single writing process: the base class for folders of runs, audits and comparisons."""
 
     _lock: int | None = None
 
     def hold(self, path: Path) -> None:
-        """Lock it, or raise a RunError if another process has."""
+        """Lock the folder, or raise a RunError if another process holds the lock."""
         self._lock = lock(path)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Run folders: config, metrics, completions and checkpoints, each written whole, and the choice of a checkpoint."""
+"""Run folders: config, metrics, completions and checkpoints, each written atomically, and the choice of a checkpoint."""
 
 import contextlib
 import json
@@ -34,7 +34,7 @@ from corral.validate import RunError
 Stopped = Literal["finished", "interrupted", "collapsed", "failed"]
 
 _INFINITE = {"inf": float("inf"), "-inf": float("-inf")}
-"""Text that stands in metrics.jsonl for what JSON does not have."""
+"""Text in metrics.jsonl for numbers that JSON lacks."""
 
 
 _COMPLETIONS = pa.schema(
@@ -52,18 +52,18 @@ TOKENS = pa.schema(
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was written to the end."""
+    """A checkpoint that was written completely."""
 
     path: Path
     step: int
 
     def files(self) -> dict[str, tuple[int, str]]:
-        """Size and digest of its files, by their names."""
+        """Size and digest of the checkpoint's files by name."""
         return _read_manifest(self.path)[1]
 
 
 class RunFolder(LockedFolder):
-    """The files of one run. Nothing but this class writes them, and only the main process holds one open for writing."""
+    """The files of one run. Only this class writes them, and only the main process opens them for writing."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -71,12 +71,12 @@ class RunFolder(LockedFolder):
         self.completions, self.checkpoints = path / "completions.parquet", path / "checkpoints"
         self.tokens, self.writing = path / "tokens.parquet", self.checkpoints / ".writing"
         self.tokens_kept: list[dict[str, Any]] = []
-        """Rows of tokens.parquet; they reach the disk together with the completions."""
+        """Rows of tokens.parquet in memory; they are written together with the completions."""
         self._rows: list[dict[str, Any]] = []
 
     @classmethod
     def create(cls, out: Path | str | None, label: str, *, smoke: bool = False) -> "RunFolder":
-        """A new folder: `out`, which must not exist or be empty, or one under runs/ named by the time and `label`.
+        """Create a run folder: `out`, which must be new or empty, or a folder under runs/ named by the time and `label`.
 
         Smoke runs are apart, under smoke-runs/: a report on runs/ is not to count them.
         """
@@ -93,7 +93,7 @@ class RunFolder(LockedFolder):
 
     @classmethod
     def open(cls, path: Path, *, write: bool = True) -> "RunFolder":
-        """An existing run, to resume or only to read."""
+        """Open an existing run, to resume it or to read it."""
         folder = cls(path)
         if not folder.config.is_file():
             raise RunError(f"{path} is no run: it has no config.json. --resume takes the folder that `corral train` printed.")
@@ -104,11 +104,11 @@ class RunFolder(LockedFolder):
         return folder
 
     def write_config(self, content: dict[str, Any]) -> None:
-        """config.json: settings resolved, versions and the commit."""
+        """Write config.json: resolved settings, versions and the commit."""
         write_json(self.config, content | {"versions": versions(), "commit": commit()})
 
     def write_summary(self, content: dict[str, Any]) -> None:
-        """How the run ended."""
+        """Write summary.json: the outcome of the run."""
         write_json(self.summary, content)
 
     def read_config(self) -> dict[str, Any]:
@@ -116,11 +116,11 @@ class RunFolder(LockedFolder):
         return read_settings(self.config, "a run")
 
     def append(self, line: dict[str, Any]) -> None:
-        """One more line of metrics."""
+        """Append a line of metrics."""
         append_line(self.metrics, line)
 
     def lines(self) -> list[dict[str, Any]]:
-        """Every line of metrics that was written to the end."""
+        """Every complete line of metrics."""
         if not self.metrics.exists():
             return []
         try:
@@ -137,7 +137,7 @@ class RunFolder(LockedFolder):
         return lines
 
     def cut_back(self, step: int) -> list[dict[str, Any]]:
-        """Drop metrics and completions after `step`, which a resumed run repeats. Returns the lines that stay."""
+        """Drop metrics and completions after `step`, which a resumed run repeats, and return the remaining lines."""
         lines = [line for line in self.lines() if line["step"] <= step]
         text = "".join(json.dumps(plain(line)) + "\n" for line in lines)
         write_whole(self.metrics, lambda beside: beside.write_text(text))
@@ -146,11 +146,11 @@ class RunFolder(LockedFolder):
         return lines
 
     def add_completions(self, rows: list[dict[str, Any]]) -> None:
-        """Completions to keep; they reach the disk with the next checkpoint, or when the run ends."""
+        """Store completions in memory; they are written with the next checkpoint or at the end of the run."""
         self._rows += rows
 
     def write_completions(self) -> None:
-        """All completions kept so far, and those that are kept token by token."""
+        """Write all completions stored so far, with their tokens if stored."""
         tables = {self.completions: pa.Table.from_pylist(self._rows, schema=_COMPLETIONS)}
         if self.tokens_kept or self.tokens.exists():  # after a resume from an earlier step there may be none any more
             tables[self.tokens] = pa.Table.from_pylist(self.tokens_kept, schema=TOKENS)
@@ -158,7 +158,7 @@ class RunFolder(LockedFolder):
             write_whole(path, partial(pq.write_table, table))
 
     def publish(self, name: str, step: int, keep: int) -> None:
-        """Give the checkpoint in `writing` its manifest and its name, and remove all but the `keep` newest."""
+        """Give the checkpoint in `writing` its manifest and final name, and remove all but the `keep` newest."""
         source, target = self.writing / name, self.checkpoints / name
         files = sorted(path for path in source.rglob("*") if path.is_file())
         listed = {str(path.relative_to(source)): {"bytes": path.stat().st_size, "sha256": digest(path)} for path in files}
@@ -173,11 +173,11 @@ class RunFolder(LockedFolder):
             shutil.rmtree(old, ignore_errors=True)
 
     def drop_unfinished(self) -> None:
-        """Remove a checkpoint that was not written to the end."""
+        """Remove an incomplete checkpoint."""
         shutil.rmtree(self.writing, ignore_errors=True)
 
     def last_whole_checkpoint(self) -> tuple[Checkpoint | None, list[str]]:
-        """The newest checkpoint that matches its manifest, and why newer ones are not used."""
+        """The newest checkpoint that matches its manifest, and why newer checkpoints are not used."""
         complaints: list[str] = []
         for path in self.checkpoint_paths():
             why = damage(path)
@@ -187,24 +187,25 @@ class RunFolder(LockedFolder):
         return None, complaints
 
     def whole_checkpoints(self) -> dict[int, Checkpoint]:
-        """Every checkpoint that matches its manifest, by its step."""
+        """Every checkpoint that matches its manifest, by step."""
         whole = [Checkpoint(path, _read_manifest(path)[0]) for path in self.checkpoint_paths() if damage(path) is None]
         return {found.step: found for found in whole}
 
     def checkpoint_paths(self) -> list[Path]:
-        """Checkpoints, newest first."""
+        """Paths of checkpoints, newest first."""
         found = [path for path in self.checkpoints.glob("checkpoint-*") if path.name.split("-")[1].isdigit()]
         return sorted(found, key=lambda path: -int(path.name.split("-")[1]))
 
 
 def default_name(label: str, *, smoke: bool = False) -> Path:
-    """runs/TIME-label, in letters that every file system and shell takes: a task may be module:Class or file.py:Class."""
+    """Default folder runs/TIME-label, in characters safe for file systems and shells: a task may be module:Class or
+    file.py:Class."""
     name = re.sub(r"[^\w.+-]+", "-", f"{time.strftime('%Y%m%d-%H%M%S')}-{label}", flags=re.ASCII)
     return Path("smoke-runs" if smoke else "runs") / name
 
 
 def _rows_until(path: Path, step: int) -> list[dict[str, Any]]:
-    """Rows of a parquet file up to a step."""
+    """The rows of a parquet file up to a step."""
     if path.exists():
         with contextlib.suppress(
             pa.ArrowException, OSError, ValueError
@@ -215,7 +216,7 @@ def _rows_until(path: Path, step: int) -> list[dict[str, Any]]:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint's files; None if nothing is."""
+    """Sentence on damaged files of a checkpoint, or None if all are intact."""
     try:
         _, files = _read_manifest(checkpoint)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -239,7 +240,7 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def _read_manifest(checkpoint: Path) -> tuple[int, dict[str, tuple[int, str]]]:
-    """The step of a checkpoint, and size and digest of its files by name; an error of some kind if that is not what it says."""
+    """The step of a checkpoint, and size and digest of its files by name. Raises an error if the manifest is malformed."""
     manifest = read_json(checkpoint / "manifest.json")
     if type(manifest["step"]) is not int or not 0 <= manifest["step"] <= 2**53:
         raise ValueError("the step is no number of a step.")
@@ -247,7 +248,7 @@ def _read_manifest(checkpoint: Path) -> tuple[int, dict[str, tuple[int, str]]]:
 
 
 def _unused(path: Path) -> Path:
-    """The path, or the first of path-2, path-3, … that is free; created, so that no other process takes it."""
+    """The path, or the first free name among path-2, path-3, …; it is created at once to exclude other processes."""
     for count in range(1, 1000):
         candidate = path if count == 1 else path.with_name(f"{path.name}-{count}")
         with contextlib.suppress(FileExistsError):
@@ -257,7 +258,7 @@ def _unused(path: Path) -> Path:
 
 
 def choose_checkpoint(folder: RunFolder, which: str) -> tuple[Checkpoint, list[str]]:
-    """`latest`: the newest whole one. `best`: that with the highest measured success. A number: the one after that step."""
+    """Choose a checkpoint: `latest` intact, `best` by measured success, or the number of a step."""
     if which == "latest":
         newest, complaints = folder.last_whole_checkpoint()
         if newest is None:

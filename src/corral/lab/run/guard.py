@@ -1,4 +1,4 @@
-"""The guard of a run: non-finite updates are skipped, and a collapse is noticed."""
+"""Guard of a run: skips non-finite updates and detects a collapse."""
 
 import logging
 import math
@@ -11,57 +11,57 @@ from corral.lab.run.settings import GuardMode
 
 @dataclass(frozen=True, kw_only=True)
 class CollapseLimits:
-    """Thresholds of collapse. One must be exceeded `patience` lines in a row: a single odd batch is no collapse."""
+    """Thresholds of collapse. A threshold must be exceeded on `patience` successive lines, so that an odd batch is ignored."""
 
     success_share: float = 0.5
-    """Success below this share of its best is a collapse…"""
+    """Success below this share of its best counts as a collapse…"""
     success_margin: float = 0.1
-    """…if it also lost this much: between .02 and .01 there is only noise."""
+    """…if success also fell by at least this much: smaller differences are noise."""
     entropy_share: float = 0.01
     """Entropy, or a Gaussian's standard deviation, below this share of its best is a collapse. Healthy runs lose nine tenths
     of it and more."""
     kl: float = 1.0
-    """Mean KL to the old policy, in nats per token, that no trust region would allow."""
+    """Mean KL to the old policy, in nats per token, beyond every usual trust region."""
     reference_kl: float = 10.0
-    """The same for the KL to a reference model, where there is one."""
+    """Mean KL to the reference model, in nats per token, if there is a reference."""
     ess: float = 0.7
     """Effective sample size, as a share of the tokens, below which a few ratios decide an update: one line is enough. In the
     demo `troll` stays above .97; `reinforce` at five times the learning rate starts with .62 and has collapsed at step 4."""
     equal_share: float = 0.9
-    """Share of the groups whose rewards are all equal, from which on most samples are wasted."""
+    """Share of groups with equal rewards above which most samples are wasted."""
     solved: float = 0.9
-    """From this success on, a policy may be certain of itself, and rewards may all be equal."""
+    """Success above which a confident policy and equal rewards are normal."""
     patience: int = 3
-    """Lines in a row before success, entropy or KL is taken seriously; measurements of success count, not steps."""
+    """Successive lines before success, entropy or KL counts as a collapse. For success these are measurements, not steps."""
     truncated_patience: int = 10
-    """Steps in a row in which no completion came to its end."""
+    """Successive steps in which every completion was cut off."""
     equal_patience: int = 20
-    """Steps in a row with no difference, or hardly any, in the groups' rewards, so with nothing to learn from."""
+    """Successive steps with equal rewards in nearly all groups, hence with nothing to learn."""
     skipped_patience: int = 10
-    """Skipped updates in a row."""
+    """Successive skipped updates."""
     zero_patience: int = 10
-    """Updates in a row whose gradient is exactly 0 although rewards differ."""
+    """Successive updates with a gradient of exactly 0 although rewards differ."""
 
 
 class _Finding(NamedTuple):
-    """What is going wrong, in a sentence that says what to do, and whether it is a collapse or may become one."""
+    """A finding: a sentence with advice, and whether it is a collapse or only a warning."""
 
     sentence: str
     collapse: bool = True
 
 
 class CollapseWatch:
-    """Signs of a collapse in lines of metrics. The same lines always give the same sentences."""
+    """Detector of collapse in lines of metrics. Equal lines always give equal sentences."""
 
     def __init__(self, limits: CollapseLimits) -> None:
         self.limits = limits
         self.best: dict[str, float] = {}
         self.runs: dict[str, int] = {}
         self.newest: dict[str, float] = {}
-        """Of success and of equal rewards, which not every line has."""
+        """Newest values of success and of equal rewards, which some lines lack."""
 
     def observe(self, line: Mapping[str, Any]) -> list[_Finding]:
-        """Findings of this line of metrics; each kind once until it has recovered."""
+        """Findings of this line of metrics. Each kind is reported once until the run has recovered."""
         return list(self._find(line))
 
     def _find(self, line: Mapping[str, Any]) -> Iterator[_Finding]:
@@ -129,7 +129,7 @@ class CollapseWatch:
             )
 
     def _lasts(self, key: str, bad: bool, patience: int) -> bool:
-        """Whether it is bad for the `patience`-th time in a row."""
+        """Return True once the condition has lasted `patience` times in a row."""
         self.runs[key] = self.runs.get(key, 0) + 1 if bad else 0
         return self.runs[key] == patience
 
@@ -138,7 +138,7 @@ logger = logging.getLogger(__name__)
 
 
 class Guard:
-    """Warns of collapse, or stops the run. Trainers call `judge` at every update and `observe` for every line of metrics."""
+    """Warns of a collapse, or stops the run. Trainers call `judge` at every update and `observe` for every line of metrics."""
 
     def __init__(
         self, mode: GuardMode = "warn", limits: CollapseLimits | None = None, say: Callable[[str], object] = logger.warning
@@ -146,21 +146,21 @@ class Guard:
         self.mode, self.limits, self.say = mode, limits or CollapseLimits(), say
         self.watch = CollapseWatch(self.limits)
         self.skipped = 0
-        """Updates skipped so far."""
+        """Number of updates skipped so far."""
         self.collapsed: str | None = None
-        """Why the run was stopped, if it was."""
+        """Reason why the run was stopped, or None."""
         self.news: list[str] = []
         """Warnings since they were last fetched."""
         self._skipped_in_a_row = 0
 
     def restore(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """The state after these lines, for a run that is resumed."""
+        """Restore the state after these lines of metrics, to resume a run."""
         for line in lines:
             self.watch.observe(line)
             self.skipped = line.get("skipped", self.skipped)
 
     def judge(self, update: str, *, poisoned: str | None) -> None:
-        """Before an update: `poisoned` names what of it is not finite. The caller skips the update."""
+        """Judge an update before it is made; `poisoned` names its non-finite parts. The caller skips the update."""
         if poisoned is None:
             self._skipped_in_a_row = 0
             return
@@ -172,13 +172,13 @@ class Guard:
             self._collapse(f"{self._skipped_in_a_row} updates in a row had to be skipped: nothing is being learned.")
 
     def observe(self, line: Mapping[str, Any]) -> None:
-        """A line of metrics."""
+        """Check a line of metrics for a collapse."""
         if self.mode != "off":
             for finding in self.watch.observe(line):
                 (self._collapse if finding.collapse else self.tell)(finding.sentence)
 
     def tell(self, sentence: str) -> None:
-        """Say it, and keep it for the next line of metrics."""
+        """Show a warning and store it for the next line of metrics."""
         self.news.append(sentence)
         self.say(sentence)
 

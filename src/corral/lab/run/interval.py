@@ -9,7 +9,7 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number and the interval that holds the true one with probability LEVEL; None for one that cannot be had."""
+    """An estimate and its confidence interval at LEVEL; None for a bound that cannot be computed."""
 
     value: float
     low: float | None
@@ -17,7 +17,7 @@ class Estimate:
 
 
 def wilson(mean: float, count: float, level: float = LEVEL) -> tuple[float, float]:
-    """Wilson's score interval of a proportion seen in `count` independent trials; `count` need not be whole.
+    """Wilson's score interval of a proportion in `count` independent trials; `count` may be fractional.
 
         all p with |mean − p| ≤ z √(p (1−p) / count)
 

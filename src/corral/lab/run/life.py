@@ -1,4 +1,4 @@
-"""The life of a run of either kind: begun or resumed, recorded, and ended with a summary."""
+"""The life of a run of either kind: begin or resume, record, and end with a summary."""
 
 import shlex
 import signal
@@ -30,7 +30,7 @@ STOPPING = "Stopping after this step, with a checkpoint. Once more to stop at on
 
 @dataclass(frozen=True)
 class Outcome:
-    """The folder of a run that has ended, and the content of its summary.json."""
+    """The folder of a finished run and the content of its summary.json."""
 
     path: Path
     summary: dict[str, Any]
@@ -38,7 +38,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The folder of an evaluation, and the content of its eval.json."""
+    """The folder of an evaluation and the content of its eval.json."""
 
     path: Path
     result: dict[str, Any]
@@ -46,10 +46,10 @@ class Evaluation:
 
 @runtime_checkable
 class StopListener(Protocol):
-    """Shows that a signal has arrived."""
+    """Listener that shows the arrival of a signal."""
 
     def stopping(self, sentence: str) -> None:
-        """Called from the signal's handler: anything may be half done, a line of text too."""
+        """Called from the signal's handler, where any work, even the writing of a line, may be half done."""
 
 
 @dataclass(kw_only=True)
@@ -59,11 +59,11 @@ class Interruptible:
     view: StopListener
     interrupted: bool = False
     patient: bool = False
-    """Whether a signal waits for the end of the step; before training it need not."""
+    """True if a signal waits for the end of the step; before training a signal stops the job at once."""
 
     @contextmanager
     def stop_on_signals(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM end the run at the next step's end, with a checkpoint; a second one ends it at once."""
+        """Let Ctrl-C or SIGTERM end the run with a checkpoint after the current step; a second signal ends it at once."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -94,9 +94,9 @@ class Recorder(Interruptible):
     path: Path
     """The folder of the run."""
     folder: RunFolder | None
-    """Its files. None in all processes but the main one."""
+    """The run's files, or None outside the main process."""
     lines: _Lines
-    """Lines of metrics so far; after a resume, those that were kept."""
+    """Lines of metrics so far, including those kept at a resume."""
     checkpoint: Checkpoint | None = None
     """The checkpoint that the run resumes from."""
 
@@ -110,11 +110,11 @@ class Recorder(Interruptible):
         self.view.begin(banner, self.steps, self.checkpoint.step if self.checkpoint is not None else 0)
 
     def is_due(self, step: int, every: int) -> bool:
-        """Whether what happens every so many steps happens after this one, as everything does after the last one."""
+        """Return True at every `every`-th step and at the last step."""
         return step % every == 0 or step == self.steps
 
     def add(self, line: dict[str, Any]) -> None:
-        """Add time, pace, skipped updates and the guard's warnings to a line of metrics; then write and show it."""
+        """Add time, pace, skipped updates and the guard's warnings to a line of metrics; then write and show the line."""
         line["seconds"] = time.monotonic() - self.started
         if self.lines:
             (counter, pace), before = self.job.pace, self.lines[-1]
@@ -129,7 +129,7 @@ class Recorder(Interruptible):
 
     @contextmanager
     def saving(self, path: Path) -> Iterator[None]:
-        """Write the checkpoint `path`; if that fails, what was written of it is removed."""
+        """Context that writes the checkpoint `path`; after a failure the partial checkpoint is removed."""
         try:
             with disk_errors(path):
                 yield
@@ -139,7 +139,7 @@ class Recorder(Interruptible):
             raise
 
     def finish(self, stopped: Stopped, why: str | None, *writes: Callable[[], None]) -> Outcome:
-        """Write summary.json and other last files. On a full disk even that can fail, and must not hide why the run ended."""
+        """Write summary.json and other last files. A failure, as on a full disk, must not hide the reason why the run ended."""
         summary = summarise(self.job.about, self.lines, stopped, why, also=self.job.beside)
         if self.folder is not None:
             self.folder.drop_unfinished()
@@ -156,67 +156,67 @@ class Recorder(Interruptible):
 
 
 class Job(ABC):
-    """A kind of run: its settings, and how to build, load, train and measure what they name.
+    """A kind of run: its settings, and methods to build, load, train and measure.
 
     `train` and `resume` call a job's methods in the order in which they stand here.
     """
 
     length: ClassVar[str]
-    """The setting that is the number of steps."""
+    """Name of the setting with the number of steps."""
     beside: ClassVar[str]
-    """The metric that is measured together with success."""
+    """Name of the metric that is measured together with success."""
     pace: ClassVar[tuple[str, str]]
-    """The metric that counts, and the name of its increase per second."""
+    """The metric used as a counter, and the name of its rate per second."""
     completions: ClassVar[bool] = False
-    """Whether the run keeps completions."""
+    """True if the run keeps completions."""
     is_main: bool = True
-    """Whether this process writes files and prints."""
+    """True if this process writes files and prints."""
     settings: Any
-    """Each kind has settings of its own."""
+    """Settings of the run; each kind has a class of its own."""
     about: dict[str, Any]
     """Objective, task, model and seed, for summary.json."""
 
     @abstractmethod
     def prepare(self) -> None:
-        """Build what the settings name; a RunError for whatever is wrong with them."""
+        """Build the parts that the settings name, or raise a RunError for a wrong setting."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """The content of a new run's config.json."""
 
     def notes(self) -> Iterator[str]:
-        """Sentences about a run that is resumed."""
+        """Remarks on a run that is resumed."""
         yield from ()
 
     def check_changes(self, content: Mapping[str, Any], done: int, path: Path, view: RunView) -> dict[str, Any]:
-        """New entries of config.json for a run resumed after `done` steps; a RunError where it must not go on."""
+        """New entries of config.json for a run resumed after `done` steps; a RunError if the run must not be resumed."""
         return {}
 
     def load(self, checkpoint: Checkpoint) -> None:  # noqa: B027 - TRL's trainer loads when it trains
-        """Load a checkpoint's state, unless `fit` does."""
+        """Load a checkpoint's state, unless `fit` loads it."""
 
     def together(self, do: Callable[[], _Result]) -> _Result:
-        """Call `do` in all processes of the run, which fail together."""
+        """Call `do` in all processes of the run, so that all of them fail if any fails."""
         return do()
 
     def share(self, values: list[Any]) -> list[Any]:
-        """The main process's values, in all processes of the run."""
+        """Copy the main process's values to all processes of the run."""
         return values
 
     @abstractmethod
     def make_guard(self, say: Callable[[str], None], lines: _Lines) -> Guard:
-        """The guard in its state after these lines."""
+        """Make the guard in its state after these lines of metrics."""
 
     @abstractmethod
     def fit(self, record: Recorder) -> None:
         """Train until the last step, or until the guard or a signal stops the run."""
 
     def explain(self, error: BaseException) -> BaseException:
-        """The error to raise for one that ended the run."""
+        """Convert the error that ended the run into the error to raise."""
         return error
 
     def close(self) -> None:  # noqa: B027 - a model holds nothing that has to be released
-        """Release what `prepare` has taken."""
+        """Release the resources that `prepare` acquired."""
 
 
 def train(job: Job, label: str, *, out: Path | str | None, quiet: bool, smoke: bool) -> Outcome:
@@ -282,7 +282,7 @@ def resume(make: Callable[[dict[str, Any]], Job], path: Path, *, quiet: bool, ex
 
 
 def _live(job: Job, folder: RunFolder | None, view: RunView, checkpoint: Checkpoint | None, lines: _Lines) -> Outcome:
-    """Train, and write summary.json however the run ended."""
+    """Train, and write summary.json for every way in which the run ends."""
     path, checkpoint, lines = job.share([folder.path if folder is not None else None, checkpoint, lines])
     record = Recorder(job=job, view=view, path=path, folder=folder, lines=lines, checkpoint=checkpoint)
     stopped: Stopped = "interrupted"
@@ -312,7 +312,7 @@ def _live(job: Job, folder: RunFolder | None, view: RunView, checkpoint: Checkpo
 def summarise(
     about: Mapping[str, Any], lines: Sequence[_Line], stopped: Stopped, why: str | None, *, also: str
 ) -> dict[str, Any]:
-    """The content of summary.json. What is `_final` was measured after the last step: None where that was not.
+    """The content of summary.json. `_final` holds measurements after the last step, or None if there were none.
 
     Args:
         about: objective, task, model and seed.
@@ -340,7 +340,7 @@ def summarise(
 
 
 def last_words(summary: Mapping[str, Any], where: Path) -> str:
-    """How it ended, and the commands that resume the run, show it and measure it."""
+    """A sentence on the run's end, and the commands that resume, show and measure the run."""
     change = ""
     if summary["success_start"] is not None:
         last, step = summary["success_last"], summary["success_last_step"]
@@ -355,7 +355,7 @@ def last_words(summary: Mapping[str, Any], where: Path) -> str:
 
 
 def extend(folder: RunFolder, content: dict[str, Any], key: str, steps: int, checkpoint: Checkpoint | None) -> dict[str, Any]:
-    """Give a run another number of steps under its setting `key`, and return the new content of config.json.
+    """Change the number of steps of a run, its setting `key`, and return the new content of config.json.
 
     Earlier ends stay there. A RunError where the run has gone further already.
     """
@@ -369,7 +369,7 @@ def extend(folder: RunFolder, content: dict[str, Any], key: str, steps: int, che
 
 
 def changed_setting(content: Mapping[str, Any], key: str, value: Any, after: int, under: str) -> dict[str, Any]:
-    """Entries of config.json for a setting that changes after so many steps, or none if it does not change.
+    """Entries of config.json for a setting that changes after a number of steps; empty if the setting is unchanged.
 
     The values that it had before stay in the list with the name `under`.
     """

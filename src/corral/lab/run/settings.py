@@ -11,16 +11,16 @@ from typing import Any, Literal, Union, get_args, get_origin
 from corral.validate import RunError, nearest
 
 GuardMode = Literal["warn", "stop", "off"]
-"""What to do about a collapse."""
+"""Response to a collapse."""
 
 MAX_SEED = 2**32 - 1
-"""The largest random seed that NumPy takes, and so every library that seeds it."""
+"""The largest random seed that NumPy accepts, and so do all libraries that use it."""
 
 COMPARE = "compare"
-"""The table of a recipe that says whom `corral compare` compares; no setting of a run."""
+"""Name of a recipe's table for `corral compare`; it is no setting of a run."""
 
 _LEADING_POINT = re.compile(r"^([+-]?)\.(?=\d)")
-"""Of .05, as people write it; TOML wants 0.05."""
+"""Pattern for the leading point of .05, a common spelling that TOML refuses; it requires 0.05."""
 
 
 def check_least(settings: Any, least: Mapping[str, int]) -> None:
@@ -32,7 +32,7 @@ def check_least(settings: Any, least: Mapping[str, int]) -> None:
 
 
 def add_layer(merged: dict[str, Any], layer: Mapping[str, Any], tables: Sequence[str]) -> None:
-    """Put a layer on top of those before it: it wins, key by key; to `tables` it adds."""
+    """Merge a layer over the layers before it: it wins key by key, and tables named in `tables` are merged."""
     for key, value in layer.items():
         if key in tables and isinstance(value, Mapping):
             if not isinstance(before := merged.get(key, {}), Mapping):
@@ -60,7 +60,7 @@ def nested(pairs: Iterable[tuple[str, Any]], tables: Sequence[str]) -> dict[str,
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """A layer from a TOML or YAML file."""
+    """Read a layer from a TOML or YAML file."""
     try:
         content = _parse(path.read_text(), toml=path.suffix == ".toml")
     except OSError as error:
@@ -73,7 +73,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def _parse(text: str, *, toml: bool) -> Any:
-    """Raises ValueError, of which the errors of TOML and of text encodings are kinds."""
+    """Parse a file; errors of TOML and of text encodings are subclasses of ValueError."""
     if toml:
         return tomllib.loads(text)
     import yaml  # TOML, and so every recipe, needs nothing beyond Python
@@ -85,7 +85,7 @@ def _parse(text: str, *, toml: bool) -> Any:
 
 
 def toml_lines(settings: Mapping[str, Any]) -> list[str]:
-    """Settings as a file that `read_file` reads: values first, then tables; what is None or empty is left out."""
+    """Settings as TOML lines that `read_file` accepts: values first, then tables. None and empty values are left out."""
     kept = {key: value for key, value in settings.items() if value is not None and value not in ({}, [], (), "")}
     tables = {key: value for key, value in kept.items() if isinstance(value, Mapping)}
     lines = [f"{key} = {_toml(value)}" for key, value in kept.items() if key not in tables]
@@ -99,7 +99,7 @@ def toml_lines(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _toml(value: Any) -> str:
-    """A value as TOML writes it; JSON's texts are TOML's too, but for DEL."""
+    """A value as TOML text. JSON's texts are valid in TOML except for DEL."""
     if isinstance(value, Mapping):
         inner = (f"{_toml_key(key)} = {_toml(item)}" for key, item in value.items() if item is not None)
         return f"{{{', '.join(inner)}}}"
@@ -117,12 +117,12 @@ def _toml_key(key: str) -> str:
 
 
 def recipes(folder: Path) -> dict[str, Path]:
-    """The recipes that ship in a folder, by name."""
+    """The recipes in a folder of the package, by name."""
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
 
 def read_named(name: str, known: Mapping[str, Path]) -> dict[str, Any]:
-    """A layer from a recipe that ships with corral."""
+    """Read a layer from a recipe that is part of corral."""
     if name not in known:
         raise RunError(f"there is no recipe {name!r}.{nearest(name, known)}")
     layer = read_file(known[name])
@@ -131,7 +131,7 @@ def read_named(name: str, known: Mapping[str, Path]) -> dict[str, Any]:
 
 
 def guess(text: Any) -> Any:
-    """The value that a text on the command line stands for, where no type says it: as TOML has it, else the text itself."""
+    """The value of a command-line text of unknown type: parsed as TOML, or the text itself."""
     if not isinstance(text, str):
         return text
     if text.lower() == "none":
@@ -143,7 +143,7 @@ def guess(text: Any) -> Any:
 
 
 def coerce(key: str, value: Any, hint: Any) -> Any:
-    """`value` converted to the type of `key`; a RunError if it cannot be."""
+    """Convert `value` to the type of `key`, or raise a RunError."""
     if get_args(hint) and {get_origin(kind) or kind for kind in get_args(hint)} == {Literal, type(None)}:  # words or nothing
         hint = next(kind for kind in get_args(hint) if get_origin(kind) is Literal)
         if value is None or value == "none":

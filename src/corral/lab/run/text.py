@@ -1,4 +1,4 @@
-"""Numbers and things in sentences, and texts of others made safe to show."""
+"""Formatting of numbers and names in sentences, and escaping of untrusted text."""
 
 import re
 import sys
@@ -12,26 +12,26 @@ from typing import Any
 _HIDDEN = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
 )
-"""Controls, invisible and bidirectional marks, lone surrogates: what makes a text look like another one, or steers a terminal.
-Joiners stay."""
+"""Characters that disguise a text or control a terminal: controls, invisible and bidirectional marks, lone surrogates. Joiners
+are not among them."""
 
 
 _CURSOR = re.compile(r"\r(?!\n)|\n*(\x1b\[A)+\Z")
-"""How a progress bar returns to the beginning of its line, or to the line of another one."""
+"""Sequences with which a progress bar returns to the start of its line or to another line."""
 
 
 def count(number: int, thing: str) -> str:
-    """1 step, 2 steps."""
+    """A number with its noun: 1 step, 2 steps."""
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def visible(text: str) -> str:
-    """The text with everything hidden in it written out, as ⟨U+202E⟩."""
+    """The text with every hidden character written out, as ⟨U+202E⟩."""
     return _HIDDEN.sub(lambda found: f"⟨U+{ord(found.group()):04X}⟩", text.replace("\r\n", "\n"))
 
 
 class VisibleStream:
-    """A stream that writes out everything hidden in what is written to it; all else is the stream's own.
+    """A stream that writes hidden characters out; all other methods are the wrapped stream's.
 
     Progress bars keep the two things that they draw with: a carriage return before a line, and cursor moves by themselves.
     """
@@ -40,14 +40,14 @@ class VisibleStream:
         self.stream = stream
 
     def write(self, text: str) -> int:
-        """Write the text to the stream, visible."""
+        """Write the text to the stream with hidden characters written out."""
         bar = _CURSOR.match(text)
         start = bar.end() if bar is not None else 0
         self.stream.write(text[:start] + visible(text[start:]))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write each line."""
+        """Write each line with hidden characters written out."""
         for line in lines:
             self.write(line)
 
@@ -57,7 +57,7 @@ class VisibleStream:
 
 @contextmanager
 def visible_output() -> Iterator[None]:
-    """Make everything visible that this process writes to its streams: prints, logs, warnings and tracebacks of any library."""
+    """Write out hidden characters in this process's output: prints, logs, warnings and tracebacks of any library."""
     sys.excepthook = _print_exception
     streams = sys.stdout, sys.stderr
     mine: Any = [one if isinstance(one, VisibleStream) else VisibleStream(one) for one in streams]
@@ -71,10 +71,10 @@ def visible_output() -> Iterator[None]:
 
 
 def _print_exception(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-    """Print the traceback of an exception that nothing caught."""
+    """Print the traceback of an uncaught exception."""
     VisibleStream(sys.stderr).write("".join(traceback.format_exception(kind, error, where)))
 
 
 def columns(words: Iterable[str], width: int = 100) -> str:
-    """Words in indented lines."""
+    """Words in columns of indented lines."""
     return textwrap.fill(", ".join(words), width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)

@@ -1,4 +1,4 @@
-"""Terminal output of a run: a live panel in a terminal, plain lines elsewhere, warnings and the end with --quiet."""
+"""Terminal output of a run: a live panel in a terminal, plain lines elsewhere, and only warnings and the end with --quiet."""
 
 import os
 import sys
@@ -18,17 +18,17 @@ from rich.text import Text
 from corral.lab.run.text import VisibleStream, visible
 
 _METRICS = ("success", "greedy", "return", "reward", "entropy", "tokens_per_second", "steps_per_second")
-"""What every line shows, in this order; then comes whatever starts with tr/."""
+"""Metrics that every line shows, in this order; metrics whose names start with tr/ follow."""
 
 _IN_A_LINE = ("tr/active_frac", "tr/kl_before", "tr/kl_after", "tr/deployed_kl_mean")
-"""How much of that fits into one line of text."""
+"""Metrics under tr/ that fit into a line of text."""
 
 _Line = Mapping[str, Any]
 _Row = Mapping[str, Any]
 
 
 class View:
-    """Output of a command: warnings in any case, and sentences unless it is quiet."""
+    """Output of a command: warnings always, and sentences unless the command is quiet."""
 
     quiet = True
 
@@ -36,47 +36,47 @@ class View:
         self.console, self.problems = console, problems
 
     def warn(self, sentence: str) -> None:
-        """Something a person should know."""
+        """Show a warning."""
         self.problems.print(f"[yellow]warning:[/] {escape(sentence)}", soft_wrap=True, highlight=False)
 
     def say(self, sentence: str) -> None:
-        """Something good to know."""
+        """Show a sentence, unless the command is quiet."""
         if not self.quiet:
             self.print(sentence)
 
     def print(self, text: str) -> None:
-        """Text as it is."""
+        """Print text unchanged."""
         self.console.print(escape(text), soft_wrap=True, highlight=False)
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Release the terminal."""
 
 
 class RunView(View):
-    """The view of a quiet run: warnings and the end. The base of the other two."""
+    """The view of a quiet run, with warnings and the end only, and the base class of the other views."""
 
     def begin(self, banner: Sequence[tuple[str, str]], steps: int, done: int) -> None:
-        """The run starts, or is resumed after `done` steps."""
+        """Called when the run starts or resumes after `done` steps."""
 
     def line(self, line: _Line) -> None:
-        """A step is over."""
+        """Called after every training step."""
 
     def completions(self, rows: Sequence[_Row], *, verified: bool = True) -> None:
-        """A few of its completions. Unless their rewards are a verifier's, from 0 to 1, none is marked as right or wrong."""
+        """Show a few completions of the run. Only a verifier's rewards, from 0 to 1, are marked as right or wrong."""
 
     def stopping(self, sentence: str) -> None:
-        """A signal has come, and is obeyed soon. A console may be in the middle of a write: go past it."""
+        """Announce that a signal will stop the run soon. The console is bypassed because it may be in the middle of a write."""
         if not self.problems.quiet:
             os.write(2, f"\n{sentence}\n".encode())
 
     def end(self, sentence: str) -> None:
-        """How it ended, and where it is."""
+        """Show the outcome and the folder of the run."""
         self.close()
         self.print(sentence)
 
 
 class PlainView(RunView):
-    """One line per step, without colours or cursor moves: for pipes, files and batch systems."""
+    """A view with one line per step, without colours or cursor moves: for pipes, files and batch systems."""
 
     quiet = False
 
@@ -158,7 +158,7 @@ class TimeLeft(ProgressColumn):
 
 
 class Clock:
-    """Time left, from the steps done since this process began."""
+    """Estimator of the time left, from the steps done since this process began."""
 
     def __init__(self, steps: int, done: int) -> None:
         self.steps, self.first, self.start = steps, done, time.monotonic()
@@ -179,7 +179,7 @@ class Clock:
 
 
 class PatientConsole(Console):
-    """A console that survives a broken pipe (`corral train | head` keeps training, silently), and escape sequences in texts.
+    """A console that survives a broken pipe and escape sequences: `corral train | head` goes on training silently.
 
     What models, users and files say reaches the terminal as text alone: no cursor move, no title, no clipboard of theirs.
     """
@@ -190,7 +190,7 @@ class PatientConsole(Console):
 
     @property
     def file(self) -> Any:
-        """The stream itself, of whatever type it is: texts are visible already, and the console's own sequences must pass."""
+        """The stream itself without escaping: texts are escaped already, and the console's own sequences must pass."""
         file = super().file
         return file.stream if isinstance(file, VisibleStream) else file
 
@@ -209,12 +209,12 @@ _View = TypeVar("_View", bound=View)
 
 
 def make_view(*, quiet: bool, silent: bool = False) -> RunView:
-    """The view of a run for where the output goes; a silent one, for processes beside the main one, shows nothing at all."""
+    """Choose a run's view for this output; processes other than the main one get a silent view."""
     return choose_view(RunView, PlainView, LiveView, quiet=quiet, silent=silent)
 
 
 def choose_view(still: type[_View], plain: type[_View], live: type[_View], *, quiet: bool, silent: bool = False) -> _View:
-    """A view of the class for where the output goes: nowhere, into a file or pipe, or to a terminal."""
+    """Choose the class of view for this output: nowhere, a file or pipe, or a terminal."""
     console, problems = PatientConsole(quiet=silent), PatientConsole(quiet=silent, stderr=True)
     if quiet or silent:
         return still(console, problems)
@@ -233,20 +233,20 @@ def readable(line: _Line) -> list[tuple[str, str]]:
 
 
 def number(value: float) -> str:
-    """Three digits, thousands with commas, and no rounding errors."""
+    """A number with three digits, thousands with commas, and no rounding errors."""
     if abs(value) < 1e-9:
         return "0"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _mark(reward: float, verified: bool) -> tuple[str, str]:
-    """Right or wrong at a glance, with its colour; any other reward is a number."""
+    """A coloured mark for right or wrong, or a number for any other reward."""
     if verified and reward >= 1:
         return "✓", "green"
     return ("✗", "red") if verified and reward <= 0 else (number(reward), "")
 
 
 def shorten(text: str, limit: int = 120) -> str:
-    """One line of a text."""
+    """A text shortened to one line."""
     text = visible(text).replace("\n", "⏎").replace("\t", " ")
     return text if len(text) <= limit else text[: limit - 1] + "…"

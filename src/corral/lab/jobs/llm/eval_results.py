@@ -22,11 +22,11 @@ from corral.lab.run.view import Clock, TimeLeft, View, choose_view
 from corral.validate import RunError
 
 RIGHT = 1.0 - 1e-6
-"""A completion with at least this reward is right. Rewards go from 0 to 1; what is between is partial credit."""
+"""Smallest reward of a correct completion. Rewards lie in [0, 1], and values between are partial credit."""
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Probability that at least one of k samples is right, estimated without bias from `samples` of which `right` are.
+    """Unbiased estimate of the probability that at least one of k samples is correct, when `right` of `samples` were.
 
         pass@k = 1 − C(n−c, k) / C(n, k)          n samples, c right
 
@@ -48,13 +48,13 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 def ladder(samples: int) -> list[int]:
-    """The k's worth a row: 1, 2, 4, … and all samples."""
+    """Values of k that get a row: 1, 2, 4, … and the number of samples."""
     powers = [2**exponent for exponent in range(samples.bit_length()) if 2**exponent <= samples]
     return powers if powers[-1] == samples else [*powers, samples]
 
 
 def estimate(values: Sequence[float], *, draws: float = 1.0, level: float = LEVEL) -> Estimate:
-    """The mean of one value per problem, and its interval: Wilson's, with the effective number of trials.
+    """The mean of one value per problem with Wilson's interval for the effective number of trials.
 
         n_eff = max(N, (z/t)² · min(m (1−m) / (v / N), N · draws))      N problems; m, v: mean and variance of their values
 
@@ -86,7 +86,7 @@ def estimate(values: Sequence[float], *, draws: float = 1.0, level: float = LEVE
 
 
 def difference(first: Sequence[float], second: Sequence[float], level: float = LEVEL) -> Estimate:
-    """How much better `second` is than `first` on the same problems: the mean of the paired differences, and its interval.
+    """Paired difference `second` − `first` over common problems: its mean and interval.
 
         d' = Σd / (N+2),   v' = (Σd² + 1) / (N+2) − d'²,   interval d' ± z √(v' / (N+2))
 
@@ -127,7 +127,7 @@ _ROWS = pa.schema([(name, _TYPES.get(name, pa.int64())) for name in _COLUMNS])
 
 
 class EvalFolder(LockedFolder):
-    """The files of one evaluation, resumable: every batch is kept as it comes."""
+    """The files of one evaluation. Each batch is saved at once, so that an evaluation is resumable."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -135,7 +135,7 @@ class EvalFolder(LockedFolder):
         self.plan, self.parts = path / "plan.json", path / "parts"
 
     def read_result(self, plan: dict[str, Any]) -> dict[str, Any] | None:
-        """The result of a finished evaluation, else None; RunError where the folder holds another plan, or something else."""
+        """The result of a finished evaluation, or None. RunError if the folder holds another plan or other files."""
         for path in (self.result, self.plan):
             if path.is_file():
                 content = read_settings(path, "an evaluation")
@@ -155,7 +155,7 @@ class EvalFolder(LockedFolder):
         raise RunError(f"{self.path} is there already and is no evaluation: choose another --out.")
 
     def open(self, content: dict[str, Any]) -> None:
-        """Lock the folder, and write the plan."""
+        """Lock the folder and write the plan."""
         with disk_errors(self.path):
             self.parts.mkdir(parents=True, exist_ok=True)
             self.hold(self.path)
@@ -163,7 +163,7 @@ class EvalFolder(LockedFolder):
             write_json(self.plan, content)
 
     def part(self, index: int) -> list[Row] | None:
-        """The completions of a batch; None where it is missing or damaged."""
+        """The completions of a batch; None if its file is missing or damaged."""
         path = self.parts / f"{index:06}.parquet"
         try:
             return pq.read_table(path, schema=_ROWS).to_pylist() if path.is_file() else None
@@ -217,7 +217,7 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _rewards_by_problem(rows: Sequence[Row]) -> tuple[list[float], list[list[float]]]:
-    """Rewards by problem: of the greedy completion, and of the samples in their order."""
+    """Rewards by problem: the greedy completion's, and the samples' in order."""
     count = 1 + max(row["problem"] for row in rows)
     greedy, sampled = [0.0] * count, [dict[int, float]() for _ in range(count)]
     for row in rows:
@@ -235,7 +235,7 @@ def read_evaluation(path: Path) -> tuple[str | None, tuple[list[float], list[lis
 
 
 def compare(first: Path, second: Path) -> dict[str, Estimate]:
-    """How much better the second evaluation is than the first, problem by problem; both must have asked the same ones."""
+    """Compare two evaluations problem by problem. Both must have used equal problems."""
     problems, found = zip(*map(read_evaluation, (first, second)), strict=True)
     if len(set(problems)) != 1:
         raise RunError(f"{first} and {second} asked different problems: give both the same --task, --problems and --seed.")
@@ -247,20 +247,21 @@ def compare(first: Path, second: Path) -> dict[str, Estimate]:
 
 
 _LINES = 20
-"""About so many lines of progress where there is no terminal."""
+"""Approximate number of progress lines when there is no terminal."""
 
 
 class EvalView(View):
     """The view of a quiet evaluation: warnings, and one sentence at the end. The base of the other two."""
 
     def begin(self, heading: Sequence[tuple[str, str]], total: int, done: int) -> None:
-        """It starts, or resumes with `done` completions of `total`."""
+        """Called when the evaluation starts or resumes, with `done` of `total` completions."""
 
     def advance(self, done: int, name: str, right: float) -> None:
-        """`done` completions are there; of the greedy or the sampled ones, this share is right so far."""
+        """Called after each batch with the number of completions and the shares of correct greedy and sampled completions so
+        far."""
 
     def end(self, result: Mapping[str, Any], where: Path) -> None:
-        """Show the results, and where they are: here the two numbers that matter most, in a sentence."""
+        """Show the results and their folder. This base class prints the two most important numbers in a sentence."""
         parts = []
         for name in ("greedy", "pass@1"):
             found = result["estimates"][name]
@@ -269,7 +270,7 @@ class EvalView(View):
 
 
 class PlainEvalView(EvalView):
-    """A line now and then: for pipes, files and batch systems."""
+    """Occasional progress lines for pipes, files and batch systems."""
 
     quiet = False
 
@@ -296,7 +297,7 @@ class PlainEvalView(EvalView):
 
 
 class LiveEvalView(PlainEvalView):
-    """A bar that stays in place."""
+    """A progress bar for a terminal."""
 
     progress: Progress | None = None
 
@@ -318,12 +319,12 @@ class LiveEvalView(PlainEvalView):
 
 
 def make_eval_view(*, quiet: bool) -> EvalView:
-    """The view of an evaluation for where the output goes."""
+    """Choose the view of an evaluation for this output."""
     return choose_view(EvalView, PlainEvalView, LiveEvalView, quiet=quiet)
 
 
 def _remarks(result: Mapping[str, Any], where: Path) -> str:
-    """What the table leaves out."""
+    """Remarks on results that the table leaves out."""
     tokens, plan = result["tokens"], result["settings"]
     text = f"{result['problems']:,} problems of {plan['task']['name']}; {tokens['mean']:.0f} tokens a completion"
     if tokens["cut"]:
@@ -332,7 +333,7 @@ def _remarks(result: Mapping[str, Any], where: Path) -> str:
 
 
 def comparison(found: Mapping[str, Estimate], level: float) -> Table:
-    """Differences with their intervals; those that leave 0 out are marked."""
+    """Differences with their intervals; intervals that exclude 0 are marked."""
     columns = "", Column("difference", justify="right"), f"{level:.0%} interval", ""
     rows = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
     for name, one in found.items():

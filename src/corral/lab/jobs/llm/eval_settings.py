@@ -1,4 +1,4 @@
-"""Settings of an evaluation. Importing this imports neither torch nor TRL: what is refused is refused at once."""
+"""Settings of an evaluation, checked before torch or TRL is imported, so that errors appear at once."""
 
 import shlex
 from collections.abc import Callable
@@ -61,7 +61,7 @@ class EvalSettings:
             raise RunError(f"there is no task {self.task!r}.{nearest(self.task, TASKS)}")
 
     def find(self) -> tuple[Subject, str]:
-        """What is evaluated, and on which task."""
+        """The subject of the evaluation and its task."""
         subject = find_subject(self.model, self.checkpoint)
         task = self.task or subject.defaults.get("task")
         if task is None:
@@ -71,7 +71,8 @@ class EvalSettings:
         return subject, task
 
     def _refuse_unrepeated(self, subject: Subject, task: str) -> None:
-        """Refuse code that the run's own settings name, and these do not: a run from a stranger may name its own files."""
+        """Refuse user code that the run's settings name and the command line does not repeat: a stranger's run may name its own
+        files."""
         own = {"task": task, "task_config": {**self.inherited(subject, task), **self.task_config}, **self.multi_turn(subject)}
         given = {"task": self.task, "task_config": self.task_config, **{name: vars(self)[name] for name in MULTI_TURN}}
         repeated = set(named_code(given))
@@ -85,12 +86,13 @@ class EvalSettings:
             )
 
     def inherited(self, subject: Subject, task: str) -> dict[str, Any]:
-        """The run's own settings of its task; none where another task is asked for."""
+        """The run's own settings of its task, or none if another task was chosen."""
         found: dict[str, Any] = subject.defaults.get("task_config", {}) if task == subject.defaults.get("task") else {}
         return found
 
     def multi_turn(self, subject: Subject) -> dict[str, Any]:
-        """Who answers within completions, and the chat template's arguments: as said here, else as the run had it."""
+        """The tool or environment that answers within completions, and the chat template's arguments; a run's own by
+        default."""
         own = subject.defaults
         given = {name: vars(self)[name] for name in MULTI_TURN if vars(self)[name] is not None}
         if any(given.values()):  # another one takes the place of the run's
@@ -102,4 +104,4 @@ class EvalSettings:
 
 
 MULTI_TURN = ("environment_factory", "tool", "tools")
-"""Settings that say who answers within completions."""
+"""Settings that choose the tool, functions or environment that answer within completions."""

@@ -26,7 +26,7 @@ from corral.provenance import commit, plain, versions
 from corral.validate import RewardError, RunError
 
 _PROCEDURAL = 512
-"""Problems of a procedural task, which can draw any number of them."""
+"""Number of held-out problems of a procedural task, which can draw any number."""
 
 _BATCH_SIZES = {"transformers": 256, "vllm": 2048}
 
@@ -49,12 +49,12 @@ class EvalJob:
     device: str
     backend: Backend
     turns: MultiTurn | None = None
-    """Who answers within completions."""
+    """The tool, functions or environment that answer within completions."""
     how: dict[str, Any] = field(default_factory=dict)
-    """What the plan says of that, and of the chat template; empty where there is nothing to say."""
+    """Entry of the plan for `turns` and the chat template; empty if the evaluation uses neither."""
 
     def plan(self) -> dict[str, Any]:
-        """Everything that the result depends on. Two evaluations with the same plan are one."""
+        """Every setting that the result depends on. Evaluations with equal plans count as one evaluation."""
         return plain(
             {
                 "model": self.subject.name,
@@ -75,7 +75,7 @@ class EvalJob:
         )
 
     def problems(self, tokenizer: PreTrainedTokenizerBase) -> Problems:
-        """The problems, worded for a model."""
+        """The problems in the model's chat template and instruction."""
         try:
             tools = self.turns.template(tokenizer) if self.turns is not None else {}
         except ValueError as error:
@@ -84,7 +84,7 @@ class EvalJob:
         return Problems(task=self.task, tokenizer=tokenizer, instruction=self.instruction, template=template)
 
     def batches(self) -> Iterator[_Batch]:
-        """Every completion once: greedy ones first, then all samples of a problem together."""
+        """Batches that cover each completion once: greedy completions first, then all samples of a problem together."""
         greedy = [(problem, 0, True) for problem in range(len(self.held_out))]
         sampled = [(problem, sample, False) for problem in range(len(self.held_out)) for sample in range(self.samples)]
         for wanted in (greedy, sampled):
@@ -93,7 +93,7 @@ class EvalJob:
 
 
 def evaluate(settings: EvalSettings, view: EvalView, *, out: Path | str | None = None) -> Evaluation:
-    """Evaluate; resume an incomplete evaluation with the same plan, or return the result of a finished one."""
+    """Run the evaluation. An incomplete one with an equal plan is resumed, and the result of a finished one is returned."""
     job = prepare_evaluation(settings)
     plan = job.plan()
     if out is None:  # beside a run's checkpoints or under evals/, named by the plan, so that the same command finds it again
@@ -156,13 +156,13 @@ def prepare_evaluation(settings: EvalSettings) -> EvalJob:
 
 
 def default_problems(task: Task) -> int:
-    """All held-out problems of a data set, which has `sizes`; 512 of a procedural task."""
+    """Default number of held-out problems: all of a data set, which has `sizes`, or 512 of a procedural task."""
     sizes = getattr(task, "sizes", None)  # (to train on, held out); no part of the protocol
     return _PROCEDURAL if sizes is None else max(1, sizes[1])
 
 
 def _run(job: EvalJob, problems: Problems, sampler: Sampler, folder: EvalFolder, view: EvalView) -> dict[str, Any]:
-    """Complete and grade the batches that are missing, then summarise."""
+    """Generate and grade the missing batches, then summarise."""
     score = verifier(job.task)
     ids = problems.tokens(job.held_out)
     batches = list(job.batches())
@@ -209,7 +209,7 @@ def _run(job: EvalJob, problems: Problems, sampler: Sampler, folder: EvalFolder,
 def answer_batch(
     job: EvalJob, problems: Problems, ids: list[list[int]], batch: _Batch, sampler: Sampler, score: Reward
 ) -> list[Row]:
-    """Complete and grade one batch."""
+    """Generate and grade one batch."""
     greedy = batch[0][2]
     sampling = replace(job.sampling, greedy=greedy)
     seeds = [draw_seed(job.seed, problem, sample) for problem, sample, _ in batch]
@@ -234,5 +234,5 @@ def answer_batch(
 
 
 def draw_seed(seed: int, problem: int, sample: int) -> int:
-    """A 63-bit random seed for one completion, hashed: sums would give neighbours the same streams."""
+    """A 63-bit random seed for one completion, made by hashing: added seeds would give neighbours equal streams."""
     return int.from_bytes(hashlib.sha256(f"{seed} {problem} {sample}".encode()).digest()[:8], "big") >> 1

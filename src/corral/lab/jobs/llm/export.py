@@ -1,4 +1,4 @@
-"""A run's checkpoint → a plain model folder, without optimizer, schedule and random state."""
+"""Export of a run's checkpoint as a plain model folder, without optimizer, schedule and random state."""
 
 import os
 import shutil
@@ -13,11 +13,11 @@ from corral.lab.run.folder import RunFolder, choose_checkpoint
 from corral.validate import RunError
 
 _OF_TRAINING = ("optimizer", "scheduler", "rng_state", "scaler", "trainer_state.json", "training_args.bin", "manifest.json")
-"""How files of a checkpoint begin that only its training needs."""
+"""Prefixes of checkpoint files that only training needs."""
 
 
 def export_run(run: Path, out: Path, *, checkpoint: str = "latest", merge: bool = False) -> int:
-    """Write the model of a run's checkpoint to the new folder `out`, whole or not at all; its step is returned.
+    """Write the model of a run's checkpoint to the new folder `out` atomically, and return the checkpoint's step.
 
     An adapter stays one, for the base that its adapter_config.json names, unless it is to be merged into it.
     """

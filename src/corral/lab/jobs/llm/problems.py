@@ -1,4 +1,4 @@
-"""A task's problems in a model's chat template: the training set, prompts as tokens, and completions of them."""
+"""Problems of a task in a model's chat template: training set, prompts as tokens, and completions."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,23 +18,23 @@ from corral.validate import RunError
 Prompt = str | list[dict[str, str]]
 
 _LONGEST = 1000
-"""How many prompts, the longest in characters, are tokenised to see whether they fit."""
+"""Number of prompts, the longest in characters, that are tokenised to check their length."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How completions are drawn."""
+    """Sampling parameters of a completion."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     max_tokens: int
     greedy: bool = False
-    """Take the likeliest token instead of drawing one."""
+    """True to take the likeliest token instead of a random sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problems:
-    """Problems of a task, worded for a model: in its chat template if it has one."""
+    """Problems of a task as a model's prompts, in its chat template if it has one."""
 
     task: Task
     tokenizer: PreTrainedTokenizerBase
@@ -43,11 +43,11 @@ class Problems:
     """Further arguments of the chat template: TRL's `chat_template_kwargs`, and tools."""
 
     def prompt(self, problem: str) -> Prompt:
-        """What the trainer passes to the model; in a chat, the instruction is around the last message."""
+        """The prompt passed to the model. In a chat, the instruction surrounds the last message."""
         return self._worded(problem, self.instruction, {})
 
     def _worded(self, problem: str, instruction: str, values: Mapping[str, Any]) -> Prompt:
-        """The problem in this instruction; {problem} and the names of `values` stand for what they are."""
+        """The problem inside the instruction, with {problem} and the names of `values` filled in."""
 
         def fill(text: str) -> str:
             known = {**values, "problem": text}
@@ -59,11 +59,11 @@ class Problems:
         return [*before, {**last, "content": fill(last["content"])}]
 
     def tokens(self, problems: Sequence[str]) -> list[list[int]]:
-        """The same as token ids, as the trainer makes them."""
+        """The prompt of a problem as token ids, as the trainer makes them."""
         return self.tokenise(map(self.prompt, problems))
 
     def tokenise(self, prompts: Iterable[Prompt]) -> list[list[int]]:
-        """Prompts, worded already, as token ids."""
+        """Token ids of finished prompts."""
         render, how = self.tokenizer.apply_chat_template, {"tokenize": False, "add_generation_prompt": True, **self.template}
         texts = [p if isinstance(p, str) else render(p, **how) for p in prompts]
         # A chat template writes special tokens itself.
@@ -71,7 +71,7 @@ class Problems:
         return ids
 
     def dataset(self, count: int, seed: int, teacher_instruction: str = "") -> Dataset:
-        """`count` problems to train on, in the order in which they will be seen; with what a teacher reads of each, if any."""
+        """`count` training problems in training order, with the teacher's prompt of each if there is a teacher."""
         try:
             problems = self.task.train_prompts(count, seed)
         except ValueError as error:
@@ -98,18 +98,19 @@ class Problems:
         return Dataset.from_dict(columns | {TEACHER_PROMPT: told})
 
     def room(self, problems: Sequence[str], config: PreTrainedConfig) -> int | None:
-        """Positions that the longest of these prompts leaves for a completion; None where the model has no limit."""
+        """Positions that the longest of these prompts leaves for a completion; None if the model has no limit."""
         room = getattr(config, "max_position_embeddings", None)  # not every family has a limit
         longest = sorted(set(problems), key=len)[-_LONGEST:]
         return None if room is None else room - max(map(len, self.tokens(longest)))
 
     def check_length(self, problems: Sequence[str], config: PreTrainedConfig, longest: int) -> None:
-        """Refuse prompts that leave no room for a completion of the `longest` length: a model would go on beyond its limit."""
+        """Refuse prompts that leave too few positions for a completion of length `longest`: the model's limit would be
+        exceeded."""
         problems = sorted(set(problems), key=len)[-_LONGEST:]
         self._check_room("a prompt", [(problem, self.prompt(problem)) for problem in problems], config, longest)
 
     def check_teacher_length(self, dataset: Dataset, config: PreTrainedConfig, longest: int) -> None:
-        """The same for what a teacher reads."""
+        """Refuse teacher prompts that leave too few positions for the longest completion."""
         if TEACHER_PROMPT in dataset.column_names:
             shown = zip(dataset["problem"][:], dataset[TEACHER_PROMPT][:], strict=True)
             rows = sorted(shown, key=lambda row: len(str(row[1])))[-_LONGEST:]
@@ -129,7 +130,7 @@ class Problems:
 
 
 def plain_sampling(tokenizer: PreTrainedTokenizerBase, ends: set[int], sampling: Sampling) -> GenerationConfig:
-    """Settings for transformers' generation that sample from the policy itself, or take its likeliest token.
+    """Settings for transformers' generation: sample from the policy itself, or take its likeliest token.
 
     They are all of them where `own_settings_aside` keeps the model's own away.
     """
@@ -144,7 +145,7 @@ def plain_sampling(tokenizer: PreTrainedTokenizerBase, ends: set[int], sampling:
 
 @contextmanager
 def own_settings_aside(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model generate without its generation_config, from which transformers takes whatever it is not given.
+    """Hide a model's generation_config while it generates: transformers fills missing arguments from there.
 
     Its token ids alone stay. A list of what to switch off would miss what the next release adds.
     """
@@ -161,7 +162,7 @@ def own_settings_aside(model: PreTrainedModel) -> Iterator[None]:
 def generate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[list[int]], sampling: Sampling
 ) -> list[list[int]]:
-    """One completion per prompt as tokens, up to the end of the sequence and with it, where the model ended."""
+    """One completion per prompt as tokens, up to and including the end-of-sequence token if the model wrote it."""
     batch = tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt").to(model.device)
     ends = end_tokens(model, tokenizer)
     config = plain_sampling(tokenizer, ends, sampling)
@@ -179,6 +180,6 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> se
 
 
 def cut_at_end(tokens: list[int], ends: set[int]) -> list[int]:
-    """The tokens up to the first that ends the sequence, and with it: what follows is padding."""
+    """The tokens up to and including the first end-of-sequence token: everything after it is padding."""
     last = next((index for index, token in enumerate(tokens) if token in ends), len(tokens))
     return tokens[: last + 1]

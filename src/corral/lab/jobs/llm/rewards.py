@@ -1,4 +1,4 @@
-"""Reward functions with TRL's signature: one or several with weights, by name or as Python functions, checked at every call."""
+"""Reward functions with TRL's signature, given by name or as Python functions, with weights, and checked at every call."""
 
 import asyncio
 import inspect
@@ -16,21 +16,21 @@ from corral.validate import RewardError, RunError
 Reward = Callable[..., list[float | None]]
 
 _VERIFIER = "verifier"
-"""How the task's own verifier is named among several rewards."""
+"""Name of the task's own verifier in a list of rewards."""
 
 _HOW = "`reward` is module:function or file.py:function, with a weight module:function=0.5"
 
 _TAKEN = {"prompts", "completions", "completion_ids", "problem", "trainer_state", "log_extra", "log_metric", "environments"}
-"""Arguments that the trainer passes itself, so that no column can have their names."""
+"""Arguments that the trainer passes itself; columns must not have these names."""
 
 
 def as_rewards(given: Any) -> tuple[str | Reward, ...]:
-    """Rewards as settings hold them, from one or from a list; none of them means the task's verifier."""
+    """Rewards in the form that settings store, from a single reward or a list. An empty list stands for the task's verifier."""
     return as_functions(given, _HOW)
 
 
 def as_functions(given: Any, how: str) -> tuple[str | Reward, ...]:
-    """Functions of the user's as settings hold them, from one or from a list; `how` says how they are written."""
+    """User functions in the form that settings store, from a single function or a list. `how` describes the accepted forms."""
     found: list[Any] = []
     for one in map(guess, given if isinstance(given, list | tuple) else [given]):  # a text may be a list in TOML
         found += [] if one is None else one if isinstance(one, list) else [one]
@@ -41,7 +41,7 @@ def as_functions(given: Any, how: str) -> tuple[str | Reward, ...]:
 
 
 def path_of(reward: str | Reward) -> str:
-    """A reward as text: a function by where it can be imported from, if it can."""
+    """Text form of a reward: the import path of a function, if it has a path."""
     if isinstance(reward, str):
         return reward
     of = reward if hasattr(reward, "__qualname__") else type(reward)  # an instance has none, its class has
@@ -51,7 +51,7 @@ def path_of(reward: str | Reward) -> str:
 def make_rewards(
     given: Sequence[str | Reward], task: Task, weights: list[float] | None = None
 ) -> tuple[list[Reward], list[float] | None]:
-    """The functions that settings name, checked, with the task's columns, and their weights; None where all are 1.
+    """The checked reward functions with the task's columns, and their weights; None for the weights if all are 1.
 
     Weights stand behind the names, or beside all of them as TRL's `reward_weights`.
     """
@@ -67,7 +67,7 @@ def make_rewards(
 
 
 def check_columns(task: Task, problem: str) -> None:
-    """Refuse columns that cannot be passed beside the trainer's own arguments."""
+    """Refuse columns whose names clash with the trainer's own arguments."""
     if taken := sorted(_TAKEN & columns_of(task, [problem]).keys()):
         raise RunError(
             f"{task.name} has a column `{taken[0]}`, and reward functions get something else under that name from the trainer. "
@@ -85,7 +85,7 @@ def verifier(task: Task) -> Reward:
 
 
 def _with_checks(name: str, score: Reward, label: str | None = None) -> Reward:
-    """`score`, with a clear error that names it and the completion whenever it fails; TRL logs it as `label`."""
+    """`score` with clear errors that name the function and the completion at fault. TRL logs the reward as `label`."""
 
     def reward(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
         try:
@@ -125,7 +125,7 @@ def _split(text: str) -> tuple[str, float | None]:
 
 
 def _labels(rewards: Sequence[str | Reward]) -> list[str]:
-    """What TRL logs each reward as: the function's name, or the whole path where two have the same."""
+    """Labels for TRL's log: the function's name, or the whole path if two names are equal."""
     paths = [path_of(one) for one in rewards]
     short = [path.rpartition(":")[2].rpartition(".")[2] for path in paths]
     labels = [path if Counter(short)[name] > 1 else name for path, name in zip(paths, short, strict=True)]
@@ -150,7 +150,7 @@ def _function(reward: str | Reward, label: str, task: Task) -> Reward:
 
 
 def _with_columns(function: Reward, task: Task) -> Reward:
-    """`function` with the task's columns as keyword lists, as TRL passes a dataset's. They need not fit into Arrow's types."""
+    """`function` with the task's columns as keyword lists, as TRL passes a dataset's. Columns need not fit Arrow's types."""
 
     def score(problem: list[str], **others: Any) -> Any:
         return function(problem=problem, **others | columns_of(task, problem))  # an environment's rows have them already
@@ -159,7 +159,7 @@ def _with_columns(function: Reward, task: Task) -> Reward:
 
 
 def _call(score: Reward, **arguments: Any) -> Any:
-    """The rewards as a list, of an `async` function too; what is no ordered collection of values is returned as it is."""
+    """The rewards as a list, also from an `async` function. A result that is no ordered collection is returned unchanged."""
     found = score(**arguments)
     found = asyncio.run(found) if inspect.iscoroutine(found) else found
     unordered = isinstance(found, Mapping | Set | str | bytes | bytearray) or not isinstance(found, Iterable)
@@ -173,11 +173,11 @@ def _kind(value: Any) -> str:
 
 
 _LARGEST = 2.0**128 - 2.0**104
-"""The largest number of float32, in which the trainer adds rewards up; importing torch for it would take seconds."""
+"""The largest float32, the type in which the trainer adds rewards. A literal, because importing torch takes seconds."""
 
 
 def _finite(name: str, value: Any, completion: Any) -> float:
-    """A reward as a float, be it NumPy's or torch's; a sentence if it is no finite number, also as the trainer's float32."""
+    """Convert a NumPy or torch reward to a float. Returns a sentence if it is not finite, also after rounding to float32."""
     try:
         number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one is torch's, for more than one element
@@ -191,7 +191,7 @@ def _finite(name: str, value: Any, completion: Any) -> float:
 
 
 def _culprit(score: Reward, prompts: list[Any], completions: list[Any], columns: Mapping[str, Any]) -> str:
-    """The first completion that fails by itself; the first of all if none does."""
+    """The first completion that fails when it is scored alone, or the first completion if none fails."""
     for index, completion in enumerate(completions):
         one = {key: [value[index]] if isinstance(value, list) else value for key, value in columns.items()}
         try:

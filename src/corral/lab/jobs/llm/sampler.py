@@ -1,4 +1,4 @@
-"""Samplers of an evaluation: transformers, or vLLM where it is installed."""
+"""Samplers of an evaluation: transformers, or vLLM if it is installed."""
 
 import importlib
 from collections.abc import Iterator
@@ -22,20 +22,21 @@ Backend = Literal["transformers", "vllm"]
 
 @dataclass(frozen=True)
 class Completion:
-    """What a model wrote."""
+    """One completion of a prompt."""
 
     text: str
     tokens: int
     ended: bool
-    """False where it was cut off at the longest length."""
+    """False if the completion was cut off at the largest length."""
     transcript: str = ""
-    """With what others wrote in between, where it has several turns."""
+    """The whole text of several turns, including answers of tools."""
     reward: float | None = None
-    """What an environment paid for it, where that pays."""
+    """Reward from the environment, for an environment that gives rewards."""
 
 
 def choose_backend(requested: str, subject: Subject, device: str, *, played: bool = False) -> Backend:
-    """`auto` is vLLM where it is installed and a GPU is used; `vllm` says what is missing, and runs on a processor too."""
+    """Resolve the backend. `auto` is vLLM if it is installed and a GPU is used; `vllm` also runs on a CPU or raises an
+    error."""
     reasons = [
         (played, "tools and environments are played with transformers here."),
         (find_spec("vllm") is None, "vLLM is not installed. Install it: pip install vllm."),
@@ -53,17 +54,17 @@ def choose_backend(requested: str, subject: Subject, device: str, *, played: boo
 
 
 def make_sampler(backend: Backend, subject: Subject, device: str) -> "Sampler":
-    """Load the model, to compute in `choose_dtype`; those built into corral are float32."""
+    """Load the model in the type of `choose_dtype`. Models built into corral are float32."""
     return VllmSampler(subject, device) if backend == "vllm" else TransformersSampler(subject, device)
 
 
 def choose_dtype(subject: Subject, device: str) -> torch.dtype:
-    """bfloat16 on a GPU, unless this is a run that was trained in float32; else float32."""
+    """bfloat16 on a GPU, unless the model is a run trained in float32. Otherwise float32."""
     return torch.bfloat16 if device == "cuda" and subject.half else torch.float32
 
 
 class TransformersSampler:
-    """`generate` of transformers. One stream of random numbers per batch, begun with the seed of its first prompt."""
+    """Sampler on `generate` of transformers, with one random stream per batch, seeded by the first prompt."""
 
     def __init__(self, subject: Subject, device: str) -> None:
         model, self.tokenizer = load_model(subject.model, choose_dtype(subject, device))
@@ -72,7 +73,7 @@ class TransformersSampler:
         set_pad_token(self.tokenizer)
 
     def start(self, room: int) -> None:
-        """Nothing: the cache grows with what is written."""
+        """Do nothing: the cache grows during generation."""
 
     def complete(self, ids: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Completion]:
         with self._drawing(seeds):
@@ -83,14 +84,14 @@ class TransformersSampler:
     def play(
         self, turns: MultiTurn, problems: Problems, asked: list[str], seeds: list[int], sampling: Sampling
     ) -> list[Completion]:
-        """The same in several turns."""
+        """One completion per problem, in several turns."""
         with self._drawing(seeds):
             found = turns.play(self.model, problems, asked, sampling)
         return [Completion(one.answer, sum(one.own), self._ended(one.tokens), one.transcript, one.reward) for one in found]
 
     @contextmanager
     def _drawing(self, seeds: list[int]) -> Iterator[None]:
-        """The random stream of a batch; a sentence where memory runs out."""
+        """The random stream of a batch. Running out of memory raises an error in plain words."""
         devices = [self.model.device] if self.model.device.type == "cuda" else []
         try:
             with torch.random.fork_rng(devices=devices):
@@ -104,7 +105,7 @@ class TransformersSampler:
 
 
 class VllmSampler:
-    """vLLM. Every prompt has a seed of its own, so that the size of a batch changes no draw."""
+    """Sampler on vLLM. Each prompt has its own seed, so that no draw depends on the batch size."""
 
     def __init__(self, subject: Subject, device: str) -> None:
         self.name = subject.model
@@ -116,7 +117,7 @@ class VllmSampler:
             raise RunError(f"the model {self.name!r} could not be loaded: {str(error).splitlines()[0]}") from error
 
     def start(self, room: int) -> None:
-        """Start the engine, for sequences of `room` tokens: for a model's longest, the memory may not suffice."""
+        """Start the engine for sequences of `room` tokens: the model's full length may not fit into memory."""
         vllm: Any = importlib.import_module("vllm")
         try:
             self.engine = vllm.LLM(model=self.name, dtype=self.dtype, seed=0, max_model_len=room)
@@ -133,7 +134,7 @@ class VllmSampler:
 
 
 def set_pad_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """The tokenizer with a token to pad with: its end of sequence, as TRL does it."""
+    """Give the tokenizer a padding token: its end of sequence, as TRL does."""
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -30,7 +30,7 @@ _CONFIGS = (
     ("trl", "trainer/base_config.py", "_BaseConfig"),
     ("transformers", "training_args.py", "TrainingArguments"),
 )
-"""What CorralConfig inherits its settings from."""
+"""Base classes of CorralConfig in TRL and transformers."""
 
 _ALSO_CALLED = {
     "epochs": "--num-iterations, passes over each batch of rollouts, or --steps",
@@ -50,11 +50,11 @@ _ALSO_CALLED = {
     "lora_r": "--lora.r",
     "lora_alpha": "--lora.lora_alpha",
 }
-"""What other libraries call a setting, and the flag that it has here."""
+"""Names of settings in other libraries, each with corral's flag."""
 
 
 def refuse_unknown(key: str, known: list[str], objective: str, task: str) -> str:
-    """The sentence about a setting that does not exist: where it belongs, or the nearest that there is."""
+    """Error text for an unknown setting: the place where it belongs, or the nearest existing name."""
     where = "`corral explain settings` lists them all."
     if key in _ALSO_CALLED:
         return f"there is no setting `{key}`. Use {_ALSO_CALLED[key]}. {where}"
@@ -69,13 +69,13 @@ def refuse_unknown(key: str, known: list[str], objective: str, task: str) -> str
 
 
 def trainer_names() -> list[str] | None:
-    """Settings of CorralConfig; None where TRL is not there, older than the tested ones, or keeps its source elsewhere."""
+    """Settings of CorralConfig; None if TRL is missing, older than the tested releases, or has moved its source."""
     types = _trainer_types()
     return None if types is None else list(types)
 
 
 def check_numbers(given: Mapping[str, Any]) -> None:
-    """Refuse settings of CorralConfig that should be numbers or switches and are none, as far as their source tells."""
+    """Refuse CorralConfig settings of the wrong type, as far as the source gives number and switch types."""
     types = _trainer_types() or {}
     for key, value in given.items():
         hint = _PLAIN.get(types.get(key, ""))
@@ -86,7 +86,7 @@ def check_numbers(given: Mapping[str, Any]) -> None:
 
 
 def read_rate(value: Any) -> float | str:
-    """A learning rate: a number, or `auto`; a text such as 1e-4 is read as its number."""
+    """Read a learning rate: a number, `auto`, or text such as 1e-4."""
     if value == "auto":
         return "auto"
     try:
@@ -98,12 +98,12 @@ def read_rate(value: Any) -> float | str:
 
 _PLAIN: dict[str, Any] = {hint.__name__: hint for hint in (int, float, bool)}
 _PLAIN |= {f"{name} | None": hint | None for name, hint in _PLAIN.items()}
-"""Types that can be told from their text."""
+"""Types that can be recognised in the source text."""
 
 
 @cache
 def _trainer_types() -> dict[str, str] | None:
-    """The settings, each with its type as the source has it; CorralConfig's own come first, and win."""
+    """CorralConfig's settings with their types in the source. Its own fields precede inherited fields."""
     try:
         if Version(version("trl")).release[:2] < Version(TRL_RANGE[0]).release:
             return None
@@ -123,7 +123,7 @@ def _trainer_types() -> dict[str, str] | None:
 
 
 def class_fields(path: Path) -> dict[str, dict[str, str]]:
-    """The fields of each dataclass in a file that its constructor takes, with their types as written."""
+    """The constructor fields of each dataclass in a file, with their types as text."""
     found: dict[str, dict[str, str]] = {}
     for node in (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)):
         fields = found[node.name] = dict[str, str]()
@@ -137,11 +137,11 @@ def class_fields(path: Path) -> dict[str, dict[str, str]]:
 
 
 _PACKAGES = {"use_vllm": "vllm", "deepspeed": "deepspeed"}
-"""Settings of TRL's, and what they need."""
+"""Settings of TRL, and the packages that they need."""
 
 
 def missing_packages(settings: Mapping[str, Any]) -> Iterator[str]:
-    """What settings, the run's own and TRL's side by side, need and is not installed, as sentences."""
+    """Sentences on packages that settings of the run or of TRL need and that are not installed."""
     names = str(settings.get("report_to") or "").split(",")
     reports = [(f"report_to={name}", name) for name in names if name in ("wandb", "trackio", "tensorboard")]
     asked = [(key, package) for key, package in _PACKAGES.items() if guess(settings.get(key)) not in (None, False, "")]
@@ -151,7 +151,7 @@ def missing_packages(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def check_packages(settings: Mapping[str, Any]) -> None:
-    """Refuse what needs a package that is not there; the libraries would say so in a traceback, or after minutes."""
+    """Refuse settings that need a missing package, before a library fails minutes later with a traceback."""
     for sentence in missing_packages(settings):
         raise RunError(sentence)
 
@@ -159,7 +159,7 @@ def check_packages(settings: Mapping[str, Any]) -> None:
 RECIPES = Path(__file__).parents[2] / "recipes" / "llm"
 
 TABLES = ("objective_config", "task_config", "lora")
-"""Settings that are tables: layers add to them, key by key."""
+"""Settings that are tables: layers merge into them key by key."""
 
 DECIDED = {
     "output_dir": "--out",
@@ -190,7 +190,7 @@ _OF_OBJECTIVES = {
     "delta": "--objective dual_clip --set objective_config.dual_clip=3",
     "importance_sampling_level": "--objective gspo, or --objective troll --set objective_config.level=sequence",
 }
-"""Settings of TRL's own loss, and the flags of those that take its place."""
+"""Settings of TRL's own loss, and the flags that replace them."""
 
 
 ONE_OF_TOOLS = "`tool` writes into a text, `tools` and `environment_factory` are called by a chat model: use one or the other."
@@ -273,14 +273,14 @@ class Settings:
             raise RunError(unknown_objective(self.objective))
 
     def flat(self) -> dict[str, Any]:
-        """As in a file: the run's keys and the trainer's side by side."""
+        """All settings as in a file: keys of the run and the trainer side by side."""
         paths: dict[str, Any] = {name: tuple(map(path_of, vars(self)[name])) for name in ("reward", "tools")}
         own = dataclasses.asdict(dataclasses.replace(self, environment_factory=path_of(self.environment_factory), **paths))
         return own | own.pop("trainer")
 
 
 def resolve(layers: Iterable[Mapping[str, Any]]) -> Settings:
-    """Later layers win, key by key. A layer that changes the objective or the task drops its earlier settings.
+    """Merge layers key by key; later layers win. A layer that changes the objective or task drops its earlier settings.
 
     A reduction that came before the objective holds only if it is one of that objective's own.
     """
@@ -305,7 +305,8 @@ def resolve(layers: Iterable[Mapping[str, Any]]) -> Settings:
 
 
 def check_early(layers: Iterable[Mapping[str, Any]]) -> None:
-    """Refuse, before TRL is imported, unknown names, wrong values of the run's own settings, and nothing to train on."""
+    """Refuse unknown names, wrong values of the run's own settings, and a run without anything to train, before TRL is
+    imported."""
     merged, _ = _merge(layers)
     names = trainer_names()
     if names is None:
@@ -335,7 +336,7 @@ def check_early(layers: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _merge(layers: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], bool]:
-    """All layers as one, and whether its reduction came before the objective."""
+    """Merge all layers. Also returns whether the reduction was set before the objective."""
     merged: dict[str, Any] = {}
     inherited = False
     for layer in layers:
@@ -348,7 +349,7 @@ def _merge(layers: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], bool]:
 
 
 def _own_settings(merged: Mapping[str, Any], trainer: list[str]) -> dict[str, Any]:
-    """The run's own settings, each of its type; a RunError for what is neither one of them nor of the trainer's."""
+    """The run's own settings, converted to their types. RunError for a name that neither the run nor the trainer has."""
     hints, found = get_type_hints(Settings), dict[str, Any]()
     for key, value in merged.items():
         if key in DECIDED:
@@ -374,7 +375,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     ),
     "environment_factory": _as_environment,
 }
-"""Settings that name functions and classes of the user's, or are these."""
+"""Settings that hold user functions and classes, or their names."""
 
 
 def read_recipe(name: str) -> dict[str, Any]:

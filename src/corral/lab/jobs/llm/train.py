@@ -1,4 +1,4 @@
-"""`corral train` of a language model: settings → model, task, trainer → a resumable run folder."""
+"""Training runs of language models: from settings to model, task and trainer, in a resumable run folder."""
 
 import logging
 import os
@@ -76,7 +76,7 @@ def resume(
 
 
 class ModelRun(Job):
-    """A run of a language model, whose inner loop is TRL's."""
+    """A run of a language model, with TRL's training loop inside."""
 
     length, beside, pace, completions = "steps", "greedy", ("num_tokens", "tokens_per_second"), True
     settings: Settings
@@ -97,14 +97,14 @@ class ModelRun(Job):
         return config_content(self.settings, self.parts)
 
     def notes(self) -> Iterator[str]:
-        """The user's own code that the run's settings name, and that is about to be imported."""
+        """Notes on the user code that the run's settings name and that will be imported."""
         code = [f"{flag} {path}" for flag, path in named_code(self.settings.flat())]
         code += ["--unsafe-code-execution"] if self.settings.task_config.get("unsafe_code_execution") else []
         if code:
             yield f"using what the run's own settings name: {', '.join(code)}"
 
     def check_changes(self, content: Mapping[str, Any], done: int, path: Path, view: RunView) -> dict[str, Any]:
-        """Compare the data with those that the run began with, unless it is of a release that did not describe them."""
+        """Compare the data with those that the run began with, if its release recorded them."""
         if "data" not in content:
             view.warn("config.json has no digest of the run's data: whether they have changed is unknown.")
             return {}
@@ -149,7 +149,7 @@ class ModelRun(Job):
         return RunError(LOST) if lost_process(error) else error
 
     def build_trainer(self, record: Recorder) -> RunTrainer:
-        """The trainer with its dataset, rewards and callbacks."""
+        """Build the trainer with its dataset, rewards and callbacks."""
         parts, config, guard = self.parts, self.parts.config, self.guard
         config.output_dir = str(record.path / "checkpoints")
         log = logging.getLogger("corral.trl.trainer")
@@ -190,7 +190,7 @@ class ModelRun(Job):
 
 @contextmanager
 def _tensorboard_in(where: Path) -> Iterator[None]:
-    """Let transformers write TensorBoard's files into the run folder, through its environment variable."""
+    """Write TensorBoard's files into the run folder, through transformers' environment variable."""
     key = "TENSORBOARD_LOGGING_DIR"
     given = os.environ.get(key)
     os.environ[key] = given or str(where / "tensorboard")
@@ -201,7 +201,7 @@ def _tensorboard_in(where: Path) -> Iterator[None]:
 
 
 def banner(settings: Settings, trainer: RunTrainer, where: Path, chosen: Iterable[str] = ()) -> list[tuple[str, str]]:
-    """The heading of a run: (name, sentence) of every line, in order; `chosen` says what was decided for the user."""
+    """The heading of a run: (name, sentence) of each line. `chosen` lists settings that were chosen automatically."""
     args, config, teacher = trainer.args, trainer.objective.config, trainer.teacher
     parameters = f"{_short(p.numel() for p in trainer.model.parameters())} parameters"
     if is_peft_model(trainer.model):
@@ -240,7 +240,7 @@ def banner(settings: Settings, trainer: RunTrainer, where: Path, chosen: Iterabl
 
 
 def _support(trainer: RunTrainer) -> str:
-    """Which tokens of a distribution the objective reads."""
+    """Description of the support on which the objective computes."""
     if not trainer.needs_support:
         return "none: this objective looks at the sampled token alone"
     if trainer.own_support().top_k == sys.maxsize:
@@ -266,7 +266,7 @@ def _device(trainer: RunTrainer) -> str:
 
 
 def why_inactive(trainer: RunTrainer) -> str | None:
-    """Why the trust region can never act; None if it can."""
+    """The reason why the trust region can never be active, or None."""
     config = trainer.objective.config
     if not config.has_region:
         return f"{trainer.objective.name} has no trust region."

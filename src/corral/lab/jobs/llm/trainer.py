@@ -34,18 +34,18 @@ from corral.trl.trainer import CorralTrainer
 from corral.validate import RewardError, RunError
 
 _COMPLETIONS = 4
-"""Completions kept of a step."""
+"""Number of completions kept per step."""
 
 _LONGEST = 1024
-"""Tokens kept of a completion."""
+"""Number of tokens kept per completion."""
 
 _BUDGET = 200_000
-"""Tokens kept of a run; beyond it every other step goes."""
+"""Number of tokens kept per run; above it, every second step is dropped."""
 
 
 @dataclass(frozen=True)
 class CompletionSample:
-    """The first completions of a batch, copied, so that no memory of the others is held."""
+    """Copies of the first completions of a batch, so that the memory of the others is freed."""
 
     batch: TokenBatch
     ids: Int[Tensor, "B T"]
@@ -53,7 +53,7 @@ class CompletionSample:
 
     @classmethod
     def of(cls, batch: TokenBatch, ids: Tensor, rewards: Tensor | None, count: int = _COMPLETIONS) -> "CompletionSample":
-        """Copies, without gradients."""
+        """Copy completions without gradients."""
 
         def first(x: Any) -> Any:
             if isinstance(x, SparseDist):
@@ -68,7 +68,7 @@ class CompletionSample:
 def token_rows(
     sample: CompletionSample, objective: Objective, tokenizer: PreTrainedTokenizerBase, **about: Any
 ) -> list[dict[str, Any]]:
-    """Rows for tokens.parquet, one per completion that has unmasked tokens. `about` is the same in all of them.
+    """Rows of tokens.parquet, one per completion with unmasked tokens. `about` is equal in all rows.
 
     The objective is evaluated again on the batch that it had in training; one that returns no `acted` gives no rows.
     """
@@ -99,7 +99,7 @@ def token_rows(
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """Each token decoded by itself, with the leading blank that SentencePiece drops put back."""
+    """Each token decoded alone, with the leading blank that SentencePiece drops restored."""
     names = tokenizer.convert_ids_to_tokens(list(ids))
     texts = tokenizer.batch_decode([[token] for token in ids])
     return [
@@ -109,7 +109,7 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[
 
 
 def thin_rows(rows: list[dict[str, Any]], more: list[dict[str, Any]], budget: int = _BUDGET) -> list[dict[str, Any]]:
-    """`rows` and `more`, thinned to every 2nd, 4th, … step until they have at most `budget` tokens.
+    """`rows` and `more`, reduced to every 2nd, 4th, … step until at most `budget` tokens remain.
 
     How far `rows` were thinned shows in their steps, so a resumed run keeps what it would have kept without the break.
     """
@@ -129,12 +129,12 @@ logger = logging.getLogger(__name__)
 
 
 class GuardCallback(Guard, TrainerCallback):
-    """Skips updates with a non-finite loss or gradient, and watches the metrics for a collapse. For any CorralTrainer."""
+    """Callback for any CorralTrainer that skips non-finite updates and watches the metrics for a collapse."""
 
     loss_is_finite = True
-    """Whether every loss since the last update was finite; RunTrainer writes it."""
+    """True if every loss since the last update was finite. RunTrainer writes this field."""
     zero_gradients = 0
-    """Updates in a row, up to the last one, whose gradient was exactly 0."""
+    """Number of successive updates, up to the last, whose gradient was exactly 0."""
 
     def restore(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Restore the state after these lines of metrics."""
@@ -145,7 +145,7 @@ class GuardCallback(Guard, TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Gradients are clipped by now, which spreads a NaN to all of them. fp16 has a scaler that skips such steps itself."""
+        """Skip a non-finite update. Gradient clipping has spread any NaN by now, and fp16's scaler skips such steps itself."""
         if self.mode == "off" or args.fp16:
             return
         model: nn.Module = kwargs["model"]
@@ -168,7 +168,7 @@ class GuardCallback(Guard, TrainerCallback):
 
 
 def cannot_resume(checkpoint: str, error: Exception) -> RunError:
-    """What to say of a checkpoint whose files cannot be loaded, as somebody has changed them and the manifest."""
+    """Error text for a checkpoint whose files cannot be loaded because they and the manifest were changed."""
     reason = (str(error).splitlines() or [""])[0]
     return RunError(
         f"{checkpoint} cannot be resumed from, though it matches its manifest: {type(error).__name__}: {reason} Remove that "
@@ -177,7 +177,7 @@ def cannot_resume(checkpoint: str, error: Exception) -> RunError:
 
 
 class RunTrainer(CorralTrainer):
-    """CorralTrainer that measures held-out success and whose checkpoints appear in a run folder whole or not at all."""
+    """CorralTrainer that measures held-out success and writes checkpoints into a run folder atomically."""
 
     processing_class: PreTrainedTokenizerBase
     max_completion_length: int
@@ -185,13 +185,13 @@ class RunTrainer(CorralTrainer):
     record: Recorder
     guard: GuardCallback
     _sample: tuple[CompletionSample, Objective] | None = None
-    """For tokens.parquet: completions of the last update of a step, until its line is written."""
+    """Completions of a step's last update, stored for tokens.parquet until the step's line is written."""
     _drawn: list[tuple[list[int], list[int]]]
-    """Prompt and completion of some held-out samples, while success is measured."""
+    """Prompts and completions of a few held-out samples, while success is measured."""
 
     @property
     def updates_per_step(self) -> int:
-        """Updates until a batch of rollouts and an update end together: no rollout is half used there."""
+        """Number of updates until a batch of rollouts and an update end together."""
         return updates_per_step(self.args)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -200,7 +200,7 @@ class RunTrainer(CorralTrainer):
         return loss
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Rewards ride along in TRL's buffer of rollouts, for the rows of tokens.parquet."""
+        """Store rewards in TRL's buffer of rollouts, for the rows of tokens.parquet."""
         if self.parts.settings.environment_factory:  # its `reset` reads the task's columns too
             columns = columns_of(self.parts.problems.task, [row["problem"] for row in inputs])
             inputs = [{**{name: column[i] for name, column in columns.items()}, **row} for i, row in enumerate(inputs)]
@@ -212,7 +212,7 @@ class RunTrainer(CorralTrainer):
         return output
 
     def sample_tokens(self, inputs: dict[str, Any], batch: TokenBatch, objective: Objective) -> None:
-        """Token observer: keep a few completions of the last update of a step, when the policy has moved furthest."""
+        """Token observer: store a few completions of a step's last update, when the policy has moved furthest."""
         left = self.updates_per_step - self.state.global_step % self.updates_per_step
         last = left == 1 or self.args.reuse == "auto"  # any update may turn out to be the last
         if last and self.model.training and self.record.folder is not None:
@@ -226,13 +226,13 @@ class RunTrainer(CorralTrainer):
         return [] if sample is None else token_rows(*sample, self.processing_class, **about)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """No model card: config.json has it all, and TRL's card is not written atomically."""
+        """Write no model card: config.json holds its content, and TRL does not write the card atomically."""
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self.record.path / "checkpoints" / ".writing")
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Random states are loaded when training has begun already."""
+        """Load the random states late: training has already begun when TRL calls this method."""
         try:
             super()._load_rng_state(checkpoint)
         except Exception as error:  # pickle, torch, NumPy and Python have one each for a damaged file
@@ -252,7 +252,7 @@ class RunTrainer(CorralTrainer):
             self.accelerator.wait_for_everyone()
 
     def measure(self) -> dict[str, float]:
-        """Success on the held-out problems, sampled at temperature 1 and greedy; the random state is left as it was."""
+        """Success on the held-out problems, sampled at temperature 1 and greedily. The random state is restored afterwards."""
         parts, process = self.parts, self.accelerator
         mine = parts.held_out[process.process_index :: process.num_processes]
         devices = [process.device] if process.device.type == "cuda" else []
@@ -285,7 +285,7 @@ class RunTrainer(CorralTrainer):
         return min(len(self.parts.held_out) // processes, wanted)
 
     def _scores(self, model: Any, problems: list[str], greedy: bool) -> Iterator[float]:
-        """Rewards of one completion per problem. All processes generate equally often: a sharded model needs all of them."""
+        """Rewards of one completion per problem. All processes generate equally often, as a sharded model requires."""
         parts, size = self.parts, self.parts.settings.eval_batch_size
         most = math.ceil(len(parts.held_out) / self.accelerator.num_processes) if is_sharded(self) else len(problems)
         for start in range(0, most, size):
@@ -302,7 +302,7 @@ class RunTrainer(CorralTrainer):
                 yield score
 
     def _answers(self, model: Any, asked: list[str], greedy: bool) -> tuple[list[str], list[float]]:
-        """One completion per problem, in several turns where somebody answers; and what an environment paid for each."""
+        """One completion per problem, in several turns if a tool answers, and the rewards that an environment gave."""
         turns, problems = self.parts.turns, self.parts.problems
         sampling = Sampling(max_tokens=self.max_completion_length, greedy=greedy)
         if turns is None:
@@ -317,7 +317,7 @@ class RunTrainer(CorralTrainer):
         return [one.answer for one in found], [one.reward for one in found if one.reward is not None]
 
     def newest_completions(self, count: int) -> list[dict[str, Any]]:
-        """The first completions of the newest rollouts, those of one prompt together."""
+        """The first completions of the newest rollouts, grouped by prompt."""
         logs, update, weights, rows = self._logs, self.state.global_step, self.reward_weights.tolist(), []
         every = zip(*logs["rewards"].values(), strict=True)
         columns = zip(logs["prompt"], logs["completion"], every, logs["advantages"], strict=False)
@@ -330,11 +330,11 @@ class RunTrainer(CorralTrainer):
 
 
 _NOT_MEASURED = {"success": None, "greedy": None, "reward": None}
-"""Columns that every line has, measured or not."""
+"""Columns present in every line, also when success was not measured."""
 
 
 class RunCallback(TrainerCallback):
-    """Measures, saves and stops at the ends of steps, where no rollout is half used."""
+    """Callback that measures, saves and stops at the end of a step, when no batch of rollouts is partly used."""
 
     def __init__(self, trainer: RunTrainer) -> None:
         self.trainer, self.record, self.settings = trainer, trainer.record, trainer.parts.settings
@@ -347,7 +347,7 @@ class RunCallback(TrainerCallback):
         self.record.patient = True
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """TRL calls every update a step; a step of ours is over after `updates_per_step` of them."""
+        """Act at the end of a corral step: TRL calls every update a step, and a corral step has `updates_per_step` of them."""
         step, within = divmod(state.global_step, self.trainer.updates_per_step)
         if within:
             return
@@ -360,7 +360,7 @@ class RunCallback(TrainerCallback):
             self.record.interrupted = control.should_save = control.should_training_stop = True
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write a line of metrics per step, which the guard has read by now, and sample completions."""
+        """Write one line of metrics per step, after the guard has read it, and sample completions."""
         logs: dict[str, Any] = kwargs["logs"]
         if "loss" not in logs:
             return

@@ -1,4 +1,4 @@
-"""Completions of several turns: calls of tools, environments, and the transcript that is judged."""
+"""Completions of several turns: tool calls, environments, and the transcript that is graded."""
 
 import asyncio
 import inspect
@@ -45,25 +45,25 @@ if TYPE_CHECKING:
 
 @dataclass
 class Dialogue:
-    """One completion: its tokens, which of them the model wrote, and their log-probs when it did."""
+    """One completion: its tokens, a mask of the model's own tokens, and log-probs of those if known."""
 
     problem: str
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
     own: list[int] = field(default_factory=list)
-    """1 where the model wrote the token, 0 where the tool did."""
+    """1 for a token of the model, 0 for a token of the tool."""
     logps: list[float] = field(default_factory=list)
     replies: int = 0
     over: bool = False
     answer: str = ""
-    """The text that is graded."""
+    """Text that is graded."""
     transcript: str = ""
-    """The text that is shown, with what others wrote."""
+    """Text that is shown, including answers of tools."""
     reward: float | None = None
-    """What the environment paid for it, where that pays."""
+    """Reward from the environment, for an environment that gives rewards."""
 
     def add(self, tokens: Sequence[int], logps: Sequence[float] | None = None, *, own: bool = True) -> None:
-        """Tokens of the model, with their log-probs where they are known, or of the tool."""
+        """Append tokens of the model, with log-probs if known, or tokens of the tool."""
         self.tokens += tokens
         self.own += [int(own)] * len(tokens)
         self.logps += [0.0] * len(tokens) if logps is None else logps
@@ -71,12 +71,12 @@ class Dialogue:
 
 @dataclass(frozen=True)
 class TextTool:
-    """A `Tool`, which writes into the text of any model whenever that has written one of its stops."""
+    """A `Tool` that writes into the text of any model after the model has written one of its stop strings."""
 
     tool: Tool
 
     def template(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Nothing: no template knows of it."""
+        """No template arguments: no chat template supports text tools."""
         return {}
 
     def trainer_arguments(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def converse(
     tool: Tool,
     sampling: Sampling,
 ) -> list[Dialogue]:
-    """One completion per prompt, of at most `max_tokens` tokens of both."""
+    """One completion per prompt, of at most `max_tokens` tokens from model and tool together."""
     found = [Dialogue(problem, prompt) for problem, prompt in zip(problems, prompts, strict=True)]
     ends, max_tokens = end_tokens(model, tokenizer), sampling.max_tokens
     writer: Any = model  # causal models can generate; transformers' base class does not say so
@@ -129,7 +129,7 @@ def converse(
 
 
 def _answer(one: Dialogue, tokenizer: PreTrainedTokenizerBase, tool: Tool, max_tokens: int, ends: set[int]) -> None:
-    """Let the tool write; writes into `one`."""
+    """Let the tool answer; writes into `one`."""
     text = str(tokenizer.decode(one.tokens, skip_special_tokens=True))
     try:
         reply = tool.reply(one.problem, text)
@@ -148,13 +148,13 @@ def _answer(one: Dialogue, tokenizer: PreTrainedTokenizerBase, tool: Tool, max_t
 
 
 class _Stops(StoppingCriteria):
-    """Ends a row when a stop is in what it wrote."""
+    """Stopping criterion that ends a row after a stop string."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], start: int) -> None:
         self.tokenizer, self.stops, self.start = tokenizer, stops, start
         self.tail = max(map(len, stops)) + 4  # a token has a letter at least, but for parts of one
         self.lengths: dict[int, int] = {}
-        """By row, how many tokens it had written when it stopped."""
+        """Number of tokens that each row had when it stopped."""
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         written = input_ids[:, self.start :]
@@ -168,7 +168,7 @@ class _Stops(StoppingCriteria):
 
 
 class _Scores(LogitsProcessor):
-    """Divides logits by the temperature, and keeps the log-probs of what is drawn: one vocabulary at a time."""
+    """Logits processor that divides by the temperature and stores log-probs of sampled tokens, one vocabulary at a time."""
 
     def __init__(self, temperature: float) -> None:
         self.temperature = temperature
@@ -183,13 +183,13 @@ class _Scores(LogitsProcessor):
         return scores
 
     def gather(self, written: Tensor) -> Tensor:
-        """Log-probs of all tokens that were written, in the order of `written`."""
+        """Log-probs of all generated tokens, in the order of `written`."""
         assert self.before is not None
         return torch.cat([*self.found, self.before.gather(1, written[:, -1:])], 1)
 
 
 def rollout(prompts: list[Any], trainer: "RunTrainer") -> dict[str, Any]:
-    """TRL's rollout_func: completions of the run's tool, in the trainer's own policy."""
+    """TRL's rollout_func: completions with the run's tool, sampled from the trainer's policy."""
     parts = trainer.parts
     assert isinstance(parts.turns, TextTool)
     problems = [parts.problem_of[str(prompt)] for prompt in prompts]
@@ -210,7 +210,7 @@ def rollout(prompts: list[Any], trainer: "RunTrainer") -> dict[str, Any]:
 _Function = Callable[..., Any]
 
 _RESERVED = ("reset", "get_reward")
-"""Methods of an environment that are no tools."""
+"""Methods of an environment that are not tools."""
 
 _HOW_TOOLS = "`tools` are module:function or file.py:function"
 _HOW_ENVIRONMENT = "`environment_factory` is module:Class or file.py:Class"
@@ -219,7 +219,7 @@ _HOW_ENVIRONMENT = "`environment_factory` is module:Class or file.py:Class"
 def make_multi_turn(
     tool: str, tools: Sequence[str | _Function], environment_factory: str | _Function, max_turns: int | None = None
 ) -> "MultiTurn | None":
-    """Who answers within completions, as settings name it; None where nobody does."""
+    """Build the tool, functions or environment that settings name; None if there is none."""
     if tool:
         return TextTool(make_tool(tool))
     if not tools and not environment_factory:
@@ -230,7 +230,7 @@ def make_multi_turn(
 
 
 def _function(given: str | _Function) -> _Function:
-    """A tool, which the model is told of by its signature and docstring."""
+    """Import a tool function; the model reads its signature and docstring."""
     found = by_path(given, _HOW_TOOLS) if isinstance(given, str) else given
     if not callable(found) or isinstance(found, type):
         raise ValueError(f"{_HOW_TOOLS}, and {given!r} is {type(found).__name__}, not a function.")
@@ -251,14 +251,14 @@ def _check_schema(function: _Function, name: str) -> None:
 
 @dataclass
 class FunctionCalls:
-    """Functions that a chat model may call, and an environment whose methods it may call, each completion its own."""
+    """Tool functions and environments for a chat model; each completion has an environment of its own."""
 
     functions: list[_Function]
     factory: Callable[[], Any] | None = None
     max_turns: int = sys.maxsize
-    """How often a completion may be answered; TRL's `max_tool_calling_iterations`."""
+    """Largest number of answers within a completion; TRL's `max_tool_calling_iterations`."""
     _pool: list[Any] = field(default_factory=list)
-    """Environments that were made so far: they are reset, not made again."""
+    """Environments made so far, which are reset for reuse."""
 
     def __post_init__(self) -> None:
         if self.factory is None:
@@ -287,11 +287,11 @@ class FunctionCalls:
 
     @property
     def pays(self) -> bool:
-        """Whether the environment has rewards of its own."""
+        """True if the environment gives rewards of its own."""
         return bool(self._pool) and callable(getattr(self._pool[0], "get_reward", None))
 
     def template(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Tools and the template that TRL renders them with; writes into `tokenizer` how tool calls are read back."""
+        """Tools and the template with which TRL renders them; writes into `tokenizer` how tool calls are parsed."""
         if not chat_template_utils.supports_tool_calling(tokenizer):
             raise ValueError(
                 "`tools` and `environment_factory` need a chat model whose template has tool calls, such as Qwen/Qwen3-0.6B, "
@@ -308,7 +308,7 @@ class FunctionCalls:
 
     @torch.no_grad()
     def play(self, model: PreTrainedModel, problems: Problems, asked: Sequence[str], sampling: Sampling) -> list[Dialogue]:
-        """One completion per problem: the model's last message is graded, or the environment pays."""
+        """One completion per problem. The model's last message is graded, or the environment gives the reward."""
         chats = [_Chat(self, problems, model, sampling.max_tokens, environment) for environment in self._draw(len(asked))]
         columns = columns_of(problems.task, asked)
         for row, (chat, problem) in enumerate(zip(chats, asked, strict=True)):
@@ -322,7 +322,7 @@ class FunctionCalls:
         return [chat.end() for chat in chats]
 
     def _draw(self, count: int) -> list[Any]:
-        """Environments, one for each completion; None for each where there are none."""
+        """One environment per completion, or None for each if the run has no environment."""
         if self.factory is None:
             return [None] * count
         while len(self._pool) < count:
@@ -348,11 +348,11 @@ class _Chat:
 
     @property
     def read(self) -> list[int]:
-        """What the model has read and written so far."""
+        """Everything that the model has read and written so far."""
         return self.dialogue.prompt + self.dialogue.tokens
 
     def begin(self, problem: str, columns: Mapping[str, Any]) -> None:
-        """The prompt, with what the environment adds to it."""
+        """Begin with the prompt and the environment's addition to it."""
         prompt = self.problems.prompt(problem)
         if self.environment is not None:
             row = {**columns, "prompt": prompt, "problem": problem}
@@ -363,7 +363,7 @@ class _Chat:
         self.dialogue = Dialogue(problem, self.problems.tokenise([prompt])[0])
 
     def take(self, tokens: list[int]) -> None:
-        """The model's next message, and the results of what it calls."""
+        """Add the model's next message and the results of its calls."""
         one, before = self.dialogue, self.read
         tokens = tokens[: self.longest - len(one.tokens)]
         one.add(tokens)
@@ -384,7 +384,7 @@ class _Chat:
         self.messages += results
 
     def end(self) -> Dialogue:
-        """The completion with its texts, and what the environment pays for it."""
+        """The finished completion with its texts and the environment's reward."""
         self.dialogue.answer, self.dialogue.transcript = answer_of(self.messages), transcript(self.messages)
         if self.calls.pays:
             self.dialogue.reward = float(self._ask("get_reward"))
@@ -398,7 +398,7 @@ class _Chat:
             raise RewardError(f"{name} raised {type(error).__name__}: {error}. {transcript(self.messages)!r}") from error
 
     def _result(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Of one call; what goes wrong is told to the model, whose arguments may be to blame."""
+        """Result of one tool call. Errors are passed to the model, whose arguments may be wrong."""
         function = request.get("function", request)
         name = function["name"]
         try:
@@ -410,7 +410,7 @@ class _Chat:
         return {"name": name, "content": result if isinstance(result, list) else str(result)}  # parts of a message are a list
 
     def _rendered(self, results: list[dict[str, Any]]) -> list[int]:
-        """Tokens from the end of the model's message to the beginning of its next: what the template makes of results."""
+        """Tokens between the model's message and its next one: the template's rendering of tool results."""
         tokenizer: Any = self.problems.tokenizer  # transformers types its templates by a dozen unions
         how = {key: value for key, value in self.problems.template.items() if key != "tools"} | {"return_dict": False}
         call = {"type": "function", "function": {"name": results[0]["name"], "arguments": {}}}
@@ -425,18 +425,18 @@ class _Chat:
 
 
 def _methods(environment: Any) -> list[_Function]:
-    """Methods that the model may call: public ones of the class."""
+    """Public methods of the class, which the model may call."""
     named = inspect.getmembers(type(environment), predicate=inspect.isfunction) if environment is not None else []
     return [getattr(environment, name) for name, _ in named if name not in _RESERVED and not name.startswith("_")]
 
 
 def _wait(result: Any) -> Any:
-    """A result, of an `async` function too."""
+    """A tool's result, also from an `async` function."""
     return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 
 def _teach_parsing(tokenizer: Any) -> None:
-    """Set how the tokenizer reads tool calls: by TRL for templates that it knows, else as Qwen where that is the format."""
+    """Set the tokenizer's parser of tool calls: TRL's for templates it supports, or Qwen's for templates of that format."""
     if any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
         return
     own = tokenizer.chat_template
@@ -453,11 +453,11 @@ def _teach_parsing(tokenizer: Any) -> None:
 
 
 _PARSE_ARGUMENTS = inspect.signature(chat_template_utils.parse_response).parameters
-"""Not every release of TRL reads a response by its prefix and tools."""
+"""Parameters of TRL's response parser: some releases lack the prefix and the tools."""
 
 
 def _parse(problems: Problems, tokens: list[int], before: list[int]) -> dict[str, Any]:
-    """What the model wrote as a message, with its tool calls."""
+    """The model's response as a message with its tool calls."""
     more = {"prefix": before, "tools": problems.template.get("tools")}
     known: dict[str, Any] = {name: value for name, value in more.items() if name in _PARSE_ARGUMENTS}
     return chat_template_utils.parse_response(problems.tokenizer, tokens, **known)

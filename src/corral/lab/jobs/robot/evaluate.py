@@ -26,21 +26,21 @@ from corral.robot.tracking import Array
 from corral.validate import RunError
 
 _RESAMPLES = 2000
-"""Of a bootstrap."""
+"""Number of bootstrap resamples."""
 _FILM_EPISODES = 3
-"""Episodes in a film."""
+"""Number of episodes in a film."""
 
 _SMOOTHNESS = {"jerk": "jerk (LDJ)", "spectrum": "spectrum (SPARC)", "torque_rate": "torque rate"}
-"""What measures of smoothness are called in a table."""
+"""Names of the measures of smoothness in a table."""
 
 WAYS = ("mean", "exploring")
-"""Without exploration, and as in training."""
+"""Two ways to play: without exploration, and as in training."""
 
 
 def evaluate(
     run: Path, *, episodes: int = 256, checkpoint: str = "latest", out: Path | None = None, video: Path | None = None
 ) -> Evaluation:
-    """Play episodes from a checkpoint, without exploration and with it, from the contexts that every run is measured on."""
+    """Play episodes from a checkpoint, with and without exploration, on the held-out contexts common to all runs."""
     if episodes < 1:
         raise RunError(f"`episodes` must be at least 1; got {episodes}.")
     if video is not None:
@@ -71,7 +71,7 @@ def evaluate(
 
 
 def _estimates(episodes: Episodes, environment: Environment) -> dict[str, dict[str, float | None]]:
-    """Every number, with an interval over contexts. Smoothness: nearer to 0 is smoother, whatever the sign.
+    """Estimates of every number with intervals over contexts. A smoothness nearer to 0 is smoother, whatever its sign.
 
     Returns are means; smoothness is a median, since one episode at rest would spoil a mean. Success is left out where the
     environment does not say it. Episodes that ended early are smooth up to their end.
@@ -87,7 +87,7 @@ def _estimates(episodes: Episodes, environment: Environment) -> dict[str, dict[s
 
 
 def bootstrap(values: Array, statistic: Callable[..., Any], level: float = LEVEL) -> Estimate:
-    """A statistic of independent values, and its percentile bootstrap interval; always the same draws.
+    """A statistic of independent values and its percentile bootstrap interval, from a fixed random seed.
 
     One value has no interval: it is all that can be drawn, and a width of 0 would say that it is certain.
     """
@@ -99,7 +99,7 @@ def bootstrap(values: Array, statistic: Callable[..., Any], level: float = LEVEL
 
 
 def _check_video(path: Path) -> None:
-    """A RunError for a film that could not be written; hours of episodes would come before it."""
+    """Raise a RunError for a film that could not be written, before hours of episodes."""
     if path.suffix not in (".gif", ".mp4") or not path.parent.is_dir():
         raise RunError(f"--video is a file in a folder that is there, and ends in .gif or .mp4; got {path}.")
     try:
@@ -111,7 +111,7 @@ def _check_video(path: Path) -> None:
 
 
 def _film(settings: Settings, seeds: list[int], actions: Array, path: Path) -> None:
-    """Play the first episodes again, and film them."""
+    """Play the first episodes again and film them."""
     from corral.lab.jobs.robot.picture import render_video  # matplotlib and imageio
 
     env = gymnasium.make(settings.environment, render_mode="rgb_array", **settings.environment_config)
@@ -125,7 +125,7 @@ def _film(settings: Settings, seeds: list[int], actions: Array, path: Path) -> N
 
 
 def show(result: Mapping[str, Any], where: Path, video: Path | None, *, quiet: bool) -> None:
-    """Print the results of an evaluation as a table and a sentence, and where they are."""
+    """Print the results of an evaluation as a table and a sentence, with their folder."""
     console, problems = PatientConsole(), PatientConsole(stderr=True)
     for sentence in result["complaints"]:
         problems.print(f"[yellow]warning:[/] {escape(sentence)}", soft_wrap=True, highlight=False)
@@ -153,6 +153,6 @@ def show(result: Mapping[str, Any], where: Path, video: Path | None, *, quiet: b
 
 
 def _interval(one: Mapping[str, float | None]) -> str:
-    """From … to, or a dash where one episode leaves nothing to say."""
+    """Text of an interval, or a dash if a single episode gives none."""
     low, high = one["low"], one["high"]
     return "–" if low is None or high is None else f"{number(low)} … {number(high)}"

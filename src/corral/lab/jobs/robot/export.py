@@ -1,4 +1,4 @@
-"""A trained policy → a file that NumPy alone can read, with its plans checked against the joints' limits."""
+"""Export of a trained policy to a file that NumPy alone can read, with its plans checked against the joints' limits."""
 
 import io
 import json
@@ -21,7 +21,7 @@ from corral.robot.tracking import Array
 from corral.validate import RunError
 
 _Bound = float | Sequence[float]
-"""One number for all joints, or one for each."""
+"""A number for all joints, or a number for each joint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,14 +29,14 @@ class JointLimits:
     """Limits of joint positions, velocities and accelerations; infinite by default."""
 
     position: tuple[_Bound, _Bound] = (-np.inf, np.inf)
-    """Least and largest, rad or m."""
+    """Smallest and largest position, rad or m."""
     velocity: _Bound = np.inf
-    """Largest size, per second."""
+    """Largest absolute velocity, per second."""
     acceleration: _Bound = np.inf
-    """Largest size, per second squared."""
+    """Largest absolute acceleration, per second squared."""
 
     def array(self, dof: int) -> Array:
-        """Least and largest of each [3 2 D]."""
+        """Smallest and largest value of each quantity and joint [3 2 D]."""
         pairs = [self.position, *((-np.asarray(x), x) for x in (self.velocity, self.acceleration))]
         try:
             out = np.array([[np.broadcast_to(np.asarray(x, float), dof) for x in pair] for pair in pairs])
@@ -57,7 +57,7 @@ def export_policy(
     limits: JointLimits | None = None,
     refuse: bool = True,
 ) -> list[str]:
-    """Write the mean plans of a policy, as a function of the context, to `path`.npz, and a loader beside it, `path`.py.
+    """Write a policy's mean plans, as a function of the context, to `path`.npz, with a loader `path`.py beside it.
 
     Nothing is written if a plan for one of `contexts` leaves the limits, unless `refuse` is False. The file carries the
     limits either way, and its loader refuses every plan beyond them.
@@ -102,7 +102,7 @@ def export_policy(
 
 
 def export_run(run: Path, path: Path, *, checkpoint: str = "latest") -> int:
-    """`export_policy` of a run's checkpoint, without limits; its step is returned."""
+    """Export a run's checkpoint without joint limits, and return the checkpoint's step."""
     with restored(run, checkpoint) as (settings, agent, chosen, _):
         if settings.algorithm not in EPISODIC:
             raise RunError(
@@ -117,7 +117,7 @@ def export_run(run: Path, path: Path, *, checkpoint: str = "latest") -> int:
 
 
 def _freeze(learner: Learner, limits: JointLimits) -> ExportedPolicy:
-    """The policy's network and its trajectory's tables as arrays, in float64."""
+    """The policy's network and its trajectory's tables as float64 arrays."""
     prodmp, tracking = learner.prodmp, learner.plant.tracking
     linear = [layer for layer in learner.policy.mean if isinstance(layer, nn.Linear)]
     basis, start = tables(prodmp, learner.planner.times)

@@ -1,4 +1,4 @@
-"""A trained policy without its training: one .npz file and this file, which needs NumPy alone. Copied next to every export.
+"""A trained policy as a single .npz file and this loader, which needs NumPy alone and is copied next to every export.
 
     from POLICY import load                       # POLICY.py and POLICY.npz lie side by side
     plan = load("POLICY.npz")
@@ -29,17 +29,17 @@ class ExportedPolicy:
     """Context → trajectory: a small network, then a product with two tables."""
 
     about: dict[str, Any]
-    """Settings of the trajectory, of the controller, and what else was known."""
+    """Settings of the trajectory and the controller, and other metadata."""
     layers: list[tuple[Any, Any]]
     """Weights [out in] and biases [out]."""
     times: Any
     """Seconds [T]."""
     basis: Any
-    """What parameters add to position, velocity and acceleration [3 T M]."""
+    """Linear map from parameters to position, velocity and acceleration [3 T M]."""
     start: Any
-    """What the joints' position and velocity at the start add to them [3 T 2]."""
+    """Linear map from the joints' initial position and velocity to position, velocity and acceleration [3 T 2]."""
     limits: Any
-    """Least and largest position, velocity and acceleration of each joint [3 2 D]; infinite where there is none."""
+    """Smallest and largest position, velocity and acceleration of each joint [3 2 D]; infinite if unlimited."""
 
     def parameters(self, context: Any) -> Any:
         """The network's output [* W]."""
@@ -51,7 +51,7 @@ class ExportedPolicy:
         return x @ self.layers[-1][0].T + self.layers[-1][1]
 
     def unchecked(self, context: Any) -> Any:
-        """Positions, velocities and accelerations [3 * T D], whatever the limits."""
+        """Positions, velocities and accelerations [3 * T D], not checked against the limits."""
         context = np.asarray(context, np.float64)
         state = [context[..., slice(*self.about[key])] for key in ("joints", "velocities")]
         params = self.parameters(context)
@@ -60,7 +60,7 @@ class ExportedPolicy:
         return plan + np.einsum("kts,...ds->k...td", self.start, np.stack(state, -1))
 
     def violations(self, context: Any) -> list[str]:
-        """Sentences on what leaves its limits; empty if nothing does."""
+        """Sentences on quantities that exceed their limits; empty if there are none."""
         plan, found = self.unchecked(context), []
         for order, name in enumerate(_ORDERS):
             worst = plan[order].reshape(-1, plan.shape[-1])

@@ -11,11 +11,11 @@ from corral.robot.episode import Episodes, held_out_seeds
 from corral.robot.tracking import Array
 
 _PADDING = 16
-"""Zeros behind a motion, in multiples of its length: the arc of the spectrum is then resolved to a per mille."""
+"""Zeros appended to a motion, in multiples of its length: they resolve the arc of the spectrum to a per mille."""
 
 
 def log_dimensionless_jerk(velocities: Array, dt: float) -> Array:
-    """Minus the logarithm of the squared jerk, freed of duration and size; nearer to 0 is smoother.
+    """Negative logarithm of the squared jerk, made independent of duration and size; nearer to 0 is smoother.
 
         LDJ = − log( (duration³ / peak²) ∫ ‖v̈‖² dt )          peak = max ‖v‖
 
@@ -38,7 +38,7 @@ def log_dimensionless_jerk(velocities: Array, dt: float) -> Array:
 
 
 def spectral_arc_length(velocities: Array, dt: float, *, cutoff: float = 10.0, threshold: float = 0.05) -> Array:
-    """Minus the length of the speed's normalised spectrum up to where it has faded; nearer to 0 is smoother.
+    """Negative arc length of the speed's normalised spectrum up to where it has faded; nearer to 0 is smoother.
 
         SPARC = − ∫₀^ω_c √( 1/ω_c² + (dV̂/dω)² ) dω          V̂ = |V(ω)| / V(0)
         ω_c: the highest frequency at most `cutoff` where V̂ ≥ `threshold`
@@ -69,13 +69,13 @@ def spectral_arc_length(velocities: Array, dt: float, *, cutoff: float = 10.0, t
 
 
 def torque_rate(actions: Array, dt: float) -> Array:
-    """Mean ‖Δu‖ / Δt [*] of actions [* T D]: what motors and gears suffer from."""
+    """Mean ‖Δu‖ / Δt [*] of actions [* T D], a measure of wear on motors and gears."""
     _check("torque_rate", actions, 2)
     return np.asarray(np.linalg.norm(np.diff(actions, axis=-2), axis=-1).mean(-1) / dt)
 
 
 def lag_autocorrelation(deviations: Array, lag: int) -> float:
-    """Correlation of exploration with itself `lag` steps later, over episodes, times and joints.
+    """Correlation of the exploration with itself `lag` steps later, over episodes, times and joints.
 
         Σ x_t x_{t+lag} / √( Σ x_t² Σ x_{t+lag}² )
 
@@ -96,15 +96,15 @@ def _check(name: str, values: Array, least: int) -> None:
 
 
 MOVED = 32
-"""Contexts of which the motions are looked at, and which exploration plays again."""
+"""Number of contexts on which smoothness and exploration are measured."""
 LAG = 0.1
-"""Seconds after which exploration is compared with itself."""
+"""Seconds of lag in the autocorrelation of exploration."""
 _SHORTEST = 4
-"""Steps that a motion must have to have a jerk."""
+"""Smallest number of steps for which a jerk is defined."""
 
 
 def measure(agent: Any, environment: Environment, contexts: int) -> dict[str, float | None]:
-    """One line's measurements, on the contexts that every run and every algorithm is measured on.
+    """Measurements for one line of metrics, on the held-out contexts common to all runs and algorithms.
 
     Args:
         agent: a `Learner` or a `Baseline`.
@@ -129,7 +129,7 @@ def measure(agent: Any, environment: Environment, contexts: int) -> dict[str, fl
 
 
 def smoothness(episodes: Episodes, environment: Environment, count: int | None = None) -> dict[str, Array]:
-    """Three measures of each of the first `count` episodes that lasted and moved; nearer to 0 is smoother."""
+    """Three measures for each of the first `count` episodes that lasted and moved; nearer to 0 is smoother."""
     lengths = episodes.mask.sum(-1).tolist()[:count]
     velocities = episodes.observations[:, 1:, slice(*environment.tracking.velocities)].numpy()
     actions, dt = episodes.actions.numpy(), environment.dt

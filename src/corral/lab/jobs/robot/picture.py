@@ -27,13 +27,13 @@ except ImportError as error:
 _Image = NDArray[np.uint8]
 
 _BAR = 32
-"""Pixels below a film's pictures, for words."""
+"""Pixels below a film's pictures for the caption."""
 _BLOCK = 16
-"""Films are so many pixels wide and high, times something: else an encoder would stretch them."""
+"""Divisor of a film's width and height in pixels, without which an encoder would stretch the picture."""
 _FPS = 25
-"""Pictures a second of a film, about: a GIF counts hundredths of a second, and players slow down what has one or none."""
+"""Approximate pictures per second: a GIF counts hundredths of a second, and players slow down very short delays."""
 _HOLD = 0.8
-"""Seconds for which a film shows what came of an episode."""
+"""Seconds for which a film shows an episode's outcome."""
 
 _BLUE, _RED = "#2563eb", "#dc2626"
 _COLOURS = (_BLUE, _RED, "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4b5563")
@@ -106,7 +106,7 @@ def plot_correlation(prodmp: ProDMP, times: Float[Tensor, "T"], chols: Mapping[s
 def plot_curves(
     steps: Mapping[str, NDArray[np.number]], values: Mapping[str, Array], *, label: str = "return", title: str = ""
 ) -> Figure:
-    """Learning curves: the middle of the seeds, and a band from the lower to the upper quartile (all of them if under four).
+    """Learning curves: the median over seeds, and a band between the quartiles (over all seeds if under four).
 
     Args:
         steps: environment steps [N] under each algorithm's name.
@@ -129,7 +129,7 @@ def plot_curves(
 
 
 def save_figure(figure: Figure, path: str | Path) -> None:
-    """Write a picture, whole or not at all; its ending says in what form."""
+    """Write a picture atomically; the file ending selects the format."""
     path = Path(path)
     write_whole(path, lambda beside: figure.savefig(beside, dpi=150, format=path.suffix[1:]))
 
@@ -137,7 +137,7 @@ def save_figure(figure: Figure, path: str | Path) -> None:
 def render_video(
     env: gymnasium.Env, seeds: Sequence[int], actions: Array, path: str | Path, *, every: int | None = None
 ) -> int:
-    """Play episodes again and film them, one after the other: each picture with its time, each end with success or not.
+    """Play episodes again and film them in sequence: each picture shows its time, each end shows success or failure.
 
     What an environment's marks mean, it may say in `metadata["render_marks"]`.
 
@@ -185,7 +185,7 @@ def render_video(
 
 
 def caption(picture: Any, words: str, marks: str = "", success: bool | None = None) -> _Image:
-    """A picture [Y X 3] with a line below it: words, what marks mean, and at the end success or not, in words and colour."""
+    """A picture [Y X 3] with a caption below: text, the meaning of marks, and at the end success or failure."""
     image = np.asarray(picture)
     height, width = image.shape[:2]
     size = (-(-width // _BLOCK) * _BLOCK, -(-(height + _BAR) // _BLOCK) * _BLOCK)
@@ -202,7 +202,7 @@ def caption(picture: Any, words: str, marks: str = "", success: bool | None = No
 
 
 def check_format(path: Path) -> None:
-    """Refuse a film that could not be written, before anything is filmed."""
+    """Refuse a film that could not be written, before any episode is filmed."""
     if path.suffix not in (".gif", ".mp4"):
         raise ValueError(f"render_video: `path` ends in .gif or .mp4; got {str(path)!r}.")
     if path.suffix == ".mp4":

@@ -1,4 +1,4 @@
-"""Preparation of a robot's run: environments and a learner, built and checked before anything is written; and --dry-run."""
+"""Preparation of a robot's run: environments and learner, checked before anything is written. Also `--dry-run`."""
 
 import importlib
 import inspect
@@ -30,7 +30,7 @@ Agent = Any
 
 
 def prepare(settings: Settings) -> Agent:
-    """Build what the settings name; whatever is wrong with them comes out here."""
+    """Build the environments and the learner that the settings name, and refuse wrong settings."""
     environment = find_environment(settings.environment)
     check_environment_config(environment, settings.environment_config)
     try:
@@ -51,7 +51,7 @@ def prepare(settings: Settings) -> Agent:
 
 
 def to_play(settings: Settings) -> Settings:
-    """The same settings without a GPU: it trains, and playing needs none."""
+    """The settings without a GPU, which playing does not need."""
     learner = {key: value for key, value in settings.learner.items() if key != "device"}
     return replace(settings, learner=learner, simulator="mujoco")
 
@@ -64,7 +64,7 @@ def find_environment(name: str) -> Environment:
 
 
 def check_environment_config(environment: Environment, given: Mapping[str, Any]) -> None:
-    """Refuse settings that the environment does not have; Gymnasium and vectorised forms would say so late, or not at all."""
+    """Refuse settings that the environment lacks: Gymnasium and vectorised environments report them late or never."""
     module, _, name = environment.entry_point.partition(":")
     try:
         maker = getattr(importlib.import_module(module), name)  # an entry point is text
@@ -89,7 +89,7 @@ def _plant(settings: Settings, environment: Environment, episodes: int) -> Plant
 
 
 def _simulator(settings: Settings) -> Simulator | None:
-    """What plays plans in MuJoCo's place; it is imported only where it is asked for."""
+    """The physics engine used in MuJoCo's place, imported only if it was chosen."""
     if settings.simulator == "mujoco":
         return None
     if settings.algorithm not in EPISODIC:
@@ -103,13 +103,13 @@ def _simulator(settings: Settings) -> Simulator | None:
 
 
 def parameters(agent: Agent) -> int:
-    """How many numbers are trained."""
+    """Number of trained parameters."""
     networks = [agent.policy, agent.critic] if isinstance(agent, Learner) else [agent.model.policy]
     return sum(p.numel() for network in networks for p in network.parameters())
 
 
 def optimizers(agent: Agent) -> dict[str, torch.optim.Optimizer]:
-    """The optimizers, by the name of what they train."""
+    """The optimizers by the name of the trained network."""
     if isinstance(agent, Learner):
         return {"critic": agent.critic_optimizer, "policy": agent.policy_optimizer}
     model = agent.model
@@ -119,7 +119,7 @@ def optimizers(agent: Agent) -> dict[str, torch.optim.Optimizer]:
 
 
 def updates_of(agent: Agent) -> int:
-    """Updates of the policy so far."""
+    """Number of policy updates so far."""
     return agent.iteration * agent.config.policy_epochs if isinstance(agent, Learner) else int(agent.model._n_updates)
 
 
@@ -167,11 +167,11 @@ _SOME_BASELINES = {
     "noise_colour": _COLOURED,
     **dict.fromkeys(("projection", "mean_bound", "cov_bound", "regression", "deployed_bound"), _TRPL),
 }
-"""Baselines that read a setting, where not all of them do."""
+"""Baselines that read a setting, for settings that only some baselines read."""
 
 
 def used_by(algorithm: str) -> set[str]:
-    """Names of the settings under `learner` that an algorithm reads."""
+    """Names of the `learner` settings that an algorithm reads."""
     if algorithm in EPISODIC:
         return {item.name for item in fields(EPISODIC[algorithm][1])}
     names = {item.name for item in fields(BaselineConfig)}
@@ -179,7 +179,7 @@ def used_by(algorithm: str) -> set[str]:
 
 
 def check_used(settings: Settings) -> None:
-    """Refuse a new run with a setting of another algorithm, or of an event that the environment does not tell of.
+    """Refuse a new run with settings of another algorithm, or of an event that the environment does not report.
 
     Only new ones: a folder from before this was refused can still be resumed and evaluated. A name that no algorithm has is
     left to `prepare`, which names the nearest.

@@ -1,4 +1,4 @@
-"""Settings of a robot's run: recipe, file and flags in layers, every key and type checked."""
+"""Settings of a robot's run: layers from recipe, file and flags, with every key and type checked."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ _Algorithm = Literal[
 ALGORITHMS: tuple[str, ...] = get_args(_Algorithm)
 
 TABLES = ("environment_config", "prodmp", "learner")
-"""Settings that are tables: layers add to them, key by key. The command line asks for them by this name, of either kind."""
+"""Settings that are tables: layers merge into them key by key. The command line imports this name for either kind of run."""
 
 _OF_THE_CRITIC = {f"learner.critic_{name}" for name in ("epochs", "rate", "hidden", "dtype", "inputs")}
 _OF_THE_CRITIC |= {"learner.lam", "learner.normalise_critic"}
@@ -32,7 +32,7 @@ _ELSEWHERE = {
     "learning_rate": "learner.policy_rate, learner.critic_rate or, for baselines, learner.rate",
     "report_to": "metrics.jsonl in the run's folder",
 }
-"""Settings of language models, and what robots have instead."""
+"""Settings of language models, each with its counterpart for robots."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +80,12 @@ class Settings:
             raise RunError("`prodmp.dof` is decided by the environment's joints: leave it out.")
 
     def flat(self) -> dict[str, Any]:
-        """As in a file."""
+        """All settings as in a file."""
         return dataclasses.asdict(self)
 
 
 def resolve(layers: Sequence[Mapping[str, Any]]) -> Settings:
-    """Later layers win, key by key. A layer's table named after the algorithm in force, such as [bbrl], is part of [learner].
+    """Merge layers; later layers win. A table named after the chosen algorithm, such as [bbrl], is merged into [learner].
 
     So one recipe serves every algorithm: [learner] holds what they share, and each has a table of its own.
     """
@@ -107,12 +107,12 @@ def resolve(layers: Sequence[Mapping[str, Any]]) -> Settings:
 
 
 def check_early(layers: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse, before torch is imported, what `resolve` refuses."""
+    """Refuse wrong settings before torch is imported, by calling `resolve`."""
     resolve(layers)
 
 
 def check_flags(layers: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse what the last layer, the command line, sets and this run would never read.
+    """Refuse flags on the command line that this run would never read.
 
     A recipe or a file serves several algorithms and ways to run them, so it may hold such things; a flag means this run.
     """
@@ -141,7 +141,7 @@ def read_recipe(name: str) -> dict[str, Any]:
 
 
 def coerce_fields(owner: str, config_cls: type, given: Mapping[str, Any], *, without: Iterable[str] = ()) -> dict[str, Any]:
-    """Settings of a dataclass, each of its field's type; those it does not have are refused. Lists become tuples."""
+    """Settings of a dataclass, converted to their types. Unknown names are refused, and lists become tuples."""
     known = [item.name for item in dataclasses.fields(config_cls) if item.name not in without]
     hints, out = get_type_hints(config_cls), {}
     for key, value in given.items():

@@ -1,4 +1,4 @@
-"""`--smoke`: any recipe in seconds: two steps of four episodes, and as few updates as there can be."""
+"""Layers of `--smoke`: any recipe in seconds, with two steps and as few episodes and updates as possible."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,10 +20,10 @@ TRAINING: dict[str, Any] = {
     "sb3-ppo-pink": _PPO,
     "sb3-trpl": _PPO,
 }
-"""What --smoke changes in a recipe. Environment, trajectory, bounds and networks stay as they are."""
+"""Settings that --smoke changes in a recipe. Environment, trajectory, bounds and networks stay unchanged."""
 
 EPISODES = 4
-"""The same for `corral eval`."""
+"""Number of episodes that --smoke plays in `corral eval`."""
 
 
 def smoke_layers(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""A training run of a robot: settings → environments and a learner → a resumable run folder."""
+"""Training runs of robots: from settings to environments and a learner, in a resumable run folder."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,14 +23,14 @@ from corral.robot.learner import Learner
 from corral.validate import RunError
 
 STATE = "state.pt"
-"""File of a checkpoint with the learner's state."""
+"""Name of a checkpoint's file with the learner's state."""
 
 LIMITS = CollapseLimits(kl=10.0)
-"""KL is here of a whole plan and not of a token; a healthy BBRL begins at .6 before its projection."""
+"""Limits of collapse with KL per plan instead of per token: a healthy BBRL begins at .6 before its projection."""
 
 _WATCHED = ("success", "tr/kl_before", "std", "skipped")
-"""Metrics that a collapse shows in. Not the entropy: that of a density has no zero, and falls below it in good health; the mean
-standard deviation that it stands for has one."""
+"""Metrics that show a collapse. Entropy is replaced by the mean standard deviation: the entropy of a density has no zero, and
+is negative in healthy runs."""
 
 
 def train(
@@ -66,7 +66,7 @@ def resume(
 
 
 def restore(agent: Agent, checkpoint: Checkpoint) -> None:
-    """Put a checkpoint's state into the learner; a RunError where it does not fit. No code of the file is run."""
+    """Load a checkpoint's state into the learner, or raise a RunError if it does not fit. No code in the file is run."""
     try:
         agent.restore(torch.load(checkpoint.path / STATE, weights_only=True, map_location="cpu"))
     except Exception as error:  # pickle, torch, zip files and NumPy have one each
@@ -79,7 +79,7 @@ def restore(agent: Agent, checkpoint: Checkpoint) -> None:
 
 @contextmanager
 def restored(run: Path, checkpoint: str) -> Iterator[tuple[Settings, Agent, Checkpoint, list[str]]]:
-    """A run's settings, its learner after a checkpoint, that checkpoint, and why newer ones are not used; needs no GPU."""
+    """A run's settings, its learner restored without a GPU, the checkpoint, and why newer checkpoints are not used."""
     folder = RunFolder.open(run, write=False)
     settings = resolve([folder.read_config()["settings"]])
     chosen, complaints = choose_checkpoint(folder, checkpoint)
@@ -111,7 +111,7 @@ class RobotRun(Job):
         return describe(self.settings, self.agent)
 
     def check_changes(self, content: Mapping[str, Any], done: int, path: Path, view: RunView) -> dict[str, Any]:
-        """Record another simulator, whose numbers differ from here on."""
+        """Record a change of simulator, from which on the numbers differ."""
         if self.settings.simulator == content["settings"].get("simulator", Settings.simulator):  # older runs may not have it
             return {}
         return life.changed_setting(content, "simulator", self.settings.simulator, done, "simulated")
@@ -125,7 +125,7 @@ class RobotRun(Job):
         return guard
 
     def fit(self, record: Recorder) -> None:
-        """Every step that is left."""
+        """Train all remaining steps."""
         self.record = record
         if self.settings.guard != "off":
             for name, optimizer in optimizers(self.agent).items():
@@ -139,7 +139,7 @@ class RobotRun(Job):
                 break
 
     def step(self) -> bool:
-        """One batch of episodes with its updates, its line, and a checkpoint where one is due. Returns whether to stop."""
+        """Train on one batch of episodes, write its metrics and a checkpoint if due, and return whether to stop."""
         settings, record, metrics = self.settings, self.record, self.agent.step()
         step = self.agent.iteration
         line = {"step": step, "update": updates_of(self.agent), "success": None, "return": None}
@@ -152,16 +152,16 @@ class RobotRun(Job):
         return stop
 
     def measure(self) -> dict[str, float | None]:
-        """Evaluate the policy on held-out contexts. Training draws from generators of its own."""
+        """Evaluate the policy on held-out contexts. Random generators of training are not used."""
         return measure(self.agent, ENVIRONMENTS[self.settings.environment], self.settings.eval_size)
 
     def add(self, line: dict[str, Any]) -> None:
-        """Log one line of metrics: to the guard, then to the record."""
+        """Pass one line of metrics to the guard, then to the record."""
         self.record.guard.observe(select_watched(line))
         self.record.add(line)
 
     def save(self) -> None:
-        """A checkpoint of this step, whole or not at all."""
+        """Write a checkpoint of this step atomically."""
         folder, step = self.record.folder, self.agent.iteration
         assert folder is not None  # robots learn in one process
         name = f"checkpoint-{step}"
@@ -171,7 +171,7 @@ class RobotRun(Job):
             folder.publish(name, step, self.settings.keep_checkpoints)
 
     def check_update(self, name: str, optimizer: torch.optim.Optimizer) -> None:
-        """Skip an update with a non-finite gradient: without gradients, optimizers leave everything as it is.
+        """Skip an update with a non-finite gradient: optimizers change nothing without gradients.
 
         An update that a CUDA graph captures is not checked: it cannot ask the host, and its replays run no hooks. GraphedSAC
         checks its networks after them.
@@ -190,17 +190,17 @@ class RobotRun(Job):
 
 
 def is_captured() -> bool:
-    """Whether a CUDA graph records what is launched now."""
+    """True while a CUDA graph is being captured."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def select_watched(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics of a line that the guard watches."""
+    """The metrics of a line that the guard watches."""
     return {key: line[key] for key in _WATCHED if key in line}
 
 
 def banner(settings: Settings, agent: Agent, where: Path) -> list[tuple[str, str]]:
-    """The heading of a run: names and sentences, in the order in which they are shown."""
+    """The heading of a run: names and sentences in display order."""
     environment, config, learns_plans = ENVIRONMENTS[settings.environment], agent.config, isinstance(agent, Learner)
     options = ", ".join(f"{key}={value}" for key, value in settings.environment_config.items())
     chosen = ", ".join(f"{key}={value}" for key, value in settings.learner.items())
