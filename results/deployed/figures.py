@@ -11,7 +11,7 @@ from results.deployed.confirm import LEVEL, places_above, runs_of, steps_to
 from results.deployed.plans import CHOSEN, TUNING
 from results.deployed.rates import over_rates
 from results.packed import Row
-from results.pages import draw_line, new_figure, save_figure
+from results.pages import INK, draw_line, new_figure, save_figure
 from results.runs import certificate, final, held_out, steps_of, where
 
 COLOURS = {"troll": "#1f5fa8", "dppo": "#c2500a", "ppo_clip": "#1a7f5a", "reinforce": "#9c3d88"}
@@ -44,7 +44,7 @@ def draw_headline(runs: Sequence[Row], path: Path) -> None:
     axes.set(ylabel="held-out success", xlabel="batches of rollouts", ylim=(0.15, 0.75), xticks=range(0, 21, 5))
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(frameon=False, loc="lower right", labelcolor=INK[0])
     save_figure(figure, path, dark=True)
 
 
