@@ -21,20 +21,20 @@ class Region:
     """The trust region of a step's Gaussian."""
 
     projection: str
-    """Its measure: kl, wasserstein or frobenius."""
+    """Measure of the region: kl, wasserstein or frobenius."""
     mean_bound: float
-    """ε_μ."""
+    """ε_μ: bound on the mean."""
     cov_bound: float
-    """ε_Σ."""
+    """ε_Σ: bound on the covariance."""
     regression: float
     """α: weight of KL(π_θ‖sg π̃)."""
     deployed_bound: float
-    """Mean KL of the network after a batch's updates from the network before them that is allowed; inf measures alone."""
+    """Bound on the mean KL of the network after a batch's updates from the network before them; inf measures only."""
 
 
 @dataclass(frozen=True)
 class StepGaussian:
-    """A diagonal Gaussian over actions: a mean for each state, standard deviations that all share."""
+    """A diagonal Gaussian over actions, with a mean for each state and standard deviations common to all states."""
 
     mean: Float[Tensor, "B D"]
     std: Float[Tensor, " D"]
@@ -93,7 +93,7 @@ class TRPL(PPO):
         self.old_policy = deepcopy(self.policy).requires_grad_(False)
 
     def train(self) -> None:
-        """One batch's updates."""
+        """Make the updates of a batch."""
         self.policy.set_training_mode(True)
         self._update_learning_rate(self.policy.optimizer)
         self.old_policy.load_state_dict(self.policy.state_dict())
@@ -105,7 +105,7 @@ class TRPL(PPO):
         self.metrics = {key: float(value) for key, value in metrics.items()} | self._certify()
 
     def _update(self, batch: RolloutBufferSamples) -> dict[str, Tensor]:
-        """One minibatch's step of policy and critic."""
+        """Make a step of policy and critic on a minibatch."""
         states, advantages = batch.observations, batch.advantages
         if len(advantages) > 1:
             advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)  # as stable-baselines3's PPO has it
@@ -120,7 +120,8 @@ class TRPL(PPO):
 
     @torch.no_grad()
     def _certify(self) -> dict[str, float]:
-        """KL(π_θ‖π_old) over the batch's states, of the network that collects the next batch; too far a step is retracted."""
+        """KL(π_θ‖π_old) over the batch's states, of the network that collects the next batch. A step beyond the bound is
+        retracted."""
         states = self.rollout_buffer.to_torch(self.rollout_buffer.observations)
         old = _gaussian(self.old_policy, states)
 
@@ -133,7 +134,7 @@ class TRPL(PPO):
 
 
 def _acting(policy: Any) -> nn.ParameterList:
-    """The policy's own parameters, without the critic's: a retraction leaves the critic as it is."""
+    """The policy's own parameters, without the critic's: a retraction leaves the critic unchanged."""
     return nn.ParameterList([p for name, p in policy.named_parameters() if "value_net" not in name])
 
 

@@ -1,4 +1,4 @@
-"""The one place where text written by a model is executed. docs/safety.md says what it promises and what it does not."""
+"""The only package that executes text written by a model. docs/safety.md lists its guarantees and their limits."""
 
 from corral.lab.sandbox.pool import SandboxPool, available_backend, memory_bound
 from corral.lab.sandbox.result import SandboxJob, SandboxLimits, SandboxResult, SandboxStatus
@@ -6,7 +6,7 @@ from corral.lab.sandbox.view import SandboxUnavailable
 from corral.lab.sandbox.worker import SandboxWorker
 
 Job, Limits, Status, Worker = SandboxJob, SandboxLimits, SandboxStatus, SandboxWorker
-"""Their old names stay for one release."""
+"""Former names, which remain for one release."""
 
 __all__ = [
     "SandboxJob", "SandboxLimits", "SandboxPool", "SandboxResult", "SandboxStatus", "SandboxUnavailable", "SandboxWorker",

@@ -6,7 +6,7 @@ from corral.lab.sandbox.result import encode
 
 
 class Pipe:
-    """A pipe whose ends are closed once each, at the latest on leaving the context."""
+    """A pipe whose ends are each closed once, at the latest on leaving the context."""
 
     def __init__(self) -> None:
         self.reader, self.writer = os.pipe2(os.O_CLOEXEC)
@@ -30,7 +30,7 @@ class Pipe:
 
 
 class Input:
-    """A program's input as an open file: all of it is there from the start, whatever its size, and no one has to feed it."""
+    """A program's input as an open file, complete from the start at any size, so that no process has to feed it."""
 
     def __init__(self, text: str) -> None:
         self.file = memory_file(encode(text))
@@ -43,7 +43,7 @@ class Input:
 
 
 def memory_file(data: bytes) -> int:
-    """An open file that exists in memory only, holds `data`, can be read and not be written."""
+    """A read-only open file in memory that holds `data`."""
     written = os.memfd_create("input", os.MFD_CLOEXEC)
     try:
         view_left = memoryview(data)

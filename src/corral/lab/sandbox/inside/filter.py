@@ -1,4 +1,4 @@
-"""The seccomp filter: system calls that are not on the list do not exist.
+"""The seccomp filter: system calls that are not on the list fail as if they did not exist.
 
 A filter is a small BPF program. It sees the call's number, the architecture and the
 arguments' values, not what pointers point to. Calls that are not listed fail with ENOSYS, as on a kernel without them, so
@@ -14,31 +14,31 @@ from corral.lab.sandbox.inside import kernel
 from corral.lab.sandbox.inside.syscalls import ARCHITECTURES, allowed_numbers
 
 _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
-"""What becomes of a call: allowed, the process killed, refused with the error number added."""
+"""Outcomes of a call: allowed, the process killed, or refused with the error number added."""
 
 _LOAD, _JUMP, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x05, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 _FARTHEST = 255
-"""How many instructions a conditional jump can skip."""
+"""Largest number of instructions that a conditional jump can skip."""
 
 _NAMESPACES, _SIBLING = 0x7E020000, 0x00008000
 """Flags of `clone`: a new mount, cgroup, uts, ipc, user, pid or net namespace; a child of the parent, whose memory would not be
-found below this process."""
+counted for this process."""
 _SHARED, _ANONYMOUS, _HUGE = 0x01, 0x20, 0x40000
-"""Flags of `mmap`. Anonymous memory that is shared belongs to no process, and huge pages are missing from what one holds."""
+"""Flags of `mmap`. Shared anonymous memory belongs to no process, and huge pages are not counted in a process's memory."""
 
 _UNIX = 1
 _SEND_FLAGS = (0, 0x40, 0x4000, 0x4040)
-"""sendto: without waiting, without a signal. Out-of-band data are of no use to anyone, and had bugs in the kernel."""
+"""Flags of sendto: no waiting, no signal. Out-of-band data are excluded: they are useless here, and had bugs in the kernel."""
 _FILE_COMMANDS = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)
-"""fcntl: duplicate, close on exec, flags, locks of ranges, the size of a pipe. No leases, which make whoever opens the file
-wait, the trainer included; no larger pipes."""
+"""Commands of fcntl: duplicate, close on exec, flags, range locks, pipe size. Excluded are leases, which make any process that
+opens the file wait, even the trainer, and larger pipes."""
 _MEMORY_ADVICE = (0, 1, 2, 3, 4, 8, 14, 15, 16, 17, 102, 103)
-"""madvise: how it will be used, that it is free, large pages, dumps, guards. Not to swap it out: it would not be counted."""
+"""Advice of madvise: access pattern, free, large pages, dumps, guards. Swapping out is excluded: it would not be counted."""
 _TERMINAL_REQUESTS = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-"""ioctl: is it a terminal, its group and size, bytes to read, non-blocking, close on exec or not."""
+"""Requests of ioctl: terminal check, its group and size, bytes to read, non-blocking, close on exec or not."""
 _NAME_REQUESTS = (1, 2, 3, 15, 16)
-"""prctl: the signal at the parent's end, is memory hidden, the thread's name."""
+"""Requests of prctl: the signal at the parent's end, the dumpable flag, the thread's name."""
 
 ALLOWED_VALUES: dict[str, tuple[int, Sequence[int]]] = {
     "socketpair": (0, (_UNIX,)),
@@ -49,17 +49,18 @@ ALLOWED_VALUES: dict[str, tuple[int, Sequence[int]]] = {
     "prctl": (0, _NAME_REQUESTS),
     "prlimit64": (0, (0,)),  # one's own limits, not those of the process that watches
 }
-"""Calls allowed for some values of one argument only: which argument, which values."""
+"""Calls allowed only for some values of an argument: the argument's index and the values."""
 
 REFUSED_FLAGS: dict[str, tuple[int, Sequence[Sequence[int]]]] = {
     "clone": (0, [[_NAMESPACES | _SIBLING]]),
     "mmap": (3, [[_HUGE], [_SHARED, _ANONYMOUS]]),
 }
-"""Calls refused for some flags: which argument, and lists of masks; a list refuses what has a bit of each of its masks."""
+"""Calls refused for some flags: the argument's index and lists of masks. A list matches if the argument has a bit of each
+mask."""
 
 
 def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    """One BPF instruction; jumps count the instructions that are skipped."""
+    """A BPF instruction; jumps count the skipped instructions."""
     return struct.pack("=HBBI", code, if_true, if_false, value)
 
 
@@ -82,7 +83,7 @@ def build(machine: str) -> bytes:
 
 
 def _body(name: str) -> list[bytes]:
-    """The instructions that decide one call."""
+    """The instructions that decide a single call."""
     allow, refuse = _instruction(_RETURN, _ALLOW), _instruction(_RETURN, _REFUSE | errno.EPERM)
     if name in REFUSED_FLAGS:
         index, lists = REFUSED_FLAGS[name]
@@ -97,7 +98,7 @@ def _body(name: str) -> list[bytes]:
 
 
 def _search(starts: list[tuple[int, list[bytes]]]) -> list[bytes]:
-    """A binary search: the kernel tries a new filter on every number, and a list would cost each program half a millisecond."""
+    """A binary search over numbers: the kernel runs a new filter on every number, and a list would cost half a millisecond."""
     if len(starts) == 1:
         return starts[0][1]
     middle = len(starts) // 2
@@ -108,7 +109,7 @@ def _search(starts: list[tuple[int, list[bytes]]]) -> list[bytes]:
 
 
 class Filter:
-    """A seccomp filter that is ready to be installed. Needs `forbid_new_privileges` first."""
+    """A seccomp filter ready for installation, which requires `forbid_new_privileges` first."""
 
     def __init__(self, program: bytes) -> None:
         self._program = ctypes.create_string_buffer(program, len(program))  # the header points to it
@@ -117,5 +118,5 @@ class Filter:
         self._address = ctypes.addressof(self._header)
 
     def install(self) -> None:
-        """Put it on this process and all it will start; it cannot be taken off."""
+        """Install the filter on this process and all its future children; it cannot be removed."""
         kernel.prctl(22, 2, self._address)  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER

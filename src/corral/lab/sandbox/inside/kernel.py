@@ -1,4 +1,4 @@
-"""System calls that Python does not wrap: namespaces, mounts, capabilities, limits that no child can lift."""
+"""System calls that Python does not wrap: namespaces, mounts, capabilities, and limits that no child can raise."""
 
 import _signal  # the functions without the enumerations around them
 import ctypes
@@ -17,7 +17,7 @@ NEW_USER, NEW_PIDS, NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
 _SHARE_MEMORY, _SHARE_FILES = 0x00000100, 0x00000400
 
 READ_ONLY, NO_SETUID, NO_DEVICES, NO_EXEC = 1, 2, 4, 8
-"""Flags of a mount; the old and the new calls agree on these four."""
+"""Flags of a mount with equal values in the old and new calls."""
 
 _AT_CWD, _AT_EMPTY_PATH, _AT_RECURSIVE = -100, 0x1000, 0x8000
 _CLONE_TREE, _CLOSE_ON_EXEC, _MOVE_FROM_EMPTY_PATH = 1, 0o2000000, 4
@@ -29,7 +29,7 @@ _libc = ctypes.PyDLL(None, use_errno=True)
 
 
 def _syscall(name: str, *arguments: int | bytes) -> int:
-    """One system call by name; OSError with its name where it fails."""
+    """Make a system call by name; OSError with its name if it fails."""
     number = _NUMBERS[name]
     wide = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
     return _check(name, _libc.syscall(ctypes.c_long(number), *wide))
@@ -58,7 +58,8 @@ _top = ctypes.c_void_p(ctypes.addressof(_stack) + len(_stack) & ~15)
 
 
 def first_process() -> int:
-    """Start PID 1 of a new PID namespace; returns its number here. When it is killed, the kernel kills all others there.
+    """Start PID 1 of a new PID namespace and return its number here. Its death makes the kernel kill all others in the
+    namespace.
 
     It runs nothing but libc's pause(), on a stack of its own in this process's memory, with this process's open files: nothing
     is copied for it. This process must have no signal handlers, since they would be its too: without any, the kernel keeps from
@@ -74,12 +75,12 @@ def first_process() -> int:
 
 
 def children_go_to(process: int) -> None:
-    """Let the next children be born in the PID namespace of `process`, an open pidfd; it is this one's or below it."""
+    """Place the next children in the PID namespace of `process`, an open pidfd. The namespace is this process's or below it."""
     _check("setns", _libc.setns(process, NEW_PIDS))
 
 
 def fork() -> int:
-    """Fork without telling Python: 0 in the child, the child's number in the parent.
+    """Fork without Python's hooks: returns 0 in the child and the child's number in the parent.
 
     Its hooks give every module that has one a chance to reset locks and generators, which takes as long as a small program. A
     process with one thread holds no locks that anyone else would free.
@@ -121,7 +122,7 @@ def read_at(folder: int, path: str) -> str:
 
 
 def clone_mount(path: str, flags: int) -> int:
-    """A bind mount of `path` and all below it, with `flags` throughout, that is not attached anywhere yet."""
+    """A detached bind mount of `path` and all below it, with `flags` throughout."""
     tree = _syscall("open_tree", _AT_CWD, os.fsencode(path), _CLONE_TREE | _CLOSE_ON_EXEC | _AT_RECURSIVE)
     restrict_mount(tree, flags)
     return tree
@@ -158,33 +159,33 @@ def enter_root(path: str) -> None:
 
 
 _CAPABILITIES = struct.pack("=II", 0x20080522, 0), bytes(24)
-"""Version 3, this process; three empty sets."""
+"""Empty capability sets for this process, version 3: a header and three sets."""
 
 
 def drop_capabilities() -> None:
-    """Give up every capability: without new privileges, nothing that is executed later can bring one back."""
+    """Drop every capability. Without new privileges, no program executed later regains any."""
     _syscall("capset", *_CAPABILITIES)
 
 
 def keep_no_capabilities() -> None:
-    """From here on no user id brings capabilities, nor a change of user keeps them; both are locked."""
+    """Prevent user ids from granting capabilities and user changes from keeping them; both bits are locked."""
     prctl(_PR_AMBIENT, 4)  # clear all
     prctl(_PR_SET_SECUREBITS, 0b101111)
     forbid_new_privileges()
 
 
 def forbid_new_privileges() -> None:
-    """Set no_new_privs: no set-uid program raises this process or its children, ever."""
+    """Set no_new_privs: no set-uid program can ever raise this process or its children."""
     prctl(_PR_NO_NEW_PRIVILEGES, 1)
 
 
 def hide_memory(hidden: bool) -> None:
-    """Set or clear PR_SET_DUMPABLE: hidden, other processes of the same user cannot read this one's memory and /proc files."""
+    """Set or clear PR_SET_DUMPABLE. Other processes of the user cannot read a hidden process's memory and /proc files."""
     prctl(_PR_SET_DUMPABLE, 0 if hidden else 1)
 
 
 def die_with_parent() -> None:
-    """SIGKILL when the parent ends."""
+    """Request SIGKILL for this process when its parent ends."""
     prctl(_PR_SET_DEATH_SIGNAL, 9)
 
 

@@ -1,4 +1,4 @@
-"""Memory of all processes of a program together, from /proc: the kernel's own limit counts each of them alone."""
+"""Memory of all processes of a program together, from /proc: the kernel's own limit applies to each process alone."""
 
 import _socket
 import os
@@ -8,16 +8,16 @@ from corral.lab.sandbox.inside import kernel
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 _PAGES_PER_PAGE_OF_MAPS = 16
-"""Pages of address space counted as one page of memory: the kernel needs about 230 bytes for each memory map."""
+"""Pages of address space counted as a page of memory: the kernel needs about 230 bytes for each memory map."""
 
 
 class Memory:
-    """Memory use, read from /proc through an open folder: inside, no path leads there."""
+    """Memory use read from /proc through an open folder, since inside the sandbox no path leads to it."""
 
     def __init__(self, proc: int, events: int | None) -> None:
         self.proc, self.events = proc, events
         self.baseline = self._pages("self")[0] * _PAGE
-        """Address space of this process, which every program starts with."""
+        """Initial address space of this process, shared by every program."""
         _, resident, shared = self._pages("self")
         self._shared = resident - shared  # pages that a child shares with us until it writes to them
         self._kills = self._out_of_memory_kills()
@@ -28,7 +28,7 @@ class Memory:
         self.usage()  # what cannot be read here should show now, not in the middle of a program
 
     def usage(self) -> int:
-        """Bytes held by everything that this process has started, beyond what it was born with, by sockets, and by memory maps.
+        """Bytes held by all processes started here beyond the initial memory, by sockets, and by memory maps.
 
         The kernel's own memory for maps cannot be read for each process. So as much is counted as it would be if every page of
         the address space were a map; but not of the largest process, whose address space is limited by itself.
@@ -48,12 +48,13 @@ class Memory:
         return total * _PAGE + sockets * self._socket
 
     def ran_out(self) -> bool:
-        """Whether the kernel has killed for want of memory since the last question: in the cgroup, or anywhere without one."""
+        """Return True if the kernel has killed a process for lack of memory since the last call: in the cgroup, or anywhere
+        without a cgroup."""
         before, self._kills = self._kills, self._out_of_memory_kills()
         return self._kills > before
 
     def group_ran_out(self) -> bool:
-        """Whether it has killed any process of the program: no one else is in the cgroup."""
+        """Return True if the kernel has killed a process of the program, which is alone in the cgroup."""
         return self.events is not None and self.ran_out()
 
     def _children(self, number: str) -> list[str]:

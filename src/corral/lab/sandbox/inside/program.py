@@ -1,4 +1,4 @@
-"""From fork to exit of a program: limits, streams, filter, exec, exit status. The program owns its process from there on."""
+"""A program from fork to exit: limits, streams, filter, execution, exit status. The program owns its process from then on."""
 
 import _signal  # the functions without the enumerations around them
 import atexit
@@ -17,10 +17,10 @@ from typing import Any
 from corral.lab.sandbox.inside import filter, kernel
 
 OUT_OF_MEMORY = signal.SIGRTMAX
-"""How a program that ended by a MemoryError goes: a signal that nothing else sends. Whoever forges it only loses."""
+"""Signal with which a program that ended by a MemoryError exits. Nothing else sends it, and forging it gains nothing."""
 
 _SPARE = 16 << 20
-"""Address space that is kept back for saying that memory has run out."""
+"""Address space reserved for the report that memory has run out."""
 
 ENVIRONMENT = {"HOME": "/tmp", "LANG": "C.UTF-8", "PATH": "/usr/bin:/bin", "TMPDIR": "/tmp", "PYTHONDONTWRITEBYTECODE": "1"}
 
@@ -31,7 +31,7 @@ _exit, _setrlimit, _getrlimit, _ADDRESS_SPACE = os._exit, resource.setrlimit, re
 
 
 def warm_up() -> None:
-    """Do before the fork what every program would do anew: open the standard streams, make the types of the compiler."""
+    """Do work before the fork that every program would repeat: open the standard streams, make the compiler's types."""
     reader, writer = os.pipe()
     source = os.memfd_create("input")
     for number, file in enumerate((source, writer, writer)):  # of the kind that programs get: Python asks when it opens them
@@ -45,7 +45,7 @@ def warm_up() -> None:
 
 
 def _open_stream(name: str, number: int, mode: str, errors: str, line_buffering: bool = False) -> None:
-    """Make an open file a standard stream, under both its names in `sys`: `stdin` and `__stdin__`."""
+    """Make an open file a standard stream under both its names in `sys`: `stdin` and `__stdin__`."""
     binary = open(number, mode + "b", closefd=False)  # noqa: SIM115 - the program's for as long as it runs
     stream = io.TextIOWrapper(binary, encoding="utf-8", errors=errors, line_buffering=line_buffering)
     for attribute in (name, f"__{name}__"):
@@ -53,14 +53,14 @@ def _open_stream(name: str, number: int, mode: str, errors: str, line_buffering:
 
 
 class LaunchPlan:
-    """Resource limits and mount options of one program, computed before the fork, where it copies no memory pages."""
+    """Resource limits and mount options of a program, computed before the fork to avoid copying memory pages."""
 
     def __init__(self, limits: dict[str, Any], address_space: int) -> None:
         memory = int(limits["memory_mb"]) << 20
         folder = min(limits["folder_size"], memory)
         self.timeout = limits["timeout"]
         self.memory = memory + _SPARE
-        """What all processes together may hold."""
+        """Memory limit of all processes together."""
         self.folder = f"size={folder},nr_inodes={limits['folder_files']},mode=700"
         cpu, address_space = math.ceil(self.timeout) + 1, address_space + memory
         self.limits = [
@@ -78,17 +78,18 @@ class LaunchPlan:
                 (resource.RLIMIT_MSGQUEUE, 0, 0),
             )
         ]
-        """What the kernel counts for each process, and for the user: none of it can be raised again."""
+        """Limits that the kernel applies per process and per user; none of them can be raised again."""
 
 
 def _at_most(kind: int, soft: int, hard: int) -> tuple[int, tuple[int, int]]:
-    """A limit, lowered to the one that holds already."""
+    """A limit, lowered to the limit in force."""
     _, most = resource.getrlimit(kind)
     return kind, (soft, hard) if most == resource.RLIM_INFINITY else (min(soft, most), min(hard, most))
 
 
 def prepare(plan: LaunchPlan, code: int, streams: list[int], rules: filter.Filter, proc: int) -> bytes:
-    """After the fork: tmpfs, resource limits, descriptors 0 to 2 only, no capabilities, the filter. The program's text."""
+    """Prepare the process after the fork: tmpfs, resource limits, descriptors 0 to 2 only, no capabilities, the filter. Returns
+    the program's text."""
     kernel.write_at(proc, "self/oom_score_adj", "1000")
     kernel.unshare(kernel.NEW_MOUNTS)
     kernel.mount_memory("/tmp", kernel.NO_SETUID | kernel.NO_DEVICES | kernel.NO_EXEC, plan.folder)
@@ -109,7 +110,7 @@ def prepare(plan: LaunchPlan, code: int, streams: list[int], rules: filter.Filte
 
 
 def run(source: bytes) -> None:
-    """Run `source` as `python program.py` would, up to and including the exit status. Does not return."""
+    """Run `source` as `python program.py` would, including the exit status. Does not return."""
     sys.argv = ["program.py"]
     # A new number for the main thread, else it is the worker's, as the machine outside counts; private, so typeshed lacks it.
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
@@ -131,7 +132,7 @@ def run(source: bytes) -> None:
 
 
 def _report_failure(error: BaseException) -> int:
-    """Report an exception as the interpreter does; the exit status."""
+    """Report an exception as the interpreter does, and return the exit status."""
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
             return (error.code or 0) & 0xFF
@@ -145,13 +146,13 @@ def _report_failure(error: BaseException) -> int:
 
 
 def _report(error: BaseException) -> None:
-    """By the program's own hook, if it has one; what that raises is its own affair."""
+    """Report an exception by the program's own hook, if it has one; an error in the hook is ignored."""
     with contextlib.suppress(BaseException):
         sys.excepthook(type(error), error, error.__traceback__)
 
 
 def _out_of_memory(error: BaseException, main: types.ModuleType) -> int:
-    """Make room, report, and leave by the signal that says so."""
+    """Free memory, report the failure, and exit by the signal `OUT_OF_MEMORY`."""
     _setrlimit(_ADDRESS_SPACE, (_getrlimit(_ADDRESS_SPACE)[1],) * 2)
     error.__traceback__ = None
     main.__dict__.clear()
@@ -163,8 +164,8 @@ def _out_of_memory(error: BaseException, main: types.ModuleType) -> int:
 
 
 def _finish(main: types.ModuleType) -> int:
-    """Wait for threads, run what was left for the end, let go of the program's objects, flush. The interpreter itself is not
-    taken down: that takes longer than most programs. 120 where output is lost, as the interpreter has it."""
+    """Wait for threads, run exit handlers, release the program's objects, flush. The interpreter is not shut down, which takes
+    longer than most programs. Returns 120 if output is lost, as the interpreter does."""
     code = 0
     wait_for_threads = threading._shutdown  # type: ignore[attr-defined]  # private: the interpreter's own way at its end
     for step in (wait_for_threads, atexit._run_exitfuncs, main.__dict__.clear):

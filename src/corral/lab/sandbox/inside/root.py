@@ -1,4 +1,4 @@
-"""A root file system with nothing but an interpreter, in fresh namespaces: what bubblewrap does, in few calls."""
+"""A root file system with only an interpreter, in fresh namespaces: bubblewrap's work in few system calls."""
 
 import _socket
 import os
@@ -7,10 +7,10 @@ from typing import Any
 from corral.lab.sandbox.inside import kernel
 
 _NOBODY = 65534
-"""Who programs run as: the user that owns nothing."""
+"""User id of programs: the user that owns nothing."""
 
 HOST = "sandbox"
-"""The machine's name inside."""
+"""Host name inside the sandbox."""
 
 _ALL_NAMESPACES = kernel.NEW_MOUNTS | kernel.NEW_NETWORK | kernel.NEW_IPC | kernel.NEW_HOSTNAME | kernel.NEW_CGROUP
 
@@ -45,7 +45,7 @@ def leave_host(view: dict[str, list[Any]], proc: int) -> None:
 
 
 def _mount_root(view: dict[str, list[Any]]) -> None:
-    """Mount what stays visible under a new root, and make that the root."""
+    """Mount the visible files under a new root, and make it the root."""
     kernel.keep_mounts_private()
     quiet = kernel.READ_ONLY | kernel.NO_SETUID
     trees = [(path, kernel.clone_mount(path, quiet | kernel.NO_DEVICES)) for path in view["paths"]]
@@ -66,21 +66,21 @@ def _mount_root(view: dict[str, list[Any]]) -> None:
 
 
 def _make_read_only() -> None:
-    """Everything that is mounted, devices too: they can still be written to, and their nodes not be changed."""
+    """Make every mount read-only, devices too: they accept writes, but their nodes cannot be changed."""
     root = os.open("/", os.O_PATH | os.O_CLOEXEC)
     kernel.restrict_mount(root, kernel.READ_ONLY | kernel.NO_SETUID)
     os.close(root)
 
 
 def _make_mount_point(path: str, folder: bool) -> None:
-    """An empty folder or file to mount on, where there is none yet."""
+    """Make an empty folder or file as a mount point, if it is missing."""
     os.makedirs(path if folder else os.path.dirname(path), exist_ok=True)
     if not folder and not os.path.lexists(path):
         os.close(os.open(path, os.O_CREAT | os.O_CLOEXEC, 0o444))
 
 
 def _become_nobody() -> None:
-    """Root gives up being root; for everyone else nothing changes. Then nothing gives privileges back."""
+    """Change from root to nobody, and drop all ways to regain privileges. Other users stay unchanged."""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(_NOBODY, _NOBODY, _NOBODY)
@@ -90,7 +90,7 @@ def _become_nobody() -> None:
 
 
 def enter_user_namespace(proc: int) -> None:
-    """Become PID 1 of a user and PID namespace whose one user is nobody, with capabilities there alone.
+    """Enter, as PID 1, a user and PID namespace whose only user is nobody, with capabilities limited to it.
 
     The mounts made so far are locked there, read-only as they are. Processes are counted there, whoever else is nobody outside.
     Its capabilities end there, and programs get none of them.

@@ -23,27 +23,27 @@ from corral.lab.sandbox.inside import filter, kernel, program, root
 from corral.lab.sandbox.inside.memory import Memory
 
 _COMMON_MODULES = "bisect collections copy functools heapq itertools math operator random re string typing"
-"""Modules that programs ask for most: they find them loaded."""
+"""Modules that programs import most often, loaded in advance."""
 
 _TICK = 0.02
-"""Seconds between two looks at the memory of the program."""
+"""Seconds between two measurements of the program's memory."""
 
 
 class _ZygoteConfig(TypedDict):
-    """The host's configuration; numbers are file descriptors."""
+    """Configuration from the host; numbers are file descriptors."""
 
     control: int
-    """The socket for orders."""
+    """Socket for orders."""
     proc: int
-    """The folder /proc."""
+    """Folder /proc."""
     view: dict[str, list[Any]] | None
-    """What stays visible, see corral.lab.sandbox.view; None where bubblewrap has left the outside already."""
+    """Visible files, see corral.lab.sandbox.view; None if bubblewrap has hidden all others already."""
     group: list[int]
-    """Members and events of the cgroup to enter; empty where there is none."""
+    """Files with members and events of the cgroup to enter; empty without a cgroup."""
 
 
 def main(config: _ZygoteConfig) -> None:
-    """Enter the namespaces, report ready, and serve until the host closes the socket."""
+    """Enter the namespaces, report readiness, and serve until the host closes the socket."""
     control = _socket.socket(fileno=config["control"])
     events = _join_cgroup(*config["group"]) if config["group"] else None
     for name in _COMMON_MODULES.split():
@@ -69,7 +69,7 @@ def main(config: _ZygoteConfig) -> None:
 
 
 def _join_cgroup(members: int, events: int) -> int | None:
-    """Enter the cgroup whose list of members is open for writing; its events, or None where the kernel does not let us in."""
+    """Enter the cgroup whose list of members is open for writing, and return its events; None if the kernel refuses."""
     try:
         os.write(members, b"0")
     except OSError:
@@ -78,7 +78,7 @@ def _join_cgroup(members: int, events: int) -> int | None:
 
 
 def _send(control: _socket.socket, message: dict[str, object]) -> None:
-    """Send one message to the host, which may have gone."""
+    """Send a message to the host, which may have ended."""
     try:
         control.send(json.dumps(message).encode())
     except OSError:
@@ -92,11 +92,11 @@ class _Zygote:
         self.control = control
         self.memory = memory
         self.first = 0
-        """The first process of the program under way."""
+        """First process of the running program."""
         self.rules = filter.Filter(filter.build(kernel.MACHINE))
         self.home = os.pidfd_open(os.getpid())
         self.complaints, self.complain = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        """What goes wrong between the fork and the program."""
+        """Pipe for errors between the fork and the program."""
 
     def serve(self) -> None:
         """Run programs until the host has closed the socket."""
@@ -108,7 +108,7 @@ class _Zygote:
                 _send(self.control, {"done": order["run"], **self.run(order, files)})
 
     def receive(self) -> tuple[dict[str, Any] | None, list[int]]:
-        """An order and the file descriptors that come with it; None when the host has closed the socket."""
+        """Receive an order with its file descriptors, or None once the host has closed the socket."""
         files = array.array("i")
         text, extra, _, _ = self.control.recvmsg(4096, _socket.CMSG_SPACE(4 * files.itemsize))
         for _, _, data in extra:
@@ -116,7 +116,7 @@ class _Zygote:
         return (json.loads(text) if text else None), list(files)
 
     def run(self, order: dict[str, Any], files: list[int]) -> dict[str, object]:
-        """One program, from its first process to its last; how it ended."""
+        """Run a program from its first process to its last, and return how it ended."""
         started, child, handles = time.monotonic(), 0, []
         self.first = 0
         try:
@@ -137,7 +137,7 @@ class _Zygote:
         return {**self.verdict(reason, statuses[child]), "seconds": time.monotonic() - started}
 
     def fork(self, plan: program.LaunchPlan, files: list[int]) -> int:
-        """Fork the program; its PID here."""
+        """Fork the program and return its PID here."""
         random.seed()  # else all programs would draw the same numbers
         if child := kernel.fork():
             return child
@@ -154,7 +154,7 @@ class _Zygote:
             leave(1)  # whatever happens in there, the way back here is closed
 
     def watch(self, handle: int, id: str, started: float, plan: program.LaunchPlan) -> str:
-        """Wait for the program's end, "", or for a reason to end it."""
+        """Wait for the program's end, "", or for a reason to kill it."""
         waiting = select.poll()
         waiting.register(handle, select.POLLIN)
         waiting.register(self.control, select.POLLIN)
@@ -175,7 +175,7 @@ class _Zygote:
                 return "memory"
 
     def verdict(self, reason: str, status: int) -> dict[str, object]:
-        """How a program ended, from why it was ended or from its exit status."""
+        """The status of a program, from the reason for killing it or from its exit status."""
         if self.memory.group_ran_out():
             reason = "memory"  # whichever of its processes the kernel chose
         if status == 0:
@@ -192,7 +192,7 @@ class _Zygote:
 
 
 def _end(first: int) -> dict[int, int]:
-    """Kill a program's PID 1, and so, by the kernel, its whole PID namespace; the wait status of every child of ours."""
+    """Kill a program's PID 1, and with it the whole PID namespace. Returns the wait status of every child."""
     statuses: dict[int, int] = {}
     if first:
         os.kill(first, signal.SIGKILL)
