@@ -152,7 +152,7 @@ class Learner(ABC):
         return self.planner.play(seeds, None)[0]
 
     def explore(self, seeds: list[int]) -> Episodes:
-        """Episodes of plans drawn as in training."""
+        """Episodes of plans drawn with the exploration of training."""
         return self.planner.play(seeds, self.planner.noise(len(seeds), seeds[0]))[0]
 
     def improve(self, episodes: Episodes, plans: Plans) -> dict[str, float]:
@@ -196,7 +196,7 @@ class Learner(ABC):
         return Credit(normalise_advantages(apart, mask), mask)
 
     def improve_critic(self, inputs: Float[Tensor, "S O"], targets: Float[Tensor, " S"]) -> Tensor:
-        """One full-batch step on V's squared error at normalised inputs, in chunks whose activations fit a CPU's cache."""
+        """Make a full-batch step on V's squared error at normalised inputs, in chunks whose activations fit a CPU's cache."""
         piece = _PIECE if inputs.device.type == "cpu" else len(inputs)
         self.critic_optimizer.zero_grad()
         loss = targets.new_zeros(())
@@ -208,7 +208,7 @@ class Learner(ABC):
         return loss
 
     def improve_policy(self, context: Tensor, plans: Plans, credit: Credit, log_old: Tensor) -> dict[str, Tensor]:
-        """One full-batch step on the policy's loss."""
+        """Make a full-batch step on the policy's loss."""
         mean, chol = self.gaussians(context)
         projected, factor = self.project(mean, chol, plans)
         log_ratio = self.log_prob(plans.params, projected.mean, factor) - log_old

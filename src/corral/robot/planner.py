@@ -25,7 +25,7 @@ class Plans(NamedTuple):
     chol: Float[Tensor, "*c W W"]
     """A factor common to all plans, or a factor for each plan."""
     sizes: tuple[int, ...]
-    """Numbers of first plans, second plans, …"""
+    """Number of first plans, of second plans, …"""
 
     def to(self, device: str) -> "Plans":
         """The plans on another device."""
@@ -39,7 +39,7 @@ def split_plans(sizes: tuple[int, ...], params: Tensor, mean: Tensor, chol: Tens
 
 
 class Planner:
-    """Draws plans from a policy and follows them.
+    """Planner that draws plans from a policy and follows them.
 
         w_k ~ N(μ(s_t), Σ)   at t = k R,   followed for R steps from (y_b, v_b) at time t Δt on
 

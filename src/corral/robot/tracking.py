@@ -37,7 +37,7 @@ class Tracking:
     d: float | Sequence[float] = 0.0
     """Gain on the velocity error, for torque control only."""
     scale: float | Sequence[float] = 1.0
-    """Value that an action of 1 stands for."""
+    """Value for which an action of 1 stands."""
 
     def __post_init__(self) -> None:
         require(self, "command", one_of=_COMMANDS)

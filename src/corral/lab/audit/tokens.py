@@ -39,7 +39,7 @@ class Tokens:
     reward: Floats
     """Reward of the completion, stored at its first token."""
     age: Floats
-    """Steps between sampling and training."""
+    """Number of steps between sampling and training."""
     troll_tv: Floats
     """TV by which TROLL's projection moves the policy."""
     kl: Floats

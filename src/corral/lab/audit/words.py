@@ -46,7 +46,7 @@ def sentences(summary: Summary, info: Mapping[str, Any]) -> list[str]:
 
 
 def updates_sentence(info: Mapping[str, Any]) -> str | None:
-    """A sentence: the share of tokens that clipping blocked during training, and TRL's clip ratio. None without a trainer."""
+    """Sentence on the share of tokens that clipping blocked during training, and TRL's clip ratio. None without a trainer."""
     if info.get("kind") != "trainer":
         return None
     rules, made = info["rules"], info.get("updates_made")
@@ -66,7 +66,7 @@ def updates_sentence(info: Mapping[str, Any]) -> str | None:
 
 
 def _clipping(summary: Summary, rules: Mapping[str, Any]) -> str:
-    """A sentence: the share of tokens that clipping would block, its part inside the KL ball, and the share it would miss."""
+    """Sentence on the share of tokens that clipping would block, its part inside the KL ball, and the share it would miss."""
     whole, ball = summary.measure == "whole", summary.verdicts["clipped"]["kl"]
     moment = "On one more update on these completions" if whole else "In an update at the new policy"
     missed = percent(ball.passed_outward / ball.tokens) if ball.passed_outward else "none"

@@ -145,7 +145,7 @@ class Baseline:
         return Episodes.cat(parts)
 
     def _act(self, first: Array, deterministic: bool, _: int, seen: Array) -> Array:
-        """The environments' actions in states [E O] of episodes that began in `first` [E O]."""
+        """Actions of the environments in states [E O] of episodes that began in `first` [E O]."""
         action, _ = self.model.predict(seen.astype(np.float32), deterministic=deterministic)
         if self.envs.noise is not None:
             self.envs.noise.advance(np.zeros(len(seen), bool))
@@ -199,7 +199,7 @@ def _seed_generators(seed: int, device: str) -> Iterator[None]:
 
 
 class StepEnvironments(VecEnv):
-    """The environments of a `Plant` in stable-baselines3's form: a new episode begins in the step that ends one."""
+    """The environments of a `Plant` in stable-baselines3's form: the step that ends an episode begins the next."""
 
     def __init__(self, plant: Plant, episodes: int, seed: int, controller_span: float | None = None) -> None:
         space, actions = plant.envs.single_observation_space, plant.envs.single_action_space

@@ -40,7 +40,7 @@ class StepGaussian:
     std: Float[Tensor, " D"]
 
     def log_prob(self, actions: Float[Tensor, "B D"]) -> Float[Tensor, " B"]:
-        """Log-density of one action in each state."""
+        """Log-density of an action in each state."""
         return torch.distributions.Normal(self.mean, self.std).log_prob(actions).sum(-1)
 
 
@@ -48,7 +48,7 @@ class StepGaussian:
 def trpl_loss(
     new: StepGaussian, old: StepGaussian, actions: Float[Tensor, "B D"], advantages: Float[Tensor, " B"], region: Region
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The policy's loss, and metrics.
+    """Loss of the policy, and metrics.
 
         π̃(·|s) = projection of π_θ(·|s) into the region around π_old(·|s)          ρ = π̃(a|s) / π_old(a|s)
         L = − mean ρ A + α mean KL(π_θ‖sg π̃)
@@ -139,5 +139,5 @@ def _acting(policy: Any) -> nn.ParameterList:
 
 
 def _gaussian(policy: Any, states: Tensor) -> StepGaussian:
-    """A policy's Gaussians over actions in these states."""
+    """Gaussians of a policy over actions in these states."""
     return StepGaussian(policy.get_distribution(states).distribution.mean, policy.log_std.exp())

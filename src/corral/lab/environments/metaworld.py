@@ -31,7 +31,7 @@ _FINGER = "r_close"
 
 
 def task_names() -> list[str]:
-    """Every task of Meta-World v3."""
+    """Names of every task of Meta-World v3."""
     return sorted(_metaworld().ALL_V3_ENVIRONMENTS)
 
 

@@ -26,12 +26,12 @@ class SandboxResult:
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxLimits:
-    """Resource limits of one program, for all its processes together unless said otherwise."""
+    """Resource limits of a program, for all its processes together unless stated otherwise."""
 
     timeout: float = 5.0
     """Seconds of wall time."""
     memory_mb: int = 512
-    """Memory beyond the bare interpreter's, in MiB."""
+    """Memory in MiB in addition to that of the bare interpreter."""
     output: int = 1 << 20
     """Bytes of standard output; standard error has an equal limit."""
     processes: int = 64

@@ -110,7 +110,7 @@ class Parts:
 
     @cached_property
     def problem_of(self) -> dict[str, str]:
-        """The problem behind each prompt, as text."""
+        """Text of the problem behind each prompt."""
         return {str(row["prompt"]): row["problem"] for row in self.dataset}
 
 
@@ -213,7 +213,7 @@ def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedToken
 
 
 def lora_config(given: dict[str, Any]) -> LoraConfig | None:
-    """peft's settings of an adapter on every linear layer but the head, unless `target_modules` says otherwise."""
+    """peft's settings of an adapter: by default on every linear layer except the head."""
     known = {item.name: item.type for item in dataclasses.fields(LoraConfig) if item.init}
     for key, value in given.items():
         if key not in known:

@@ -251,7 +251,7 @@ _LINES = 20
 
 
 class EvalView(View):
-    """The view of a quiet evaluation: warnings, and one sentence at the end. The base of the other two."""
+    """The view of a quiet evaluation, with warnings and a final sentence, and the base class of the other views."""
 
     def begin(self, heading: Sequence[tuple[str, str]], total: int, done: int) -> None:
         """Called when the evaluation starts or resumes, with `done` of `total` completions."""

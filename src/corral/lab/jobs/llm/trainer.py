@@ -278,8 +278,8 @@ class RunTrainer(CorralTrainer):
 
     @property
     def _draws_to_certify(self) -> int:
-        """Held-out completions of each process on which the last step's KL is measured: about as many tokens as of its own,
-        and as many completions at least."""
+        """Number of held-out completions per process on which the last step's KL is measured: about as many tokens as in a
+        process's batch, and at least as many completions."""
         processes = self.accelerator.num_processes
         wanted = max(math.ceil(COMPLETIONS / processes), TOKENS // (processes * self.max_completion_length))
         return min(len(self.parts.held_out) // processes, wanted)

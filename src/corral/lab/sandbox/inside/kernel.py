@@ -43,13 +43,13 @@ def _check(name: str, result: int) -> int:
 
 
 def prctl(option: int, *arguments: int) -> int:
-    """prctl(2), with unused arguments 0."""
+    """Call prctl(2), with unused arguments 0."""
     padded = [*arguments, 0, 0, 0, 0][:4]
     return _check(f"prctl {option}", _libc.prctl(option, *[ctypes.c_ulong(value) for value in padded]))
 
 
 def unshare(flags: int) -> None:
-    """Leave the namespaces named by `flags` for new ones."""
+    """Replace the namespaces named by `flags` with new namespaces."""
     _check("unshare", _libc.unshare(flags))
 
 
@@ -89,7 +89,7 @@ def fork() -> int:
 
 
 def map_user(proc: int, inside: int, uid: int, gid: int) -> None:
-    """Write the uid and gid maps of a fresh user namespace: one user and one group, both `inside`, exist in it.
+    """Write the uid and gid maps of a fresh user namespace, in which only the user and the group `inside` exist.
 
     Args:
         proc: an open folder /proc of this or an outer namespace.
@@ -110,7 +110,7 @@ def write_at(folder: int, path: str, text: str) -> None:
 
 
 def read_at(folder: int, path: str) -> str:
-    """The whole text of a file."""
+    """Read the whole text of a file."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
     try:
         text = b""
@@ -135,7 +135,7 @@ def restrict_mount(mount: int, flags: int) -> None:
 
 
 def attach_mount(mount: int, path: str) -> None:
-    """Put a detached mount at `path`."""
+    """Attach a detached mount at `path`."""
     _syscall("move_mount", mount, b"", _AT_CWD, os.fsencode(path), _MOVE_FROM_EMPTY_PATH)
     os.close(mount)
 
@@ -146,12 +146,12 @@ def mount_memory(path: str, flags: int, options: str) -> None:
 
 
 def keep_mounts_private() -> None:
-    """Stop mounts made here from propagating to the host."""
+    """Stop mounts in this namespace from propagating to the host."""
     _check("mount", _libc.mount(b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_SLAVE), None))
 
 
 def enter_root(path: str) -> None:
-    """pivot_root(2) to `path`, a mount point, and unmount the old root."""
+    """Change the root to `path`, a mount point, by pivot_root(2), and unmount the old root."""
     os.chdir(path)
     _syscall("pivot_root", b".", b".")
     _check("umount", _libc.umount2(b".", _DETACH))

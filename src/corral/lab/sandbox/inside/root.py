@@ -16,7 +16,7 @@ _ALL_NAMESPACES = kernel.NEW_MOUNTS | kernel.NEW_NETWORK | kernel.NEW_IPC | kern
 
 
 def leave_host(view: dict[str, list[Any]], proc: int) -> None:
-    """Unshare all namespaces but the PID one, and pivot into a new root.
+    """Unshare all namespaces except the PID namespace, and pivot into a new root.
 
     Root needs no user namespace for this, and should not use one: a process that is root outside has no limit on its number
     of processes. Everyone else gets one, in which they may mount; so does a root that may not mount, as in many containers,

@@ -86,7 +86,7 @@ def _send(control: _socket.socket, message: dict[str, object]) -> None:
 
 
 class _Zygote:
-    """Starts, watches and kills programs, one at a time, as the host orders."""
+    """Server that starts, watches and kills programs, one at a time, by orders of the host."""
 
     def __init__(self, control: _socket.socket, memory: Memory) -> None:
         self.control = control
