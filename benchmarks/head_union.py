@@ -41,7 +41,7 @@ def union_in_steps(p: Problem) -> tuple[Tensor, Tensor]:
     def loss(hidden: Tensor, weight: Tensor) -> Tensor:
         how = {"ids": b.dist_old.ids, "top_k": p.k, "tolerance": fused.TOLERANCE}
         head = corral.lm_head(hidden[None], weight, p.tokens[None], **how)
-        old = union.extend(b.dist_old, head.dist.ids, union.place, logits.LogitSpec())
+        old = union.extend(b.dist_old, head.dist.ids, logits.LogitSpec())
         batch = corral.TokenBatch(head.logp, b.logp_old, b.advantages, b.mask, head.dist, old)
         return of_batch.batch_loss(corral.make_objective("troll"), batch).loss.sum()
 

@@ -50,15 +50,14 @@ def draw_headline(runs: Sequence[Row], path: Path) -> None:
 
 def sentence(runs: Sequence[Row]) -> str:
     """What README says below the figure: batches of rollouts to a success, and how many seeds that rests on."""
-    ours, tuned, once = (median(map(steps_to, runs_of(runs, how))) for how in CHOSEN[: len(LEARNED)])
+    ours, tuned, _ = (median(map(steps_to, runs_of(runs, how))) for how in CHOSEN[: len(LEARNED)])
     (seeds,) = {len(runs_of(runs, how)) for how in CHOSEN[: len(LEARNED)]}
     above, places = places_above(runs)
     return (
-        f"TROLL with four passes reaches {100 * LEVEL:.0f} % success after {ours:.1f} batches of rollouts; PPO's clip, with "
-        f"learning rate and passes tuned, after {tuned:.1f}.\n(Countdown at temperature 1, medians of {seeds} fresh seeds of "
-        f"[the study](docs/deployed.md#fresh-seeds), the script's model. Here TROLL's network is bounded at .03 with a\nlinear "
-        f"schedule. Clip with one pass needs {once:.0f} batches. TROLL is above clip in {above} of {places} "
-        f"[other tasks and starts](docs/deployed.md#elsewhere).)\n"
+        f"Medians of {seeds} fresh seeds of [the study](docs/deployed.md#fresh-seeds), with the script's task and model: "
+        f"{100 * LEVEL:.0f} % success takes TROLL {ours:.1f} batches of\nrollouts. It takes PPO's clip {tuned:.1f}, with the "
+        f"best learning rate and number of passes that were tried. TROLL is above clip in {above} of {places}\n[other tasks "
+        f"and starts](docs/deployed.md#elsewhere).\n"
     )
 
 

@@ -47,16 +47,14 @@ def verdicts(found: Sequence[Verdict], names: Sequence[str] = ()) -> str:
 
 
 def front(found: Sequence[Verdict]) -> str:
-    """Claims for README, and how many of all are significant."""
+    """Claims for README."""
     lines = []
     for one in found:
         if one.claim.name in FRONT and one.found is not None and one.found.mean.low is not None:
             mean, said = one.found.mean, one.claim.says.replace(" beats ", " − ")
             interval = f"{signed_points(mean.value)} ({plain(mean.low)} … {plain(mean.high)})"
             lines.append([said, interval, str(one.found.seeds), "yes" if one.holds else "no"])
-    holding, tested = sum(one.holds for one in found), sum(one.can_tell for one in found)
-    table = markdown(("difference", "points (95 %)", "seeds", "significant after Holm's correction"), lines)
-    return f"{table}\n{holding} of {tested} differences that were tested are significant.\n"
+    return markdown(("difference", "points (95 %)", "seeds", "significant after Holm's correction"), lines)
 
 
 def blocks(runs: Sequence[Row], automatic: Sequence[Row]) -> dict[str, Callable[[], str]]:

@@ -97,16 +97,3 @@ def test_rows_of_two_cards_are_not_mixed() -> None:
     text = timings.gains(timings.of_one_gpu(rows))
     assert "card, torch 2" in text
     assert "old" not in text.replace("old pass", "")
-
-
-def test_the_sentence_of_the_front_page() -> None:
-    # 2 · 4096 · (8192 + 151936) B = 1,251 MiB are dH and dW: 1,311 − 1,251 = 60 MiB, 14,251 − 1,251 = 13,000 MiB = 12.7 GiB
-    rows = [
-        usual(4096, "peaked", TROLL, "corral", 1.2, mib=1311.0),
-        usual(4096, "peaked", TROLL, "full logits", 6.0, mib=14251.0),
-        usual(4096, "peaked", GEMM, "one GEMM", 1.0),
-    ]
-    said = timings.in_a_sentence(rows)
-    assert "takes 12 ms on one card: one GEMM takes 10, full logits 60." in said
-    assert "60 MiB instead of 12.7 GiB" in said
-    assert timings.in_a_sentence(rows[:2]) == "Not measured yet."

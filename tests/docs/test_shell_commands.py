@@ -70,7 +70,7 @@ def on_this_machine(line: str, page: str) -> list[str]:
     recipe = words[words.index("--recipe") + 1] if "--recipe" in words else "demo"
     if "mine.toml" in words and page == "docs/robots.md":
         words[words.index("mine.toml")] = "robot.toml"
-    if "robot.toml" in words or all_recipes()[recipe].parents[1].name == "robot":
+    if "robot.toml" in words or all_recipes()[recipe].parent.name == "robot":
         return words
     words += ["--steps", "1", "--eval-size", "8"]  # the last one counts
     if "--model runs/" in line or "Qwen/" in line:

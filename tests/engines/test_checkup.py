@@ -79,6 +79,15 @@ def test_releases_are_compared_as_numbers(found: str, fine: bool, monkeypatch: p
     assert bool(report.trouble) != fine
 
 
+@pytest.mark.parametrize(
+    ("release", "fits"),
+    [("0.9.0", True), ("0.9.1.post1", True), ("0.9rc2", True), ("0.9.12+local", True), ("0.10", False), ("a tree", False)],
+)
+def test_a_release_in_range(release: str, fits: bool) -> None:
+    assert checkup.release_in(release, "0.9", "0.10") == fits
+    assert not checkup.release_in(release, "0.11")
+
+
 VERL = json.loads((Path(__file__).parent / "signatures" / "verl.json").read_text())
 
 

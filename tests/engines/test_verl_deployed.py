@@ -1,4 +1,4 @@
-"""Which sequences the deployed region measures under verl, and their KLs; test_verl_engine.py has two ranks."""
+"""Which sequences the deployed region measures under verl, and their KLs; test_deployed.py has two ranks."""
 
 import math
 from typing import Any

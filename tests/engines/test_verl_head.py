@@ -8,8 +8,7 @@ from torch import nn
 from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, GraniteForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import corral
-from corral.engines.verl.head import HeadCall, SupportHead
-from corral.engines.verl.transport import NEW, OLD, local_rows, read_dists, write_dist
+from corral.engines.verl.head import NEW, OLD, HeadCall, SupportHead, local_rows, read_dists, write_dist
 from tolerance import assert_close
 
 SIZES: dict[str, Any] = {

@@ -9,8 +9,15 @@ from torch import Tensor
 
 import corral
 from corral.engines.verl.policy_loss import BatchExtras, batch_extras, make_policy_loss
-from corral.engines.verl.settings import VerlSettings, loss_modes
-from corral.engines.verl.transport import DEPLOYED_BOUND, DEPLOYED_STATISTIC, DEPLOYED_SYNC, MASS, TOP_K
+from corral.engines.verl.settings import (
+    DEPLOYED_BOUND,
+    DEPLOYED_STATISTIC,
+    DEPLOYED_SYNC,
+    MASS,
+    TOP_K,
+    VerlSettings,
+    loss_modes,
+)
 from tolerance import assert_close
 
 

@@ -17,11 +17,12 @@ from results.pages import new_figure
 
 def test_claims_without_runs_are_named_and_have_no_row() -> None:
     assert llm_page.verdicts(judge([])).startswith("\nNamed before any run, and not tested yet: TROLL beats clipping at a rate")
-    assert "0 of 0 differences that were tested are significant." in llm_page.front(judge([]))
+    assert "points" in llm_page.front(judge([]))
     runs = [made_up("troll", seed, [0.2, 0.6 + 0.01 * (seed - 402)]) for seed in (401, 402, 403)]
     runs += [made_up("ppo_clip", seed, [0.2, 0.2]) for seed in (401, 402, 403)]
     assert "| TROLL beats clipping at five times that rate | +20.0 |" in llm_page.verdicts(judge(runs))
-    assert "1 of 1 differences" in llm_page.front(judge(runs))
+    assert "| TROLL − clipping at five times that rate | +20.0 (" in llm_page.front(judge(runs))
+    assert "| 3 | yes |" in llm_page.front(judge(runs))
 
 
 def hot(runs: list[dict[str, Any]]) -> Verdict:

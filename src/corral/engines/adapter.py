@@ -1,4 +1,4 @@
-"""What every engine's adapter shares: settings → an objective with its anchor; log-probs → a loss per token."""
+"""Functions shared by the adapters: settings → an objective with its anchor; log-probs → a loss per token."""
 
 import logging
 import math
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import torch
 from jaxtyping import Float, Int
@@ -18,6 +18,8 @@ from corral.objective.check import FirstCall
 from corral.objective.config import NEEDS_SUPPORT, NEEDS_TOKENS, Anchor
 from corral.tensors import SparseDist, TokenBatch
 
+_Logp = TypeVar("_Logp")
+
 logger = logging.getLogger(__name__)
 _warned: set[tuple[str, str]] = set()
 _first_calls: dict[str, FirstCall] = {}
@@ -25,9 +27,9 @@ _first_calls: dict[str, FirstCall] = {}
 _policies_differ: ContextVar[bool] = ContextVar("corral_policies_differ", default=False)
 
 POLICY = {"old": "old policy, recomputed by the trainer", "rollout": "sampler's log-probs"}
-"""The anchors in words."""
+"""Names of the anchors in messages."""
 LEAST_TAIL = 1e-8
-"""What 1 − Σ p is at least, where a tail is computed so."""
+"""Lower bound on a tail mass that is computed as 1 − Σ p."""
 
 
 @contextmanager
@@ -47,7 +49,7 @@ class EngineObjective:
     engine: str
     objective: Objective
     anchor: Anchor
-    """Whose log-probs the engine passes as `logp_old`."""
+    """The policy whose log-probs the engine passes as `logp_old`."""
 
     @classmethod
     def of(
@@ -84,12 +86,12 @@ class EngineObjective:
 
     @property
     def name(self) -> str:
-        """The objective's."""
+        """The objective's name."""
         return self.objective.name
 
     @property
     def needs_support(self) -> bool:
-        """Whether it reads more than the sampled token."""
+        """True if the objective reads more than the sampled token."""
         return bool(self.objective.needs & NEEDS_SUPPORT)
 
     def token_loss(
@@ -115,26 +117,28 @@ class EngineObjective:
         loss = out.loss if policy_weights is None else out.weigh(torch.where(batch.mask, policy_weights, 0.0))
         return loss, out.metrics
 
+    def anchor_logp(self, policies: Mapping[Anchor, _Logp | None]) -> _Logp:
+        """The log-probs of the anchor, among those that the engine hands over; ValueError where they are not there."""
+        found = policies.get(self.anchor)
+        if found is None:
+            there = [anchor for anchor, logp in policies.items() if logp is not None]
+            others = [f", or pass anchor='{anchor}' if the {POLICY[anchor]} will do" for anchor in there]
+            raise ValueError(
+                f"{self.engine}: {self.name} is anchored on the {POLICY[self.anchor]}, which is not there. Choose another "
+                f"objective{''.join(others)}."
+            )
+        return found
+
     def other_reduction(self, how: str) -> str | None:
-        """A sentence where the engine's reduction is none of the objective's own; None where it is."""
+        """A sentence if the engine's reduction is none of the objective's own; None otherwise."""
         own = self.objective.config.reductions
         if how in own:
             return None
         return f"{how} gives {self.name} another gradient than its own. Use {' or '.join(own)}."
 
 
-def check_anchor(engine: str, wanted: EngineObjective, supplies: tuple[Anchor, ...]) -> None:
-    """Refuse an objective whose anchor the engine does not hand over."""
-    if wanted.anchor not in supplies:
-        others = [f", or pass anchor='{anchor}' if the {POLICY[anchor]} will do" for anchor in supplies]
-        raise ValueError(
-            f"{engine}: {wanted.name} is anchored on the {POLICY[wanted.anchor]}, which is not there. Choose another "
-            f"objective{''.join(others)}."
-        )
-
-
 def scales_with_advantages(wanted: EngineObjective) -> bool:
-    """Whether a sequence's advantages times a factor are its losses times that factor, whatever the others' factors are.
+    """True if scaling a sequence's advantages scales its losses by the same factor, whatever other sequences' factors are.
 
     Then an engine may write its reduction into the advantages, each sequence's share of a mean included.
     """
@@ -163,7 +167,7 @@ def read_metrics(metrics: dict[str, Tensor]) -> dict[str, float]:
 
 
 def warn_once(engine: str, sentence: str | None) -> None:
-    """Log a sentence, if there is one, and each but once."""
+    """Log a sentence, if there is one, once per engine."""
     if sentence is not None and (engine, sentence) not in _warned:
         _warned.add((engine, sentence))
         logger.warning("%s: %s", engine, sentence)
@@ -191,5 +195,5 @@ def _one_token(batch: TokenBatch) -> TokenBatch:
 
 
 def sampled_token_names() -> list[str]:
-    """Objectives that, by default, need the sampled tokens' two log-probs alone: what any engine can run."""
+    """Objectives that any engine can run: by default they need the sampled tokens' two log-probs alone."""
     return [name for name, (_, config) in sorted(OBJECTIVES.items()) if not config().needs - NEEDS_TOKENS]

@@ -1,23 +1,35 @@
-"""What `corral doctor --engine NAME` reports: is corral active in that engine, does it compute what it should, which lines."""
+"""The table of engines, and the report of `corral doctor --engine NAME`: is corral active, and which lines turn it on."""
 
 import importlib
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, NamedTuple
 
 from corral.validate import nearest
 
+
+class EngineAdapter(NamedTuple):
+    """An engine that corral has an adapter for; `corral.engines.NAME` is the adapter, and its docstring says how to use it."""
+
+    package: str
+    """The distribution that is installed."""
+    names: tuple[str, ...]
+    """Names of the engine's that the adapter uses; () where the adapter has a `checkup` of its own."""
+
+
+_NEMO = "nemo_rl.algorithms.loss.interfaces"
+_PRIME = "prime_rl.trainer.rl.loss"
+_SLIME = "slime.backends.megatron_utils.loss"
 ENGINES = {
-    "verl": "corral.engines.verl.checkup",
-    "nemo_rl": "corral.engines.nemo_rl",
-    "prime_rl": "corral.engines.prime_rl",
-    "rllm": "corral.engines.rllm",
-    "skyrl": "corral.engines.skyrl",
-    "slime": "corral.engines.slime",
-    "tinker": "corral.engines.tinker",
+    "verl": EngineAdapter("verl", ()),
+    "nemo_rl": EngineAdapter("nemo-rl", (f"{_NEMO}:LossType", f"{_NEMO}:LossInputType", f"{_NEMO}:LossFunction")),
+    "prime_rl": EngineAdapter("prime-rl", (f"{_PRIME}:LossInputs", f"{_PRIME}:LossOutputs")),
+    "rllm": EngineAdapter("rllm", ("rllm:register_loss", "rllm:LossContext")),
+    "skyrl": EngineAdapter("skyrl", ("skyrl.backends.skyrl_train.utils.ppo_utils:PolicyLossRegistry",)),
+    "slime": EngineAdapter("slime", (f"{_SLIME}:get_log_probs_and_entropy", f"{_SLIME}:get_rollout_top_p_logprob_kwargs")),
+    "tinker": EngineAdapter("tinker", ("tinker:Datum", "tinker:TrainingClient.forward_backward_custom")),
 }
-"""Engines and the modules of their adapters: with `checkup()`, or with `PACKAGE`, `LOOKED_UP` and a docstring that says how."""
 
 
 @dataclass
@@ -27,44 +39,39 @@ class Checkup:
     rows: list[tuple[str, str]] = field(default_factory=list)
     trouble: list[str] = field(default_factory=list)
     lines: dict[str, str] = field(default_factory=dict)
-    """By what they turn on."""
+    """Lines of configuration, by what they turn on."""
     verdict: str = "corral is active."
-    """Where nothing is wrong."""
+    """The sentence if nothing is wrong."""
 
-    def check_release(self, package: str, low: str, high: str) -> bool:
-        """A row on a package's release; trouble if it is not there or out of range."""
+    def check_release(self, package: str, low: str = "", high: str = "") -> bool:
+        """A row on a package's release; trouble if it is not there, or not in a range."""
+        wanted = f"{package} >={low},<{high}" if high else package
         try:
             found = version(package)
         except PackageNotFoundError:
             self.rows.append((package, "–"))
-            self.trouble.append(f"{package} >={low},<{high} is not installed")
+            self.trouble.append(f"{wanted} is not installed")
             return False
         self.rows.append((package, found))
-        if not _numbers(low) <= _numbers(found) < _numbers(high):
-            self.trouble.append(f"{package} >={low},<{high} is needed; found {found}")
-            return False
-        return True
+        fits = not high or release_in(found, low, high)
+        if not fits:
+            self.trouble.append(f"{wanted} is needed; found {found}")
+        return fits
 
 
 def run_checkup(engine: str) -> Checkup:
     """Check one engine; a ValueError if there is none of that name."""
     if engine not in ENGINES:
         raise ValueError(f"there is no engine {engine!r}.{nearest(engine, ENGINES)}")
-    module: Any = importlib.import_module(ENGINES[engine])
-    found: Checkup = module.checkup() if "checkup" in vars(module) else _look_up(module)
-    return found
-
-
-def _look_up(module: Any) -> Checkup:
-    """Of a thin adapter: is its engine there, with the names that the adapter uses?"""
-    found = Checkup(lines={"how": str(module.__doc__).strip()}, verdict="The engine has what the adapter uses.")
-    try:
-        found.rows.append((module.PACKAGE, version(module.PACKAGE)))
-    except PackageNotFoundError:
-        found.rows.append((module.PACKAGE, "–"))
-        found.trouble.append(f"{module.PACKAGE} is not installed")
+    if engine == "verl":
+        verl: Any = importlib.import_module("corral.engines.verl.checkup")
+        own: Checkup = verl.checkup()
+        return own
+    how = str(importlib.import_module(f"corral.engines.{engine}").__doc__)
+    found = Checkup(lines={"how": how.strip()}, verdict="The engine has what the adapter uses.")
+    if not found.check_release(ENGINES[engine].package):
         return found
-    for name in module.LOOKED_UP:
+    for name in ENGINES[engine].names:
         try:
             resolve_name(name)
             found.rows.append(("found", name))
@@ -74,5 +81,12 @@ def _look_up(module: Any) -> Checkup:
     return found
 
 
-def _numbers(release: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in release.split("+")[0].split(".")[:2] if part.isdigit())
+def release_in(release: str, low: str, high: str = "") -> bool:
+    """True if a release is at least `low` and below `high`. Pre-releases count as their release, other texts never fit."""
+    from packaging.version import InvalidVersion, Version  # comes with every engine, and not with torch
+
+    try:
+        found = Version(Version(release).base_version)
+    except InvalidVersion:
+        return False
+    return Version(low) <= found and (not high or found < Version(high))

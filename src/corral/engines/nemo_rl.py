@@ -16,7 +16,6 @@ from corral.objective.reduction import reduce_loss
 from corral.tensors import SparseDist, TokenBatch, metric_kind
 
 INTERFACES = "nemo_rl.algorithms.loss.interfaces"
-PACKAGE, LOOKED_UP = "nemo-rl", (f"{INTERFACES}:LossType", f"{INTERFACES}:LossInputType", f"{INTERFACES}:LossFunction")
 OLD_LOGP = "corral_old_logp"
 
 
@@ -24,7 +23,7 @@ class CorralLoss:
     """NeMo-RL's LossFunction with one of corral's objectives."""
 
     zero_outside_topk, kl_type = True, "forward"
-    """What NeMo-RL reads of a loss on a top-K pair: log-probs of the whole softmax, and no entropy."""
+    """Attributes that NeMo-RL reads from a loss on a top-K pair: log-probs of the whole softmax, and no entropy."""
 
     def __init__(
         self,
@@ -45,7 +44,7 @@ class CorralLoss:
         # Releases up to 0.7.0 have no such enumeration, and always pass their totals.
         self._normalizer: Any = vars(interfaces).get("MetricNormalizer")
         self.metric_normalizations: dict[str, Any] = {}
-        """What NeMo-RL divides each metric by where it passes totals of 1 and has the true ones later. Calls add names."""
+        """NeMo-RL's divisor of each metric, if it passes totals of 1 first and the true ones later. Calls add names."""
 
     def __call__(
         self,

@@ -9,13 +9,8 @@ kwargs = { objective = "dppo", bound = 0.2 }
 import importlib
 from typing import Any
 
-from corral.engines.adapter import EngineObjective, check_anchor, warn_once
-from corral.objective.config import Anchor
+from corral.engines.adapter import EngineObjective, warn_once
 from corral.tensors import TokenBatch
-
-PACKAGE, LOOKED_UP = "prime-rl", ("prime_rl.trainer.rl.loss:LossInputs", "prime_rl.trainer.rl.loss:LossOutputs")
-ANCHORS: tuple[Anchor, ...] = ("rollout",)
-"""prime-rl recomputes no old policy: log-probs are the trainer's, with a gradient, and the sampler's."""
 
 
 def rl_loss(inputs: Any, objective: str = "dppo", anchor: str = "auto", **settings: Any) -> Any:
@@ -27,10 +22,10 @@ def rl_loss(inputs: Any, objective: str = "dppo", anchor: str = "auto", **settin
         anchor: "rollout" where the objective means the old policy otherwise, and the sampler's is what you want.
     """
     wanted = EngineObjective.of("corral for prime-rl", objective, settings, anchor=anchor)
-    check_anchor("corral for prime-rl", wanted, ANCHORS)
+    # prime-rl recomputes no old policy: log-probs are the trainer's, with a gradient, and the sampler's.
+    old = wanted.anchor_logp({"rollout": inputs.inference_logprobs[None].detach()})
     warn_once("corral for prime-rl", wanted.other_reduction("token-mean"))
     mask = inputs.loss_mask[None]
-    old = inputs.inference_logprobs[None].detach()
     batch = TokenBatch(inputs.trainer_logprobs[None], old, inputs.advantages[None], mask, logp_rollout=old)
     loss, metrics = wanted.token_loss(batch)
     if inputs.loss_weights is not None:

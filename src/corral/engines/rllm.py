@@ -12,17 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corral.engines.adapter import EngineObjective, check_anchor, read_metrics, warn_once
+from corral.engines.adapter import EngineObjective, read_metrics, warn_once
 from corral.objective import make_objective, objective_names
 from corral.objective.config import Anchor
 from corral.tensors import TokenBatch
 
-PACKAGE, LOOKED_UP = "rllm", ("rllm:register_loss", "rllm:LossContext")
 OWN = {"eps_clip": 0.2, "eps_clip_high": None, "kl_beta": 0.0, "clip_ratio_c": None}
-"""What rLLM puts among the settings itself; the last comes from verl's configuration, whatever it says."""
+"""Settings that rLLM adds itself, with its defaults; the last comes from verl's configuration."""
 _ENGINE = "corral for rLLM"
 _ENOUGH = 8
-"""Tokens after which two log-probs that agree in every digit are one policy's."""
+"""Number of tokens with identical log-probs from which two policies count as one."""
 
 
 def register() -> list[str]:
@@ -42,22 +41,21 @@ def make_loss(objective: str) -> Callable[[Any], tuple[Tensor, dict[str, float]]
         fields = (ctx.logp_curr, ctx.logp_old, ctx.advantages, ctx.action_mask.bool())
         new, old, advantages, mask = (torch.atleast_2d(field) for field in fields)
         rollout = None if ctx.logp_rollout is None else torch.atleast_2d(ctx.logp_rollout)
-        check_anchor(_ENGINE, wanted, _anchors(old, rollout, mask))
-        anchor = rollout if wanted.anchor == "rollout" else old
-        assert anchor is not None
+        anchor = wanted.anchor_logp(_policies(old, rollout, mask))
         loss, metrics = wanted.token_loss(TokenBatch(new, anchor, advantages, mask, logp_rollout=rollout))
         return ctx.aggregate(loss.reshape(ctx.logp_curr.shape), ctx.action_mask, mode=mode), read_metrics(metrics)
 
     return corral_loss
 
 
-def _anchors(old: Tensor, rollout: Tensor | None, mask: Tensor) -> tuple[Anchor, ...]:
-    """Policies that the batch has: rLLM's bypass_mode puts the sampler's log-probs where the old policy's would be."""
-    if rollout is None:
-        return ("old",)
-    told_apart = mask & (rollout < -0.01)  # certain tokens are 0 under every policy
-    bypassed = int(told_apart.sum()) >= _ENOUGH and torch.equal(old[mask], rollout[mask].to(old.dtype))
-    return ("rollout",) if bypassed else ("old", "rollout")
+def _policies(old: Tensor, rollout: Tensor | None, mask: Tensor) -> dict[Anchor, Tensor | None]:
+    """The batch's log-probs by policy. With bypass_mode, rLLM passes the sampler's in place of the old policy's."""
+    bypassed = (
+        rollout is not None
+        and int((mask & (rollout < -0.01)).sum()) >= _ENOUGH  # certain tokens are 0 under every policy
+        and torch.equal(old[mask], rollout[mask].to(old.dtype))
+    )
+    return {"old": None if bypassed else old, "rollout": rollout}
 
 
 def _objective(name: str, params: dict[str, Any]) -> EngineObjective:
@@ -72,6 +70,6 @@ def _objective(name: str, params: dict[str, Any]) -> EngineObjective:
 
 
 def _only_reduction(objective: str) -> str | None:
-    """The reduction without which an objective has another gradient than its own; None where rLLM's setting decides."""
+    """The objective's reduction if it has only one; None if rLLM's setting decides."""
     own = make_objective(objective).config.reductions
     return own[0] if len(own) == 1 else None

@@ -1,4 +1,4 @@
-"""What rLLM imports for `+rllm.algorithm.loss_plugins=[corral.engines.rllm_plugin]`: importing it registers every objective."""
+"""Plug-in for `+rllm.algorithm.loss_plugins=[corral.engines.rllm_plugin]`: importing it registers every objective."""
 
 from corral.engines.rllm import register
 

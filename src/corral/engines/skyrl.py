@@ -9,12 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from corral.engines.adapter import EngineObjective, check_anchor, read_metrics, scales_with_advantages
-from corral.objective.config import Anchor
+from corral.engines.adapter import EngineObjective, read_metrics, scales_with_advantages
 from corral.tensors import TokenBatch
 
 REGISTRY = "skyrl.backends.skyrl_train.utils.ppo_utils"
-PACKAGE, LOOKED_UP = "skyrl", (f"{REGISTRY}:PolicyLossRegistry",)
 
 
 def make_policy_loss(objective: str, *, anchor: str = "auto", **settings: Any) -> Any:
@@ -39,13 +37,9 @@ def make_policy_loss(objective: str, *, anchor: str = "auto", **settings: Any) -
         rollout_logprobs: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
         _check_corrections(config)
-        policies: dict[Anchor, Tensor | None] = {"old": old_log_probs, "rollout": rollout_logprobs}
-        check_anchor("corral for SkyRL", wanted, tuple(anchor for anchor, logp in policies.items() if logp is not None))
-        old = policies[wanted.anchor]
-        assert old is not None
+        old = wanted.anchor_logp({"old": old_log_probs, "rollout": rollout_logprobs})
         mask = (log_probs == log_probs) if loss_mask is None else loss_mask.bool()
-        batch = TokenBatch(log_probs, old, advantages, mask, logp_rollout=rollout_logprobs)
-        loss, metrics = wanted.token_loss(batch)
+        loss, metrics = wanted.token_loss(TokenBatch(log_probs, old, advantages, mask, logp_rollout=rollout_logprobs))
         found = read_metrics(metrics)
         return loss.sum(), {"clip_ratio": found["tr/active_frac"], **found}
 
@@ -61,7 +55,7 @@ def register(objective: str, *, anchor: str = "auto", **settings: Any) -> str:
 
 
 def _check_corrections(config: Any) -> None:
-    """SkyRL's losses apply its sampler corrections themselves; this one does not, so none may be asked for."""
+    """Refuse SkyRL's sampler corrections: SkyRL's own losses apply them, corral's do not."""
     asked = config.off_policy_correction
     used = [key for key in ("tis_ratio_type", "sequence_mask_metric") if vars(asked).get(key) is not None]
     used += [key for key, value in vars(asked).items() if "_threshold_" in key and value is not None]

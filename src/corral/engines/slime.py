@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from corral.engines.adapter import EngineObjective, check_anchor, warn_once
-from corral.objective.config import Anchor
+from corral.engines.adapter import EngineObjective, warn_once
 from corral.tensors import TokenBatch
 
 LOSS = "slime.backends.megatron_utils.loss"
-PACKAGE, LOOKED_UP = "slime", (f"{LOSS}:get_log_probs_and_entropy", f"{LOSS}:get_rollout_top_p_logprob_kwargs")
 
 
 def policy_loss_function(args: Any, batch: Any, logits: Tensor, sum_of_sample_mean: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -42,17 +40,26 @@ def policy_loss_function(args: Any, batch: Any, logits: Tensor, sum_of_sample_me
         with_entropy=False,
         **slime.get_rollout_top_p_logprob_kwargs(args, batch),
     )
-    new, rollout = found["log_probs"], batch.get("rollout_log_probs")
-    check_anchor("corral for slime", wanted, _anchors(args, batch))
+    new, rollout = found["log_probs"], batch.get("rollout_log_probs") or None
+    # slime recomputes no old policy with --use-rollout-logprobs, nor for a batch's only update, where it is the new one.
+    recomputed = batch.get("log_probs")
+    skipped = vars(args).get("use_rollout_logprobs") and not recomputed
+    centre = None if skipped else recomputed or [x.detach() for x in new]
+    old = wanted.anchor_logp({"old": centre, "rollout": rollout})
     lengths = [len(x) for x in new]
     if not wanted.objective.config.tokenwise and lengths != list(batch["response_lengths"]):
         raise ValueError(
             f"corral for slime: {wanted.name} looks at whole sequences, and context parallelism has split them. Use another "
             f"objective, or context-parallel size 1."
         )
-    old = rollout if wanted.anchor == "rollout" else batch.get("log_probs") or [x.detach() for x in new]
-    mask = pad_sequence([x.bool() for x in _local(batch["loss_masks"], lengths)], batch_first=True)
-    sampler = None if not rollout else _padded(rollout)
+    for mask, length in zip(batch["loss_masks"], lengths, strict=True):
+        if len(mask) != length:  # slime cuts masks for context parallelism itself, and then they would be longer
+            raise ValueError(
+                f"corral for slime: {length} log-probs and a mask of {len(mask)}. Context parallelism is not supported; use "
+                f"size 1."
+            )
+    mask = pad_sequence([x.bool() for x in batch["loss_masks"]], batch_first=True)
+    sampler = None if rollout is None else _padded(rollout)
     token_batch = TokenBatch(_padded(new), _padded(old), _padded(batch["advantages"]), mask, logp_rollout=sampler)
     loss, metrics = wanted.token_loss(token_batch)
     rows = torch.cat([row[:length] for row, length in zip(loss, lengths, strict=True)])
@@ -62,16 +69,6 @@ def policy_loss_function(args: Any, batch: Any, logits: Tensor, sum_of_sample_me
     # What slime reports is divided by the number of samples, or of tokens, as the loss is.
     shown = {name: sum_of_sample_mean(torch.full_like(rows, float(value))).detach() for name, value in metrics.items()}
     return reduced, {"loss": reduced.detach().clone(), **shown}
-
-
-def _anchors(args: Any, batch: Any) -> tuple[Anchor, ...]:
-    """Policies whose log-probs slime has.
-
-    It recomputes no old policy with --use-rollout-logprobs, nor for a batch's only update, where the new policy is the old one.
-    """
-    found: tuple[Anchor, ...] = ("rollout",) if batch.get("rollout_log_probs") else ()
-    skipped = vars(args).get("use_rollout_logprobs") and not batch.get("log_probs")
-    return found if skipped else ("old", *found)
 
 
 def _objective(args: Any) -> EngineObjective:
@@ -90,17 +87,6 @@ def _objective(args: Any) -> EngineObjective:
         "corral for slime", wanted.other_reduction("token-mean" if args.calculate_per_token_loss else "seq-mean-token-mean")
     )
     return wanted
-
-
-def _local(masks: list[Tensor], lengths: list[int]) -> list[Tensor]:
-    """Masks as long as the log-probs; slime cuts them for context parallelism itself, and then they would not be."""
-    for mask, length in zip(masks, lengths, strict=True):
-        if len(mask) != length:
-            raise ValueError(
-                f"corral for slime: {length} log-probs and a mask of {len(mask)}. Context parallelism is not supported; use "
-                f"size 1."
-            )
-    return masks
 
 
 def _padded(rows: list[Tensor]) -> Tensor:

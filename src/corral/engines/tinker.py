@@ -18,7 +18,6 @@ from corral.objective.config import Reduction
 from corral.objective.reduction import reduce_loss
 from corral.tensors import SparseDist, TokenBatch
 
-PACKAGE, LOOKED_UP = "tinker", ("tinker:Datum", "tinker:TrainingClient.forward_backward_custom")
 OLD_LOGP = "logprobs"
 """Field of a datum: the sampler's log-probs, [N], or [N K] on a support."""
 
@@ -49,12 +48,8 @@ def make_loss(
         def field(name: str) -> Tensor:
             return pad_sequence([datum.loss_fn_inputs[name].to_torch() for datum in data], batch_first=True)
 
-        new, old, ids, mask = (
-            pad_sequence(list(logprobs), batch_first=True),
-            field(OLD_LOGP),
-            field("target_tokens"),
-            field("mask"),
-        )
+        new = pad_sequence(list(logprobs), batch_first=True)
+        old, ids, mask = (field(name) for name in (OLD_LOGP, "target_tokens", "mask"))
         dists: tuple[SparseDist | None, SparseDist | None] = (None, None)
         if new.ndim == 3:
             ids = torch.where(old == -torch.inf, -1, ids)

@@ -54,6 +54,15 @@ def test_neither_is_trouble_and_both_are_offered(monkeypatch: pytest.MonkeyPatch
     assert f"missing: trl{doctor.TRAINING['trl']}: {pip_install('llm')}" in text
 
 
+def test_without_packaging_releases_are_shown_and_not_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    status, text = said(monkeypatch, capsys, LANGUAGE | ROBOTS)
+    assert status == 1
+    assert f"not compared with {doctor.NEEDED['torch']}: pip install packaging" in text
+
+
 def test_doctor_and_the_project_want_the_same_for_robots() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     asked = dict(re.fullmatch(r"([\w-]+)(.*)", one).groups() for one in project["optional-dependencies"]["robot"])

@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from corral.lab.audit.models import audit_run
 from corral.lab.audit.rules import Rules
+from corral.lab.jobs.llm.eval_results import make_eval_view
 from corral.lab.jobs.llm.evaluate import EvalSettings, evaluate, prepare_evaluation
 from corral.lab.jobs.llm.prepare import prepare
 from corral.lab.jobs.llm.problems import Problems, Sampling
-from corral.lab.jobs.llm.results import make_eval_view
 from corral.lab.jobs.llm.settings import FUNCTIONS
 from corral.lab.jobs.llm.train import train
 from corral.lab.jobs.llm.turns import FunctionCalls, make_multi_turn

@@ -16,9 +16,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from corral.lab.jobs.llm.evaluate import EvalSettings, Evaluation, default_problems, draw_seed, evaluate, prepare_evaluation
-from corral.lab.jobs.llm.problems import Sampling, cut_at_end, end_tokens, generate
-from corral.lab.jobs.llm.results import (
+from corral.lab.jobs.llm.eval_results import (
     Estimate,
     EvalFolder,
     EvalView,
@@ -28,6 +26,8 @@ from corral.lab.jobs.llm.results import (
     make_eval_view,
     summarise,
 )
+from corral.lab.jobs.llm.evaluate import EvalSettings, Evaluation, default_problems, draw_seed, evaluate, prepare_evaluation
+from corral.lab.jobs.llm.problems import Sampling, cut_at_end, end_tokens, generate
 from corral.lab.jobs.llm.sampler import TransformersSampler, choose_backend, choose_dtype
 from corral.lab.jobs.llm.train import train
 from corral.lab.models.smoke import build_smoke

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from corral.lab.jobs.llm.results import Estimate, difference, estimate, ladder, pass_at_k, sampled_estimates, wilson
+from corral.lab.jobs.llm.eval_results import Estimate, difference, estimate, ladder, pass_at_k, sampled_estimates, wilson
 
 Z = 1.959963984540054
 

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from corral.lab.audit.folder import read_audit
 from corral.lab.audit.models import audit_run
 from corral.lab.audit.rules import Rules
+from corral.lab.jobs.llm.eval_results import make_eval_view
 from corral.lab.jobs.llm.evaluate import EvalSettings, evaluate
 from corral.lab.jobs.llm.prepare import prepare
 from corral.lab.jobs.llm.problems import Sampling
-from corral.lab.jobs.llm.results import make_eval_view
 from corral.lab.jobs.llm.settings import read_recipe, resolve
 from corral.lab.jobs.llm.train import train
 from corral.lab.jobs.llm.turns import Dialogue, TextTool, converse

@@ -18,7 +18,6 @@ from sandboxes import needs_a_sandbox
 from corral.lab.sandbox import SandboxLimits
 from corral.lab.sandbox.pool import shared_pool
 from corral.lab.tasks import Task
-from corral.lab.tasks.books import GSM8K, MATH500, DAPOMath
 from corral.lab.tasks.code import APPS, MBPP, Code, CodeTask, HumanEval
 from corral.lab.tasks.code import tests as code_tests
 from corral.lab.tasks.code.problem import Agreement, Calls, Checks, Problem, Runs, defines, extract_program, grade_all, harness
@@ -26,6 +25,7 @@ from corral.lab.tasks.code.rows import apps_row, human_eval_row, mbpp_row, own_r
 from corral.lab.tasks.code.tests import called_function
 from corral.lab.tasks.code.value import Opaque, dumps, loads, same
 from corral.lab.tasks.dataset import Malformed
+from corral.lab.tasks.math_problems import GSM8K, MATH500, DAPOMath
 
 TASK = Code()
 QUICK = SandboxLimits(timeout=2.0)

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from corral.lab.tasks import make_task, verify_all
-from corral.lab.tasks.books import DAPO_AFTER, DAPO_BEFORE
+from corral.lab.tasks.math_problems import DAPO_AFTER, DAPO_BEFORE
 
 SHAPES: dict[str, tuple[str, list[dict[str, Any]], list[str]]] = {
     "MATH-500": (

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from math_verify import parse, verify
 
 from corral.lab.tasks import make_task, verify_all
-from corral.lab.tasks.books import GSM8K
 from corral.lab.tasks.math import one_number
+from corral.lab.tasks.math_problems import GSM8K
 
 EXCERPT = Path(__file__).with_name("gsm8k")
 TASK = GSM8K(path=str(EXCERPT))

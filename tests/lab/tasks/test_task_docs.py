@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from corral.lab.tasks import TASKS
-from corral.lab.tasks.books import DAPOMath
 from corral.lab.tasks.dataset import FiniteTask
 from corral.lab.tasks.jsonl import Jsonl
 from corral.lab.tasks.math import MathTask
+from corral.lab.tasks.math_problems import DAPOMath
 from corral.lab.tasks.reasoning_gym import ReasoningGym
 
 PAGE = (Path(__file__).parents[3] / "docs" / "tasks.md").read_text()

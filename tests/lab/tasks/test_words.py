@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from corral.lab.jobs.llm.smoke import TASK_CONFIG
 from corral.lab.tasks import make_task, verify_all
-from corral.lab.tasks.books import WordProblems, words
+from corral.lab.tasks.math_problems import WordProblems, words
 
 SVAMP = Path(__file__).with_name("svamp") / "svamp.jsonl"
 OURS = Path(TASK_CONFIG["words"]["path"])

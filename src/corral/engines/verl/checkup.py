@@ -1,4 +1,4 @@
-"""Is corral active in verl on this node? Asked of verl itself: what it loaded, what it registered, what that computes."""
+"""Check that corral is active in verl on this node: what verl loaded and registered, and what that computes."""
 
 import importlib
 import os
@@ -49,7 +49,7 @@ SDPA = "+actor_rollout_ref.model.override_config.attn_implementation=sdpa"
 
 
 def checkup() -> Checkup:
-    """Import verl as a worker does, and look."""
+    """Import verl as a worker does, and report what corral registered."""
     found = Checkup(lines=LINES)
     if not found.check_release("verl", *VERL_RANGE):
         return found
@@ -84,7 +84,7 @@ def attention() -> str:
 
 
 def _check_entry_point(found: Checkup) -> None:
-    """Whether `import verl` loads the plug-in."""
+    """Check that `import verl` loads the plug-in."""
     policy = os.getenv("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
     if not any(point.value == "corral.engines.verl.plugin" for point in entry_points(group="verl.plugins")):
         found.trouble.append("corral's entry point is not there: install it with pip, on every node")
@@ -95,7 +95,7 @@ def _check_entry_point(found: Checkup) -> None:
 
 
 def self_test(get_policy_loss: Any) -> float:
-    """Two sequences through every policy loss of sampled tokens, and through corral alone: the largest difference."""
+    """The largest difference in gradients between verl's path and corral alone, over the losses of sampled tokens."""
     logp = torch.tensor([[-0.1, -2.0, -0.7], [-1.1, -0.4, -3.0]])
     old = torch.tensor([[-0.9, -1.2, -0.7], [-1.5, -0.2, -1.0]])
     credit, mask = torch.tensor([[1.0, -1.0, 0.5], [-0.5, 2.0, 1.0]]), torch.tensor([[True, True, False], [True] * 3])

@@ -1,6 +1,6 @@
 """verl's PolicyLossConfig with corral's settings, for `actor_rollout_ref.actor.policy_loss._target_`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from verl.workers.config import PolicyLossConfig
@@ -11,7 +11,7 @@ from corral.engines.verl.settings import VerlSettings
 
 @dataclass
 class CorralPolicyLossConfig(PolicyLossConfig):
-    """verl's own keys and these; made in every worker at start-up, where what cannot work is refused."""
+    """verl's own keys and corral's. Every worker makes one at start-up, which refuses settings that cannot work."""
 
     objective: dict[str, Any] = field(default_factory=dict)
     anchor: str = "auto"
@@ -22,16 +22,8 @@ class CorralPolicyLossConfig(PolicyLossConfig):
     deployed_statistic: str = VerlSettings.deployed_statistic
 
     def __post_init__(self) -> None:
-        self.corral = VerlSettings(
-            loss_mode=self.loss_mode,
-            objective=dict(self.objective),
-            anchor=self.anchor,
-            bypass_mode=self.bypass_mode,
-            support_size=self.support_size,
-            support_mass=self.support_mass,
-            deployed_bound=self.deployed_bound,
-            deployed_statistic=self.deployed_statistic,
-        )
+        given = {item.name: vars(self)[item.name] for item in fields(VerlSettings)}
+        self.corral = VerlSettings(**given | {"objective": dict(self.objective)})
         why = missing(self.loss_mode)
         if why is not None:
             raise RuntimeError(why)

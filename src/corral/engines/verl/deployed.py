@@ -23,7 +23,7 @@ from corral.engines.verl.head import HeadWitness
 logger = logging.getLogger(__name__)
 
 TOKENS = 3072
-"""Tokens of a batch that are measured, about, over all ranks: whole sequences, prompts included."""
+"""Approximate number of tokens that are measured over all ranks: whole sequences, prompts included."""
 
 _T = TypeVar("_T")
 
@@ -33,14 +33,14 @@ class DeployedRegion:
     sent there. Every rank takes part in both."""
 
     def __init__(self, engine: Any) -> None:
-        """Keep the network as it is.
+        """Keep a copy of the network's weights.
 
         Args:
             engine: a SupportFSDPEngine in its train mode.
         """
         self.engine, self.old = engine, snapshot(engine.module)
         self.tokens = 0
-        """Tokens of all ranks that are measured; 0 until a mini-batch has some."""
+        """Number of measured tokens over all ranks; 0 until a mini-batch has some."""
         self.witness = HeadWitness()
 
     def choose(self, data: TensorDict) -> None:
@@ -55,7 +55,7 @@ class DeployedRegion:
             restore(engine.module, new)
 
     def hold(self, bound: float, statistic: str) -> Certificate | None:
-        """Back towards the old weights until a statistic of the tokens' KL is at most the bound.
+        """Move back towards the old weights until a statistic of the tokens' KL is at most the bound.
 
         None where no mini-batch had a token to measure: beside a finite bound the old weights are back then.
         """
@@ -82,7 +82,7 @@ class DeployedRegion:
         return self._of_all_ranks(found)
 
     def _of_all_ranks(self, rows: Float[Tensor, "n 3"]) -> BatchKL:
-        """The same tokens in the same order everywhere, so that all ranks decide alike."""
+        """All ranks' tokens in the same order everywhere, so that all ranks decide alike."""
         everyone = self._gather(rows)
         for rank, others in enumerate(everyone):
             others[:, 2] += rank * 2**32  # sequences of this rank alone; exact in float64
@@ -90,7 +90,7 @@ class DeployedRegion:
         return BatchKL(new_old=new_old, old_new=old_new, sequence=sequence.long())
 
     def _gather(self, mine: _T) -> list[_T]:
-        """Of every rank, in their order."""
+        """The values of all ranks, in their order."""
         everyone = [mine] * self.engine.get_data_parallel_size()
         if len(everyone) > 1:
             torch.distributed.all_gather_object(everyone, mine, group=self.engine.get_data_parallel_group())
@@ -98,7 +98,7 @@ class DeployedRegion:
 
     @torch.no_grad()
     def _pass(self) -> None:
-        """The network as it is now on the sample, without dropout: one forward, on every rank."""
+        """Run one forward pass of the current network on the sample, without dropout, on every rank."""
         module, engine = self.engine.module, self.engine
         was_training, engine.witness = module.training, self.witness
         module.eval()
@@ -110,7 +110,7 @@ class DeployedRegion:
 
 
 def _choose(data: TensorDict, ranks: int) -> list[int]:
-    """Sequences with a token that counts, the first that fit into a rank's share of TOKENS; one at least, for all take part."""
+    """Indices of the first sequences with unmasked tokens that fit into a rank's share of TOKENS; at least one."""
     live = [index for index, mask in enumerate(data["response_mask"].unbind()) if bool(mask.any())] or [0]
     lengths = data["input_ids"].offsets().diff()[live]
     return live[: max(1, int((lengths.cumsum(0) * ranks <= TOKENS).sum()))]

@@ -14,19 +14,8 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from corral.engines.verl.deployed import DeployedRegion
-from corral.engines.verl.head import HeadCall, HeadWitness, SupportHead
-from corral.engines.verl.settings import MODEL_TYPE
-from corral.engines.verl.transport import (
-    DEPLOYED_BOUND,
-    DEPLOYED_STATISTIC,
-    DEPLOYED_SYNC,
-    MASS,
-    NEW,
-    OLD,
-    TOP_K,
-    local_rows,
-    write_dist,
-)
+from corral.engines.verl.head import NEW, OLD, HeadCall, HeadWitness, SupportHead, local_rows, write_dist
+from corral.engines.verl.settings import DEPLOYED_BOUND, DEPLOYED_STATISTIC, DEPLOYED_SYNC, MASS, MODEL_TYPE, TOP_K
 
 
 @EngineRegistry.register(model_type=MODEL_TYPE, backend=["fsdp", "fsdp2"], device=["cuda", "npu"])
@@ -70,7 +59,7 @@ class SupportFSDPEngine(FSDPEngineWithLMHead):
         return outputs
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
-        """verl's; and the head is told what this pass is to find out."""
+        """Prepare verl's inputs, and tell the head what this pass computes."""
         inputs, output_args = super().prepare_model_inputs(micro_batch)
         for key in ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only"):
             if tensordict_utils.get_non_tensor_data(micro_batch, key, False):
@@ -115,7 +104,7 @@ class SupportFSDPEngine(FSDPEngineWithLMHead):
 
 
 def _one_temperature(temperature: Any) -> float:
-    """verl allows one for each sequence; a support is of one."""
+    """The one temperature of a batch; several are refused, since a support belongs to one temperature."""
     if isinstance(temperature, Tensor):
         low, high = (float(x) for x in temperature.aminmax())
         if low != high:

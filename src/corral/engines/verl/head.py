@@ -23,6 +23,9 @@ from corral.tensors import SparseDist
 
 _LOGP, _ENTROPY, _REST, _REST_MAX, _SUPPORT = range(5)
 """Columns of the tensor that forward returns; the support begins at the last."""
+OLD, NEW = "corral_old", "corral_new"
+"""Prefixes of the fields: the old policy's support, and the new policy on it."""
+_FIELDS = ("ids", "logp", "rest", "rest_max")
 
 
 class HeadWitness:
@@ -31,10 +34,10 @@ class HeadWitness:
     def __init__(self) -> None:
         self._old: tuple[Tensor, Tensor, Tensor | None] | None = None
         self.kl: Tensor | None = None
-        """Of the last pass, [N 2]: KL(new‖old) and KL(old‖new) at every position."""
+        """KL(new‖old) and KL(old‖new) at every position of the last pass, [N 2]."""
 
     def see(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LogitSpec) -> None:
-        """Hidden states [N H] of a pass, and the whole head."""
+        """Keep the first pass's hidden states [N H] and head, or measure a later pass against them."""
         if self._old is None:
             self._old = (hidden.detach().clone(), weight.detach().clone(), None if bias is None else bias.detach().clone())
             return
@@ -45,7 +48,7 @@ class HeadWitness:
 
 @dataclass(frozen=True, eq=False)
 class HeadCall:
-    """What one forward pass is to find out, of packed positions [N]."""
+    """Request to one forward pass over packed positions [N]."""
 
     tokens: Tensor
     """The token that follows each position."""
@@ -54,30 +57,30 @@ class HeadCall:
     """Keep this policy's own support."""
     mass: float = 1.0
     ids: Tensor | None = None
-    """Evaluate on this one [N K]."""
+    """Evaluate the policy on this support [N K]."""
     entropy: bool = False
     compare: bool = False
-    """Whether the model's own logits may be computed beside, of a few positions, and once."""
+    """Compare a few positions with the model's own logits, once."""
     witness: HeadWitness | None = None
-    """Sees hidden states and head."""
+    """Records hidden states and head."""
 
 
 @dataclass(frozen=True, eq=False)
 class PackedRows:
-    """What a pass found out, [N]: differentiable, but for the ids."""
+    """Result of a pass over packed positions [N]; differentiable except for the ids."""
 
     logp: Tensor
     entropy: Tensor
     dist: SparseDist | None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "PackedRows":
-        """The same change made to every field, such as a gather over sequence-parallel ranks."""
+        """Apply a function to every tensor, such as a gather over sequence-parallel ranks."""
         dist = None if self.dist is None else self.dist.map(change)
         return PackedRows(change(self.logp), change(self.entropy), dist)
 
 
 class SupportHead:
-    """Stands at the end of a causal model's forward; `expect` says what the next pass wants."""
+    """Replaces the end of a causal model's forward by corral's head; `expect` sets what the next pass computes."""
 
     def __init__(self, model: Any) -> None:
         """Replaces forward of `model` and of its head, of these instances alone."""
@@ -96,7 +99,7 @@ class SupportHead:
         self.model.forward, self.linear.forward = forward, self._score
 
     def expect(self, call: HeadCall) -> None:
-        """The next forward pass answers this."""
+        """Set the request that the next forward pass answers."""
         self._call, self._ids = call, None
 
     def read(self, output: CausalLMOutputWithPast) -> PackedRows:
@@ -125,7 +128,7 @@ class SupportHead:
         return CausalLMOutputWithPast(logits=found[None])
 
     def _score(self, hidden: Tensor) -> Tensor:
-        """In the place of the head's own forward, where its weight is whole: hidden states [N H] → columns [N 4 + K]."""
+        """Replacement of the head's own forward, where its weight is whole: hidden states [N H] → columns [N 4 + K]."""
         call = self._call
         if call is None:
             return self._own_linear(hidden)
@@ -155,7 +158,7 @@ class SupportHead:
         return torch.stack(columns, -1)
 
     def _compare(self, call: HeadCall, logp: Tensor, kwargs: dict[str, Any]) -> None:
-        """Refuse a model that does to its logits what is not known here, by the first positions of its first sequence."""
+        """Refuse a model whose own logits disagree with the head on the first positions of its first sequence."""
         attention = kwargs.get("attention_mask")
         few = min(8, len(logp) if attention is None else int(attention[0].sum()))
         short = {name: x[:1, :few] if isinstance(x, Tensor) and x.ndim == 2 else x for name, x in kwargs.items()}
@@ -169,7 +172,7 @@ class SupportHead:
 
 
 def _one_implementation(hidden: Tensor, weight: Tensor, call: HeadCall) -> str:
-    """On a GPU the torch path for the update too, where the old pass has no kernel: two heads would round differently."""
+    """The head's implementation: both passes use the torch path if one has no kernel, since two heads round differently."""
     slots = call.top_k if call.ids is None else call.ids.shape[-1] - 1
     if slots is None or not hidden.is_cuda:
         return "auto"
@@ -177,7 +180,7 @@ def _one_implementation(hidden: Tensor, weight: Tensor, call: HeadCall) -> str:
 
 
 def logit_spec(config: Any, temperature: float) -> LogitSpec:
-    """What a family of models does to h Wᵀ: Gemma's soft cap, Cohere's and Granite's scales."""
+    """The model family's transformation of h Wᵀ: Gemma's soft cap, Cohere's and Granite's scales."""
     found = config.get_text_config().to_dict()
     scale = float(found.get("logit_scale") or 1.0) / float(found.get("logits_scaling") or 1.0)
     return LogitSpec(scale, found.get("final_logit_softcapping"), temperature)
@@ -190,3 +193,40 @@ def _check_family(model: Any) -> None:
     head = model.get_output_embeddings()
     if model.base_model is model or not isinstance(head, nn.Linear):
         raise ValueError(f"corral for verl: {type(model).__name__} has no linear head; got {type(head).__name__}.")
+
+
+# ------------------------------------------------------------------------------------ a support on its way through verl
+
+# Jagged tensors beside log-probs, from the old pass over the queue to the update.
+
+
+def write_dist(prefix: str, dist: SparseDist, offsets: Tensor) -> dict[str, Tensor]:
+    """Packed rows [N K] and [N] as jagged fields [B j K] and [B j], 8 bytes for every slot; the new policy without ids."""
+    names = _FIELDS if prefix == OLD else _FIELDS[1:]
+    assert dist.rest_max is not None  # the head always knows it
+    values = {"ids": dist.ids.to(torch.int32), "logp": dist.logp, "rest": dist.rest, "rest_max": dist.rest_max}
+    return {f"{prefix}_{name}": torch.nested.nested_tensor_from_jagged(values[name], offsets) for name in names}
+
+
+def read_dists(output: Any, data: Any, pad: Any) -> tuple[SparseDist, SparseDist] | None:
+    """New and old policy on the old support, [B T K] of the response; None where the pass had none.
+
+    Args:
+        output: `model_output` of the update.
+        data: the micro-batch.
+        pad: (jagged field of whole sequences) → [B T …] of the response, shifted by one; verl's no_padding_2_padding.
+    """
+    if f"{OLD}_ids" not in data or f"{NEW}_logp" not in output:
+        return None
+    ids = pad(data[f"{OLD}_ids"]).long()
+    old = SparseDist(ids, *(pad(data[f"{OLD}_{name}"]) for name in _FIELDS[1:]))
+    return SparseDist(ids, *(pad(output[f"{NEW}_{name}"]) for name in _FIELDS[1:])), old
+
+
+def local_rows(packed: Tensor, pad: int, rank: int, ranks: int, *, fill: float) -> Tensor:
+    """This rank's share of packed rows [N …], after `pad` more at the end: as verl's Ulysses splits tokens."""
+    if pad:
+        packed = torch.cat([packed, packed.new_full((pad, *packed.shape[1:]), fill)])
+    if len(packed) % ranks:
+        raise ValueError(f"corral for verl: {len(packed)} packed tokens do not split over {ranks} sequence-parallel ranks.")
+    return packed.tensor_split(ranks)[rank]

@@ -8,8 +8,8 @@ from verl.utils.metric import AggregationType, Metric
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
+from corral.engines.verl.head import read_dists
 from corral.engines.verl.policy_loss import BatchExtras, batch_extras
-from corral.engines.verl.transport import read_dists
 from corral.tensors import metric_kind
 
 _AGGREGATION = {"max": AggregationType.MAX, "sum": AggregationType.SUM}
@@ -22,32 +22,28 @@ def corral_ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = N
     anchor is compared token by token.
     """
     dists = read_dists(model_output, data, lambda field: no_padding_2_padding(field, data))
-    logp_rollout = None
-    if "rollout_log_probs" in data:
-        logp_rollout = _padded(data, "rollout_log_probs")
-        _check_anchor(config, data, logp_rollout)
-    elif config.policy_loss.corral.resolve().anchor == "rollout":
-        raise ValueError(
-            f"corral for verl: {config.policy_loss.loss_mode} is anchored on the sampler's log-probs, and the batch has none. "
-            f"Set actor_rollout_ref.rollout.calculate_log_probs=true."
-        )
+    logp_rollout = _padded(data, "rollout_log_probs") if "rollout_log_probs" in data else None
+    if config.policy_loss.corral.resolve().anchor == "rollout":
+        _check_anchor(config.policy_loss.loss_mode, data, logp_rollout)
     new, old = dists or (None, None)
     with batch_extras(BatchExtras(new, old, logp_rollout)):
         loss, metrics = ppo_loss(config=config, model_output=model_output, data=data, dp_group=dp_group)
     return loss, {name: _aggregated(name, metric, data["dp_size"]) for name, metric in metrics.items()}
 
 
-def _check_anchor(config: Any, data: Any, logp_rollout: Tensor) -> None:
-    """Refuse an anchor that is not what the settings say, going by the numbers."""
-    if config.policy_loss.corral.resolve().anchor != "rollout":
-        return
+def _check_anchor(loss_mode: str, data: Any, logp_rollout: Tensor | None) -> None:
+    """Refuse a batch whose old log-probs are not the sampler's."""
+    if logp_rollout is None:
+        raise ValueError(
+            f"corral for verl: {loss_mode} is anchored on the sampler's log-probs, and the batch has none. Set "
+            f"actor_rollout_ref.rollout.calculate_log_probs=true."
+        )
     mask = _padded(data, "response_mask").bool()
     gap = torch.where(mask, _padded(data, "old_log_probs") - logp_rollout, 0.0).abs().max()
     if gap > 0:
         raise ValueError(
-            f"corral for verl: {config.policy_loss.loss_mode} is anchored on the sampler's log-probs, and old_log_probs differ "
-            f"from them by up to {float(gap):.3g} nats: verl has recomputed them. Set "
-            f"algorithm.rollout_correction.bypass_mode=true."
+            f"corral for verl: {loss_mode} is anchored on the sampler's log-probs, and old_log_probs differ from them by up to "
+            f"{float(gap):.3g} nats: verl has recomputed them. Set algorithm.rollout_correction.bypass_mode=true."
         )
 
 
@@ -57,7 +53,7 @@ def _padded(data: Any, field: str) -> Tensor:
 
 
 def _aggregated(name: str, metric: Any, ranks: int) -> Any:
-    """verl averages whatever a policy loss reports, and sums over ranks are means of its own; maxima and counts are made so."""
+    """A metric with its own aggregation: verl averages what a policy loss reports, which is wrong for maxima and counts."""
     kind = metric_kind(name) if name.startswith("tr/") else "mean"
     if kind == "mean" or not isinstance(metric, Metric):
         return metric

@@ -1,4 +1,4 @@
-"""What verl loads by its entry-point group `verl.plugins`: importing this module registers everything.
+"""The plug-in that verl loads by its entry-point group `verl.plugins`: importing this module registers everything.
 
 verl swallows what goes wrong while it loads plug-ins. So nothing is raised here: each part is tried by itself, failures are
 logged as errors and remembered, and whoever asks for a part that is missing is told why (`missing`, `corral doctor`).
@@ -7,11 +7,11 @@ logged as errors and remembered, and whoever asks for a part that is missing is 
 import importlib
 import logging
 import os
-import re
 from importlib.metadata import PackageNotFoundError, version
 
 from verl.trainer.ppo import core_algos
 
+from corral.engines.checkup import release_in
 from corral.engines.verl.policy_loss import make_policy_loss
 from corral.engines.verl.settings import VERL_RANGE, loss_modes
 
@@ -19,33 +19,22 @@ logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))  # as verl's own modules: the root logger is at WARNING
 
 LOSSES = {mode: make_policy_loss(mode, core_algos.agg_loss) for mode in loss_modes()}
-"""By loss_mode, as they were registered."""
+"""The registered policy losses by loss_mode."""
 
 FAILED: dict[str, str] = {}
 """Parts that could not be registered, and why."""
 
 
 def missing(loss_mode: str) -> str | None:
-    """Why a policy loss is not active in this process; None if it is."""
+    """The reason why a policy loss is not active in this process; None if it is active."""
     if core_algos.POLICY_LOSS_REGISTRY.get(loss_mode) is LOSSES.get(loss_mode):
         return None
     why = FAILED.get("policy losses") or "another plug-in has taken its name"
     return f"corral for verl: {loss_mode} is not registered: {why}. Run `corral doctor --engine verl` on this node."
 
 
-def supported(release: str) -> bool:
-    """Whether a release of verl is in range; one that is no number, such as that of a source tree, is not."""
-    found, low, high = (re.match(r"(\d+)\.(\d+)", text) for text in (release, *VERL_RANGE))
-    assert low is not None
-    assert high is not None
-    return found is not None and _pair(low) <= _pair(found) < _pair(high)
-
-
-def _pair(release: re.Match[str]) -> tuple[int, int]:
-    return int(release[1]), int(release[2])
-
-
 def _register_losses() -> None:
+    """Register all policy losses, or none where another plug-in has taken the name of one."""
     taken = LOSSES.keys() & core_algos.POLICY_LOSS_REGISTRY.keys()
     if taken:
         raise RuntimeError(f"another plug-in has registered {', '.join(sorted(taken))}")
@@ -54,11 +43,12 @@ def _register_losses() -> None:
 
 
 def _register() -> None:
+    """Register every part, each by itself."""
     try:
         release = version("verl")
     except PackageNotFoundError:
         release = "a source tree without a release"
-    if not supported(release):
+    if not release_in(release, *VERL_RANGE):
         wanted = f"corral works with verl >={VERL_RANGE[0]},<{VERL_RANGE[1]}; found {release}"
         FAILED.update({"policy losses": wanted, "engine": wanted, "trainers": wanted})
     else:

@@ -23,7 +23,7 @@ Aggregate = Callable[..., Tensor]
 
 @dataclass(frozen=True, eq=False)
 class BatchExtras:
-    """What verl's loss has no argument for, of the micro-batch at hand; [B T] and [B T K]."""
+    """Tensors of a micro-batch that verl's loss has no argument for, [B T] and [B T K]."""
 
     dist_new: SparseDist | None = None
     dist_old: SparseDist | None = None
@@ -35,7 +35,7 @@ _EXTRAS: ContextVar[BatchExtras | None] = ContextVar("corral_verl_extras", defau
 
 @contextmanager
 def batch_extras(extras: BatchExtras) -> Iterator[None]:
-    """Inside, policy losses read `extras` besides what verl passes them."""
+    """Context in which policy losses read `extras` besides verl's arguments."""
     token = _EXTRAS.set(extras)
     try:
         yield

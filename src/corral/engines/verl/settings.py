@@ -7,14 +7,13 @@ from typing import Any
 
 from corral.deployed.statistics import STATISTICS
 from corral.engines.adapter import POLICY, EngineObjective
-from corral.engines.verl.transport import DEPLOYED_BOUND, DEPLOYED_STATISTIC, DEPLOYED_SYNC, MASS, TOP_K
 from corral.objective import make_objective, objective_names
 from corral.validate import require
 
 VERL_RANGE = ("0.9", "0.10")
 """First release of verl that works, and the first that is unknown."""
 PREFIX = "corral_"
-"""Of every name that is registered with verl."""
+"""Prefix of every name that is registered with verl."""
 MODEL_TYPE = "corral_language_model"
 """actor_rollout_ref.model.model_type, for objectives on a support."""
 CONFIG = "corral.engines.verl.config.CorralPolicyLossConfig"
@@ -22,8 +21,14 @@ CONFIG = "corral.engines.verl.config.CorralPolicyLossConfig"
 TRAINERS = ("sync", "colocate_async", "separate_async")
 """verl's trainers, each of which has a namesake with PREFIX."""
 
+TOP_K, MASS = "corral_top_k", "corral_mass"
+"""Keys of a batch's extra_info: size and mass of the support that the pass must keep."""
+DEPLOYED_BOUND, DEPLOYED_STATISTIC = "corral_deployed_bound", "corral_deployed_statistic"
+"""Keys of a batch's extra_info: the bound on the network's KL to the sampler's weights, and its statistic."""
+DEPLOYED_SYNC = "corral_deployed_sync"
+"""Key of a batch's extra_info: whether the sampler gets the weights after this batch's updates."""
 WHOLE_SEQUENCES = "deployed_bound measures whole sequences. Set actor.fsdp_config.ulysses_sequence_parallel_size=1."
-"""Why sequence parallelism is refused beside it."""
+"""Reason why sequence parallelism is refused beside `deployed_bound`."""
 
 
 def loss_modes() -> list[str]:
@@ -33,7 +38,7 @@ def loss_modes() -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class VerlSettings:
-    """What `actor.policy_loss` says, beyond verl's own keys."""
+    """Settings in `actor.policy_loss` beyond verl's own keys."""
 
     loss_mode: str
     objective: Mapping[str, Any] = field(default_factory=dict)
@@ -43,14 +48,14 @@ class VerlSettings:
     bypass_mode: bool | None = None
     """${algorithm.rollout_correction.bypass_mode}: whether the old log-probs that verl hands over are the sampler's."""
     support_size: int = 64
-    """How many of the old policy's most likely tokens a support keeps at most."""
+    """Largest number of the old policy's most likely tokens in a support."""
     support_mass: float = 1 - 1e-5
     """Probability after which a support keeps no further token."""
     deployed_bound: float | None = None
     """δ: the largest KL between two networks that the sampler gets one after the other. Weights beyond it are retracted;
     inf measures alone."""
     deployed_statistic: str = "mean"
-    """Of the per-token KL: "mean", "p999", "cvar" or "max"."""
+    """Statistic of the per-token KL: "mean", "p999", "cvar" or "max"."""
 
     def __post_init__(self) -> None:
         if self.loss_mode not in loss_modes():
@@ -73,7 +78,7 @@ class VerlSettings:
         return EngineObjective.of("corral for verl", name, self.objective, anchor=self.anchor, support=True)
 
     def support_request(self) -> dict[str, Any]:
-        """For the extra_info of the pass that is to keep a support; empty where none is read."""
+        """Entries of extra_info for the pass that must keep a support; empty if the objective reads none."""
         wanted = self.resolve()
         if not wanted.needs_support:
             return {}

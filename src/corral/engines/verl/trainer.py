@@ -12,7 +12,7 @@ from corral.engines.verl.settings import CONFIG, MODEL_TYPE, PREFIX, WHOLE_SEQUE
 
 
 class _WithRegion:
-    """What corral adds to a trainer; verl's own methods do the work."""
+    """Mixin that adds a trust region to a verl trainer; verl's own methods do the work."""
 
     config: Any
     actor_rollout_wg: Any
@@ -27,13 +27,13 @@ class _WithRegion:
         super().__init__(config)  # type: ignore[call-arg]  # a mixin: verl's trainer is its other base
 
     def _setup(self) -> None:
-        """verl's, after everything that can be refused was; then the workers get corral's loss."""
+        """Check the configuration, run verl's set-up, and give the workers corral's loss."""
         actor = check_config(self.config)
         super()._setup()  # type: ignore[misc]  # of verl's trainer
         self.actor_rollout_wg.set_loss_fn(functools.partial(corral_ppo_loss, config=actor))
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        """verl's; where the objective needs a support, the pass keeps one, and it goes into the queue beside the log-probs."""
+        """Run verl's pass, which also keeps a support if the objective needs one; the queue carries it beside log-probs."""
         request = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor.policy_loss).corral.support_request()
         batch.extra_info |= request
         result = super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]  # of verl's trainer
@@ -43,7 +43,7 @@ class _WithRegion:
         return result
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        """verl's; with a deployed bound the workers hold the network after a step's last batch, before the sampler gets it."""
+        """Run verl's update; with a deployed bound the workers bound the network before the sampler gets it."""
         settings = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor.policy_loss).corral
         batch.extra_info |= settings.deployed_request(sync=self.local_trigger_step == self.parameter_sync_step - 1)
         return super()._update_actor(batch, metrics)  # type: ignore[misc]  # of verl's trainer
@@ -77,7 +77,7 @@ def check_config(config: Any) -> Any:
 
 
 def _check_support(config: Any, why: str) -> None:
-    """Refuse what keeps corral's head from being there."""
+    """Refuse settings under which corral's head is not used."""
     model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
     if actor.strategy not in ("fsdp", "fsdp2"):
         raise ValueError(
@@ -91,7 +91,7 @@ def _check_support(config: Any, why: str) -> None:
 
 
 def _check_deployed(config: Any) -> None:
-    """Refuse what keeps a network from being measured and put back."""
+    """Refuse settings under which a network cannot be measured and restored."""
     actor = config.actor_rollout_ref.actor
     if actor.strategy != "fsdp2":
         raise ValueError(f"corral for verl: deployed_bound holds the weights of FSDP2; got actor.strategy={actor.strategy}.")

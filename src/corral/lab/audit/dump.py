@@ -153,7 +153,7 @@ def _kind(value: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    """The beginning of a value from a file, with hidden characters written out."""
+    """A value from a file, shortened and safe for a terminal."""
     if isinstance(value, dict | list):
         return _kind(value)
     text = repr(value) if not isinstance(value, int) or abs(value) < 10**30 else "a number with more than 30 digits"

@@ -18,14 +18,14 @@ _GPU_ROWS = "runs/bench-gpu.jsonl"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the name of the benchmark; all other arguments go to the script."""
+    """Add the name; all other arguments go to the script."""
     listed = "; ".join(f"{name}: {what}" for name, (_, what) in BENCHMARKS.items())
     parser.add_argument("name", metavar="NAME", nargs="?", help=f"{listed}. Further arguments go to the script, --help too")
     parser.add_argument("further", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Run the script in its own process, and return its exit status."""
+    """Run the script in a process of its own; returns its exit status."""
     if arguments.name is None:
         sys.stdout.write("".join(f"{name:<12} {what}\n" for name, (_, what) in BENCHMARKS.items()))
         return 0

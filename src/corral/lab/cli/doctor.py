@@ -1,4 +1,4 @@
-"""Command `corral doctor`: installed packages, what they support, and the commands that install missing ones."""
+"""`corral doctor`: what is installed, what is supported, what is missing and how to get it."""
 
 import argparse
 import importlib
@@ -13,7 +13,7 @@ import torch
 
 import corral
 from corral.cores import cores
-from corral.engines.checkup import ENGINES, Checkup, run_checkup
+from corral.engines.checkup import ENGINES, Checkup, release_in, run_checkup
 from corral.lab.cli import refuse
 from corral.lab.run.text import count
 from corral.lab.sandbox import SandboxUnavailable, available_backend, memory_bound
@@ -43,7 +43,7 @@ ROBOTS = {
 }
 """Supported releases, as in pyproject.toml."""
 _KINDS = {"language models": (TRAINING, pip_install("llm")), "robots": (ROBOTS, pip_install("robot"))}
-"""Kinds of training → required packages, and the command that installs them."""
+"""Kinds of training: packages needed, and how to install them."""
 _TELLTALE = {
     "language models": ("trl", "transformers", "accelerate", "peft"),
     "robots": ("gymnasium", "mujoco", "stable-baselines3"),
@@ -61,7 +61,7 @@ _OPTIONAL = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for an engine or a model."""
+    """Add the flags --engine and --model."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--engine", metavar="NAME", help=f"is corral active in this engine, and how: {', '.join(ENGINES)}")
     which.add_argument("--model", metavar="NAME", help="does this model compute on this device what its weights say?")
@@ -78,12 +78,11 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     rows += [(name, *_check_package(name, wanted, "pip install corral", trouble)) for name, wanted in NEEDED.items()]
     meant = [kind for kind, names in _TELLTALE.items() if any(installed_version(name) for name in names)]
     for kind in meant or _KINDS:
-        wanted_there, remedy = _KINDS[kind]
-        known = {name for name, *_ in rows}
-        rows += [
-            (name, *_check_package(name, wanted, remedy, trouble)) for name, wanted in wanted_there.items() if name not in known
-        ]
-    rows += [("device", *_device()), ("memory", f"{_memory():.0f} GB", ""), sandbox()]
+        packages, remedy = _KINDS[kind]
+        missing = packages.keys() - {name for name, *_ in rows}  # rich is for both kinds
+        rows += [(name, *_check_package(name, packages[name], remedy, trouble)) for name in packages if name in missing]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    rows += [("device", *_device()), ("memory", f"{memory:.0f} GB", ""), sandbox()]
     for name, what in _OPTIONAL.items():  # some are there under the name of another distribution
         rows.append((name, installed_version(name) or "there", "") if find_spec(name) else (name, "–", what))
     if "robots" not in meant or len(meant) != 1:
@@ -97,7 +96,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _run_checkup(arguments: argparse.Namespace) -> int:
-    """Print an engine's or a model's check; the status is 1 if it failed."""
+    """Print the check of an engine or a model; the status is 1 if something is wrong."""
     try:
         found = run_checkup(arguments.engine) if arguments.model is None else _check_model(arguments.model)
     except (ValueError, RunError) as error:
@@ -111,7 +110,7 @@ def _run_checkup(arguments: argparse.Namespace) -> int:
 
 
 def _check_model(name: str) -> Checkup:
-    """Check a model with corral.lab.jobs.llm.model_check, if language models can be trained."""
+    """Check a model by corral.lab.jobs.llm.model_check; a RunError if its packages are missing."""
     try:
         check = importlib.import_module("corral.lab.jobs.llm.model_check").check_model
     except ImportError as error:
@@ -138,33 +137,24 @@ def _check_package(name: str, wanted: str, remedy: str, trouble: list[str]) -> t
     if have is None:
         trouble.append(f"{name}{wanted}: {remedy}")
         return "–", f"missing: {remedy}"
+    if find_spec("packaging") is None:  # torch alone does not bring it
+        return have, f"not compared with {wanted}: pip install packaging"
     low, _, high = wanted.removeprefix(">=").partition(",<")
-    if _numbers(have) < _numbers(low) or (high and _numbers(have) >= _numbers(high)):
+    if not release_in(have, low, high):
         trouble.append(f"{name}{wanted}, found {have}: {remedy}")
         return have, f"{wanted} is needed: {remedy}"
-    objection = _trl_error() if name == "trl" else None
-    if objection is not None:
-        trouble.append(objection)
-    untested = name == "trl" and is_untested(have)
-    return have, objection or (f"newer than {TRL_RANGE[0]} to {LAST_TESTED}, which were tested" if untested else "")
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    """Convert a version to numbers for comparison."""
-    return tuple(int(part) for part in text.split("+")[0].split(".")[:3] if part.isdigit())
-
-
-def _trl_error() -> str | None:
-    """Reason why corral refuses the installed TRL, found by importing its configuration; None if it does not."""
+    if name != "trl":
+        return have, ""
     try:
         importlib.import_module("corral.trl.config")
-    except (ImportError, RuntimeError) as error:
-        return str(error)
-    return None
+    except (ImportError, RuntimeError) as error:  # corral refuses this TRL
+        trouble.append(str(error))
+        return have, str(error)
+    return have, f"newer than {TRL_RANGE[0]} to {LAST_TESTED}, which were tested" if is_untested(have) else ""
 
 
 def _device() -> tuple[str, str]:
-    """Device for training."""
+    """The device that training would run on, and what it consists of."""
     if torch.cuda.is_available():
         names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
         return "cuda", f"{torch.cuda.device_count()} × {', '.join(sorted(names))}"
@@ -181,13 +171,8 @@ def sandbox() -> tuple[str, str, str]:
     return "sandbox", backend, memory_bound(backend)
 
 
-def _memory() -> float:
-    """Memory of this machine in GB."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
-
-
 def _embedded_model(trouble: list[str]) -> tuple[str, str]:
-    """Weights of the embedded model."""
+    """Presence and size of the embedded model's weights."""
     folder = _PACKAGE / "lab" / "models" / "tiny"
     if (folder / "model.safetensors").is_file():
         return "tiny", f"{(folder / 'model.safetensors').stat().st_size / 1e6:.1f} MB"

@@ -1,4 +1,4 @@
-"""Command `corral eval`: evaluate a run or a model on a task."""
+"""`corral eval`: evaluate a run or a model on held-out problems or episodes."""
 
 import argparse
 from collections.abc import Iterable
@@ -35,7 +35,7 @@ Interrupted, the same command resumes. Finished, it shows the results.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the command."""
+    """Add the flags."""
     parser.epilog = _EPILOG
     parser.add_argument("model", metavar="RUN|MODEL", nargs="?", help="a run's folder, or tiny, smollm2, a folder, a hub id")
     for name, what in FLAGS.items():
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _evaluate_robot(arguments: argparse.Namespace) -> None:
-    """Evaluate a robot run: episodes, a table, and a film on request."""
+    """Evaluate a robot's run: episodes, a table, and a video if requested."""
     from corral.lab.jobs.robot.evaluate import evaluate, show
     from corral.lab.jobs.robot.smoke import EPISODES
 
@@ -90,12 +90,12 @@ def _evaluate_robot(arguments: argparse.Namespace) -> None:
 
 
 def _evaluate_model(arguments: argparse.Namespace) -> None:
-    """Evaluate a model with the settings from the flags, and compare it on request."""
+    """Evaluate a language model by the flags, and compare the result if requested."""
     settings = _settings(arguments)
     settings.find()  # what is not there is said before torch is imported
     quiet_libraries()
+    from corral.lab.jobs.llm.eval_results import compare, comparison, make_eval_view, read_evaluation
     from corral.lab.jobs.llm.evaluate import evaluate
-    from corral.lab.jobs.llm.results import compare, comparison, make_eval_view, read_evaluation
     from corral.lab.run.interval import LEVEL
 
     if arguments.against is not None:
@@ -127,7 +127,7 @@ def eval_settings(arguments: argparse.Namespace, names: Iterable[str]) -> dict[s
 
 
 def _settings(arguments: argparse.Namespace) -> Any:
-    """Convert the flags to their settings' types."""
+    """The flags as settings of an evaluation."""
     from corral.lab.jobs.llm.eval_settings import EvalSettings
 
     for name in given_flags(arguments, ("episodes", "video")):

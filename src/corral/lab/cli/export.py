@@ -1,4 +1,4 @@
-"""Command `corral export`: the trained policy of a run, without its training state."""
+"""`corral export`: write a run's model or policy without its training state."""
 
 import argparse
 from pathlib import Path
@@ -16,7 +16,7 @@ corral export runs/arm --out arm_policy.npz       of a robot: plans as arrays, a
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the command."""
+    """Add the flags."""
     parser.epilog = _EPILOG
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder")
     parser.add_argument("--out", metavar="PATH", type=Path, help="a new folder (RUN-model), or a robot's file (policy.npz)")
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Write the files, and print their path."""
+    """Write the files, and print where they are."""
     if rest:
         return refuse(f"export has no {rest[0]!r}. `corral export --help` lists what it has.")
     if not (arguments.run / "config.json").is_file():

@@ -1,4 +1,4 @@
-"""Kind of a run, language model or robot, and its required packages."""
+"""The kind of a run, language model or robot, and the packages that it needs."""
 
 import argparse
 from pathlib import Path
@@ -24,7 +24,7 @@ def all_recipes() -> dict[str, Path]:
 
 
 def kind_of(arguments: argparse.Namespace) -> Kind:
-    """Determine the kind from a run's settings, its recipe's folder or its file: a robot if there is an `environment`."""
+    """The kind of run that flags ask for: by the run's settings, the recipe's folder, or an `environment` in the file."""
     if arguments.resume is not None:
         return kind_of_run(arguments.resume)
     if arguments.recipe is not None:
@@ -36,7 +36,7 @@ def kind_of(arguments: argparse.Namespace) -> Kind:
 
 
 def kind_of_run(path: Path) -> Kind:
-    """Determine the kind of the run in a folder; a language model if the folder is no run."""
+    """The kind of the run in this folder; "llm" if it is no run."""
     try:
         content = read_json(path / "config.json")
         return "robot" if "environment" in content["settings"] else "llm"

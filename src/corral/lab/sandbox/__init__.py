@@ -1,4 +1,4 @@
-"""The only package that executes text written by a model. docs/safety.md lists its guarantees and their limits."""
+"""The one place where text written by a model is executed. docs/safety.md lists what it guarantees and what it does not."""
 
 from corral.lab.sandbox.pool import SandboxPool, available_backend, memory_bound
 from corral.lab.sandbox.result import SandboxJob, SandboxLimits, SandboxResult, SandboxStatus

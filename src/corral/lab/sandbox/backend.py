@@ -51,7 +51,7 @@ _REFUSAL = (
 
 
 def refusal(reasons: str) -> SandboxUnavailable:
-    """The error if no sandbox is available, with the reasons and advice."""
+    """The error for a system without a sandbox: the reason, and what to do."""
     return SandboxUnavailable(_REFUSAL.format(reasons=reasons))
 
 

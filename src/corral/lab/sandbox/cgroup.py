@@ -15,7 +15,7 @@ from corral.lab.sandbox.result import SandboxLimits
 
 PREFIX = "corral-"
 _LIMIT_AND_EVENTS = {1: ("memory.limit_in_bytes", "memory.oom_control"), 2: ("memory.max", "memory.events")}
-"""The files with the limit and with the line `oom_kill`, by version of cgroups."""
+"""Names of the file with the limit and of the file with the line `oom_kill`, by version of cgroups."""
 _NO_SWAP = {1: ("memory.swappiness", "0"), 2: ("memory.swap.max", "0")}
 
 _WORKER_BYTES = 48 << 20
@@ -61,8 +61,7 @@ class MemoryCgroup:
             self._bound = total
 
     def close(self) -> None:
-        """Remove the group after its last process has gone; a group that lingers is removed by the next process that makes
-        one."""
+        """Remove the group once its last process has ended, or leave it to the next process that makes a group."""
         while self._files:
             os.close(self._files.pop())
         deadline = time.monotonic() + _EXIT_SECONDS
@@ -111,7 +110,7 @@ def make_cgroup(parent: Path, version: int) -> MemoryCgroup | None:
 
 
 def places(membership: Path, mounts: Path) -> list[tuple[Path, int]]:
-    """Candidates for the parent of groups with a memory limit.
+    """Folders in which groups with a memory limit may be made.
 
     In version 1 that is below this process's own. In version 2 no group but the root has both processes and groups with limits
     below it, so beside it is the next try; either must pass the memory controller on.
@@ -141,7 +140,7 @@ def places(membership: Path, mounts: Path) -> list[tuple[Path, int]]:
 
 
 def _delegates_memory(folder: Path) -> bool:
-    """Return True if groups below this group can have a memory limit."""
+    """True if groups below this folder can have a memory limit."""
     try:
         return "memory" in (folder / "cgroup.subtree_control").read_text().split()
     except OSError:

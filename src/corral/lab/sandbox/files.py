@@ -30,7 +30,7 @@ class Pipe:
 
 
 class Input:
-    """A program's input as an open file, complete from the start at any size, so that no process has to feed it."""
+    """A program's input as an open file. All of it is there from the start, whatever its size."""
 
     def __init__(self, text: str) -> None:
         self.file = memory_file(encode(text))
@@ -43,7 +43,7 @@ class Input:
 
 
 def memory_file(data: bytes) -> int:
-    """A read-only open file in memory that holds `data`."""
+    """A read-only open file with `data` that exists in memory only."""
     written = os.memfd_create("input", os.MFD_CLOEXEC)
     try:
         view_left = memoryview(data)

@@ -25,7 +25,7 @@ POLLING = "memory bounded by limits, polling all processes every 20 ms, and the 
 
 @cache
 def _probe(backend: str) -> tuple[str, str]:
-    """Try a backend with an empty program. Returns the reason if it fails, or "", and the mechanism that limits memory."""
+    """Try a backend with an empty program. Returns why it does not work here ("" if it does), and what bounds memory."""
     try:
         with SandboxWorker(backend) as worker:
             worker.run(SandboxJob(code=""))
@@ -35,12 +35,12 @@ def _probe(backend: str) -> tuple[str, str]:
 
 
 def why_not(backend: str) -> str:
-    """The reason why a backend does not work here, or "" if it works."""
+    """The reason why a backend does not work here; "" if it works."""
     return _probe(backend)[0]
 
 
 def memory_bound(backend: str) -> str:
-    """The mechanism that limits the memory of all processes of a program, for a working backend."""
+    """The mechanism that bounds the memory of all processes of a program together, for a backend that works."""
     return _probe(backend)[1]
 
 

@@ -13,7 +13,7 @@ MAX_TIMEOUT = 86_400.0
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """Outcome and output of a program."""
+    """Outcome of a program: its status, output and errors."""
 
     status: SandboxStatus
     """ok: exit status 0. error: any other end. timeout, memory, output: killed beyond that limit."""

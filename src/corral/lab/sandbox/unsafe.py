@@ -54,8 +54,7 @@ def run_unsafe_connected(first: SandboxJob, second: SandboxJob) -> tuple[Sandbox
 
 
 def _run(job: SandboxJob, stdin: int, stdout: int | None) -> SandboxResult:
-    """Start a program. The files `stdin` and `stdout` are closed here once the program has both; `stdout` None captures
-    output."""
+    """Run a program whose output goes to the file `stdout`, or is captured if it is None; both files are closed here."""
     limits = job.limits
     with tempfile.TemporaryDirectory(prefix="corral-program-", ignore_cleanup_errors=True) as folder:
         path = os.path.join(folder, "program.py")

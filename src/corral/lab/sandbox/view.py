@@ -1,4 +1,4 @@
-"""Files visible to a program: an interpreter, its libraries, four devices, and no user files."""
+"""Files that a program can see: an interpreter, its libraries and four devices, but no user's files."""
 
 import os
 import site
@@ -29,13 +29,13 @@ class FileView:
     paths: list[str]
     """Files and folders with equal paths inside and outside."""
     links: list[tuple[str, str]]
-    """Symbolic links: target and location."""
+    """Symbolic links: target, and place of the link."""
     hidden: list[str]
     """Folders below `paths` that are empty inside: installed packages, which include this package's problems and answers."""
     devices: list[str]
 
     def as_dict(self) -> dict[str, Any]:
-        """A plain mapping for the worker's configuration."""
+        """The view as plain data, for the worker's configuration."""
         return asdict(self)
 
 
@@ -49,7 +49,7 @@ def interpreter() -> str:
 
 @cache
 def file_view() -> FileView:
-    """The view for this interpreter at any location: only the executable and the libraries of its prefix."""
+    """The view for this interpreter: the executable and the libraries of its prefix, and nothing else of it."""
     python = interpreter()
     prefixes = {os.path.realpath(prefix) for prefix in (sys.base_prefix, sys.base_exec_prefix)}
     own = {os.path.join(prefix, folder) for prefix in prefixes for folder in ("lib", "lib64", sys.platlibdir)}
@@ -86,5 +86,5 @@ def _package_folders(prefixes: set[str]) -> set[str]:
 
 
 def is_inside(path: str, folder: str) -> bool:
-    """Return True if `path` is `folder` or lies below it."""
+    """True if `path` is `folder` or lies below it."""
     return path == folder or path.startswith(folder.rstrip("/") + "/")

@@ -28,7 +28,7 @@ _START_SECONDS = 30.0
 GRACE = 5.0
 """Seconds after a program's own limit until its worker counts as hung."""
 _EXIT_SECONDS = 2.0
-"""Seconds to wait for an orderly exit before killing."""
+"""Seconds in which the interpreter may end by itself before it is killed."""
 _CHUNK = 1 << 16
 
 
@@ -127,7 +127,7 @@ class SandboxWorker:
             self.group.close()
 
     def kill(self) -> None:
-        """Kill the worker at once; its process group has the interpreter and the process that started it."""
+        """Kill the interpreter and what started it at once, by their process group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):  # a process that the kernel itself holds dies when it can
@@ -165,7 +165,7 @@ class RunningProgram:
         self.report = message
 
     def read(self, file: int) -> bool:
-        """Read available output; False at the end of the stream. Beyond the output limit the program is killed."""
+        """Read available output; False at the end of the stream. A program beyond its output limit is killed."""
         data = os.read(file, _CHUNK)
         received = self.streams[file]
         if len(received) <= self.job.limits.output:

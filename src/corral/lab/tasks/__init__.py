@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from corral.lab.sandbox import SandboxResult, run_python
-from corral.lab.tasks.books import AIME24, AIME25, AMC, GSM8K, MATH500, DAPOMath, WordProblems
 from corral.lab.tasks.code import APPS, MBPP, Code, HumanEval
 from corral.lab.tasks.grader import grader_counts
 from corral.lab.tasks.imports import by_path
 from corral.lab.tasks.jsonl import Jsonl
+from corral.lab.tasks.math_problems import AIME24, AIME25, AMC, GSM8K, MATH500, DAPOMath, WordProblems
 from corral.lab.tasks.messages import Message, text_of
 from corral.lab.tasks.procedural import Arithmetic, Countdown, Expression, TwoNumbers
 from corral.lab.tasks.reasoning_gym import ReasoningGym
@@ -88,7 +88,7 @@ TASKS: dict[str, type[Task]] = {
 
 
 _PARTS = ("name", "max_prompt_length", "max_completion_length", "train_prompts", "held_out_prompts", "verify")
-"""What makes a class a task."""
+"""Attributes that a class must have to be a task."""
 
 
 def names() -> list[str]:
@@ -113,7 +113,7 @@ def find_task(name: str) -> type[Any]:
 
 
 def make_task(name: str, **settings: Any) -> Task:
-    """The task `name` with these settings; `names()` lists what there is, and a user's own class is `module:Class`."""
+    """The task `name` with these settings: a name that `names()` lists, or a user's own class as `module:Class`."""
     task_cls = find_task(name)
     if dataclasses.is_dataclass(task_cls):
         task: Task = build_config(name, task_cls, settings)
@@ -151,7 +151,7 @@ def columns_of(task: Task, prompts: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def messages_of(task: Task, prompt: str) -> list[Message]:
-    """A prompt as a chat: as the task has it, else one message of the user's."""
+    """A prompt as a chat: the task's own messages, or one user message."""
     messages = _optional_method(task, "messages")
     return [{"role": "user", "content": prompt}] if messages is None else messages(prompt)
 

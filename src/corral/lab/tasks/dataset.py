@@ -20,8 +20,10 @@ from corral.validate import require
 Row = dict[str, Any]
 
 
+# ----------------------------------------------------------------------------------------------------------------- rows
+
 _MOST = 2**36
-"""Bytes of a file of rows that are read at once."""
+"""Largest file of rows, in bytes."""
 
 
 class Malformed(ValueError):
@@ -101,7 +103,7 @@ def find_split(folder: Path, split: str, owner: str) -> Path:
 
 
 def text_column(row: Row, *names: str) -> str:
-    """The text in the first of these columns that there is. Numbers are texts too, and 142.0 is 142."""
+    """The text in the first of these columns that exists. A number becomes text, and 142.0 becomes 142."""
     for name in names:
         if name in row:
             value = row[name]
@@ -115,8 +117,10 @@ def text_column(row: Row, *names: str) -> str:
     raise Malformed(f"there is no `{'` or `'.join(names)}`; the row has {', '.join(map(str, row)) or 'nothing'}")
 
 
+# ---------------------------------------------------------------------------------------------------------------- tasks
+
 _MAX_LISTED = 10
-"""How many rows an error or a warning shows; it counts them all."""
+"""Number of rows that an error or a warning lists; it counts all."""
 
 Rows = Iterable[tuple[str, Row | Malformed]]
 
@@ -144,14 +148,14 @@ class _Tally:
             self.first += f"\n  {place}: {why}"
 
     def sentence(self, what: str) -> str:
-        """How many rows are `what`, and the places of the first of them."""
+        """A sentence with the number of rows that are `what`, and the places of the first."""
         more = f"\n  … and {self.count - _MAX_LISTED} more" if self.count > _MAX_LISTED else ""
         return visible(f"{self.count} {'row is' if self.count == 1 else 'rows are'} {what}:{self.first}{more}")
 
 
 @dataclass(frozen=True)
 class Hub:
-    """Where a data set is on the hub. Without a training split, or without a held-out one, there is but the other."""
+    """Location of a data set on the hub. One of the two splits may be missing."""
 
     name: str
     config: str | None = None
@@ -160,7 +164,7 @@ class Hub:
 
 
 class _Slots:
-    """The problems are kept in slots: `vars(task)` are its settings, which a run writes down."""
+    """Slots for the problems, so that `vars(task)` holds the settings alone, which a run records."""
 
     __slots__ = ("_held_out", "_problems", "_train")
     _problems: dict[str, _KnownProblem]
@@ -205,7 +209,7 @@ class FiniteTask(_Slots):
             object.__setattr__(self, slot, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy reads its files anew."""
+        """Pickle the settings alone: a copy reads its files anew."""
         return functools.partial(type(self), **vars(self)), ()
 
     def problem(self, row: Row) -> tuple[str, Any]:
@@ -213,7 +217,7 @@ class FiniteTask(_Slots):
         raise NotImplementedError(f"{type(self).__name__} must say what a row's prompt and answer are.")
 
     def reward_columns(self, row: Row) -> Row:
-        """What of a row reward functions get: all of it, unless a task's rows are too large."""
+        """The columns of a row that reward functions get: all, unless a task's rows are too large."""
         return row
 
     @property
@@ -223,7 +227,7 @@ class FiniteTask(_Slots):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """How many problems there are to train on, and how many are held out."""
+        """Numbers of training problems and of held-out problems."""
         return len(self._train), len(self._held_out)
 
     def train_prompts(self, count: int, seed: int) -> list[str]:
@@ -256,7 +260,7 @@ class FiniteTask(_Slots):
         return self._problems[prompt]
 
     def columns(self, prompt: str) -> Row:
-        """What reward functions get besides the prompt, which they have already."""
+        """The columns that reward functions get besides the prompt."""
         row = self.row(prompt)
         return {
             name: row[name] for name in row if name not in _RESERVED_COLUMNS and not (name == "problem" and row[name] == prompt)
@@ -323,7 +327,7 @@ class FiniteTask(_Slots):
 
 
 def split_by_share(problems: dict[str, Any], share: float) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The share of the problems whose digests are smallest is held out, at least one: whatever their order, on any machine."""
+    """Split off the share of problems with the smallest digests, at least one: the same in any order, on any machine."""
     held_out = set(sorted(problems, key=lambda prompt: (digest(prompt), prompt))[: max(1, round(share * len(problems)))])
     train = {prompt: answer for prompt, answer in problems.items() if prompt not in held_out}
     return train, {prompt: answer for prompt, answer in problems.items() if prompt in held_out}

@@ -29,12 +29,12 @@ _LOG = logging.getLogger("corral.task")
 SCRIPT = Path(__file__).with_name("grader_worker.py")
 
 _START_SECONDS = 300.0
-"""After so long a worker that has not said that it is ready never will; importing sympy takes one or two seconds."""
+"""Seconds within which a worker must report ready; importing sympy takes one or two."""
 
 _WALL_FACTOR = 4.0
-"""A worker has `seconds` of processor time, and this many times as long on the clock,"""
+"""Wall-clock time of a worker as a multiple of its processor time,"""
 _LEAST_WALL_SECONDS = 2.0
-"""or this long, since a worker that is killed by the clock has to be started anew."""
+"""but at least this many seconds, since a worker killed by the clock has to be restarted."""
 
 EXIT_SECONDS = 5.0
 """Seconds within which a process that was killed has gone."""
@@ -43,7 +43,7 @@ _LEAST_SECONDS = 0.25
 """Seconds of processor time for an answer to a problem whose answers keep running out of time: many times what others need."""
 
 _MAX_PROBLEMS = 10_000
-"""Problems with such answers that are remembered."""
+"""Number of problems for which answers that ran out of time are counted."""
 
 MAX_WORKERS = 4
 """Workers of one kind: each of them has sympy in it."""
@@ -111,7 +111,7 @@ class GraderWorker:
         self.process.stdout.close()
 
     def _send(self, data: bytes, deadline: float) -> bool:
-        """Whether all of it went through the pipe in time."""
+        """Write to the worker's pipe; False if it does not take everything in time."""
         assert self.process.stdin is not None
         while data and _ready(self.process.stdin.fileno(), select.POLLOUT, deadline):
             data = data[os.write(self.process.stdin.fileno(), data) :]
@@ -132,7 +132,7 @@ class GraderWorker:
 
 
 def _ready(file: int, event: int, deadline: float) -> bool:
-    """Whether a pipe can be written to or read from before the deadline, or has been closed at its other end."""
+    """Wait until a pipe can be written or read, or was closed at its other end; False after the deadline."""
     waiting = select.poll()  # select() itself knows no file beyond the 1024th
     waiting.register(file, event)
     return bool(waiting.poll(1000 * max(deadline - time.monotonic(), 0.0)))
@@ -146,7 +146,7 @@ class GraderPool(WorkerPool[GraderWorker]):
         self.kind = kind
         self.counts: Counter[str] = Counter()
         self._bombs: Counter[str] = Counter()
-        """How many answers to a problem have run out of time."""
+        """Numbers of answers that ran out of time, by problem."""
 
     def _start(self) -> GraderWorker:
         return GraderWorker(self.kind)
@@ -154,7 +154,7 @@ class GraderPool(WorkerPool[GraderWorker]):
     def grade(
         self, questions: Sequence[tuple[Any, ...]], seconds: float, problems: Sequence[str] | None = None
     ) -> list[Verdict]:
-        """A verdict for each; what hangs, fails or kills its worker is wrong and counted.
+        """One verdict per question; answers that hang, fail or kill their worker are wrong and counted.
 
         With `problems`, the problem of each question, every answer that runs out of time halves the time of the next answers to
         that problem, down to a quarter of a second.
@@ -177,7 +177,7 @@ class GraderPool(WorkerPool[GraderWorker]):
         return verdict
 
     def count(self, status: GraderStatus) -> None:
-        """Count an outcome; the 1st, 10th, 100th … that is no verdict is a warning."""
+        """Count an outcome, and warn at the 1st, 10th, 100th … answer that could not be graded."""
         with self._lock:
             self.counts[status] += 1
             number = self.counts[status]
@@ -197,5 +197,5 @@ def grader_pool(kind: str) -> GraderPool:
 
 
 def grader_counts() -> dict[str, dict[str, int]]:
-    """How many answers were graded, hung, failed or killed their grader, by kind of grader, in this process."""
+    """Numbers of answers that were graded, hung, failed or killed their grader in this process, by kind of grader."""
     return {kind: dict(one.counts) for (process, kind), one in list(_POOLS.items()) if process == os.getpid()}

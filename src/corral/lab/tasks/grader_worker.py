@@ -22,7 +22,7 @@ _MEMORY = 4 * 2**30
 
 
 def _load_math() -> Callable[..., float]:
-    """(gold, answer) → whether math-verify finds them equal."""
+    """Load math-verify; returns a function (gold, answer) → 1.0 if they are equal."""
     from math_verify import LatexExtractionConfig, parse, verify
 
     latex = [LatexExtractionConfig(boxed_match_priority=0)]
@@ -39,7 +39,7 @@ def _load_math() -> Callable[..., float]:
 
 
 def _load_reasoning_gym() -> Callable[..., float]:
-    """(generator, its settings, entry, answer) → the generator's own score."""
+    """Load reasoning-gym; returns a function (generator, settings, entry, answer) → the generator's own score."""
     import reasoning_gym
 
     made: dict[str, Any] = {}
@@ -54,7 +54,7 @@ def _load_reasoning_gym() -> Callable[..., float]:
 
 
 def _load_code() -> Callable[..., float]:
-    """(comparison, tolerance, what the harness wrote, expected results) → how many of them are right."""
+    """Load comparisons; returns a function (comparison, tolerance, harness output, expected results) → number of right ones."""
     tasks = Path(__file__).parent
     packages = {
         "corral": tasks.parents[1],

@@ -11,6 +11,8 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from corral.validate import nearest, pip_install
 
+# ------------------------------------------------------------------------------------------------------ objects by path
+
 
 def by_path(path: str, what: str) -> Any:
     """The object at `module:name` or `file.py:name`, from a module that is installed or lies beside the user.
@@ -32,7 +34,7 @@ def by_path(path: str, what: str) -> Any:
 
 
 def _from_file(path: str) -> ModuleType:
-    """The module in a file, once; its name is the file's, so that it hides no module that is installed."""
+    """The module in a file, loaded once under the file's path, so that it hides no installed module."""
     name = str(Path(path).expanduser().resolve())
     if name in sys.modules:
         return sys.modules[name]
@@ -56,19 +58,21 @@ def library(name: str, owner: str) -> ModuleType:
         raise ValueError(f"{owner} needs {name}. Install it: {pip_install('task')}.") from error
 
 
+# ---------------------------------------------------------------------------------------------------------------- tools
+
 _EXPRESSION = re.compile(r"(?:^|[^0-9])([0-9]{1,9})([+*-])([0-9]{1,9})=$")
 
 
 @runtime_checkable
 class Tool(Protocol):
-    """Somebody who writes into a completion whenever the model has ended its turn. What it writes is never trained on."""
+    """A tool that writes into a completion whenever the model has ended its turn; its text is never trained on."""
 
     @property
     def stops(self) -> Sequence[str]:
         """Texts that end the model's turn."""
 
     def reply(self, problem: str, text: str) -> str | None:
-        """What comes next in the completion `text` of a problem, which ends with one of `stops`; None ends the completion."""
+        """The tool's reply to the completion `text`, which ends with one of `stops`; None ends the completion."""
 
 
 class Calculator:

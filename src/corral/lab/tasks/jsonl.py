@@ -11,7 +11,7 @@ from corral.lab.tasks.code.problem import grade_all
 from corral.lab.tasks.code.rows import problem_from_tests
 from corral.lab.tasks.dataset import Malformed, Row, text_column
 from corral.lab.tasks.imports import by_path
-from corral.lab.tasks.math import MathTask, one_number, same_mathematics, same_number
+from corral.lab.tasks.math import MathTask, one_number, same_number
 from corral.lab.tasks.messages import Message, conversation
 from corral.validate import nearest, require
 
@@ -37,9 +37,9 @@ class Jsonl(MathTask):
     verifier: str = "math"
     """math, number, exact, code, or module:function."""
     prompt_column: str = "prompt"
-    """Where the prompt is: a text, or a chat that ends with the user's message."""
+    """Column of the prompt: a text, or a chat that ends with a user message."""
     answer_column: str = "answer"
-    """Where the answer is: a text or a number; for `code` the tests; for a verifier of your own, anything that JSON has."""
+    """Column of the answer: a text or a number; tests for `code`; any JSON for a verifier of your own."""
     unsafe_code_execution: bool = False
     """For `code`, where the system offers no sandbox: run programs as yourself instead of refusing. See docs/safety.md."""
 
@@ -75,10 +75,8 @@ class Jsonl(MathTask):
         return conversation(self.row(prompt)[self.prompt_column], self.prompt_column)[1]
 
     def right(self, golds: Sequence[str], answers: Sequence[str]) -> list[bool]:
-        """By math-verify, or the same number."""
-        if self.verifier == "math":
-            return same_mathematics(golds, answers, self.time_limit)
-        return [same_number(gold, answer) for gold, answer in zip(golds, answers, strict=True)]
+        """True for each right answer: by math-verify, or as one equal number."""
+        return super().right(golds, answers) if self.verifier == "math" else list(map(same_number, golds, answers))
 
     def verify_all(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
         """Rewards by the chosen verifier."""

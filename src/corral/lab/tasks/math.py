@@ -11,8 +11,10 @@ from itertools import accumulate
 from typing import Literal
 
 from corral.lab.tasks.dataset import FiniteTask
-from corral.lab.tasks.grader import Verdict, grader_pool
+from corral.lab.tasks.grader import grader_pool
 from corral.validate import pip_install, require
+
+# ------------------------------------------------------------------------------------------------- where is the answer?
 
 AnswerForm = Literal["boxed", "####", "number"]
 
@@ -30,7 +32,7 @@ _GOES_ON = r"\.?[0-9]|[eExX_][-+]?[0-9]|[\u00b2\u00b3\u00b9\u2070-\u2079]"
 _NUMBER = re.compile(rf"(?:(?<![\w.,)\]}}])[-+])?(?<![A-Za-z0-9_.])(?:{_DIGITS}){_POWER}(?:\s?/\s?[0-9]+)?(?!{_GOES_ON})")
 _NUMBER_START = re.compile(r"(?<![A-Za-z0-9_.,])[0-9]")
 _CHANGES_NUMBER = re.compile(r"[√±]|\\(?:sqrt|pm|log|ln|sin|cos|tan)(?![A-Za-z])")
-"""What makes another number of the one behind it, or two."""
+"""Signs and functions that turn the number behind them into another number, or into two."""
 _FRACTION = re.compile(r"(-?)\\[dt]?frac\s*(?:\{\s*(-?)([0-9]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))")
 _SEPARATORS = str.maketrans({"\u2212": "-", "\ufe63": "-", "\uff0d": "-", "\uff0c": ",", "\uff0e": ".", "\uff05": "%"})
 """Characters that people and models write for - , . and %."""
@@ -45,7 +47,7 @@ class Answer:
 
 
 def extract(completion: str) -> Answer | None:
-    """The answer of a completion, by the order above; None where there is none at all. Linear in the text's length."""
+    """The final answer of a completion: last box, else behind the last ####, else last number; None without any."""
     text = ascii_digits(completion)
     box = last_box(text)
     if box is not None:
@@ -53,10 +55,8 @@ def extract(completion: str) -> Answer | None:
     _, mark, after = text.rpartition("####")
     if mark:
         return Answer(after.partition("\n")[0].strip(), "####")
-    number = None
-    for number in _NUMBER.finditer(text):  # noqa: B007 (the last one is wanted)
-        pass
-    return None if number is None else Answer(number[0], "number")
+    numbers = [number[0] for number in _NUMBER.finditer(text)]
+    return Answer(numbers[-1], "number") if numbers else None
 
 
 def last_box(text: str) -> str | None:
@@ -79,7 +79,7 @@ def last_box(text: str) -> str | None:
 
 
 def _braces(text: str) -> Iterator[tuple[int, re.Match[str]]]:
-    r"""+1 for every { or \boxed{, −1 for every }, each with its place; \{ and \} are not braces."""
+    r"""Yield +1 for every { or \boxed{ and −1 for every }, each with its match; \{ and \} are not braces."""
     for token in _BRACE.finditer(text):
         if token[0] == "}":
             yield -1, token
@@ -96,7 +96,7 @@ def ascii_digits(text: str) -> str:
 
 
 def is_balanced(text: str) -> bool:
-    """Whether every brace of an answer has its partner, so that nothing that is put around it can be closed from inside."""
+    """True if every brace of an answer has its partner, so that a box around the answer cannot be closed from inside."""
     depths = list(accumulate((step for step, _ in _braces(text)), initial=0))
     return min(depths) == depths[-1] == 0
 
@@ -119,25 +119,18 @@ def one_number(answer: str) -> Fraction | None:
         return None
     if any(digit.start() not in range(*found[0].span()) for digit in _NUMBER_START.finditer(text)):  # of what is no number: 4²
         return None
-    return _as_fraction(found[0][0])
-
-
-def _as_fraction(number: str) -> Fraction | None:
-    """A matched number as an exact fraction; None for a division by zero."""
-    whole, _, under = re.sub(r"[\s,]", "", number).partition("/")
-    if under and int(under) == 0:
-        return None
-    return Fraction(whole) / (int(under) if under else 1)
+    whole, _, under = re.sub(r"[\s,]", "", found[0][0]).partition("/")
+    return Fraction(whole) / int(under or "1") if int(under or "1") else None
 
 
 def _with_slash(fraction: re.Match[str]) -> str:
-    r"""-\frac{1}{2} → -1/2."""
+    r"""Rewrite a matched -\frac{1}{2} as -1/2."""
     before, inside, over, over_digit, under, under_digit = fraction.groups()
     return f" {'-' if before != (inside or '') else ''}{over or over_digit}/{under or under_digit} "
 
 
 def _closes_at_end(text: str) -> bool:
-    r"""Whether the box that begins `text` is closed by its last character."""
+    r"""True if the box that begins `text` is closed by its last character."""
     depth = 0
     for step, token in _braces(text):
         depth += step
@@ -146,10 +139,93 @@ def _closes_at_end(text: str) -> bool:
     return False
 
 
+# --------------------------------------------------------------------------------------------------------- is it right?
+
+
+def same_number(gold: str, answer: str) -> bool:
+    """True if both texts are one number and exactly equal: 1,234.50 is 1234.5, and 50% is 50."""
+    right = _gold_number(gold)
+    return right is not None and one_number(answer) == right
+
+
+_gold_number = lru_cache(maxsize=10_000)(one_number)
+
+
 VERDICTS: dict[tuple[str, str, float], bool] = {}
 """Verdicts of math-verify so far: completions of a group often agree. Where time ran out, or the grader died, the machine may
 have been to blame: those are graded again."""
 MAX_VERDICTS = 100_000
+
+
+def same_mathematics(golds: Sequence[str], answers: Sequence[str], seconds: float) -> list[bool]:
+    """True for each answer that math-verify finds equal to its gold. An answer that it cannot read in time is wrong.
+
+    Whole numbers and texts that agree to the letter need no grader. An answer longer than `answer.LONGEST`, or one whose braces
+    do not match, or with a box inside, is wrong, and so is one that contradicts itself (see `_contradicts`). A full stop at the
+    end is not part of it. The more answers have run out of time beside the same gold, the less time the next ones get.
+    """
+    stripped = ([text.strip().removesuffix(".").rstrip() for text in texts] for texts in (golds, answers))
+    pairs = [(gold, answer, seconds) for gold, answer in zip(*stripped, strict=True)]
+    known = {pair: _without_grader(*pair[:2]) for pair in pairs}
+    known |= {pair: VERDICTS.get(pair) for pair, verdict in known.items() if verdict is None}
+    requests = [pair for pair, verdict in known.items() if verdict is None]
+    if requests and find_spec("math_verify") is None:
+        raise ValueError(f"grading mathematics needs math-verify. Install it: {pip_install('task')}.")
+    if requests:
+        questions = [(gold, answer) for gold, answer, _ in requests]
+        verdicts = grader_pool("math").grade(questions, seconds, problems=[gold for gold, _ in questions])
+        if len(VERDICTS) + len(requests) > MAX_VERDICTS:
+            VERDICTS.clear()
+        for pair, verdict in zip(requests, verdicts, strict=True):
+            known[pair] = verdict.score == 1.0
+            if verdict.status in ("graded", "error"):
+                VERDICTS[pair] = verdict.score == 1.0
+    return [bool(known[pair]) for pair in pairs]
+
+
+def _without_grader(gold: str, answer: str) -> bool | None:
+    """The verdict on a simple pair; None if math-verify is needed."""
+    if not answer or len(answer) > LONGEST or r"\boxed" in answer or not is_balanced(answer):
+        return False
+    if gold == answer:
+        return True
+    whole = [text.removeprefix("-") for text in (gold, answer)]
+    if all(text.isascii() and text.isdecimal() and len(text) <= 60 for text in whole):
+        return int(gold) == int(answer)
+    if _contradicts(gold, answer):
+        return False
+    if _PERCENT.search(answer) and gold.removeprefix("-").isdecimal():
+        return same_number(gold, answer)
+    return None
+
+
+_DENIAL = re.compile(r"(?<![A-Za-z\\])(?:not|no|never|wrong|false|incorrect|untrue|isn't)(?![A-Za-z])", re.IGNORECASE)
+_PERCENT = re.compile(r"\\?%")
+_WHOLE = re.compile(r"-?[0-9]{1,60}")
+_SPACING = re.compile(r"\\left|\\right|\\[,;! ]|\s")
+
+
+def _contradicts(gold: str, answer: str) -> bool:
+    r"""True if an answer contradicts itself in a way that math-verify ignores.
+
+    It denies what it says ("42 \text{ not}") although the gold has no such word, has two different whole numbers as sides of an
+    equation ("43 = 42"), or is a set where the gold is a pair or an interval, or the other way round.
+    """
+    if _DENIAL.search(answer) and not _DENIAL.search(gold):
+        return True
+    sides = {int(side) for side in map(str.strip, answer.split("=")) if _WHOLE.fullmatch(side)}
+    return len(sides) > 1 or {_brackets(gold), _brackets(answer)} == {"set", "ordered"}
+
+
+def _brackets(text: str) -> str:
+    """ "set" or "ordered" (a pair or an interval) by the brackets of the last side of an equation; "" for neither."""
+    last = re.split(r"=|\\in(?![A-Za-z])", _SPACING.sub("", text))[-1]
+    if last.startswith(r"\{") and last.endswith(r"\}"):
+        return "set"
+    return "ordered" if "," in last and last[0] in "([" and last[-1] in ")]" else ""
+
+
+# ------------------------------------------------------------------------------------------------------------- the task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +250,7 @@ class MathTask(FiniteTask):
         super().__post_init__()
 
     def right(self, golds: Sequence[str], answers: Sequence[str]) -> list[bool]:
-        """Whether each answer is right: by math-verify, unless a task knows better."""
+        """True for each right answer, by math-verify unless a task overrides this."""
         return same_mathematics(golds, answers, self.time_limit)
 
     def verify(self, prompt: str, completion: str) -> float:
@@ -186,93 +262,5 @@ class MathTask(FiniteTask):
         golds = [self.answer(prompt) for prompt in prompts]
         found = [extract(completion) for completion in completions]
         right = self.right(golds, ["" if answer is None else answer.text for answer in found])
-        return [self._reward(answer, ok) for answer, ok in zip(found, right, strict=True)]
-
-    def _reward(self, answer: Answer | None, right: bool) -> float:
-        in_form = answer is not None and answer.form == self.form and answer.text != ""
-        return (1 - self.format_weight) * right + self.format_weight * in_form
-
-
-def same_number(gold: str, answer: str) -> bool:
-    """Whether both are one number, and the same, exactly: 1,234.50 is 1234.5, and 50% is 50."""
-    right = _gold_number(gold)
-    return right is not None and one_number(answer) == right
-
-
-def same_mathematics(golds: Sequence[str], answers: Sequence[str], seconds: float) -> list[bool]:
-    """Whether math-verify finds each answer equal to its gold. What it cannot read, or not in time, is wrong.
-
-    Whole numbers and texts that agree to the letter need no grader. An answer longer than `answer.LONGEST`, or one whose braces
-    do not match, or with a box inside, is wrong, and so is one that contradicts itself (see `_contradicts`). A full stop at the
-    end is not part of it. The more answers have run out of time beside the same gold, the less time the next ones get.
-    """
-    pairs = [(_strip(gold), _strip(answer), seconds) for gold, answer in zip(golds, answers, strict=True)]
-    quick = {pair: _without_grader(*pair[:2]) for pair in pairs}
-    known = {pair: VERDICTS.get(pair) if verdict is None else verdict for pair, verdict in quick.items()}
-    requests = [pair for pair, verdict in known.items() if verdict is None]
-    verdicts = dict(zip(requests, _grade(requests, seconds), strict=True))
-    graded = {pair: verdict.score == 1.0 for pair, verdict in verdicts.items()}
-    if len(VERDICTS) + len(graded) > MAX_VERDICTS:
-        VERDICTS.clear()
-    VERDICTS.update((pair, graded[pair]) for pair, verdict in verdicts.items() if verdict.status in ("graded", "error"))
-    return [bool(graded[pair] if known[pair] is None else known[pair]) for pair in pairs]
-
-
-def _strip(text: str) -> str:
-    return text.strip().removesuffix(".").rstrip()
-
-
-def _grade(pairs: Sequence[tuple[str, str, float]], seconds: float) -> list[Verdict]:
-    if not pairs:
-        return []
-    if find_spec("math_verify") is None:
-        raise ValueError(f"grading mathematics needs math-verify. Install it: {pip_install('task')}.")
-    questions = [(gold, answer) for gold, answer, _ in pairs]
-    return grader_pool("math").grade(questions, seconds, problems=[gold for gold, _, _ in pairs])
-
-
-def _without_grader(gold: str, answer: str) -> bool | None:
-    """The verdict where it is plain; None where math-verify is needed."""
-    if not answer or len(answer) > LONGEST or r"\boxed" in answer or not is_balanced(answer):
-        return False
-    if gold == answer:
-        return True
-    whole = [text.removeprefix("-") for text in (gold, answer)]
-    if all(text.isascii() and text.isdecimal() and len(text) <= 60 for text in whole):
-        return int(gold) == int(answer)
-    if _contradicts(gold, answer):
-        return False
-    if _PERCENT.search(answer) and gold.removeprefix("-").isdecimal():
-        return same_number(gold, answer)
-    return None
-
-
-_DENIAL = re.compile(r"(?<![A-Za-z\\])(?:not|no|never|wrong|false|incorrect|untrue|isn't)(?![A-Za-z])", re.IGNORECASE)
-_PERCENT = re.compile(r"\\?%")
-_WHOLE = re.compile(r"-?[0-9]{1,60}")
-_SPACING = re.compile(r"\\left|\\right|\\[,;! ]|\s")
-
-
-def _contradicts(gold: str, answer: str) -> bool:
-    r"""Whether an answer takes itself back, in ways that math-verify passes over.
-
-    It denies what it says ("42 \text{ not}") although the gold has no such word, has two different whole numbers as sides of an
-    equation ("43 = 42"), or is a set where the gold is a pair or an interval, or the other way round.
-    """
-    if _DENIAL.search(answer) and not _DENIAL.search(gold):
-        return True
-    sides = {int(side) for side in map(str.strip, answer.split("=")) if _WHOLE.fullmatch(side)}
-    return len(sides) > 1 or {_brackets(gold), _brackets(answer)} == {"set", "ordered"}
-
-
-def _brackets(text: str) -> str:
-    """Whether the last side of a text is written as a set, or as a pair or interval; "" for neither."""
-    last = re.split(r"=|\\in(?![A-Za-z])", _SPACING.sub("", text))[-1]
-    if last.startswith(r"\{") and last.endswith(r"\}"):
-        return "set"
-    return "ordered" if "," in last and last[0] in "([" and last[-1] in ")]" else ""
-
-
-@lru_cache(maxsize=10_000)
-def _gold_number(gold: str) -> object:
-    return one_number(gold)
+        in_form = [answer is not None and answer.form == self.form and answer.text != "" for answer in found]
+        return [(1 - self.format_weight) * ok + self.format_weight * form for ok, form in zip(right, in_form, strict=True)]

@@ -15,7 +15,7 @@ def text_of(chat: Any) -> str:
 
 
 def answer_of(completion: Any) -> str:
-    """The text that is graded: of a completion in several messages the last one, if the model wrote it."""
+    """The text of a completion that is graded: of several messages the last, if the model wrote it."""
     if isinstance(completion, str) or not completion:
         return completion or ""
     return _content(completion[-1]) if completion[-1].get("role") != "tool" else ""

@@ -14,6 +14,8 @@ from typing import ClassVar, TypeVar
 
 from corral.validate import require
 
+# ------------------------------------------------------------------------------------------------------ drawing by seed
+
 _Item = TypeVar("_Item")
 
 _HELD_OUT_SHARE = 10
@@ -123,6 +125,8 @@ def quote(prompt: str, length: int = 60) -> str:
     return repr(prompt if len(prompt) <= length else prompt[:length] + "…")
 
 
+# ------------------------------------------------------------------------------------------------------------ countdown
+
 OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 OPERATORS = "".join(OPERATIONS)
 
@@ -162,7 +166,7 @@ class Countdown(ProceduralTask):
     EXAMPLE: ClassVar[str] = "3 7 12>22:"
 
     n: int = 3
-    """How many numbers there are; a completion has n − 1 steps."""
+    """Number of numbers; a completion has n − 1 steps."""
     n_max: int = 19
     """The largest of the numbers, which are drawn uniformly from 1..n_max."""
     value_max: int = 99
@@ -225,9 +229,11 @@ def canonical(numbers: Sequence[int], target: int) -> str:
     return f"{' '.join(map(str, sorted(numbers)))}>{target}"
 
 
+# ---------------------------------------------------------------------------------------------------------- expressions
+
 _ALLOWED = re.compile(r"(?:[0-9]{1,4}|x|//|[-+*%()])*")
 BOUND = 9999
-"""The largest absolute value of anything on the way."""
+"""Largest absolute value of an intermediate result."""
 
 _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -241,7 +247,7 @@ _SHAPES = (
     "x{0}{a}", "{a}{0}x", "x{0}x{1}{a}", "x{0}{a}{1}{b}", "{a}{0}x{1}{b}", "(x{0}{a}){1}{b}", "(x{0}{a}){1}x",
     "x{0}x{1}{a}{2}{b}", "x{0}{a}{1}x{2}{b}", "(x{0}{a}){1}(x{2}{b})", "(x{0}{a}){1}x{2}{b}", "{a}{0}x{1}x{2}{b}",
 )  # fmt: skip
-"""What expressions are drawn from: operators 0, 1 and 2, constants a and b."""
+"""Templates of expressions, with operators 0, 1 and 2 and constants a and b."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +266,7 @@ class Expression(ProceduralTask):
     EXAMPLE: ClassVar[str] = "1>3 2>5 3>7 4>9:"
 
     pairs: int = 4
-    """How many inputs are shown."""
+    """Number of inputs shown."""
     constant_max: int = 9
     """The largest constant of the expressions that problems are made from; an answer may have larger ones."""
     value_max: int = 99
@@ -333,7 +339,7 @@ def parse(text: str, max_length: int) -> ast.expr | None:
 
 
 def _is_allowed(node: ast.AST) -> bool:
-    """Whether a node of a tree is a whole number, x, an operation of the grammar or a minus sign."""
+    """True if a node of a tree is a whole number, x, an operation of the grammar or a minus sign."""
     match node:
         case ast.Constant(value=value):
             return type(value) is int
@@ -366,6 +372,9 @@ def _value(tree: ast.expr, x: int) -> int:
     return value
 
 
+# ----------------------------------------------------------------------------------------------------------- arithmetic
+
+
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic(ProceduralTask):
     """Compute a+b, a-b or a*b, and write down every step.
@@ -382,7 +391,7 @@ class Arithmetic(ProceduralTask):
     EXAMPLE: ClassVar[str] = "47+85:"
 
     operations: str = "+-*"
-    """Which of + - * occur."""
+    """The operations that occur, of + - *."""
     digits: int = 2
     """Digits of the longest operand; operands are drawn uniformly from 1 to the largest such number."""
 
@@ -450,6 +459,8 @@ def _solution(left: int, operation: str, order: Sequence[int]) -> str:
     return ",".join(lines)
 
 
+# -------------------------------------------------------------------------------------------- two numbers in a sentence
+
 _STORIES: tuple[tuple[str, Callable[[int, int], int]], ...] = (
     ("A shelf holds {a} books, and {b} more are put on it. How many books does it hold now?", operator.add),
     ("Mia picks {a} plums and Tom picks {b}. How many plums do they pick together?", operator.add),
@@ -505,7 +516,7 @@ class TwoNumbers(ProceduralTask):
         return float(bool(numbers) and numbers[-1] == str(compute(a, b)))
 
     def _parse(self, prompt: str) -> tuple[Callable[[int, int], int], int, int]:
-        """What to compute of which numbers; ValueError where these settings could not have drawn it."""
+        """The operation and the two numbers of a prompt; ValueError where these settings could not have drawn it."""
         for pattern, (text, compute) in zip(_PATTERNS, _STORIES, strict=True):
             if found := pattern.fullmatch(prompt):
                 a, b = int(found[1]), int(found[2])

@@ -43,7 +43,7 @@ _MAX_ANSWER = 10_000
 
 
 class _Slots:
-    """Entries are kept in a slot: `vars(task)` are its settings, which a run writes down."""
+    """A slot for the entries, so that `vars(task)` holds the settings alone, which a run records."""
 
     __slots__ = ("_drawn",)
     _drawn: dict[str, dict[str, Any]]
@@ -88,7 +88,7 @@ class ReasoningGym(_Slots):
             ) from error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy knows the questions that were drawn."""
+        """Pickle the settings and the questions drawn so far."""
         return _copy, (type(self), vars(self), self._drawn)
 
     @property
@@ -119,11 +119,8 @@ class ReasoningGym(_Slots):
         entries = [self._entry(prompt) for prompt in prompts]
         answers = [answer_of(completion) for completion in completions]
         harmless = [is_harmless(one, entry, self.generator) for one, entry in zip(answers, entries, strict=True)]
-        requests = [
-            (self.generator, self.settings, entry, answer)
-            for entry, answer, ok in zip(entries, answers, harmless, strict=True)
-            if ok
-        ]
+        rows = zip(entries, answers, harmless, strict=True)
+        requests = [(self.generator, self.settings, entry, answer) for entry, answer, ok in rows if ok]
         scores = iter(grader_pool("reasoning_gym").grade(requests, self.time_limit) if requests else ())
         return [min(max(next(scores).score, 0.0), 1.0) if ok else 0.0 for ok in harmless]
 
@@ -161,6 +158,7 @@ class ReasoningGym(_Slots):
 
 
 def _copy(task_cls: type[ReasoningGym], settings: dict[str, Any], drawn: dict[str, dict[str, Any]]) -> ReasoningGym:
+    """A task with these settings that knows questions drawn before."""
     task = task_cls(**settings)
     task._drawn.update(drawn)
     return task
@@ -168,7 +166,7 @@ def _copy(task_cls: type[ReasoningGym], settings: dict[str, Any], drawn: dict[st
 
 @contextmanager
 def _own_random_state(seed: int) -> Iterator[None]:
-    """Python's global random numbers from `seed` on, and as they were afterwards: some generators draw from them too."""
+    """Context in which Python's global random numbers start from `seed`: some generators draw from them too."""
     state = random.getstate()
     random.seed(seed)
     try:
@@ -178,14 +176,14 @@ def _own_random_state(seed: int) -> Iterator[None]:
 
 
 def answer_of(completion: str) -> str:
-    """What stands in the last <answer>…</answer>, else everything; without the space around it."""
+    """The text in the last <answer>…</answer>, or all of the completion, without surrounding space."""
     before, end, _ = completion.rpartition("</answer>")
     _, start, inside = before.rpartition("<answer>")
     return (inside if end and start else completion).strip()
 
 
 def is_harmless(answer: str, entry: dict[str, Any], generator: str) -> bool:
-    """Whether an answer can be given to its scorer: not enormous, no NaN, and nothing that eval() could run.
+    """True if an answer is safe for its scorer: not enormous, no NaN, and nothing that eval() could run.
 
     A text without brackets is no literal yet: a comprehension can make exec the method that an index calls, and the name of a
     scorer's own variable is the right answer.
@@ -207,7 +205,7 @@ def is_harmless(answer: str, entry: dict[str, Any], generator: str) -> bool:
 
 
 def _is_literal(text: str) -> bool:
-    """Whether Python reads it as numbers, strings and lists of such, and nothing else."""
+    """True if a text is a Python literal: numbers, strings, and lists of these."""
     try:
         ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):

@@ -12,9 +12,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from corral.lab.jobs.llm.eval_results import RIGHT, EvalFolder, EvalView, Row, summarise
 from corral.lab.jobs.llm.eval_settings import MULTI_TURN, EvalSettings
 from corral.lab.jobs.llm.problems import Problems, Sampling
-from corral.lab.jobs.llm.results import RIGHT, EvalFolder, EvalView, Row, summarise
 from corral.lab.jobs.llm.rewards import Reward, path_of, verifier
 from corral.lab.jobs.llm.sampler import Backend, Sampler, TransformersSampler, choose_backend, make_sampler
 from corral.lab.jobs.llm.turns import MultiTurn, make_multi_turn

@@ -1,4 +1,4 @@
-"""The seccomp filter: system calls that are not on the list fail as if they did not exist.
+"""The seccomp filter: system calls that are not on the list fail.
 
 A filter is a small BPF program. It sees the call's number, the architecture and the
 arguments' values, not what pointers point to. Calls that are not listed fail with ENOSYS, as on a kernel without them, so
@@ -19,7 +19,7 @@ _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 _LOAD, _JUMP, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x05, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 _FARTHEST = 255
-"""Largest number of instructions that a conditional jump can skip."""
+"""Number of instructions that a conditional jump can skip."""
 
 _NAMESPACES, _SIBLING = 0x7E020000, 0x00008000
 """Flags of `clone`: a new mount, cgroup, uts, ipc, user, pid or net namespace; a child of the parent, whose memory would not be
@@ -34,11 +34,11 @@ _FILE_COMMANDS = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)
 """Commands of fcntl: duplicate, close on exec, flags, range locks, pipe size. Excluded are leases, which make any process that
 opens the file wait, even the trainer, and larger pipes."""
 _MEMORY_ADVICE = (0, 1, 2, 3, 4, 8, 14, 15, 16, 17, 102, 103)
-"""Advice of madvise: access pattern, free, large pages, dumps, guards. Swapping out is excluded: it would not be counted."""
+"""Allowed advice of madvise. Swapping out is not allowed: swapped pages would not be counted."""
 _TERMINAL_REQUESTS = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-"""Requests of ioctl: terminal check, its group and size, bytes to read, non-blocking, close on exec or not."""
+"""Allowed requests of ioctl: terminal or not, its group and size, bytes to read, non-blocking, close on exec."""
 _NAME_REQUESTS = (1, 2, 3, 15, 16)
-"""Requests of prctl: the signal at the parent's end, the dumpable flag, the thread's name."""
+"""Allowed requests of prctl: the signal at the parent's end, whether memory is hidden, the thread's name."""
 
 ALLOWED_VALUES: dict[str, tuple[int, Sequence[int]]] = {
     "socketpair": (0, (_UNIX,)),
@@ -49,7 +49,7 @@ ALLOWED_VALUES: dict[str, tuple[int, Sequence[int]]] = {
     "prctl": (0, _NAME_REQUESTS),
     "prlimit64": (0, (0,)),  # one's own limits, not those of the process that watches
 }
-"""Calls allowed only for some values of an argument: the argument's index and the values."""
+"""Calls that are allowed for some values of one argument only: the argument's index, and the values."""
 
 REFUSED_FLAGS: dict[str, tuple[int, Sequence[Sequence[int]]]] = {
     "clone": (0, [[_NAMESPACES | _SIBLING]]),
@@ -118,5 +118,5 @@ class Filter:
         self._address = ctypes.addressof(self._header)
 
     def install(self) -> None:
-        """Install the filter on this process and all its future children; it cannot be removed."""
+        """Install the filter on this process and its future children; it cannot be removed."""
         kernel.prctl(22, 2, self._address)  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER

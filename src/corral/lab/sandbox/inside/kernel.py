@@ -75,7 +75,7 @@ def first_process() -> int:
 
 
 def children_go_to(process: int) -> None:
-    """Place the next children in the PID namespace of `process`, an open pidfd. The namespace is this process's or below it."""
+    """Start the next children in the PID namespace of `process`, an open pidfd of a process in this namespace or below."""
     _check("setns", _libc.setns(process, NEW_PIDS))
 
 
@@ -101,7 +101,7 @@ def map_user(proc: int, inside: int, uid: int, gid: int) -> None:
 
 
 def write_at(folder: int, path: str, text: str) -> None:
-    """Write a short text into an existing file."""
+    """Write a short text to an existing file."""
     file = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=folder)
     try:
         os.write(file, text.encode())
@@ -168,7 +168,7 @@ def drop_capabilities() -> None:
 
 
 def keep_no_capabilities() -> None:
-    """Prevent user ids from granting capabilities and user changes from keeping them; both bits are locked."""
+    """Lock the process so that neither a user id nor a change of user gives it capabilities."""
     prctl(_PR_AMBIENT, 4)  # clear all
     prctl(_PR_SET_SECUREBITS, 0b101111)
     forbid_new_privileges()
@@ -185,7 +185,7 @@ def hide_memory(hidden: bool) -> None:
 
 
 def die_with_parent() -> None:
-    """Request SIGKILL for this process when its parent ends."""
+    """Have the kernel send SIGKILL when the parent ends."""
     prctl(_PR_SET_DEATH_SIGNAL, 9)
 
 

@@ -1,4 +1,4 @@
-"""Memory of all processes of a program together, from /proc: the kernel's own limit applies to each process alone."""
+"""Memory of all processes of a program together, read from /proc; the kernel's own limit counts each process alone."""
 
 import _socket
 import os
@@ -28,7 +28,7 @@ class Memory:
         self.usage()  # what cannot be read here should show now, not in the middle of a program
 
     def usage(self) -> int:
-        """Bytes held by all processes started here beyond the initial memory, by sockets, and by memory maps.
+        """Bytes held by all processes started here beyond the baseline, by sockets, and by memory maps.
 
         The kernel's own memory for maps cannot be read for each process. So as much is counted as it would be if every page of
         the address space were a map; but not of the largest process, whose address space is limited by itself.
@@ -48,13 +48,12 @@ class Memory:
         return total * _PAGE + sockets * self._socket
 
     def ran_out(self) -> bool:
-        """Return True if the kernel has killed a process for lack of memory since the last call: in the cgroup, or anywhere
-        without a cgroup."""
+        """True if the kernel has killed a process for lack of memory since the last call, in the cgroup if there is one."""
         before, self._kills = self._kills, self._out_of_memory_kills()
         return self._kills > before
 
     def group_ran_out(self) -> bool:
-        """Return True if the kernel has killed a process of the program, which is alone in the cgroup."""
+        """True if the kernel has killed a process of the program for lack of memory; the cgroup holds no other processes."""
         return self.events is not None and self.ran_out()
 
     def _children(self, number: str) -> list[str]:

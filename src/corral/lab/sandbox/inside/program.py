@@ -17,10 +17,10 @@ from typing import Any
 from corral.lab.sandbox.inside import filter, kernel
 
 OUT_OF_MEMORY = signal.SIGRTMAX
-"""Signal with which a program that ended by a MemoryError exits. Nothing else sends it, and forging it gains nothing."""
+"""Signal by which a program ends after a MemoryError. Nothing else sends it, and forging it gains nothing."""
 
 _SPARE = 16 << 20
-"""Address space reserved for the report that memory has run out."""
+"""Address space kept free for the report that memory has run out."""
 
 ENVIRONMENT = {"HOME": "/tmp", "LANG": "C.UTF-8", "PATH": "/usr/bin:/bin", "TMPDIR": "/tmp", "PYTHONDONTWRITEBYTECODE": "1"}
 
@@ -31,7 +31,7 @@ _exit, _setrlimit, _getrlimit, _ADDRESS_SPACE = os._exit, resource.setrlimit, re
 
 
 def warm_up() -> None:
-    """Do work before the fork that every program would repeat: open the standard streams, make the compiler's types."""
+    """Do before the fork what every program would otherwise repeat: open standard streams, create the compiler's types."""
     reader, writer = os.pipe()
     source = os.memfd_create("input")
     for number, file in enumerate((source, writer, writer)):  # of the kind that programs get: Python asks when it opens them
@@ -60,7 +60,7 @@ class LaunchPlan:
         folder = min(limits["folder_size"], memory)
         self.timeout = limits["timeout"]
         self.memory = memory + _SPARE
-        """Memory limit of all processes together."""
+        """Limits on all processes together."""
         self.folder = f"size={folder},nr_inodes={limits['folder_files']},mode=700"
         cpu, address_space = math.ceil(self.timeout) + 1, address_space + memory
         self.limits = [
@@ -78,18 +78,17 @@ class LaunchPlan:
                 (resource.RLIMIT_MSGQUEUE, 0, 0),
             )
         ]
-        """Limits that the kernel applies per process and per user; none of them can be raised again."""
+        """Limits that the kernel counts per process or per user; none can be raised again."""
 
 
 def _at_most(kind: int, soft: int, hard: int) -> tuple[int, tuple[int, int]]:
-    """A limit, lowered to the limit in force."""
+    """A limit, lowered to the one in force already."""
     _, most = resource.getrlimit(kind)
     return kind, (soft, hard) if most == resource.RLIM_INFINITY else (min(soft, most), min(hard, most))
 
 
 def prepare(plan: LaunchPlan, code: int, streams: list[int], rules: filter.Filter, proc: int) -> bytes:
-    """Prepare the process after the fork: tmpfs, resource limits, descriptors 0 to 2 only, no capabilities, the filter. Returns
-    the program's text."""
+    """Prepare the forked process (tmpfs, limits, descriptors, capabilities, filter); returns the program's text."""
     kernel.write_at(proc, "self/oom_score_adj", "1000")
     kernel.unshare(kernel.NEW_MOUNTS)
     kernel.mount_memory("/tmp", kernel.NO_SETUID | kernel.NO_DEVICES | kernel.NO_EXEC, plan.folder)
@@ -146,13 +145,13 @@ def _report_failure(error: BaseException) -> int:
 
 
 def _report(error: BaseException) -> None:
-    """Report an exception by the program's own hook, if it has one; an error in the hook is ignored."""
+    """Report an exception by the program's own hook, if it has one; errors of the hook are ignored."""
     with contextlib.suppress(BaseException):
         sys.excepthook(type(error), error, error.__traceback__)
 
 
 def _out_of_memory(error: BaseException, main: types.ModuleType) -> int:
-    """Free memory, report the failure, and exit by the signal `OUT_OF_MEMORY`."""
+    """Free memory, report a MemoryError, and end by the signal that stands for it."""
     _setrlimit(_ADDRESS_SPACE, (_getrlimit(_ADDRESS_SPACE)[1],) * 2)
     error.__traceback__ = None
     main.__dict__.clear()

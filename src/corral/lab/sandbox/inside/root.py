@@ -1,4 +1,4 @@
-"""A root file system with only an interpreter, in fresh namespaces: bubblewrap's work in few system calls."""
+"""A root file system with nothing but an interpreter, in fresh namespaces, as bubblewrap makes one."""
 
 import _socket
 import os
@@ -7,7 +7,7 @@ from typing import Any
 from corral.lab.sandbox.inside import kernel
 
 _NOBODY = 65534
-"""User id of programs: the user that owns nothing."""
+"""User that programs run as; it owns nothing."""
 
 HOST = "sandbox"
 """Host name inside the sandbox."""
@@ -66,21 +66,21 @@ def _mount_root(view: dict[str, list[Any]]) -> None:
 
 
 def _make_read_only() -> None:
-    """Make every mount read-only, devices too: they accept writes, but their nodes cannot be changed."""
+    """Make all mounts read-only. Devices can still be written to, but their nodes cannot be changed."""
     root = os.open("/", os.O_PATH | os.O_CLOEXEC)
     kernel.restrict_mount(root, kernel.READ_ONLY | kernel.NO_SETUID)
     os.close(root)
 
 
 def _make_mount_point(path: str, folder: bool) -> None:
-    """Make an empty folder or file as a mount point, if it is missing."""
+    """Create an empty folder or file to mount on if there is none."""
     os.makedirs(path if folder else os.path.dirname(path), exist_ok=True)
     if not folder and not os.path.lexists(path):
         os.close(os.open(path, os.O_CREAT | os.O_CLOEXEC, 0o444))
 
 
 def _become_nobody() -> None:
-    """Change from root to nobody, and drop all ways to regain privileges. Other users stay unchanged."""
+    """Change from root to nobody (other users stay who they are), and forbid new privileges."""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(_NOBODY, _NOBODY, _NOBODY)

@@ -37,7 +37,7 @@ class _ZygoteConfig(TypedDict):
     proc: int
     """Folder /proc."""
     view: dict[str, list[Any]] | None
-    """Visible files, see corral.lab.sandbox.view; None if bubblewrap has hidden all others already."""
+    """Files that stay visible (corral.lab.sandbox.view); None if bubblewrap has set up the root already."""
     group: list[int]
     """Files with members and events of the cgroup to enter; empty without a cgroup."""
 
@@ -69,7 +69,7 @@ def main(config: _ZygoteConfig) -> None:
 
 
 def _join_cgroup(members: int, events: int) -> int | None:
-    """Enter the cgroup whose list of members is open for writing, and return its events; None if the kernel refuses."""
+    """Enter the cgroup whose open member list is given; returns its events, or None if the kernel refuses."""
     try:
         os.write(members, b"0")
     except OSError:
@@ -116,7 +116,7 @@ class _Zygote:
         return (json.loads(text) if text else None), list(files)
 
     def run(self, order: dict[str, Any], files: list[int]) -> dict[str, object]:
-        """Run a program from its first process to its last, and return how it ended."""
+        """Run one program from its first process to its last; returns how it ended."""
         started, child, handles = time.monotonic(), 0, []
         self.first = 0
         try:
@@ -154,7 +154,7 @@ class _Zygote:
             leave(1)  # whatever happens in there, the way back here is closed
 
     def watch(self, handle: int, id: str, started: float, plan: program.LaunchPlan) -> str:
-        """Wait for the program's end, "", or for a reason to kill it."""
+        """Wait for the program's end and return "", or return the reason to end it."""
         waiting = select.poll()
         waiting.register(handle, select.POLLIN)
         waiting.register(self.control, select.POLLIN)
@@ -175,7 +175,7 @@ class _Zygote:
                 return "memory"
 
     def verdict(self, reason: str, status: int) -> dict[str, object]:
-        """The status of a program, from the reason for killing it or from its exit status."""
+        """Status of a program, from the reason why it was ended or from its exit status."""
         if self.memory.group_ran_out():
             reason = "memory"  # whichever of its processes the kernel chose
         if status == 0:
@@ -192,7 +192,7 @@ class _Zygote:
 
 
 def _end(first: int) -> dict[int, int]:
-    """Kill a program's PID 1, and with it the whole PID namespace. Returns the wait status of every child."""
+    """Kill a program's PID 1 and with it its whole PID namespace; returns the wait status of each of our children."""
     statuses: dict[int, int] = {}
     if first:
         os.kill(first, signal.SIGKILL)

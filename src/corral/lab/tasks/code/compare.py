@@ -1,4 +1,4 @@
-"""What counts as the right output of a program, or the right result of a function."""
+"""Comparison of a program's output, or a function's result, with the expected one."""
 
 import json
 import math
@@ -38,7 +38,7 @@ def _close(got: str, expected: str, tolerance: float) -> bool:
 
 
 def _as_apps(got: object, expected: object, tolerance: float) -> bool:
-    """A tuple will do for a list, and x is right where [x] is expected: APPS writes results that way."""
+    """APPS' equality: a tuple equals a list of the same items, and x is right where [x] is expected."""
     got = _tuples_to_lists(got)
     wrapped = isinstance(expected, list) and len(expected) == 1 and same(got, expected[0], tolerance)
     return wrapped or same(got, expected, tolerance)
@@ -49,7 +49,7 @@ def _tuples_to_lists(value: object) -> object:
 
 
 def _as_sets(got: Any, expected: Any, tolerance: float) -> bool:
-    """The same elements, in any order and number: EvalPlus asks no more of some functions."""
+    """EvalPlus' equality for some functions: equal sets of elements, in any order and number."""
     try:
         return set(got) == set(expected)
     except TypeError:  # not a collection, or of things that no set can hold
@@ -57,7 +57,7 @@ def _as_sets(got: Any, expected: Any, tolerance: float) -> bool:
 
 
 def _presence(got: object, expected: object, tolerance: float) -> bool:
-    """Whether there is a result at all, as EvalPlus has it where results are matches of patterns. Booleans are themselves."""
+    """EvalPlus' equality for matches of patterns: whether there is a result at all. Booleans are compared as they are."""
     return got == expected if isinstance(got, bool) else expected == (got is not None)
 
 
@@ -67,7 +67,7 @@ COMPARISONS: dict[str, Callable[[Any, Any, float], bool]] = {
 
 
 def count_right(how: str, tolerance: float, output: str, expected: Sequence[str]) -> float:
-    """How many results are the expected ones, of those that the harness wrote for a function: a line for each call.
+    """Number of expected results among those that the harness wrote for a function, one line per call.
 
     The function may have written the lines itself. So this runs in a grader's process, which has limits of its own: whatever
     a line provokes is wrong, and a line that takes for ever costs no more than the reward of the program that wrote it.

@@ -1,4 +1,4 @@
-"""What runs inside the sandbox around a function under test, and, in another sandbox, around tests that are programs.
+"""Code that runs in the sandbox around a function under test and, in another sandbox, around tests that are programs.
 
 This file is run there after `value.py`, whose names it uses without importing them; it needs the standard library alone. The
 function's side is in the hands of the function: all it can forge are its own results. The tests' side never shares a process
@@ -69,11 +69,11 @@ class RemoteError(Exception):
 
 
 class NotPlainData(Exception):
-    """A test sends to another process what cannot be serialized: an object of a class, a function, a generator."""
+    """Raised when a test sends another process what cannot be serialized: an object of a class, a function, a generator."""
 
 
 def _is_opaque(code: Any) -> bool:
-    """Whether an encoded value holds such a thing, other than one that the function itself returned."""
+    """True if an encoded value holds something that cannot be serialized, other than what the function itself returned."""
     if not isinstance(code, list):
         return False
     kind, *items = code
@@ -122,7 +122,7 @@ def _read_answer(line: str, expected: set[str]) -> tuple[Any, Any]:
 
 
 class _RemoteFunction:
-    """The function in the other sandbox: a line out, a line in for every call.
+    """Stand-in for the function in the other sandbox: every call writes a line and reads a line.
 
     Lists, dicts and sets that a call changed change here too if it gave nothing back. If it gave something back they do with
     `show_changes` alone: a test that works out what it expects from its own arguments must not be handed them empty.
@@ -132,9 +132,9 @@ class _RemoteFunction:
         self.calls, self.answers, self.expected = calls, answers, expected
         self.show_changes = show_changes
         self.called = False
-        """From then on, whatever goes wrong may be the function's doing."""
+        """True once the function has been called: later errors may be caused by it."""
         self.changed_too = False
-        """Whether a call has given something back and changed its arguments."""
+        """True if a call has both returned a value and changed its arguments."""
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         request = encode((list(arguments), named) if named else list(arguments))

@@ -18,6 +18,8 @@ from corral.lab.sandbox.result import MAX_TIMEOUT, encode
 from corral.lab.tasks.code.compare import same_output
 from corral.lab.tasks.grader import grader_pool
 
+# ---------------------------------------------------------------------------------------------- programs in completions
+
 # A fence stands alone on its line, indented or not; a block that is never closed reaches to the end: it was cut.
 # *+ and ++ give nothing back: a label of thousands of letters without an end of line would be tried in every split.
 _BLOCK = re.compile(r"^[ \t]*+```++[ \t]*+(?P<label>[\w+#.-]*+)[^\n`]*+\n(?P<body>.*?)(?:^[ \t]*+```++[ \t]*$|\Z)", re.M | re.S)
@@ -40,19 +42,13 @@ def extract_program(completion: str) -> str:
 
 
 def defines(program: str, name: str) -> bool:
-    """Whether a program, which need not be valid, defines a name at its top level."""
+    """True if a program, which need not be valid Python, defines a name at its top level."""
     name = re.escape(name)
     defined, assigned = rf"^(?:(?:async[ \t]+)?def|class)[ \t]+{name}\b", rf"^{name}[ \t]*(?::[^=\n]*)?=(?!=)"
     return re.search(f"{defined}|{assigned}", program, re.M) is not None
 
 
-_LOG = logging.getLogger("corral.task")
-
-_REFERENCE_OUTPUT = 8 << 20
-"""Bytes that a reference's results may have."""
-
-_RETRY_FACTOR = 10.0
-"""How many times longer a reference may take that has failed, since it may have been the machine that was crowded."""
+# ---------------------------------------------------------------------------------------------------------------- tests
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,7 @@ class Runs:
 
     cases: tuple[tuple[str, str], ...]
     tolerance: float = 0.0
-    """By how much a number may differ that is expected with a decimal point; then spaces and empty lines count less still."""
+    """Tolerance for expected numbers with a decimal point. With a tolerance, spacing and empty lines do not count."""
 
     def pass_rate(self, program: str, pool: SandboxPool, limits: SandboxLimits, stop: bool) -> float:
         """The share of runs that end well with the right output; with `stop`, none after the first that does not."""
@@ -83,9 +79,9 @@ class Calls:
     entry: str
     cases: tuple[tuple[str, str], ...]
     tolerance: float = 0.0
-    """By how much a float may differ."""
+    """Tolerance for floats, absolute or relative."""
     how: Literal["same", "apps", "sets", "presence"] = "same"
-    """What counts as equal: see `COMPARISONS`."""
+    """Name of the equality, a key of `COMPARISONS`."""
 
     def pass_rate(self, program: str, pool: SandboxPool, limits: SandboxLimits, stop: bool) -> float:
         """The share of right results, all from one process."""
@@ -120,7 +116,7 @@ class Checks:
     tests: tuple[str, ...]
 
     def pass_rate(self, program: str, pool: SandboxPool, limits: SandboxLimits, stop: bool) -> float:
-        """The share of tests that pass. Without a verdict that carries this run's nonce none does, and that is counted."""
+        """The share of tests that pass; 0, and counted as an error, without a verdict that carries this run's nonce."""
         nonce = secrets.token_hex(16)
         last_line = f"check({self.setup!r}, {list(self.tests)!r}, {self.entry!r}, {nonce!r}, HARNESS)"
         _, result = pool.run_connected(
@@ -142,15 +138,18 @@ class Checks:
 Tests = Runs | Calls | Agreement | Checks
 
 
+# ------------------------------------------------------------------------------------------------------------- problems
+
+
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """The tests of one prompt, and how a completion becomes a program."""
 
     tests: Tests
     stem: str = ""
-    """Code that a completion may go on from: it is put in front of one that does not define the function by itself."""
+    """Code that a completion may continue; it is prepended to completions that do not define the function."""
     preamble: str = ""
-    """The part of it before the function (imports, helpers): put in front of one that does."""
+    """The part of `stem` before the function (imports, helpers), prepended to completions that define it."""
     reference: str = field(default="", compare=False)
     """A right program, where the data have one."""
 
@@ -180,10 +179,13 @@ def grade_all(
     return pool.map(lambda problem, completion: problem.grade(completion, pool, limits, partial), problems, completions)
 
 
+# --------------------------------------------------------------------------------------------- functions in the sandbox
+
+
 def _call_function(
     program: str, entry: str, arguments: Sequence[str], pool: SandboxPool, limits: SandboxLimits, room: int = 0
 ) -> str:
-    """What the harness writes for calls of a function: a line for each, unless the program forged them or ended before.
+    """Output of the harness for calls of a function: one line each, unless the program forged lines or ended early.
 
     `room` is the size of what is expected: twice as much may be written, as by whole programs."""
     roomy = replace(limits, output=max(limits.output, 2 * room))
@@ -199,7 +201,7 @@ def _pass_rate(how: str, tolerance: float, output: str, expected: Sequence[str],
 
 @cache
 def _harness() -> bytes:
-    """What is put in front of every function under test, compiled once."""
+    """The code that runs before every function under test, compiled once."""
     texts = [Path(__file__).with_name(name).read_text() for name in ("value.py", "harness.py")]
     text = "\n".join(texts).replace("from corral.lab.tasks.code.value import", "#")
     return marshal.dumps(compile(text, "<harness>", "exec", dont_inherit=True))
@@ -209,6 +211,16 @@ def harness(last_line: str) -> str:
     """A program for the sandbox: the harness, compiled, and the one line that starts it."""
     return f"import marshal\nHARNESS = {_harness()!r}\nexec(marshal.loads(HARNESS))\n{last_line}\n"
 
+
+# ----------------------------------------------------------------------------------------------------------- references
+
+_LOG = logging.getLogger("corral.task")
+
+_REFERENCE_OUTPUT = 8 << 20
+"""Bytes that a reference's results may have."""
+
+_RETRY_FACTOR = 10.0
+"""Factor on the time limit for a second try of a reference that failed, since the machine may have been busy."""
 
 _references: dict[Agreement, tuple[str, ...]] = {}
 """Results of references, as lines of `value.dumps`."""

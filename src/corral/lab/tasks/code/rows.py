@@ -1,8 +1,9 @@
-"""Rows of code data sets in their usual shapes → a prompt and a problem."""
+"""Readers of code data sets: a row in one of the usual formats becomes a prompt and a problem."""
 
 import json
 import math
 import re
+from contextlib import suppress
 from typing import Any
 
 from corral.lab.tasks.code.problem import Agreement, Calls, Problem, Runs, Tests
@@ -12,7 +13,7 @@ from corral.lab.tasks.dataset import Malformed, Row, text_column
 
 
 def own_row(row: Row) -> tuple[str, Problem]:
-    """`prompt`, and `tests` that each have `stdin` and `stdout`, or `args` and `result` for the function `entry`."""
+    """Read corral's own format: `prompt`, and `tests` with `stdin` and `stdout`, or `args` and `result` for `entry`."""
     problem = problem_from_tests({key: row[key] for key in ("tests", "entry", "tolerance") if key in row})
     return text_column(row, "prompt"), Problem(tests=problem.tests, reference=_optional(row, "reference"))
 
@@ -34,7 +35,7 @@ def problem_from_tests(answer: Any) -> Problem:
 
 
 def human_eval_row(row: Row) -> tuple[str, Problem]:
-    """HumanEval and HumanEval+: `prompt`, `entry_point`, and `test`, or `base_input` and `plus_input` for the reference."""
+    """Read HumanEval and HumanEval+: `prompt`, `entry_point`, and `test`, or `base_input` and `plus_input`."""
     prompt, entry = text_column(row, "prompt"), text_column(row, "entry_point")
     solution = _optional(row, "canonical_solution")
     if "base_input" in row and solution:
@@ -53,7 +54,7 @@ def human_eval_row(row: Row) -> tuple[str, Problem]:
 
 
 def mbpp_row(row: Row, shown: int = 1) -> tuple[str, Problem]:
-    """MBPP and MBPP+: `prompt` or `text`, `test_list`, and `test` (MBPP+), which then is what counts.
+    """Read MBPP and MBPP+: `prompt` or `text`, `test_list`, and for MBPP+ `test`, which then decides.
 
     The prompt ends with the first `shown` assertions, which name the function.
     """
@@ -69,15 +70,11 @@ def mbpp_row(row: Row, shown: int = 1) -> tuple[str, Problem]:
 
 
 def apps_row(row: Row) -> tuple[str, Problem]:
-    """APPS and its like: `question`, and `input_output` with `inputs`, `outputs` and, for functions, `fn_name`."""
+    """Read APPS: `question`, and `input_output` with `inputs`, `outputs` and, for functions, `fn_name`."""
     question, starter = text_column(row, "question", "prompt"), _optional(row, "starter_code")
-    cases = row.get("input_output")
-    if cases == "":
+    if row.get("input_output") == "":
         raise Malformed("`input_output` is empty: there are no tests")
-    try:
-        cases = json.loads(cases) if isinstance(cases, str) else cases
-    except (ValueError, RecursionError) as error:
-        raise Malformed(f"`input_output` is not JSON: {error}") from error
+    cases = _from_json(row, "input_output")
     if not isinstance(cases, dict):
         raise Malformed("`input_output` should be an object with `inputs` and `outputs`")
     inputs, outputs = _list(cases, "inputs"), _list(cases, "outputs")
@@ -91,18 +88,26 @@ def apps_row(row: Row) -> tuple[str, Problem]:
     else:
         given, expected = (map(_join_lines, values) for values in (inputs, outputs))
         tests = Runs(tuple(zip(given, expected, strict=True)), FLOAT_TOLERANCE)
-    return question + (f"\n\n{starter}" if starter.strip() else ""), Problem(
-        tests=tests, reference=_first(row.get("solutions"))
-    )
+    prompt = question + (f"\n\n{starter}" if starter.strip() else "")
+    try:
+        solutions = _from_json(row, "solutions")
+    except Malformed:
+        solutions = None  # a reference is welcome and not needed
+    known = isinstance(solutions, list) and solutions and isinstance(solutions[0], str)
+    return prompt, Problem(tests=tests, reference=solutions[0] if known else "")
+
+
+def _from_json(row: Row, name: str) -> Any:
+    """A column's value; one that is a text is read as JSON."""
+    try:
+        return json.loads(row[name]) if isinstance(row.get(name), str) else row.get(name)
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"`{name}` is not JSON: {error}") from error
 
 
 def _list(row: Row, name: str, default: list[Any] | None = None) -> list[Any]:
-    value = default if row.get(name) is None else row[name]
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise Malformed(f"`{name}` is not JSON: {error}") from error
+    """A column's list, or its text read as JSON; the default for None."""
+    value = default if row.get(name) is None else _from_json(row, name)
     if not isinstance(value, list | tuple):
         raise Malformed(f"`{name}` should be a list; got {value!r:.60}")
     return list(value)
@@ -128,7 +133,7 @@ def _text(row: Row, name: str) -> str:
 
 
 def _join_lines(value: Any) -> str:
-    """APPS gives texts, and sometimes their lines."""
+    """A program's input or output as one text; APPS sometimes gives a list of lines."""
     if isinstance(value, list):
         return "\n".join(map(str, value))
     if not isinstance(value, str):
@@ -137,20 +142,9 @@ def _join_lines(value: Any) -> str:
 
 
 def _with_int_keys(value: Any) -> Any:
-    """Keys of dicts are texts in JSON; APPS means whole numbers where all of them are, in a dict or in those of a list."""
+    """A value whose dicts get integer keys where all keys are integers: JSON has texts for APPS' integers."""
     if isinstance(value, list):
         return [_with_int_keys(item) if isinstance(item, dict) else item for item in value]
-    if isinstance(value, dict):
-        try:
-            return {int(key): item for key, item in value.items()}
-        except ValueError:
-            return value
+    with suppress(ValueError):
+        return {int(key): item for key, item in value.items()} if isinstance(value, dict) else value
     return value
-
-
-def _first(solutions: Any) -> str:
-    try:
-        found = json.loads(solutions) if isinstance(solutions, str) and solutions.strip() else solutions
-    except (ValueError, RecursionError):
-        return ""  # a reference is welcome and not needed
-    return found[0] if isinstance(found, list) and found and isinstance(found[0], str) else ""

@@ -24,7 +24,7 @@ class CodeTask(FiniteTask):
     """
 
     partial: bool = False
-    """Pay for the share of tests that pass."""
+    """Reward the share of tests that pass instead of all or nothing."""
     timeout: float = 5.0
     """Seconds for each run of a program, or for all calls of a function."""
     memory_mb: int = 512
@@ -41,17 +41,17 @@ class CodeTask(FiniteTask):
         super().__post_init__()
 
     def reward_columns(self, row: Row) -> Row:
-        """Nothing: tests can be millions of characters, and the verifier has them already."""
+        """An empty row: tests can be millions of characters, and reward functions do not need them."""
         return {}
 
     @property
     def limits(self) -> SandboxLimits:
-        """What one program may use."""
+        """Resource limits of one program."""
         return SandboxLimits(timeout=self.timeout, memory_mb=self.memory_mb)
 
     @property
     def pool(self) -> SandboxPool:
-        """Where programs run; shared by all tasks with the same settings, started at the first use."""
+        """The pool that runs programs, shared by all tasks with the same settings and started at the first use."""
         return shared_pool(self.workers or None, unsafe_code_execution=self.unsafe_code_execution)
 
     def verify(self, prompt: str, completion: str) -> float:
@@ -66,7 +66,6 @@ class CodeTask(FiniteTask):
         return grade_all(problems, completions, self.pool, self.limits, self.partial)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Code(CodeTask):
     """Problems that come with corral, from one line to dynamic programming; or a file of one's own in the same shape.
 
@@ -88,7 +87,7 @@ class Code(CodeTask):
 
 @dataclass(frozen=True, kw_only=True)
 class HumanEval(CodeTask):
-    """HumanEval (Chen et al. 2021) and HumanEval+ (Liu et al. 2023): a function's head to go on from. For evaluation."""
+    """HumanEval (Chen et al. 2021) and HumanEval+ (Liu et al. 2023): complete a function from its head. For evaluation."""
 
     name: ClassVar[str] = "humaneval"
     HUB: ClassVar[Hub | None] = Hub("evalplus/humanevalplus", train="test")

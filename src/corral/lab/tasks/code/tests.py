@@ -1,4 +1,4 @@
-"""Tests written as programs → calls with expected results where they can be parsed, else tests to run in a sandbox."""
+"""Parser of tests written as programs: calls with expected results where possible, else tests to run in a sandbox."""
 
 import ast
 import builtins
@@ -11,7 +11,7 @@ from corral.lab.tasks.code.value import dumps
 from corral.lab.tasks.dataset import Malformed
 
 FLOAT_TOLERANCE = 1e-6
-"""EvalPlus compares floats within this."""
+"""EvalPlus' tolerance for floats."""
 
 _BROKEN_CHECK, _FIXED_CHECK = "_poly(*candidate(*inp), inp)", "min(abs(_poly(*inp, out := candidate(*inp))), abs(out - exp))"
 """The assertion of HumanEval+/32 on the hub fails for every program: it takes a root for a polynomial. EvalPlus itself asks for
@@ -23,32 +23,36 @@ _LOADERS = {"pickle", "marshal", "shelve", "runpy", "code", "codeop", "ctypes"}
 
 
 def tests_from_code(source: str, entry: str) -> Tests:
-    """Tests that are written as a program, `check(candidate)` or a script.
+    """The tests in a program, `check(candidate)` or a script.
 
     Where the program is a list of inputs with results, or of assertions `f(…) == …` with plain values, these are taken and
     compared on this side. Inputs with a reference function become an Agreement. All else runs as it is, in its own sandbox.
     """
     source = source.replace(_BROKEN_CHECK, _FIXED_CHECK)
     tree = _parse(source)
-    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
-    values = {name: _literal(node.value) for node in assigned if (name := _target(node)) in ("inputs", "results")}
+    values = {}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign(targets=[ast.Name(id="inputs" | "results" as name)], value=value):
+                values[name] = _literal(value)
     inputs, results, compared = values.get("inputs"), values.get("results"), _expected_expression(tree, entry)
     if compared and isinstance(inputs, list) and inputs and all(isinstance(one, list | tuple) for one in inputs):
         arguments = [dumps(list(one)) for one in inputs]
         if compared == "exp" and isinstance(results, list) and len(results) == len(inputs):
             return Calls(entry, tuple(zip(arguments, map(dumps, results), strict=True)), _tolerance(tree), _equality(tree))
         if compared == "ref_func(*inp)":
-            kept = [node for node in tree.body if isinstance(node, ast.FunctionDef) or _standard_import(node)]
+            imports = [node for node in tree.body if (names := _modules(node)) and "numpy" not in names]
+            kept = [node for node in tree.body if isinstance(node, ast.FunctionDef) or node in imports]
             return Agreement(entry, tuple(arguments), ast.unparse(ast.Module(kept, [])), "ref_func", _tolerance(tree))
-    checks = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "check"]
+    checks = _functions(tree, "check")
     if checks and (cases := _plain_asserts(checks[0].body, {"candidate", entry})):
         return Calls(entry, cases)
-    call = "\ncheck(candidate)" if checks and not any(map(_calls_check, tree.body)) else ""
+    call = "\ncheck(candidate)" if checks and not any(_called(node) == "check" for node in tree.body) else ""
     return _checks(entry, "", (_without_unused_imports(source) + call,))
 
 
 def tests_from_asserts(asserts: list[str], entry: str, setup: str) -> Tests:
-    """A list of assertions."""
+    """The tests in a list of assertions."""
     body = [node for test in asserts for node in _parse(test).body]
     if not setup.strip() and (cases := _plain_asserts(body, {entry})) and len(cases) == len(asserts):
         return Calls(entry, cases)
@@ -58,8 +62,8 @@ def tests_from_asserts(asserts: list[str], entry: str, setup: str) -> Tests:
 def called_function(test: str) -> str:
     """The function that an assertion is about: the outermost call by name that is no built-in's."""
     for node in ast.walk(_parse(test)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id not in dir(builtins):
-            return node.func.id
+        if isinstance(node, ast.Call) and (name := _called(node)) and name not in dir(builtins):
+            return name
     raise Malformed(f"no function is called in {test[:60]!r}")
 
 
@@ -74,46 +78,58 @@ def _plain_asserts(body: list[ast.stmt], names: set[str]) -> tuple[tuple[str, st
     """(arguments, result) of every assertion, if all of them say name(plain values) == plain value; else None."""
     cases = []
     for node in body:
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            continue  # a docstring
-        if not isinstance(node, ast.Assert) or not isinstance(test := node.test, ast.Compare) or len(test.ops) != 1:
-            return None
-        made = test.left
-        if not isinstance(test.ops[0], ast.Eq) or not isinstance(made, ast.Call) or made.keywords:
-            return None
-        if not isinstance(made.func, ast.Name) or made.func.id not in names:
-            return None
-        try:
-            arguments = [ast.literal_eval(argument) for argument in made.args]
-            cases.append((dumps(arguments), dumps(ast.literal_eval(test.comparators[0]))))
-        except (ValueError, TypeError):
-            return None
+        match node:
+            case ast.Expr(value=ast.Constant()):
+                continue  # a docstring
+            case ast.Assert(
+                test=ast.Compare(
+                    left=ast.Call(func=ast.Name(id=name), args=given, keywords=[]), ops=[ast.Eq()], comparators=[expected]
+                )
+            ) if name in names:
+                try:
+                    cases.append((dumps([ast.literal_eval(one) for one in given]), dumps(ast.literal_eval(expected))))
+                except (ValueError, TypeError):
+                    return None
+            case _:
+                return None
     return tuple(cases)
 
 
 def _checks(entry: str, setup: str, tests: tuple[str, ...]) -> Checks:
     """Tests to run, if they can: of modules and names they may use the standard library's and their own, and the function."""
     tree = _parse("\n".join((setup, *tests)))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
-            if foreign := [name for name in names if name.partition(".")[0] not in sys.stdlib_module_names]:
-                raise Malformed(f"the test imports {foreign[0]}, and the sandbox has the standard library alone")
-            if loaders := [name for name in names if name.partition(".")[0] in _LOADERS]:
-                raise Malformed(f"the test imports {loaders[0]}, which would run a completion's text among the tests")
-    if not _uses(tree, entry):
+    modules = [module for node in ast.walk(tree) for module in _modules(node)]
+    if foreign := [module for module in modules if module not in sys.stdlib_module_names]:
+        raise Malformed(f"the test imports {foreign[0]}, and the sandbox has the standard library alone")
+    if loaders := [module for module in modules if module in _LOADERS]:
+        raise Malformed(f"the test imports {loaders[0]}, which would run a completion's text among the tests")
+    # The function has to be used anywhere but as the argument of check(…).
+    known = {entry, "candidate", *(argument.arg for node in _functions(tree, "check") for argument in node.args.args)}
+    if not known & _names(ast.Module([node for node in tree.body if _called(node) != "check"], []), ast.Load):
         raise Malformed(f"the test never calls {entry}, so every program would pass it")
     if unknown := sorted(_names(tree, ast.Load) - _defined_names(tree) - set(dir(builtins)) - {entry, "candidate", "__name__"}):
         raise Malformed(f"the test uses {unknown[0]}, which neither it nor Python defines")
     return Checks(entry, setup, tests)
 
 
-def _uses(tree: ast.Module, entry: str) -> bool:
-    """Whether the function is used anywhere but as the argument of check(…)."""
-    checks = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "check"]
-    known = {entry, "candidate", *(argument.arg for node in checks for argument in node.args.args)}
-    rest = [node for node in tree.body if not _calls_check(node)]
-    return bool(known & _names(ast.Module(rest, []), ast.Load))
+def _called(node: ast.AST) -> str:
+    """The function that a call, or a statement that is one, calls by name; "" for any other node."""
+    match node:
+        case ast.Expr(value=ast.Call(func=ast.Name(id=name))) | ast.Call(func=ast.Name(id=name)):
+            return name
+    return ""
+
+
+def _functions(tree: ast.Module, name: str) -> list[ast.FunctionDef]:
+    """The functions of this name at the top level."""
+    return [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+
+
+def _modules(node: ast.AST) -> list[str]:
+    """The top-level packages that a statement imports."""
+    names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+    names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+    return [name.partition(".")[0] for name in names]
 
 
 def _names(tree: ast.Module, context: type[ast.expr_context]) -> set[str]:
@@ -138,11 +154,11 @@ def _defined_names(tree: ast.Module) -> set[str]:
 def _assertions(tree: ast.Module) -> list[list[ast.expr]]:
     """Arguments of every call of EvalPlus' assertion(result, expected, tolerance)."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) == 3]
-    return [call.args for call in calls if isinstance(call.func, ast.Name) and call.func.id == "assertion"]
+    return [call.args for call in calls if _called(call) == "assertion"]
 
 
 def _expected_expression(tree: ast.Module, entry: str) -> str:
-    """What EvalPlus' assertion(…) compares the function's bare result with; "" for any other form."""
+    """The expression that EvalPlus' assertion(…) compares the function's bare result with; "" for any other form."""
     bare = ("candidate(*inp)", f"{entry}(*inp)")
     found = {ast.unparse(expected) for got, expected, _ in _assertions(tree) if ast.unparse(got) in bare}
     calls = sum(isinstance(node, ast.Call) and ast.unparse(node.func) in ("candidate", entry) for node in ast.walk(tree))
@@ -150,13 +166,13 @@ def _expected_expression(tree: ast.Module, entry: str) -> str:
 
 
 def _equality(tree: ast.Module) -> Literal["same", "sets", "presence"]:
-    """What EvalPlus' own assertion(out, exp, atol) takes for equal, where a test defines it."""
-    text = "".join(ast.unparse(node) for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "assertion")
+    """The equality of EvalPlus' own assertion(out, exp, atol), where a test defines one."""
+    text = "".join(map(ast.unparse, _functions(tree, "assertion")))
     return "sets" if "set(out)" in text else "presence" if "out is not None" in text else "same"
 
 
 def _without_unused_imports(source: str) -> str:
-    """EvalPlus imports numpy into every test, whether or not it is used."""
+    """The source without unused imports: EvalPlus imports numpy into every test."""
     tree = _parse(source)
     used = _names(tree, ast.Load)
     unused = [
@@ -169,14 +185,8 @@ def _import_name(alias: ast.alias) -> str:
     return (alias.asname or alias.name).partition(".")[0]
 
 
-def _target(node: ast.AST) -> str | None:
-    if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-        return node.targets[0].id
-    return None
-
-
 def _literal(node: ast.expr) -> Any:
-    """The value of an expression that is written out; None where it has to be run."""
+    """The value of a literal expression; None for an expression that has to be run."""
     try:
         return ast.literal_eval(_NamedConstants().visit(copy.deepcopy(node)))
     except (ValueError, TypeError, RecursionError, MemoryError):
@@ -184,7 +194,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 class _NamedConstants(ast.NodeTransformer):
-    """Values that repr writes as names or calls: inf, nan, float("inf"), set()."""
+    """Turns values that repr writes as names or calls (inf, nan, float("inf")) into constants."""
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         return ast.Constant(float(node.id)) if node.id in ("inf", "nan") else node
@@ -200,14 +210,3 @@ def _tolerance(tree: ast.Module) -> float:
     """The third argument of EvalPlus' assertion(…), and at least what it allows by itself."""
     given = [_literal(tolerance) for _, _, tolerance in _assertions(tree)]
     return max([FLOAT_TOLERANCE, *(float(value) for value in given if isinstance(value, int | float))])
-
-
-def _standard_import(node: ast.stmt) -> bool:
-    names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-    names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-    return bool(names) and not any(name.partition(".")[0] == "numpy" for name in names)
-
-
-def _calls_check(node: ast.stmt) -> bool:
-    call = node.value if isinstance(node, ast.Expr) else None
-    return isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "check"

@@ -24,7 +24,7 @@ class Opaque:
 
 
 def encode(value: Any) -> Any:
-    """A value as JSON has it. Subclasses become what they derive from, by that type's own methods, not by theirs."""
+    """A value as plain JSON data. Instances of subclasses become their base type by its methods, not their own."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -76,7 +76,7 @@ def loads(line: str | bytes) -> Any:
 
 
 def same(got: Any, expected: Any, tolerance: float = 0.0) -> bool:
-    """Python's ==, but for numbers that may differ by `tolerance`, absolute or relative, wherever a float is in play.
+    """Equality as Python's ==, except that a float may differ by `tolerance`, absolute or relative.
 
     Nothing that overrides == gets here: both are what `decode` makes. NaN is NaN.
     """

@@ -13,6 +13,8 @@ from corral.lab.tasks.messages import chat_text
 from corral.lab.tasks.procedural import digest
 from corral.validate import require
 
+# -------------------------------------------------------------------------------------------------------- word problems
+
 
 @dataclass(frozen=True, kw_only=True)
 class GSM8K(MathTask):
@@ -39,8 +41,8 @@ class GSM8K(MathTask):
         return question, answer.strip()
 
     def right(self, golds: Sequence[str], answers: Sequence[str]) -> list[bool]:
-        """One number, the same."""
-        return [same_number(gold, answer) for gold, answer in zip(golds, answers, strict=True)]
+        """True for each answer that is one number, equal to the reference."""
+        return list(map(same_number, golds, answers))
 
 
 _Part = Literal["all", "sft", "rl"]
@@ -50,7 +52,7 @@ HELD_OUT = {"svamp": ("MU-NLPC/Calc-svamp", "test")}
 """Files of a folder by name, and where the same problems are on the hub: data set and split."""
 
 _DECIMALS = 4
-"""Of an answer: one with more is a fraction cut off, and no completion would be right to the letter."""
+"""Most decimals of an answer; an answer with more is a truncated fraction, which no completion would match."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,7 @@ class WordProblems(GSM8K):
     HUB: ClassVar[Hub | None] = None  # there are three, named above
 
     part: _Part = "all"
-    """Of the training problems: all, or one of two halves, so that a supervised warm-up and reinforcement share none."""
+    """Training problems to use: all, or one of two halves, so that supervised warm-up and reinforcement share none."""
     max_completion_length: int = 128
     """Tokens that a right completion may need."""
 
@@ -81,7 +83,7 @@ class WordProblems(GSM8K):
         super().__post_init__()
 
     def problem(self, row: Row) -> tuple[str, str]:
-        """The story with its question, and the number; the unit that ASDiv gives in brackets is dropped."""
+        """The story with its question, and the number; ASDiv's unit in brackets is dropped."""
         row = {str(key).lower(): value for key, value in row.items()}
         if "body" in row:  # without a full stop now and then
             body, question = text_column(row, "body").strip(), text_column(row, "question").strip()
@@ -113,7 +115,7 @@ class WordProblems(GSM8K):
         return read_file(find_split(folder, name, self.name), self.name)
 
     def _distinct(self, rows: Rows, leaked: Container[str]) -> Iterator[tuple[str, Row | Malformed]]:
-        """Training rows whose answer is a number, each once, none with the words of a held-out one, of the part asked for."""
+        """Distinct training rows of the requested part with a numeric answer and without the words of a held-out problem."""
         seen = set()
         for place, row in rows:
             if not isinstance(row, Malformed):
@@ -121,33 +123,26 @@ class WordProblems(GSM8K):
                     prompt = self.problem(row)[0]
                 except Malformed:
                     continue  # a name or a time: no defect of the data
-                same = words(prompt, numbers=True)
-                if same in seen or words(prompt, numbers=False) in leaked or not self._in_part(same):
+                same = words(prompt, numbers=True)  # two ways of writing one problem are in the same half
+                in_part = self.part == "all" or digest(same) % 2 == (self.part == "rl")
+                if same in seen or words(prompt, numbers=False) in leaked or not in_part:
                     continue
                 seen.add(same)
             yield place, row
 
-    def _in_part(self, same: str) -> bool:
-        """By the words: two ways of writing one problem are in the same half."""
-        return self.part == "all" or digest(same) % 2 == (self.part == "rl")
-
 
 def words(text: str, *, numbers: bool) -> str:
-    """A problem's words without case and punctuation; without `numbers`, every number is the same one."""
+    """A problem's words without case and punctuation; unless `numbers`, every number becomes `#`."""
     found = re.findall(r"[a-z]+|\d+(?:[.,]\d+)*", text.lower())
     return " ".join(word if numbers or not word[0].isdigit() else "#" for word in found)
 
 
-DAPO_BEFORE = (
-    "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer "
-    "(without quotes) where $Answer is the answer to the problem.\n\n"
-)
-DAPO_AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
+# --------------------------------------------------------------------------------------------------------- competitions
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Evaluation(MathTask):
-    r"""A row has `problem` (or `question`) and `answer`; without an answer, the last \boxed{…} of `solution` is it."""
+    r"""Base of evaluation tasks. A row has `problem` or `question`, and `answer` or a `solution` with a last \boxed{…}."""
 
     held_out: str | float | int | None = 1.0
     """A file of held-out problems, or the share of `path`'s problems that is held out: by default all of them."""
@@ -166,7 +161,6 @@ class _Evaluation(MathTask):
         return prompt, box
 
 
-@dataclass(frozen=True, kw_only=True)
 class MATH500(_Evaluation):
     """500 problems of MATH (Hendrycks et al. 2021; Lightman et al. 2023): `HuggingFaceH4/MATH-500`."""
 
@@ -174,7 +168,6 @@ class MATH500(_Evaluation):
     HUB: ClassVar[Hub | None] = Hub("HuggingFaceH4/MATH-500", train="test")
 
 
-@dataclass(frozen=True, kw_only=True)
 class AIME24(_Evaluation):
     """The 30 problems of AIME 2024, whole numbers from 0 to 999: `HuggingFaceH4/aime_2024`."""
 
@@ -182,7 +175,6 @@ class AIME24(_Evaluation):
     HUB: ClassVar[Hub | None] = Hub("HuggingFaceH4/aime_2024", train="train")
 
 
-@dataclass(frozen=True, kw_only=True)
 class AIME25(_Evaluation):
     """The 30 problems of AIME 2025, whole numbers from 0 to 999: `math-ai/aime25`."""
 
@@ -190,12 +182,18 @@ class AIME25(_Evaluation):
     HUB: ClassVar[Hub | None] = Hub("math-ai/aime25", train="test")
 
 
-@dataclass(frozen=True, kw_only=True)
 class AMC(_Evaluation):
     """83 problems of AMC 12, 2022 and 2023: `AI-MO/aimo-validation-amc`. Answers may be floats: 142.0 is 142."""
 
     name: ClassVar[str] = "amc"
     HUB: ClassVar[Hub | None] = Hub("AI-MO/aimo-validation-amc", train="train")
+
+
+DAPO_BEFORE = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer "
+    "(without quotes) where $Answer is the answer to the problem.\n\n"
+)
+DAPO_AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
 
 
 @dataclass(frozen=True, kw_only=True)
