@@ -33,8 +33,7 @@ _PIECE = 2000
 """Number of states in a chunk that the critic processes on a CPU: at 128 numbers each, a chunk is 1 MB in float32."""
 
 _ENTROPY_OF_ONE = 0.5 * math.log(2 * math.pi * math.e)
-"""Entropy of a Gaussian with standard deviation 1. Entropy per parameter minus this constant is a mean log standard
-deviation."""
+"""Entropy of a Gaussian with standard deviation 1. Subtracted from entropy per parameter, it leaves a mean log deviation."""
 
 
 class Credit(NamedTuple):
@@ -235,8 +234,7 @@ class Learner(ABC):
         }
 
     def gaussians(self, context: Float[Tensor, "E C"]) -> tuple[Float[Tensor, "E W"], Float[Tensor, "*c W W"]]:
-        """Gaussians of the policy at each plan's context. Plans of a context are adjacent, and the network computes each
-        context once."""
+        """Gaussians of the policy at each plan's context, computed once per context; plans of a context are adjacent."""
         plans = self.config.plans_per_context
         if plans == 1:
             return self.policy(context)

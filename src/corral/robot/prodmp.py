@@ -182,8 +182,7 @@ class ProDMP:
         return self._design(times, start_time).to(times)
 
     def _design(self, times: Tensor, start_time: float | Tensor) -> Design:
-        """Compute the map in float64 on the CPU, at a cost independent of the batch. Gradients flow back to the device of
-        `times`."""
+        """Compute the map in float64 on the CPU, at a cost independent of the batch. Gradients flow back to `times`."""
         if not times.is_floating_point() or not times.ndim:
             raise ValueError(f"ProDMP: `times` is [*, T] in seconds, floating point; got {list(times.shape)} {times.dtype}.")
         times = times.cpu().double()

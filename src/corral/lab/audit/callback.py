@@ -55,8 +55,7 @@ def audit(
     resume: bool | None = None,
     alert_above: float | None = None,
 ) -> "AuditCallback":
-    """Record in the folder `out`, during `trainer.train()`, how far updates move the policy. `corral audit OUT` shows the
-    result.
+    """Record in the folder `out`, during `trainer.train()`, how far updates move the policy, for `corral audit OUT`.
 
     Args:
         trainer: a GRPOTrainer, stock or corral's, before `train()`.

@@ -24,8 +24,8 @@ class Tokens:
     """Columns [N]. A missing number is NaN; a column without any number may be None."""
 
     measure: Literal["sampled", "support", "whole"]
-    """Distributions that divergences are computed on: the sampled token against all others, a support and its tail, or the
-    whole vocabulary."""
+    """Distributions of the divergences: the sampled token against all others, a support and its tail, or the whole
+    vocabulary."""
     step: Ints
     sequence: Ints
     """Number of the completion within its step or the dump."""

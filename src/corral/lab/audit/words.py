@@ -23,8 +23,7 @@ _NAMES = {"clip": "clipping 1 ± ε", "dppo_tv": "DPPO on TV", "dppo_kl": "DPPO 
 
 
 def sentences(summary: Summary, info: Mapping[str, Any]) -> list[str]:
-    """Sentences on the compared policies, their distances, the effect of clipping, and the effect of each rule on one more
-    update."""
+    """Sentences on the compared policies, their distances, the effect of clipping, and the effect of other rules."""
     whole, distances, steps = summary.measure == "whole", summary.distances, summary.steps
     tokens, remarks = count(summary.tokens, "token"), list(map(str, info.get("remarks") or ()))
     tokens += f" of {count(summary.sequences, 'completion')}"

@@ -28,8 +28,7 @@ class GraphedSAC(SAC):
 
     @property
     def replays(self) -> bool:
-        """Return True if updates are replays of a graph: on a GPU, without gSDE and without SAC options that no baseline here
-        sets."""
+        """Return True if updates are replays of a graph: on a GPU, without gSDE and unusual options of SAC."""
         return (
             self.device.type == "cuda"
             and not self.use_sde

@@ -120,8 +120,7 @@ class TRPL(PPO):
 
     @torch.no_grad()
     def _certify(self) -> dict[str, float]:
-        """KL(π_θ‖π_old) over the batch's states, of the network that collects the next batch. A step beyond the bound is
-        retracted."""
+        """KL(π_θ‖π_old) over the batch's states, of the network that collects the next batch, after a retraction if needed."""
         states = self.rollout_buffer.to_torch(self.rollout_buffer.observations)
         old = _gaussian(self.old_policy, states)
 

@@ -101,8 +101,7 @@ def find_cgroup_parent() -> tuple[Path, int] | None:
 
 
 def make_cgroup(parent: Path, version: int) -> MemoryCgroup | None:
-    """Make a group, or return None. Several tries are needed, because another process may remove a new group before it is
-    locked."""
+    """Make a group, or return None. Retries, because another process may remove a new group before it is locked."""
     for _ in range(_TRIES):
         with contextlib.suppress(OSError):
             return MemoryCgroup(parent, version)

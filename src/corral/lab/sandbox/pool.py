@@ -1,5 +1,4 @@
-"""A pool of sandboxed interpreters that runs several programs at a time, with results in order and a deadline for every
-wait."""
+"""A pool of sandboxed interpreters: several programs at a time, results in order, and a deadline for every wait."""
 
 import logging
 import os

@@ -257,7 +257,7 @@ class EvalView(View):
         """Called when the evaluation starts or resumes, with `done` of `total` completions."""
 
     def advance(self, done: int, name: str, right: float) -> None:
-        """Called after each batch with the number of completions and the shares of correct greedy and sampled completions so
+        """Called after each batch: `done` completions exist, and the share `right` of the `name` completions is correct so
         far."""
 
     def end(self, result: Mapping[str, Any], where: Path) -> None:

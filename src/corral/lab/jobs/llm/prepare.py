@@ -307,8 +307,8 @@ def data_to_fetch(settings: Settings) -> list[str]:
 
 
 def model_to_fetch(name: str, *, reachable: bool = True) -> str | None:
-    """The weights that transformers would download from the hub, with their size if the hub reports it; None if there are
-    none."""
+    """The weights that transformers would download from the hub, with their size if the hub reports it; None without a
+    download."""
     if name in PACKAGED and not reachable:
         about = PACKAGED[name]
         return f"{about.title}, which is not installed: `{about.make}`, {about.megabytes} MB"

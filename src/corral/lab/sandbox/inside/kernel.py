@@ -58,8 +58,7 @@ _top = ctypes.c_void_p(ctypes.addressof(_stack) + len(_stack) & ~15)
 
 
 def first_process() -> int:
-    """Start PID 1 of a new PID namespace and return its number here. Its death makes the kernel kill all others in the
-    namespace.
+    """Start PID 1 of a new PID namespace and return its number here. When it dies, the kernel kills all others there.
 
     It runs nothing but libc's pause(), on a stack of its own in this process's memory, with this process's open files: nothing
     is copied for it. This process must have no signal handlers, since they would be its too: without any, the kernel keeps from
