@@ -58,8 +58,7 @@ class WorkerPool(ABC, Generic[_Worker]):
         """Start a new worker."""
 
     def map(self, function: Callable[..., _Result], *items: Sequence[Any]) -> list[_Result]:
-        """Results of `function` for every item, in order, in the pool's own threads. `function` may call `use` but not
-        `map`."""
+        """Results of `function` for every item, in order, on the pool's threads. `function` may call `use` but not `map`."""
         self._check()
         rows = list(zip(*items, strict=True))
         results: list[_Result | None] = [None] * len(rows)
@@ -113,8 +112,8 @@ class WorkerPool(ABC, Generic[_Worker]):
         return result
 
     def _check(self) -> None:
-        """Refuse a closed pool and a forked process, which has no threads of its own and copies locks in their current
-        state."""
+        """Refuse a closed pool, and a pool inherited by a forked process, which lacks its threads and copies its locks as they
+        were."""
         if self._owner != os.getpid():
             raise RuntimeError("pool: it belongs to the process that opened it; open another one after a fork.")
         if self._closed:
@@ -135,8 +134,8 @@ class WorkerPool(ABC, Generic[_Worker]):
         worker.close()
 
     def close(self) -> None:
-        """Wait for running jobs, which time limits bound, and end every worker. A second call or a call in a forked process
-        does nothing."""
+        """Wait for running jobs, bounded by their time limits, and end every worker. Does nothing twice or in a forked
+        process."""
         if self._owner != os.getpid():
             return
         with self._lock:

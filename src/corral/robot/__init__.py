@@ -1,4 +1,4 @@
-"""Robots: smooth trajectories, and credit for their pieces.
+"""Reinforcement learning for robots: smooth trajectories, and credit for their segments.
 
 Importing this needs torch alone; the learners in `corral.robot.tce` and `corral.robot.bbrl` also need `corral[robot]`.
 """
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch when one of these names is first used: settings of a robot are refused without it."""
+    """Import a public name when it is first used, so that importing the package needs no torch."""
     for module in ("prodmp", "segment") if name in __all__ else ():
         there = vars(import_module(f"{__name__}.{module}"))
         globals().update({public: there[public] for public in __all__ if public in there})

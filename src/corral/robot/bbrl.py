@@ -1,4 +1,4 @@
-"""BBRL: one plan per episode, one return for all of it."""
+"""BBRL: one plan per episode, credited with the episode's whole return."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Settings shared by TCE and BBRL, validated."""
+"""Settings shared by TCE and BBRL, with validation."""
 
 import math
 from collections.abc import Callable
@@ -28,7 +28,7 @@ DEVICES = ("cpu", "cuda")
 
 
 def check_device(owner: str, device: str) -> None:
-    """Raise a ValueError for a GPU that is not there."""
+    """Raise a ValueError if the device is a GPU that is not available."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"{owner}: device='cuda', but torch finds no GPU. Leave it at 'cpu'.")
 

@@ -1,4 +1,4 @@
-"""Plays plans or policies: every episode to its end, all environments at once."""
+"""Playing of plans or policies: every episode runs to its end, in all environments at once."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,49 +15,49 @@ from corral.robot.tracking import Array, Tracking
 from corral.robot.vector import Plan, Simulator, nan_in_step, play_plans, reset_each, simulated_copies
 
 _INFO_KEYS = ("success", "event")
-"""Entries that are read from the last step's info."""
+"""Entries read from the last step's info."""
 
 _CONTEXTS, PLANS, SEGMENTS, UPDATES, _HELD_OUT, STATISTICS = range(6)
-"""Purposes of random numbers; each purpose has its own."""
+"""Purposes of random numbers; each purpose has its own stream."""
 
 
 @dataclass(frozen=True, eq=False)
 class Episodes:
-    """A batch of E episodes of up to T steps. Where `mask` is False an episode was already over, and rewards are 0."""
+    """A batch of E episodes of up to T steps. After the end of an episode, `mask` is False and rewards are 0."""
 
     observations: Float[Tensor, "E S O"]
-    """s_0 … s_T, so S = T + 1; after an early end, the last one is repeated."""
+    """Observations s_0 … s_T, so S = T + 1; after an early end, the last observation is repeated."""
     rewards: Float[Tensor, "E T"]
     mask: Bool[Tensor, "E T"]
     actions: Float[Tensor, "E T D"]
-    """As the environment received them, after clipping."""
+    """Actions after clipping, as the environment received them."""
     success: Float[Tensor, "E"]
-    """`success` of the last step's info; NaN where the environment does not say."""
+    """`success` in the last step's info; NaN if the environment does not report it."""
     event: Float[Tensor, "E"]
-    """`event` of the last step's info: the step that decided later rewards, such as a take-off; NaN where there is none."""
+    """`event` in the last step's info: the step that decided later rewards, such as a take-off; NaN if there is none."""
 
     @property
     def returns(self) -> Float[Tensor, "E"]:
-        """Sums of rewards."""
+        """Return of each episode."""
         return self.rewards.sum(-1)
 
     @staticmethod
     def cat(parts: "Sequence[Episodes]") -> "Episodes":
-        """Join batches of episodes, one after the other."""
+        """Concatenate batches of episodes."""
         return Episodes(*map(torch.cat, zip(*(vars(part).values() for part in parts), strict=True)))
 
     def to(self, device: str) -> "Episodes":
-        """The same episodes on a device."""
+        """The episodes on another device."""
         return Episodes(*(x.to(device) for x in vars(self).values()))
 
 
 def episode_seeds(seed: int, iteration: int, count: int, purpose: int = _CONTEXTS) -> list[int]:
-    """Seeds of an iteration: a function of these numbers, so that a resumed run meets the same contexts."""
+    """Seeds of an iteration, a pure function of the arguments, so that a resumed run has equal contexts."""
     return [int(value) for value in np.random.SeedSequence([seed, iteration, purpose]).generate_state(count)]
 
 
 def held_out_seeds(count: int) -> list[int]:
-    """Seeds of contexts for evaluation: the same for every run and every algorithm, and in no run's training."""
+    """Seeds of contexts for evaluation, common to all runs and algorithms and never used in training."""
     return episode_seeds(0, 0, count, _HELD_OUT)
 
 
@@ -101,23 +101,23 @@ class Plant:
             )
 
     def rounds(self, count: int) -> list[slice]:
-        """Slices of `count` episodes that are played together."""
+        """Slices of `count` episodes that are played at the same time."""
         return [slice(first, min(first + self.envs.num_envs, count)) for first in range(0, count, self.envs.num_envs)]
 
     def start(self, seeds: Sequence[int]) -> Array:
-        """Begin episodes, at most one per environment; their first observations [E O] are the contexts."""
+        """Begin episodes, at most one per environment, and return their first observations [E O], the contexts."""
         if not 1 <= len(seeds) <= self.envs.num_envs:
             raise ValueError(f"Plant: from 1 to {self.envs.num_envs} episodes at a time, one an environment; got {len(seeds)}.")
         observation, _ = reset_each(self.envs, [*seeds, *[seeds[-1]] * (self.envs.num_envs - len(seeds))])
         return np.asarray(observation, np.float64)[: len(seeds)]
 
     def follow(self, context: Array, positions: Array, velocities: Array) -> Episodes:
-        """Follow plans [E T D] from where `start` left off."""
+        """Follow plans [E T D] from the state after `start`."""
         return self.follow_anew(context, lambda _: (positions, velocities), self.steps)
 
     def follow_anew(self, context: Array, plan: Plan, every: int, *, learned_from: bool = False) -> Episodes:
-        """Follow plans that are made as the episodes go on, `plan(observations)` for the next `every` steps, from where `start`
-        left off: as one batch where the task allows it, else step by step."""
+        """Follow plans made during the episodes: after `start`, `plan(observations)` gives the next `every` steps. A task that
+        allows it is played as one batch, others step by step."""
         if not self._copies:
             positions: Array = np.empty(0)
             velocities: Array = positions
@@ -138,7 +138,7 @@ class Plant:
         return Episodes(*map(torch.from_numpy, arrays))
 
     def act(self, context: Array, policy: Callable[[int, Array], Array]) -> Episodes:
-        """Let `policy(t, observations [E O])` choose the actions [E D] from where `start` left off; they are clipped."""
+        """Play actions [E D] chosen by `policy(t, observations [E O])` from the state after `start`; actions are clipped."""
         space, steps, count = self.action_space, self.steps, len(context)
         idle = self.envs.num_envs - count  # environments without an episode repeat the last one's actions
         observations = np.repeat(context[:, None], steps + 1, 1)
@@ -170,7 +170,7 @@ class Plant:
 
 
 def read_info(info: Mapping[str, Any], name: str, count: int) -> Array:
-    """Read an entry of the info for each of `count` environments [E]; NaN where an environment lacks it."""
+    """An entry of the info for each of `count` environments [E]; NaN if an environment lacks the entry."""
     if name not in info:
         return np.full(count, np.nan)
     present = np.asarray(info.get(f"_{name}", True))  # Gymnasium's mask of who has the entry
@@ -178,7 +178,7 @@ def read_info(info: Mapping[str, Any], name: str, count: int) -> Array:
 
 
 def check_finite(observations: Array, rewards: Array) -> None:
-    """Refuse numbers that no policy can learn from, before they reach one."""
+    """Refuse non-finite numbers before they reach a policy."""
     if not (np.isfinite(rewards).all() and np.isfinite(observations).all()):
         raise ValueError(
             "Plant: an environment returned NaN or infinite observations or rewards. Has its simulation become unstable?"

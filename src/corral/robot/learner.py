@@ -1,4 +1,4 @@
-"""The loop of an episodic learner: draw plans, play them, update critic and policy inside the trust region."""
+"""The training loop of an episodic learner: draw plans, play them, update critic and policy inside the trust region."""
 
 import math
 from abc import ABC, abstractmethod
@@ -24,16 +24,16 @@ from corral.robot.segment import normalise_advantages
 from corral.validate import number_in
 
 _LAST_RATE = 0.01
-"""Share of its first value to which a learning rate falls."""
+"""Ratio of a learning rate's last value to its first."""
 
 _RESETS = 256
-"""Number of contexts whose mean and standard deviation normalise a policy's inputs."""
+"""Number of resets whose contexts give the mean and standard deviation that normalise a policy's inputs."""
 
 _PIECE = 2000
-"""States of a batch that go through the critic together on a CPU: 128 numbers of each are 1 MB in float32."""
+"""Number of states in a chunk that the critic processes on a CPU: at 128 numbers each, a chunk is 1 MB in float32."""
 
 _ENTROPY_OF_ONE = 0.5 * math.log(2 * math.pi * math.e)
-"""Entropy of a Gaussian with standard deviation 1; an entropy per parameter less this is the logarithm of a mean deviation."""
+"""Entropy of a Gaussian with standard deviation 1. Subtracted from entropy per parameter, it leaves a mean log deviation."""
 
 
 class Credit(NamedTuple):
@@ -41,10 +41,10 @@ class Credit(NamedTuple):
 
     advantages: Float[Tensor, "E N"]
     mask: Bool[Tensor, "E N"]
-    """True for advantages that count."""
+    """True for advantages in use."""
     inputs: Float[Tensor, "S O"] | None = None
     targets: Float[Tensor, "S"] | None = None
-    """Values that V should have had at `inputs`; None where no critic is fitted."""
+    """Targets of V at `inputs`; None if no critic is fitted."""
 
 
 class Learner(ABC):
@@ -108,25 +108,25 @@ class Learner(ABC):
 
     @abstractmethod
     def log_prob(self, params: Tensor, mean: Tensor, chol: Tensor) -> Tensor:
-        """Log-density [E N] of what was drawn."""
+        """Log-density [E N] of the segments or plans that were drawn."""
 
     @abstractmethod
     def states(self, episodes: Episodes) -> Tensor:
-        """The observations [S O] that V is fitted at."""
+        """The states [S O] at which V is fitted."""
 
     @abstractmethod
     def credit(self, episodes: Episodes) -> Credit:
-        """Advantages and critic targets of this batch, from the critic before it is fitted."""
+        """Advantages and critic targets of this batch, computed before the critic is fitted to it."""
 
     def critic_size(self, observation: int) -> int:
-        """Number of V's inputs where an observation has `observation` numbers."""
+        """Number of inputs of V for observations with `observation` numbers."""
         return observation
 
     def begin_batch(self, plans: Plans) -> None:  # noqa: B027  # not every learner decides anything
-        """Set up what stays fixed during a batch's updates; `plans` are the old policy's."""
+        """Set up the constants of a batch's updates; `plans` come from the old policy."""
 
     def step(self) -> dict[str, float]:
-        """One batch of episodes and its updates; returns metrics."""
+        """Train on a batch of episodes and return metrics."""
         decay_over = self.config.decay_over or self.config.iterations
         left = 1 - (1 - _LAST_RATE) * min(1.0, self.iteration / decay_over)
         self.policy_optimizer.param_groups[0]["lr"] = self.config.policy_rate * left
@@ -139,7 +139,7 @@ class Learner(ABC):
         return {"env_steps": float(self.env_steps), **metrics}
 
     def sample(self) -> tuple[Episodes, Plans]:
-        """This batch's episodes, of plans drawn for new contexts."""
+        """Episodes of this batch, with plans drawn for new contexts."""
         plans = self.config.plans_per_context
         contexts = episode_seeds(self.seed, self.iteration, self.config.episodes // plans)
         seeds = [seed for seed in contexts for _ in range(plans)]
@@ -147,15 +147,15 @@ class Learner(ABC):
         return self.planner.play(seeds, mirror(noise) if self.config.mirrored else noise, learned_from=True)
 
     def evaluate(self, seeds: list[int]) -> Episodes:
-        """Episodes of the mean plans: the policy without exploration."""
+        """Episodes of the mean plans, that is of the policy without exploration."""
         return self.planner.play(seeds, None)[0]
 
     def explore(self, seeds: list[int]) -> Episodes:
-        """Episodes of plans drawn as in training."""
+        """Episodes of plans drawn with the exploration of training."""
         return self.planner.play(seeds, self.planner.noise(len(seeds), seeds[0]))[0]
 
     def improve(self, episodes: Episodes, plans: Plans) -> dict[str, float]:
-        """Credit, then the critic's updates, then the policy's; metrics are those of the last of each."""
+        """Credit the batch, then update the critic, then the policy. Metrics come from the last update of each."""
         episodes, plans = episodes.to(self.config.device), plans.to(self.config.device)  # they were played on the CPU
         if self.config.plans_per_context == 1 and self.config.normalise_critic:
             self.critic.normaliser.update(self.states(episodes))
@@ -181,21 +181,21 @@ class Learner(ABC):
 
     @torch.no_grad()
     def deployed_kl(self, context: Float[Tensor, "E C"], old: Plans) -> Float[Tensor, " E"]:
-        """KL(π_θ‖π_old) at each context, in nats per plan, of the network that draws the next batch: no projection is in it."""
+        """KL(π_θ‖π_old) at each context, in nats per plan, of the unprojected network that draws the next batch."""
         mean, chol = self.gaussians(context)
         return gaussian_kl(mean, chol, old.mean, old.chol).total
 
     def values(self, states: Float[Tensor, "*b O"]) -> Float[Tensor, "*b"]:
-        """V in the run's precision."""
+        """Values of V in the run's precision."""
         return self.critic(states).to(self.dtype)
 
     def credit_among_plans(self, earned: Float[Tensor, "E N"], mask: Bool[Tensor, "E N"]) -> Credit:
-        """Advantages over the other plans for the same context; there is nothing to fit."""
+        """Advantages over the other plans for an equal context, without a critic."""
         apart = leave_one_out(earned, self.config.plans_per_context, mirrored=self.config.mirrored)
         return Credit(normalise_advantages(apart, mask), mask)
 
     def improve_critic(self, inputs: Float[Tensor, "S O"], targets: Float[Tensor, " S"]) -> Tensor:
-        """One full-batch step on V's squared error at normalised inputs, in pieces whose activations stay in a CPU's cache."""
+        """Make a full-batch step on V's squared error at normalised inputs, in chunks whose activations fit a CPU's cache."""
         piece = _PIECE if inputs.device.type == "cpu" else len(inputs)
         self.critic_optimizer.zero_grad()
         loss = targets.new_zeros(())
@@ -207,7 +207,7 @@ class Learner(ABC):
         return loss
 
     def improve_policy(self, context: Tensor, plans: Plans, credit: Credit, log_old: Tensor) -> dict[str, Tensor]:
-        """One full-batch step on the policy's loss."""
+        """Make a full-batch step on the policy's loss."""
         mean, chol = self.gaussians(context)
         projected, factor = self.project(mean, chol, plans)
         log_ratio = self.log_prob(plans.params, projected.mean, factor) - log_old
@@ -234,7 +234,7 @@ class Learner(ABC):
         }
 
     def gaussians(self, context: Float[Tensor, "E C"]) -> tuple[Float[Tensor, "E W"], Float[Tensor, "*c W W"]]:
-        """The policy at each plan's context; plans of one context follow one another, and the network sees it once."""
+        """Gaussians of the policy at each plan's context, computed once per context; plans of a context are adjacent."""
         plans = self.config.plans_per_context
         if plans == 1:
             return self.policy(context)
@@ -242,7 +242,7 @@ class Learner(ABC):
         return mean.repeat_interleave(plans, 0), chol if chol.ndim == 2 else chol.repeat_interleave(plans, 0)
 
     def project(self, mean: Tensor, chol: Tensor, old: Plans) -> tuple[GaussianProjection, Tensor]:
-        """The policy in its trust region, and its factor with enough entropy."""
+        """The projected policy, and its Cholesky factor with the entropy floor applied."""
         config = self.config
         bounds = {"mean_bound": config.mean_bound, "cov_bound": config.cov_bound}
         projected = PROJECTIONS[config.projection](mean, chol, old.mean, old.chol, **bounds)
@@ -259,18 +259,18 @@ class Learner(ABC):
         return projected, factor
 
     def state(self) -> dict[str, Any]:
-        """A checkpoint: networks, optimizers and counters; a copy, which later steps do not change."""
+        """A checkpoint of networks, optimizers and counters, as a copy that later steps do not change."""
         counters = {"iteration": self.iteration, "env_steps": self.env_steps, "first_entropy": self.first_entropy}
         return deepcopy({key: part.state_dict() for key, part in self._parts().items()} | counters)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state`."""
+        """Resume from a `state`."""
         for key, part in self._parts().items():
             part.load_state_dict(deepcopy(state[key]))  # optimizers would go on with these very tensors
         self.iteration, self.env_steps, self.first_entropy = (state[x] for x in ("iteration", "env_steps", "first_entropy"))
 
     def _parts(self) -> dict[str, Any]:
-        """Networks and optimizers, which have a state dict each."""
+        """Networks and optimizers, each with a state dict."""
         return {
             "policy": self.policy,
             "critic": self.critic,
@@ -289,7 +289,7 @@ def mirror(noise: Float[Tensor, "E *w"]) -> Float[Tensor, "E *w"]:
 
 
 def leave_one_out(credit: Float[Tensor, "E N"], plans: int, *, mirrored: bool = False) -> Float[Tensor, "E N"]:
-    """Return of each plan less the mean return of the other plans for its context, segment by segment.
+    """Return of each plan minus the mean return of the other plans for its context, segment by segment.
 
         A_i = R_i − mean_{j∉i} R_j          j ∉ i: other plans; with mirrored pairs, plans of other pairs
 

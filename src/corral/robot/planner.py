@@ -1,4 +1,4 @@
-"""Contexts → plans → episodes: one plan per episode, or a new one every so many steps from the state reached by then."""
+"""Contexts → plans → episodes: one plan per episode, or a new plan every few steps from the current state."""
 
 from typing import Literal, NamedTuple, cast
 
@@ -15,7 +15,7 @@ PlanStart = Literal["desired", "state"]
 
 
 class Plans(NamedTuple):
-    """Trajectory parameters drawn for a batch, and the Gaussian they came from: the old policy of this batch's updates.
+    """Trajectory parameters drawn for a batch, with the Gaussian that drew them: the old policy of this batch's updates.
 
     One row for each of the E plans that were begun: the first plans of all episodes, then the second ones, …
     """
@@ -23,23 +23,23 @@ class Plans(NamedTuple):
     params: Float[Tensor, "E W"]
     mean: Float[Tensor, "E W"]
     chol: Float[Tensor, "*c W W"]
-    """One factor for all, or one for each plan."""
+    """A factor common to all plans, or a factor for each plan."""
     sizes: tuple[int, ...]
-    """Numbers of first plans, second plans, …"""
+    """Number of first plans, of second plans, …"""
 
     def to(self, device: str) -> "Plans":
-        """The same plans on a device."""
+        """The plans on another device."""
         return Plans(self.params.to(device), self.mean.to(device), self.chol.to(device), self.sizes)
 
 
 def split_plans(sizes: tuple[int, ...], params: Tensor, mean: Tensor, chol: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Parameters, means and factors of the first plans, of the second ones, …"""
+    """Parameters, means and factors of the first plans, of the second plans, …"""
     factors = chol.split(sizes) if chol.ndim == 3 else [chol] * len(sizes)
     return list(zip(params.split(sizes), mean.split(sizes), factors, strict=True))
 
 
 class Planner:
-    """Draws plans from a policy and follows them.
+    """Planner that draws plans from a policy and follows them.
 
         w_k ~ N(μ(s_t), Σ)   at t = k R,   followed for R steps from (y_b, v_b) at time t Δt on
 
@@ -77,7 +77,7 @@ class Planner:
         self.starts = [dt * self.every * index for index in range(self.count)]
         pieces = zip(self.times.split(self.every), self.starts, strict=True)
         self.positions = [prodmp.design(times, begin).position for times, begin in pieces]
-        """∂y/∂params [R M] of the first plan, the second, …"""
+        """Derivative ∂y/∂params [R M] of the first plan, the second, …"""
 
     def noise(self, count: int, seed: int) -> Float[Tensor, "E P W"]:
         """Standard normal numbers for `count` episodes."""
@@ -89,7 +89,7 @@ class Planner:
     def play(
         self, seeds: list[int], noise: Float[Tensor, "E P W"] | None, *, learned_from: bool = False
     ) -> tuple[Episodes, Plans]:
-        """Episodes of the plans μ(s) + L · noise, or without noise of the mean plans.
+        """Play episodes of the plans μ(s) + L · noise, or of the mean plans without noise.
 
         They are played in several rounds where there are fewer environments than seeds.
         """
@@ -107,20 +107,20 @@ class Planner:
         return played, Plans(torch.cat(params, 1)[begun], torch.cat(mean, 1)[begun], factor, sizes)
 
     def begun(self, episodes: Episodes) -> Bool[Tensor, "P E"]:
-        """The plans that were begun: episodes that were still played when their first plan, their second one, … was due."""
+        """True for plans that began: an episode was still running when its first plan, its second plan, … was due."""
         return episodes.mask[:, :: self.every].T
 
     def contexts(self, episodes: Episodes) -> Float[Tensor, "N O"]:
-        """The observations that the policy planned from, row by row as in `Plans`."""
+        """Observations from which the policy planned, with rows as in `Plans`."""
         return episodes.observations[:, : -1 : self.every].transpose(0, 1)[self.begun(episodes)]
 
     def cut(self, episodes: Episodes, values: Tensor) -> Tensor:
-        """Values of every step [E T …], plan by plan [N R …], row by row as in `Plans`."""
+        """Values of every step [E T …] split by plan [N R …], with rows as in `Plans`."""
         return values.unflatten(1, (self.count, self.every)).transpose(0, 1)[self.begun(episodes)]
 
 
 class _Round:
-    """The plans of episodes that are played together, made as the episodes go on."""
+    """Plans of episodes that are played at the same time, made during the episodes."""
 
     def __init__(self, planner: Planner, noise: Tensor | None) -> None:
         self.planner, self.noise, self.drawn = planner, noise, list[tuple[Tensor, Tensor, Tensor]]()
@@ -128,7 +128,7 @@ class _Round:
 
     @torch.no_grad()
     def plan(self, observation: Array) -> tuple[Array, Array]:
-        """The next plans [E R D] in these states [E O]. The policy answers where it is; all that follows is on the CPU."""
+        """The next plans [E R D] in these states [E O]. The policy runs on its own device, and all else on the CPU."""
         planner, index = self.planner, len(self.drawn)
         mean, chol = (x.cpu() for x in planner.policy(torch.from_numpy(observation).to(planner.policy.log_diagonal)))
         params = mean

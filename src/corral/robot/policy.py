@@ -8,13 +8,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 _CONSTANT = 1e-8
-"""Standard deviations up to this are rounding, of an entry that is the same after every reset."""
+"""Largest standard deviation that counts as rounding error of a constant entry."""
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "leaky_relu": nn.LeakyReLU}
 
 
 def mlp(inputs: int, hidden: Sequence[int], outputs: int, activation: str, gain: float) -> nn.Sequential:
-    """Orthogonal layers; `gain` scales the last one."""
+    """Network of orthogonally initialised layers; `gain` scales the last layer."""
     if not hidden:
         raise ValueError("mlp: `hidden` holds the width of at least one layer; got none.")
     if activation not in ACTIVATIONS:
@@ -31,7 +31,7 @@ def mlp(inputs: int, hidden: Sequence[int], outputs: int, activation: str, gain:
 
 
 class GaussianPolicy(nn.Module):
-    """N(μ(c), L Lᵀ): the mean depends on the context, the covariance is one for all, or depends on the context too.
+    """N(μ(c), L Lᵀ): the mean depends on the context, and the covariance is common to all contexts or depends on them too.
 
         L = strict lower part + diag(softplus(v) + min_std)          (v, lower part) + f(c) with `contextual_covariance`
 
@@ -76,7 +76,7 @@ class GaussianPolicy(nn.Module):
 
     @torch.no_grad()
     def set_contexts(self, contexts: Float[Tensor, "N C"]) -> None:
-        """Take m and s from these contexts; an entry that is the same in all of them is not divided."""
+        """Set m and s from these contexts; an entry that is constant over the contexts is not divided."""
         std, mean = torch.std_mean(contexts, 0, correction=0)
         self.context_mean.copy_(mean)
         self.context_std.copy_(torch.where(std > _CONSTANT, std, 1.0))
@@ -86,7 +86,7 @@ class GaussianPolicy(nn.Module):
         return (context - self.context_mean) / self.context_std if self.normalised else context
 
     def cholesky(self, context: Float[Tensor, "*e C"] | None = None) -> Float[Tensor, "*c W W"]:
-        """L: one for all contexts [W W], or one for each [* W W]."""
+        """The Cholesky factor L, common to all contexts [W W] or for each context [* W W]."""
         diagonal, lower, size = self.log_diagonal, self.lower, self.log_diagonal.numel()
         if self.covariance is not None:
             if context is None:
@@ -98,7 +98,7 @@ class GaussianPolicy(nn.Module):
 
     @torch.no_grad()
     def set_cholesky(self, chol: Float[Tensor, "W W"]) -> None:
-        """Make `cholesky()` return this factor, as far as `min_std` allows; only of a covariance that all contexts share."""
+        """Make `cholesky()` return this factor, as far as `min_std` allows; only for a covariance common to all contexts."""
         if self.covariance is not None:
             raise ValueError("GaussianPolicy: a covariance that depends on the context cannot be set to one matrix.")
         excess = (chol.diagonal() - self.min_std).clamp(min=torch.finfo(chol.dtype).tiny)
@@ -106,7 +106,7 @@ class GaussianPolicy(nn.Module):
         self.lower.copy_(chol.flatten()[self._below])
 
     def forward(self, context: Float[Tensor, "E C"]) -> tuple[Float[Tensor, "E W"], Float[Tensor, "*c W W"]]:
-        """Means, and the Cholesky factor that all share or one for each."""
+        """Means, and the Cholesky factor, common to all contexts or for each context."""
         return self.mean(self.normalise(context)), self.cholesky(context)
 
 
@@ -116,7 +116,7 @@ def _inverse_softplus(x: Tensor) -> Tensor:
 
 
 class Normaliser(nn.Module):
-    """Running mean and standard deviation of its inputs, entry by entry (Chan's parallel update).
+    """Running mean and standard deviation of inputs, entry by entry (Chan's parallel update).
 
     In float64 whatever the inputs are: a float32 count stands still from 2²⁴ on, and its means of constants are not those
     constants.
@@ -150,7 +150,7 @@ class Normaliser(nn.Module):
 
 
 class Critic(nn.Module):
-    """V(s): expected sum of the rewards from here to the end. Observations carry the time, so no discount is needed.
+    """V(s): expected sum of the rewards from state s to the end. Observations include the time, so no discount is needed.
 
     `critic.value.to(dtype)` sets the network's precision; the normaliser keeps its own.
     """
@@ -161,9 +161,9 @@ class Critic(nn.Module):
         self.value = mlp(observation, hidden, 1, activation, gain=1.0)
 
     def normalise(self, observations: Float[Tensor, "*b O"]) -> Float[Tensor, "*b O"]:
-        """Normalise the network's inputs, in its precision."""
+        """Normalise the network's inputs, in the network's precision."""
         return self.normaliser(observations).to(self.value[0].weight)
 
     def forward(self, observations: Float[Tensor, "*b O"]) -> Float[Tensor, "*b"]:
-        """Values."""
+        """Values of states."""
         return self.value(self.normalise(observations)).squeeze(-1)

@@ -16,14 +16,14 @@ from corral.validate import require
 _Built = TypeVar("_Built")
 
 _HORIZON = 6
-"""Plans reach this many τ past their delay; at the usual phase the force has decayed to e^−18 by then."""
+"""Largest duration of a plan after its delay, in τ; at the usual phase the force has decayed to e^−18 by then."""
 
 NODES = 10
 """Points of the Gauss–Legendre rule inside a panel."""
 
 
 def _constant(build: Callable[["ProDMP"], _Built]) -> "cached_property[_Built]":
-    """A cached property of plain CPU tensors, whatever mode or default device they are first asked for in."""
+    """A cached property of plain CPU tensors, independent of autograd mode and default device at the first access."""
 
     @wraps(build)
     def plain(prodmp: "ProDMP") -> _Built:
@@ -43,7 +43,7 @@ class Design:
     position: Float[Tensor, "*b T M"]
     """∂y/∂params of one joint: the n weights, then the goal, scaled."""
     velocity: Float[Tensor, "*b T M"]
-    """Its derivative in time."""
+    """Derivative of `position` in time."""
     start: Float[Tensor, "*b T 2 2"]
     """∂(y, v)/∂(y_b, v_b)."""
 
@@ -105,12 +105,12 @@ class ProDMP:
 
     @property
     def columns(self) -> int:
-        """M = n + 1: parameters of one joint."""
+        """Number of parameters of a joint, M = n + 1."""
         return self.basis + 1
 
     @property
     def parameters(self) -> int:
-        """W = D (n + 1): length of a parameter vector."""
+        """Number of parameters of a plan, W = D (n + 1)."""
         return self.dof * self.columns
 
     @without_autocast
@@ -182,7 +182,7 @@ class ProDMP:
         return self._design(times, start_time).to(times)
 
     def _design(self, times: Tensor, start_time: float | Tensor) -> Design:
-        """In float64 on the CPU: a few thousand operations, whatever the batch. Gradients flow back to the times' device."""
+        """Compute the map in float64 on the CPU, at a cost independent of the batch. Gradients flow back to `times`."""
         if not times.is_floating_point() or not times.ndim:
             raise ValueError(f"ProDMP: `times` is [*, T] in seconds, floating point; got {list(times.shape)} {times.dtype}.")
         times = times.cpu().double()
@@ -211,7 +211,7 @@ class ProDMP:
         return _free(s - begin, self.alpha / 2) @ table[panel] + self._push(begin, s - begin)
 
     def _push(self, begin: Tensor, u: Tensor) -> Tensor:
-        """∫₀ᵘ (G, G′)(u − z) x ψ_i(x) dz [*, 2, n] with x at begin + z: what the force of one panel adds to Φ and Φ′."""
+        """Force integral ∫₀ᵘ (G, G′)(u − z) x ψ_i(x) dz [*, 2, n] with x at begin + z: a panel's contribution to Φ and Φ′."""
         (node, weight), (centre, precision) = self._rule, self._gaussians
         rest = u[..., None] * (1 - node)  # u − z
         green = _free(rest, self.alpha / 2)[..., 1]  # (G, G′) is the answer to a unit velocity
@@ -244,7 +244,7 @@ class ProDMP:
 
     @_constant
     def _table(self) -> tuple[float, Tensor]:
-        """Width of a panel, and Φ, Φ′ at the beginning of each [P, 2, n].
+        """Width of a panel, and Φ, Φ′ at the beginning of each panel [P, 2, n].
 
         A quarter of the centres' distance, less for narrower ψ, resolves the force to rounding with ten nodes; half a time
         constant of spring and phase does the same for them.

@@ -11,11 +11,11 @@ from corral.numerics import at_least_float32, in_one_dtype, without_autocast
 from corral.validate import number_in
 
 _STD_FLOOR = 1e-8
-"""Added to the standard deviation of advantages before dividing by it, as published."""
+"""Constant added to the standard deviation of advantages before division, as published."""
 
 
 def draw_pairs(steps: int, points: int = 25, *, generator: torch.Generator | None = None) -> Int[Tensor, "N 2"]:
-    """Cut an episode into segments of equal length from a random first step on.
+    """Cut an episode into segments of equal length, beginning at a random step.
 
         indices = first, first + ⌊T/points⌋, … < T        first ~ U{0, …, ⌊T/points⌋ + T mod points − 1}
 
@@ -60,7 +60,7 @@ def segment_covariance(rows: Float[Tensor, "*r N S M"], chol: Float[Tensor, "*c 
 def segment_jitter(
     rows: Float[Tensor, "*r N S M"], chol: Float[Tensor, "*c W W"], relative: float = 1e-4
 ) -> Float[Tensor, "*b N"]:
-    """Regulariser added to a segment's variances, so that close points do not make its covariance singular.
+    """Regulariser added to a segment's variances, so that close points keep the covariance regular.
 
         r_n = relative · max_i (C_n)_ii,   and 1 where nothing varies
 
@@ -148,7 +148,7 @@ def segment_advantages(
     lam: float = 0.0,
     closing_segment: bool = True,
 ) -> tuple[Float[Tensor, "B N"], Bool[Tensor, "B N"]]:
-    """Credit of each segment: what it earned, and how much better it left the state than it found it.
+    """Credit of each segment: its rewards, and the value of its last state minus that of its first.
 
         δ_n = Σ_{t=a}^{b−1} γ^{t−a} r_t + γ^{b−a} V(s_b) − V(s_a)        (a, b) = pairs_n
         closing:  the last segment runs to the end, Σ_{t=a}^{end} γ^{t−a} r_t − V(s_a)
@@ -227,7 +227,7 @@ def critic_targets(
     gamma: float = 1.0,
     lam: float = 0.95,
 ) -> Float[Tensor, "B T"]:
-    """λ-returns, what the critic is fitted to: `corral.gae`'s advantages plus values, its last unmasked step terminal.
+    """λ-returns, the critic's targets: advantages of `corral.gae` plus values, with a terminal last unmasked step.
 
     Ref:
         Schulman et al. 2016, arXiv:1506.02438, eq. 16. Invariant: λ = 1 gives the reward-to-go.

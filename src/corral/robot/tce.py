@@ -1,4 +1,4 @@
-"""TCE: trajectory distributions updated by segments, and plans that are replaced at events."""
+"""TCE: trajectory distributions updated by segments, with replanning during an episode."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,7 @@ from corral.validate import require
 
 
 def rewards_at_event(rewards: Float[Tensor, "B T"], event: Float[Tensor, "B"]) -> Float[Tensor, "B T"]:
-    """Move the rewards paid from an event on to the event.
+    """Move the rewards paid after an event to the step of the event.
 
         r̃_e = Σ_{t ≥ e} r_t,   r̃_t = 0 for t > e,   r̃_t = r_t for t < e
 
@@ -187,7 +187,7 @@ class TCE(Learner):
         return Credit(normalise_advantages(advantages, mask), mask, self.states(episodes), targets[played])
 
     def _with_next_value(self, rewards: Tensor, values: Tensor, played: Tensor) -> Tensor:
-        """Add γ V of the state in which the next plan is made to the reward of a plan's last step [E T]."""
+        """Add γ V of the next plan's first state to the reward of each plan's last step [E T]."""
         every = self.planner.every
         last = torch.arange(every - 1, rewards.shape[1] - 1, every, device=rewards.device)
         rewards = rewards.clone()

@@ -16,7 +16,7 @@ _COMMANDS = ("torque", "velocity", "position")
 
 @dataclass(frozen=True, kw_only=True)
 class Tracking:
-    """A proportional-derivative controller that reads the joints off the observation.
+    """A proportional-derivative controller that reads joint states from the observation.
 
         torque     u = (p (y − q) + d (ẏ − q̇)) / scale
         velocity   u = (ẏ + p (y − q)) / scale
@@ -27,17 +27,17 @@ class Tracking:
     """
 
     joints: tuple[int, int]
-    """First entry of the joint positions in the observation, and the one after the last."""
+    """Index range [begin, end) of the joint positions in the observation."""
     velocities: tuple[int, int]
-    """First entry of the joint velocities in the observation, and the one after the last."""
+    """Index range [begin, end) of the joint velocities in the observation."""
     command: Literal["torque", "velocity", "position"] = "torque"
-    """Meaning of an action."""
+    """Kind of action."""
     p: float | Sequence[float] = 0.0
-    """Gain on the position's error, one number or one per joint."""
+    """Gain on the position error, one number or one per joint."""
     d: float | Sequence[float] = 0.0
-    """Gain on the velocity's error; torque only."""
+    """Gain on the velocity error, for torque control only."""
     scale: float | Sequence[float] = 1.0
-    """Value that an action of 1 stands for."""
+    """Value for which an action of 1 stands."""
 
     def __post_init__(self) -> None:
         require(self, "command", one_of=_COMMANDS)
@@ -63,7 +63,7 @@ class Tracking:
         return observation[..., slice(*self.joints)], observation[..., slice(*self.velocities)]
 
     def action(self, position: Array, velocity: Array, observation: Array) -> Array:
-        """Actions [* D] that lead from the observed state to the desired one; not yet clipped."""
+        """Actions [* D] that lead from the observed state to the desired state, not yet clipped."""
         q, speed = self.state(observation)
         p, d, scale = np.asarray(self.p), np.asarray(self.d), np.asarray(self.scale)
         if self.command == "torque":

@@ -26,16 +26,16 @@ AnyArray = NDArray[Any]
 Plan = Callable[[Array], tuple[Array, Array]]
 """Observations [E O] → the desired positions and velocities [E R D] of the next R steps."""
 Simulator = Callable[[Any, int, int], Any]
-"""An MjModel, a number of copies and of threads → their batch, at rest at time 0: `mujoco.batch.Batch`, or one like it."""
+"""Factory of batches: (MjModel, copies, threads) → a `mujoco.batch.Batch` or its equal, at rest at time 0."""
 
 _PLAIN = (PassiveEnvChecker, OrderEnforcing, TimeLimit)
-"""Wrappers that Gymnasium adds by itself and that change no number."""
+"""Wrappers that Gymnasium adds by default and that change no number."""
 _STATE = ("qpos", "qvel", "mocap_pos", "mocap_quat")
 """Fields of MjData that a reset sets."""
 
 
 def make_envs(name: str, count: int, *, workers: int | None = None, **kwargs: Any) -> VectorEnv:
-    """`count` copies of an environment, in the form that steps fastest.
+    """Make `count` copies of an environment, in the form that steps fastest.
 
     An environment of ours that moves all copies in one array does so; any other is split among `workers` threads, one per core
     by default. Copy i draws from seed + i (or from the i-th of a list of seeds) in every form, and sees the same.
@@ -52,7 +52,7 @@ def make_envs(name: str, count: int, *, workers: int | None = None, **kwargs: An
 
 
 class Threads(VectorEnv):
-    """Blocks of environments, each stepped by a thread of its own.
+    """Blocks of environments, each stepped in its own thread.
 
     MuJoCo lets other threads run while it simulates, so two threads keep two cores busy, without the pipes, the pickling and
     the start-up of processes. Numbers do not depend on the blocks: every environment has its own state and generator.
@@ -98,7 +98,7 @@ class Threads(VectorEnv):
             block.close()
 
     def _join_infos(self, infos: Sequence[dict[str, Any]]) -> dict[str, AnyArray]:
-        """Join the infos of all blocks, key by key; zeros (and so False in the mask `_key`) where a block lacks the key."""
+        """Join the infos of all blocks, key by key; a missing key becomes zeros (and False in the mask `_key`)."""
         whole: dict[str, AnyArray] = {}
         for info, part in zip(infos, self._slices, strict=True):
             for key, value in info.items():
@@ -109,7 +109,7 @@ class Threads(VectorEnv):
 def reset_each(
     envs: VectorEnv, seeds: list[int] | None, options: dict[str, Any] | None = None
 ) -> tuple[AnyArray, dict[str, Any]]:
-    """Begin an episode in every environment, each from a seed of its own."""
+    """Begin an episode in every environment, each with its own seed."""
     return envs.reset(seed=seeds, options=options)  # type: ignore[arg-type]  # all take a list; their base class says int
 
 
@@ -117,28 +117,28 @@ class Scored(NamedTuple):
     """Per-step results of whole episodes, as `env.step` returns them."""
 
     observations: Array
-    """After every step [E T O]."""
+    """Observations after every step [E T O]."""
     rewards: Array
-    """[E T]."""
+    """Rewards of every step [E T]."""
     info: dict[str, Array]
-    """Of the last step [E]."""
+    """Info of the last step [E]."""
 
 
 class Simulated(gymnasium.Env):
-    """A task whose physics and rewards are functions of their own, so that many copies share the calls of both."""
+    """A task with separate functions for physics and rewards, so that many copies share each call."""
 
     STEPS: ClassVar[int]
     """T: steps of an episode."""
     FIELDS: ClassVar[tuple[str, ...]]
     """Fields of MjData that `advance` reads besides the state."""
     data: Any
-    """The MjData of a copy that steps by itself; a batch begins where its reset has left it."""
+    """MjData of a copy that steps alone; a batch begins from the state after its reset."""
     time: int
 
     @staticmethod
     @abstractmethod
     def batch_model() -> Any:
-        """The MjModel of a batch: that of a single copy, perhaps with more sensors."""
+        """MjModel of a batch: the model of a single copy, perhaps with more sensors."""
 
     @staticmethod
     @abstractmethod
@@ -152,7 +152,7 @@ class Simulated(gymnasium.Env):
     @staticmethod
     @abstractmethod
     def observations(copies: Sequence[Any], readings: Array, steps: NDArray[np.integer]) -> Array:
-        """Observations [E S O] after some steps, counted from 1 [S], from their readings [E S R]."""
+        """Observations [E S O] after some steps, counted from 1 [S], from the readings of those steps [E S R]."""
 
     @staticmethod
     @abstractmethod
@@ -161,9 +161,9 @@ class Simulated(gymnasium.Env):
 
 
 def simulated_copies(envs: VectorEnv, steps: int) -> list[Simulated]:
-    """List the copies behind vectorised environments if episodes of `steps` steps can be played as a batch; else return none.
+    """List the copies behind vectorised environments if a batch can play episodes of `steps` steps; otherwise an empty list.
 
-    They cannot where a wrapper may change observations or rewards, nor without MuJoCo's batch.
+    A batch cannot if a wrapper may change observations or rewards, nor without MuJoCo's batch.
     """
     copies: list[Simulated] = []
     for block in envs.blocks if isinstance(envs, Threads) else [envs]:
@@ -185,7 +185,7 @@ def play_plans(
     every: int,
     simulator: Simulator | None = None,
 ) -> tuple[Array, Scored]:
-    """Play whole episodes from the states that a reset has left, whose observations are `context` [E O].
+    """Play whole episodes from the states after a reset, whose observations are `context` [E O].
 
     Python's lock is free while the batch simulates: one call a step moves all copies on as many threads as `envs` has.
 

@@ -55,8 +55,7 @@ def audit(
     resume: bool | None = None,
     alert_above: float | None = None,
 ) -> "AuditCallback":
-    """Record in the folder `out`, during `trainer.train()`, how far updates move the policy. `corral audit OUT` shows the
-    result.
+    """Record in the folder `out`, during `trainer.train()`, how far updates move the policy, for `corral audit OUT`.
 
     Args:
         trainer: a GRPOTrainer, stock or corral's, before `train()`.
@@ -192,11 +191,11 @@ class AuditCallback(TrainerCallback):
     sharded: bool
     """True if all processes take part in each forward pass. The main process measures on its own completions."""
     pending: list[tuple[AuditedCompletion, Tensor]] = field(default_factory=list)
-    """Completions of batches that are being trained on, with log π_old at their audited tokens [N V], on the CPU."""
+    """Completions of batches in training, with log π_old at their audited tokens [N V], on the CPU."""
     made: list[MicroBatch] = field(default_factory=list)
-    """Micro-batches since the last file was written."""
+    """Number of micro-batches since the last file was written."""
     due: int = 0
-    """The update from which on the next batch is audited."""
+    """Update from which on the next batch is audited."""
     failed: str | None = None
     """Reason why the audit stopped before training did."""
     ended: bool = False
@@ -283,7 +282,7 @@ class AuditCallback(TrainerCallback):
         self.made.append(MicroBatch(self.trainer.state.global_step + 1, tokens, clipped, trl))
 
     def _write_made(self, update: int) -> None:
-        """Write the micro-batches that were counted up to this update."""
+        """Write the micro-batches counted up to this update."""
         if self.made and self.failed is None:
             self.folder.add_updates(update, self.made)
             self.made = []
@@ -380,7 +379,7 @@ class AuditCallback(TrainerCallback):
             self.pending += self._run_safely(lambda: self._keep(completions)) or []
 
     def _choose(self, output: dict[str, Any]) -> list[AuditedCompletion]:
-        """A few tokens of a few completions of this process's share of the batch."""
+        """Choose a few tokens of a few completions from this process's share of the batch."""
         if "pixel_values" in output:
             raise RunError("completions about images are not audited: the pictures are no tokens.")
         generator = torch.Generator().manual_seed(self.seed + self.trainer.state.global_step)
@@ -406,7 +405,7 @@ class AuditCallback(TrainerCallback):
 
     @contextmanager
     def _scoring(self) -> Iterator[None]:
-        """Put the model into the state for scoring, then release weights that FSDP2 has gathered."""
+        """Context that puts the model into the state for scoring, and finally releases weights that FSDP2 has gathered."""
         with preserve_state(self.model), self.trainer.accelerator.autocast():
             yield
         if self.sharded:

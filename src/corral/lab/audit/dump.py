@@ -40,11 +40,11 @@ class DumpRecord:
         self.content: Mapping[str, Any] = content
 
     def error(self, sentence: str) -> RunError:
-        """An error that names the place and the fault."""
+        """Make an error that names the place and the fault."""
         return RunError(f"{self.where}: {sentence}")
 
     def has(self, name: str) -> bool:
-        """Return True if a field is there and not null."""
+        """Return True if a field exists and is not null."""
         return self.content.get(name) is not None
 
     def numbers(self, name: str, length: int | None = None) -> NDArray[np.float64]:
@@ -153,7 +153,7 @@ def _kind(value: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    """The beginning of a value from a file, safe for a terminal."""
+    """A value from a file, shortened and safe for a terminal."""
     if isinstance(value, dict | list):
         return _kind(value)
     text = repr(value) if not isinstance(value, int) or abs(value) < 10**30 else "a number with more than 30 digits"
@@ -179,13 +179,13 @@ class LoggedCompletion:
     logp_old: Floats
     logp_new: Floats
     logp_rollout: Floats | None = None
-    """NaN where the sampler reported nothing."""
+    """Log-probs of the sampler; NaN for values that it did not report."""
     support: Floats | None = None
     """KL(new‖old), KL(old‖new) and TV on the logged support and its tail, [3 T]: lower bounds of the true divergences."""
     entropy: Floats | None = None
     reward: float | None = None
     age: int | None = None
-    """Steps between sampling and training."""
+    """Number of steps between sampling and training."""
     positions: NDArray[np.int64] | None = None
     """Positions of these tokens among all logged tokens; None if no token was left out."""
     left_out: dict[str, int] = field(default_factory=dict)
@@ -231,7 +231,7 @@ def read_support(
 
 
 def _with_tail(record: DumpRecord, name: str, logp: Floats, sampled: Floats) -> torch.Tensor:
-    """The sampled token, the support and the mass of everything else, as whole distributions [T, K + 2]."""
+    """Whole distributions [T, K + 2]: the sampled token, the support and the tail mass."""
     known = np.concatenate([sampled[:, None], logp], axis=1)
     mass = np.exp(np.minimum(known, 1.0)).sum(-1)
     over = np.flatnonzero(mass > _LARGEST_SUM)

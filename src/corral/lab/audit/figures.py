@@ -357,5 +357,5 @@ def clip_edges(clip: Mapping[str, Any]) -> tuple[float, ...]:
 
 
 def _place(share: Floats, cells: int) -> Any:
-    """Index of the cell, among `count` cells, for a share of the axis."""
+    """Index of the cell, among `cells` cells, for a share of the axis."""
     return (share.clip(0, 1) * cells).astype(int).clip(0, cells - 1)

@@ -189,7 +189,7 @@ def _bucket_table(title: str, rows: Sequence[Row], rules: Mapping[str, str], sum
 
 
 def _blocked_table(audit: Audit) -> Safe:
-    """The tokens most often blocked."""
+    """Table of the tokens most often blocked."""
     if not audit.summary.blocked_tokens:
         return note("Clipping would block no token here.", good=True)
     columns = {"text": "Token", "token": "Id", "seen": "Seen", "blocked": "Would be blocked", "inside": "…inside the KL ball"}
@@ -259,7 +259,7 @@ def render_token(text: str, most: int = 60) -> str:
 
 
 def _completions(audit: Audit) -> Any:
-    """Completions token by token."""
+    """Section with completions token by token."""
     kl = np.concatenate([tokens.kl for _, tokens in audit.completions])
     finite, found = kl[np.isfinite(kl)], []
     most = float(np.quantile(finite, 0.995)) if len(finite) else 1.0

@@ -28,7 +28,7 @@ PROBABILITY = (1e-4, 1e-3, 1e-2, 0.1, 0.5, 0.9, float(np.nextafter(0.99, 0)))
 """Upper edges of the buckets of old probability. The last bucket is "≥ .99"."""
 PROBABILITY_NAMES = ("≤ 1e-4", "1e-4 … 1e-3", "1e-3 … .01", ".01 … .1", ".1 … .5", ".5 … .9", ".9 … .99", "≥ .99")
 _RARE = 3
-"""Buckets of rare tokens, with an old probability of 0.01 or less."""
+"""Number of buckets of rare tokens, with an old probability of 0.01 or less."""
 _ENTROPY = (0.01, 0.1, 0.5, 1.0, 2.0)
 _ENTROPY_NAMES = ("≤ .01", ".01 … .1", ".1 … .5", ".5 … 1", "1 … 2", "> 2")
 _SIGN_NAMES = ("negative", "zero", "positive")
@@ -107,7 +107,7 @@ class Spreads:
         reached = counts.cumsum()
 
         def quantile(share: float) -> float:
-            """The smallest value that is not below this share of the others, up to 0.1 %."""
+            """The smallest value at or above this share of all values, with 0.1 % relative error."""
             return float(largest[np.searchsorted(reached, math.ceil(share * (reached[-1] - 1)), side="right")])
 
         shares = {"p50": 0.5, "p99": 0.99, "p999": 0.999, "max": 1.0}
@@ -281,7 +281,7 @@ _BLOCKED = ("p_old", "blocked_inside", "blocked_p_old", "blocked_tv")
 
 
 def _columns(tokens: Tokens, kl_bound: float) -> dict[str, Floats]:
-    """Per token: weight new/behaviour, the estimates k1, k2, k3 of KL(old‖new), distances, and 1 where a rule acts."""
+    """Columns per token: weight new/behaviour, the estimates k1, k2, k3 of KL(old‖new), distances, and 1 where a rule acts."""
     log_ratio, p_old = tokens.log_ratio, np.exp(tokens.logp_old)
     capped, weight = np.minimum(log_ratio, 20.0), np.exp(np.minimum(tokens.logp_new - tokens.anchor, 20.0))
     scores = {family.name: family.score(tokens) for family in FAMILIES if family.name in SHOWN_RULES}
@@ -393,7 +393,7 @@ class DumpAudit:
         self._clear()
 
     def _clear(self) -> None:
-        """Drop everything that was counted."""
+        """Reset all counts."""
         self._tally, self._sample = Tally(self.rules.kl_bound, self.rules.tv_bound), Sample(self.rules.kl_bound)
         self._places: dict[Path, FilePlace] = {}
         self._format: str | None = None

@@ -206,8 +206,8 @@ class ThresholdTally:
 
 
 def fewest_errors(rows: Sequence[Threshold]) -> dict[str, Threshold]:
-    """By rule, the bound with the fewest errors against the KL ball; ties go to the larger bound. Rules with a single bound are
-    left out."""
+    """By rule, the bound with the fewest errors against the KL ball, or the larger bound on a tie. Omits rules with a single
+    bound."""
     families: dict[str, list[Threshold]] = {}
     for row in rows:
         families.setdefault(row.family, []).append(row)

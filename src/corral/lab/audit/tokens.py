@@ -24,8 +24,8 @@ class Tokens:
     """Columns [N]. A missing number is NaN; a column without any number may be None."""
 
     measure: Literal["sampled", "support", "whole"]
-    """Distributions that divergences are computed on: the sampled token against all others, a support and its tail, or the
-    whole vocabulary."""
+    """Distributions of the divergences: the sampled token against all others, a support and its tail, or the whole
+    vocabulary."""
     step: Ints
     sequence: Ints
     """Number of the completion within its step or the dump."""
@@ -39,7 +39,7 @@ class Tokens:
     reward: Floats
     """Reward of the completion, stored at its first token."""
     age: Floats
-    """Steps between sampling and training."""
+    """Number of steps between sampling and training."""
     troll_tv: Floats
     """TV by which TROLL's projection moves the policy."""
     kl: Floats

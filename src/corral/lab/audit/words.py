@@ -23,8 +23,7 @@ _NAMES = {"clip": "clipping 1 ± ε", "dppo_tv": "DPPO on TV", "dppo_kl": "DPPO 
 
 
 def sentences(summary: Summary, info: Mapping[str, Any]) -> list[str]:
-    """Sentences on the compared policies, their distances, the effect of clipping, and the effect of each rule on one more
-    update."""
+    """Sentences on the compared policies, their distances, the effect of clipping, and the effect of other rules."""
     whole, distances, steps = summary.measure == "whole", summary.distances, summary.steps
     tokens, remarks = count(summary.tokens, "token"), list(map(str, info.get("remarks") or ()))
     tokens += f" of {count(summary.sequences, 'completion')}"
@@ -46,7 +45,7 @@ def sentences(summary: Summary, info: Mapping[str, Any]) -> list[str]:
 
 
 def updates_sentence(info: Mapping[str, Any]) -> str | None:
-    """A sentence: the share of tokens that clipping blocked during training, and TRL's clip ratio. None without a trainer."""
+    """Sentence on the share of tokens that clipping blocked during training, and TRL's clip ratio. None without a trainer."""
     if info.get("kind") != "trainer":
         return None
     rules, made = info["rules"], info.get("updates_made")
@@ -66,7 +65,7 @@ def updates_sentence(info: Mapping[str, Any]) -> str | None:
 
 
 def _clipping(summary: Summary, rules: Mapping[str, Any]) -> str:
-    """A sentence: the share of tokens that clipping would block, its part inside the KL ball, and the share it would miss."""
+    """Sentence on the share of tokens that clipping would block, its part inside the KL ball, and the share it would miss."""
     whole, ball = summary.measure == "whole", summary.verdicts["clipped"]["kl"]
     moment = "On one more update on these completions" if whole else "In an update at the new policy"
     missed = percent(ball.passed_outward / ball.tokens) if ball.passed_outward else "none"

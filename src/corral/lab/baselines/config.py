@@ -1,4 +1,4 @@
-"""Settings of step-based baselines; they are read without stable-baselines3."""
+"""Settings of step-based baselines, which can be read without stable-baselines3."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Exploration noise with a memory: sequences whose power falls as 1/f^β, and stable-baselines3 policies that draw from them."""
+"""Exploration noise with memory: sequences whose power falls as 1/f^β, and stable-baselines3 policies that sample with it."""
 
 import math
 from typing import Any
@@ -37,7 +37,7 @@ def coloured_noise(count: int, steps: int, size: int, beta: float) -> Float[Tens
 
 
 def _colour(draws: Tensor, steps: int, beta: float) -> Tensor:
-    """Real and imaginary parts [*, 2, T//2 + 1], standard normal → sequences [*, T]: linear in the draws."""
+    """Real and imaginary parts [*, 2, T//2 + 1], standard normal → sequences [*, T]; the map is linear."""
     index = torch.arange(steps // 2 + 1, dtype=torch.float64)
     scale = (index.clamp(min=1) / steps) ** (-beta / 2)
     # k = 0, and k = T/2 of an even T, are their own mirror images: real, with the power of both.
@@ -49,30 +49,30 @@ def _colour(draws: Tensor, steps: int, beta: float) -> Tensor:
 
 
 class EpisodeNoise:
-    """The coloured noise of the episodes in play, one sequence from an episode's first step to its last."""
+    """Coloured noise of the running episodes, with one sequence per episode."""
 
     def __init__(self, beta: float, steps: int, size: int) -> None:
         self.beta, self.steps, self.size = beta, steps, size
 
     def begin(self, count: int) -> None:
-        """New episodes, so many."""
+        """Draw sequences for `count` new episodes."""
         self._sequences = coloured_noise(count, self.steps, self.size, self.beta)
         self._elapsed = np.zeros(count, int)
 
     def advance(self, over: NDArray[np.bool_]) -> None:
-        """A step was made; where an episode was over, another has begun."""
+        """Advance the noise by a step; a finished episode is followed by a new sequence."""
         self._elapsed = np.where(over, 0, self._elapsed + 1)
         if over.any():
             rows = torch.from_numpy(np.flatnonzero(over))
             self._sequences[rows] = coloured_noise(len(rows), self.steps, self.size, self.beta)
 
     def now(self) -> Float[Tensor, "E D"]:
-        """What is added in this step, in units of the policy's standard deviation."""
+        """Noise of the current step, in units of the policy's standard deviation."""
         return self._sequences[torch.arange(len(self._elapsed)), torch.from_numpy(self._elapsed)]
 
 
 class ColouredGaussian(DiagGaussianDistribution):
-    """PPO's distribution, whose samples are a step of an `EpisodeNoise`; density and entropy are those of one step."""
+    """PPO's distribution with samples from an `EpisodeNoise`; density and entropy are those of a single step."""
 
     def __init__(self, noise: EpisodeNoise) -> None:
         super().__init__(noise.size)
@@ -83,7 +83,7 @@ class ColouredGaussian(DiagGaussianDistribution):
 
 
 class ColouredSquashedGaussian(SquashedDiagGaussianDistribution):
-    """SAC's distribution: coloured where it acts, white where it learns, whose samples are of other states."""
+    """SAC's distribution: coloured when acting, white when learning from samples of other states."""
 
     def __init__(self, noise: EpisodeNoise) -> None:
         super().__init__(noise.size)

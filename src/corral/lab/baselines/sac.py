@@ -1,4 +1,4 @@
-"""SAC whose updates on a GPU are one CUDA graph, replayed: stable-baselines3's arithmetic without a launch per kernel."""
+"""SAC whose GPU updates are replays of a CUDA graph: stable-baselines3's arithmetic without a launch per kernel."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,11 +15,11 @@ from torch.nn.functional import mse_loss
 from torch.optim import Optimizer
 
 _EAGER_UPDATES = 3
-"""Before a graph is captured: in them Adam allocates its moments and cuBLAS its workspace. They count as any others."""
+"""Number of updates before the graph is captured, in which Adam allocates its moments and cuBLAS its workspace."""
 
 
 class GraphedSAC(SAC):
-    """stable-baselines3's SAC; on a GPU `train` captures one update in a CUDA graph and replays it for all others.
+    """stable-baselines3's SAC; on a GPU `train` captures an update in a CUDA graph and replays it for later updates.
 
     On the CPU, and on a GPU where `replays` is false, as with gSDE, `train` is stable-baselines3's own. In the graph formulas
     are the same, and these differ: the device's generator draws the transitions, Adam is torch's fused kernel, losses are not
@@ -28,7 +28,7 @@ class GraphedSAC(SAC):
 
     @property
     def replays(self) -> bool:
-        """Whether updates are a graph: on a GPU, without gSDE and without options of SAC that no baseline here sets."""
+        """Return True if updates are replays of a graph: on a GPU, without gSDE and unusual options of SAC."""
         return (
             self.device.type == "cuda"
             and not self.use_sde
@@ -40,7 +40,7 @@ class GraphedSAC(SAC):
         )
 
     def train(self, gradient_steps: int, batch_size: int = 64) -> None:
-        """So many updates from the replay buffer as it is now."""
+        """Make `gradient_steps` updates from the current replay buffer."""
         _set_adam(self._optimizers(), fused=self.replays)  # a checkpoint brings flags and counters of where it was made
         if not self.replays:
             super().train(gradient_steps, batch_size)
@@ -56,7 +56,7 @@ class GraphedSAC(SAC):
         self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
 
     def update(self, batch: ReplayBufferSamples) -> None:
-        """One step of the entropy coefficient α, the critics Q and the actor π, then of the target critics Q̄.
+        """Make a step of the entropy coefficient α, the critics Q and the actor π, then of the target critics Q̄.
 
             L_α = − mean log α · sg(log π(a|s) + H̄)
             L_Q = ½ Σ_i mean (Q_i(s, a_B) − y)²              y = r + (1 − d) γ (min_i Q̄_i(s', a') − α log π(a'|s'))
@@ -88,7 +88,7 @@ class GraphedSAC(SAC):
         polyak_update(self.batch_norm_stats, self.batch_norm_stats_target, 1.0)
 
     def _repeat(self, update: Callable[[], None], count: int) -> None:
-        """So many updates: the first few launched kernel by kernel, the others as replays of a graph of one."""
+        """Make `count` updates: the first launched kernel by kernel, later updates as replays of the graph."""
         eager, stream = min(count, _EAGER_UPDATES), torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -108,7 +108,7 @@ class GraphedSAC(SAC):
         torch.cuda.synchronize()  # … which goes with the graph, at the end of this function
 
     def _check_finite(self, count: int) -> None:
-        """A ValueError if the last `count` updates have left a NaN or an infinity in what is learned; the host waits once."""
+        """Raise a ValueError if the last `count` updates left a NaN or an infinity in a learned tensor; synchronises once."""
         learned = [parameter for one in self._optimizers() for group in one.param_groups for parameter in group["params"]]
         if not bool(torch.stack([parameter.detach().isfinite().all() for parameter in learned]).all()):
             raise ValueError(
@@ -123,7 +123,7 @@ class GraphedSAC(SAC):
 
 
 def read_transitions(buffer: ReplayBuffer, device: torch.device | str) -> ReplayBufferSamples:
-    """All transitions of a replay buffer on a device, those of all environments one below the other [R ·].
+    """All transitions of a replay buffer on a device, concatenated over environments [R ·].
 
     An end by a time limit is none, as when stable-baselines3 samples: d = done · (1 − timeout).
     """
@@ -138,25 +138,25 @@ def read_transitions(buffer: ReplayBuffer, device: torch.device | str) -> Replay
 
 
 def draw(transitions: ReplayBufferSamples, count: int) -> ReplayBufferSamples:
-    """So many of them, uniformly and with replacement, by the generator of the device that they are on."""
+    """Draw `count` transitions uniformly with replacement, by the generator of their device."""
     index = torch.randint(len(transitions.rewards), (count,), device=transitions.rewards.device)
     return ReplayBufferSamples(*(part[index] for part in transitions if part is not None))
 
 
 def _least(values: tuple[Tensor, ...]) -> Tensor:
-    """min_i Q_i [B 1]."""
+    """Minimum over critics, min_i Q_i [B 1]."""
     return torch.cat(values, dim=1).min(dim=1, keepdim=True).values
 
 
 def _descend(optimizer: Optimizer, loss: Tensor) -> None:
-    """A step of an optimizer's parameters down a loss."""
+    """Make a step of an optimizer's parameters down a loss."""
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
 
 
 def _set_adam(optimizers: Sequence[Optimizer], *, fused: bool, capturable: bool = False) -> None:
-    """Write into Adams which form they have: fused with step counters on the device, or torch's default with them on the CPU.
+    """Set the form of Adam optimizers: fused with step counters on the device, or torch's default with counters on the CPU.
 
     `capturable` is for the capture alone: torch warns of a step outside a graph by one that may be in it.
     """
@@ -169,7 +169,7 @@ def _set_adam(optimizers: Sequence[Optimizer], *, fused: bool, capturable: bool 
 
 @contextmanager
 def _unchecked_distributions() -> Iterator[None]:
-    """Inside, torch.distributions does not check its arguments: the answer would have to come to the host."""
+    """Context without argument checks in torch.distributions, whose results would have to be copied to the host."""
     before = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:

@@ -1,4 +1,4 @@
-"""Baselines on stable-baselines3, trained and evaluated through the methods that corral's learners have."""
+"""Baselines on stable-baselines3, with the training and evaluation methods of corral's learners."""
 
 import random
 from collections.abc import Iterator, Mapping
@@ -40,10 +40,10 @@ BASELINES: dict[str, tuple[Any, Literal["white", "gsde", "coloured"]]] = {
     "sb3-sac-pink": (GraphedSAC, "coloured"),
     "sb3-trpl": (TRPL, "white"),
 }
-"""Class of each algorithm, and its exploration noise: white is drawn anew at every step, gSDE is a function of the state
-that is fixed throughout an episode, coloured noise is correlated from step to step."""
+"""Class and exploration noise of each algorithm. White noise is drawn anew at every step, gSDE is a function of the state that
+is fixed throughout an episode, and coloured noise is correlated from step to step."""
 _REPLAY_SIZE = 1_000_000
-"""Size of SAC's replay buffer in steps: its own default."""
+"""Size of SAC's replay buffer in steps: stable-baselines3's default."""
 REPLAY_FIELDS = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
 
 
@@ -69,7 +69,7 @@ class Baseline:
             colour_actions(self.model, self.envs.noise)
 
     def _make_model(self, kind: Any, *, gsde: bool) -> Any:
-        """The algorithm of stable-baselines3, or TRPL on its PPO."""
+        """Make the algorithm of stable-baselines3, or TRPL on its PPO."""
         config, plant = self.config, self.plant
         common: dict[str, Any] = {
             "learning_rate": config.rate,
@@ -103,11 +103,11 @@ class Baseline:
 
     @property
     def env_steps(self) -> int:
-        """Steps of all environments so far."""
+        """Number of steps of all environments so far."""
         return int(self.model.num_timesteps)
 
     def step(self) -> dict[str, float]:
-        """One batch of episodes and its updates; returns metrics."""
+        """Train on a batch of episodes and return metrics."""
         self.envs.begin(self.iteration)
         self.model._last_obs = None  # so that it asks for the first observations of this batch
         seed = episode_seeds(self.seed, self.iteration, 1, UPDATES)[0]
@@ -125,11 +125,11 @@ class Baseline:
         return found | (self.model.metrics if isinstance(self.model, TRPL) else {})
 
     def evaluate(self, seeds: list[int]) -> Episodes:
-        """Episodes of the policy without exploration."""
+        """Play episodes of the policy without exploration."""
         return self._play(seeds, deterministic=True)
 
     def explore(self, seeds: list[int]) -> Episodes:
-        """Episodes of the policy as it explores in training."""
+        """Play episodes of the policy with the exploration of training."""
         with _seed_generators(seeds[0], self.config.device):
             return self._play(seeds, deterministic=False)
 
@@ -145,14 +145,14 @@ class Baseline:
         return Episodes.cat(parts)
 
     def _act(self, first: Array, deterministic: bool, _: int, seen: Array) -> Array:
-        """The environments' actions in states [E O] of episodes that began in `first` [E O]."""
+        """Actions of the environments in states [E O] of episodes that began in `first` [E O]."""
         action, _ = self.model.predict(seen.astype(np.float32), deterministic=deterministic)
         if self.envs.noise is not None:
             self.envs.noise.advance(np.zeros(len(seen), bool))
         return self.envs.commands(action, first, seen)
 
     def state(self) -> dict[str, Any]:
-        """A checkpoint: networks, counters, and of SAC the replay buffer; a copy, which later steps do not change."""
+        """A checkpoint as a copy: networks, counters, and for SAC the replay buffer. Later steps do not change it."""
         state = {"iteration": self.iteration, "env_steps": self.env_steps, "updates": self.model._n_updates}
         state |= {"networks": self.model.get_parameters()}
         if isinstance(self.model, SAC):
@@ -163,7 +163,7 @@ class Baseline:
         return deepcopy(state)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state`."""
+        """Resume from a `state`."""
         self.iteration, self.model.num_timesteps = state["iteration"], state["env_steps"]
         self.model._n_updates = state["updates"]
         self.model.set_parameters(deepcopy(state["networks"]), exact_match=True, device=self.config.device)
@@ -177,7 +177,7 @@ class Baseline:
 
 
 def _sac_state(model: SAC) -> tuple[ReplayBuffer, torch.Tensor]:
-    """SAC's replay buffer and the logarithm of its entropy coefficient, which it learns by default: both are always there."""
+    """SAC's replay buffer and the logarithm of its entropy coefficient; the default settings have both."""
     assert model.replay_buffer is not None
     assert model.log_ent_coef is not None
     return model.replay_buffer, model.log_ent_coef
@@ -199,7 +199,7 @@ def _seed_generators(seed: int, device: str) -> Iterator[None]:
 
 
 class StepEnvironments(VecEnv):
-    """The environments of a `Plant` in stable-baselines3's form: a new episode begins in the step that ends one."""
+    """The environments of a `Plant` in stable-baselines3's form: the step that ends an episode begins the next."""
 
     def __init__(self, plant: Plant, episodes: int, seed: int, controller_span: float | None = None) -> None:
         space, actions = plant.envs.single_observation_space, plant.envs.single_action_space
@@ -218,7 +218,7 @@ class StepEnvironments(VecEnv):
             )
 
     def commands(self, action: Array, first: Array, seen: Array) -> Array:
-        """The environments' actions [E D] for those of a policy [E D].
+        """Commands of the environments [E D] for actions of a policy [E D].
 
             u = controller(y = q_first + span · a, ẏ = 0)        with a span; else u = a
 
@@ -233,7 +233,7 @@ class StepEnvironments(VecEnv):
         return tracking.action(desired, np.zeros_like(desired), seen).clip(space.low, space.high).astype(space.dtype)
 
     def begin(self, iteration: int) -> None:
-        """The contexts of this batch come next."""
+        """Begin a batch: the following episodes have its contexts."""
         self.finished.clear()
         seeds = episode_seeds(self.run_seed, iteration, self.rounds * self.num_envs)
         self._context_seeds = np.array(seeds).reshape(-1, self.num_envs)
@@ -274,7 +274,7 @@ class StepEnvironments(VecEnv):
         return observation, np.asarray(reward, np.float32), over, infos
 
     def _next_seeds(self) -> list[int]:
-        """Of each environment's next episode; one more than the batch holds begins in its last step, and is never played."""
+        """Seeds of each environment's next episode. An extra episode begins in a batch's last step and is never played."""
         return [int(x) for x in self._context_seeds[self._played.clip(max=self.rounds - 1), np.arange(self.num_envs)]]
 
     def close(self) -> None:

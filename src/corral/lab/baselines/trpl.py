@@ -21,26 +21,26 @@ class Region:
     """The trust region of a step's Gaussian."""
 
     projection: str
-    """Its measure: kl, wasserstein or frobenius."""
+    """Measure of the region: kl, wasserstein or frobenius."""
     mean_bound: float
-    """ε_μ."""
+    """ε_μ: bound on the mean."""
     cov_bound: float
-    """ε_Σ."""
+    """ε_Σ: bound on the covariance."""
     regression: float
     """α: weight of KL(π_θ‖sg π̃)."""
     deployed_bound: float
-    """Mean KL of the network after a batch's updates from the network before them that is allowed; inf measures alone."""
+    """Bound on the mean KL of the network after a batch's updates from the network before them; inf measures only."""
 
 
 @dataclass(frozen=True)
 class StepGaussian:
-    """A diagonal Gaussian over actions: a mean for each state, standard deviations that all share."""
+    """A diagonal Gaussian over actions, with a mean for each state and standard deviations common to all states."""
 
     mean: Float[Tensor, "B D"]
     std: Float[Tensor, " D"]
 
     def log_prob(self, actions: Float[Tensor, "B D"]) -> Float[Tensor, " B"]:
-        """Log-density of one action in each state."""
+        """Log-density of an action in each state."""
         return torch.distributions.Normal(self.mean, self.std).log_prob(actions).sum(-1)
 
 
@@ -48,7 +48,7 @@ class StepGaussian:
 def trpl_loss(
     new: StepGaussian, old: StepGaussian, actions: Float[Tensor, "B D"], advantages: Float[Tensor, " B"], region: Region
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The policy's loss, and metrics.
+    """Loss of the policy, and metrics.
 
         π̃(·|s) = projection of π_θ(·|s) into the region around π_old(·|s)          ρ = π̃(a|s) / π_old(a|s)
         L = − mean ρ A + α mean KL(π_θ‖sg π̃)
@@ -93,7 +93,7 @@ class TRPL(PPO):
         self.old_policy = deepcopy(self.policy).requires_grad_(False)
 
     def train(self) -> None:
-        """One batch's updates."""
+        """Make the updates of a batch."""
         self.policy.set_training_mode(True)
         self._update_learning_rate(self.policy.optimizer)
         self.old_policy.load_state_dict(self.policy.state_dict())
@@ -105,7 +105,7 @@ class TRPL(PPO):
         self.metrics = {key: float(value) for key, value in metrics.items()} | self._certify()
 
     def _update(self, batch: RolloutBufferSamples) -> dict[str, Tensor]:
-        """One minibatch's step of policy and critic."""
+        """Make a step of policy and critic on a minibatch."""
         states, advantages = batch.observations, batch.advantages
         if len(advantages) > 1:
             advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)  # as stable-baselines3's PPO has it
@@ -120,7 +120,7 @@ class TRPL(PPO):
 
     @torch.no_grad()
     def _certify(self) -> dict[str, float]:
-        """KL(π_θ‖π_old) over the batch's states, of the network that collects the next batch; too far a step is retracted."""
+        """KL(π_θ‖π_old) over the batch's states, of the network that collects the next batch, after a retraction if needed."""
         states = self.rollout_buffer.to_torch(self.rollout_buffer.observations)
         old = _gaussian(self.old_policy, states)
 
@@ -133,10 +133,10 @@ class TRPL(PPO):
 
 
 def _acting(policy: Any) -> nn.ParameterList:
-    """The policy's own parameters, without the critic's: a retraction leaves the critic as it is."""
+    """The policy's own parameters, without the critic's: a retraction leaves the critic unchanged."""
     return nn.ParameterList([p for name, p in policy.named_parameters() if "value_net" not in name])
 
 
 def _gaussian(policy: Any, states: Tensor) -> StepGaussian:
-    """A policy's Gaussians over actions in these states."""
+    """Gaussians of a policy over actions in these states."""
     return StepGaussian(policy.get_distribution(states).distribution.mean, policy.log_std.exp())

@@ -29,7 +29,7 @@ class Environment:
     steps: int
     """T: steps of an episode."""
     dt: float
-    """Seconds from one action to the next."""
+    """Seconds between two actions."""
     tracking: Tracking
     """Controller that makes the joints follow a plan."""
     vector_entry_point: str | None = None

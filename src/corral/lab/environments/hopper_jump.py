@@ -1,4 +1,4 @@
-"""A one-legged hopper that must jump high and come down on a mark.
+"""A one-legged hopper that must jump high and land on a target point.
 
 Gymnasium's own Hopper, dropped from 1.5 m: torques at hip, knee and ankle (200 N·m times the action), Δt = 0.008 s, 250 steps.
 What counts is the highest point of the torso and where the foot first touches down after it has left the floor, so the

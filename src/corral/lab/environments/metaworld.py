@@ -31,7 +31,7 @@ _FINGER = "r_close"
 
 
 def task_names() -> list[str]:
-    """Every task of Meta-World v3."""
+    """Names of every task of Meta-World v3."""
     return sorted(_metaworld().ALL_V3_ENVIRONMENTS)
 
 
@@ -155,8 +155,7 @@ class _Rotation:
     from_matrix = classmethod(lambda cls, matrix: cls(matrix))
 
     def as_quat(self) -> Array:
-        """The quaternion (x, y, z, w) with scipy's sign: positive at the largest diagonal entry, or at w if the trace is
-        largest."""
+        """The quaternion (x, y, z, w) with scipy's sign: the entry of the largest diagonal element or trace is positive."""
         quaternion, diagonal = np.empty(4), self._matrix.diagonal()
         mujoco.mju_mat2Quat(quaternion, self._matrix.ravel())
         found = quaternion[[1, 2, 3, 0]]

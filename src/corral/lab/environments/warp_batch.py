@@ -50,7 +50,7 @@ class WarpBatch:
             self.bind(name)
 
     def bind(self, name: str) -> Array:
-        """A field of all copies [E …], by its name in MjData."""
+        """Return a field of all copies [E …] by its name in MjData."""
         if name not in self._host:
             shape = (self.copies, *np.shape(getattr(self._template, name)))
             self._host[name], self._sent[name] = np.zeros(shape), np.zeros(shape)

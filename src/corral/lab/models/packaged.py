@@ -53,8 +53,7 @@ PACKAGED = {
         begins=True,
     ),
 }
-"""Packaged models by their names for `--model`. Gemma is a base model under Gemma's terms of use, in parts that `make gemma`
-joins."""
+"""Packaged models by their names for `--model`. Gemma is a base model under Gemma's terms of use, joined by `make gemma`."""
 
 
 SENTENCE, TOKENS = "A shelf holds many books.", 6

@@ -198,8 +198,7 @@ class RunFolder(LockedFolder):
 
 
 def default_name(label: str, *, smoke: bool = False) -> Path:
-    """Default folder runs/TIME-label, in characters safe for file systems and shells: a task may be module:Class or
-    file.py:Class."""
+    """Default folder runs/TIME-label, in characters safe for file systems and shells, which a task's name may lack."""
     name = re.sub(r"[^\w.+-]+", "-", f"{time.strftime('%Y%m%d-%H%M%S')}-{label}", flags=re.ASCII)
     return Path("smoke-runs" if smoke else "runs") / name
 

@@ -223,7 +223,7 @@ def choose_view(still: type[_View], plain: type[_View], live: type[_View], *, qu
 
 
 def readable(line: _Line) -> list[tuple[str, str]]:
-    """Names and numbers of a line that are worth showing."""
+    """Names and numbers of a line to display."""
     rate = ("learning_rate",) if "tr/deployed_kl_mean" in line else ()  # it follows what the network moves by
     keys = [*_METRICS, *rate, *sorted(key for key in line if key.startswith("tr/"))]
     pairs = [(key, line[key]) for key in keys if line.get(key) is not None]

@@ -6,7 +6,7 @@ from corral.lab.sandbox.view import SandboxUnavailable
 from corral.lab.sandbox.worker import SandboxWorker
 
 Job, Limits, Status, Worker = SandboxJob, SandboxLimits, SandboxStatus, SandboxWorker
-"""Their old names stay for one release."""
+"""Former names, which remain for one release."""
 
 __all__ = [
     "SandboxJob", "SandboxLimits", "SandboxPool", "SandboxResult", "SandboxStatus", "SandboxUnavailable", "SandboxWorker",

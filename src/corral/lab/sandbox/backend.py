@@ -1,4 +1,4 @@
-"""Isolation backends: bubblewrap where it is installed, else the kernel's namespaces directly; a refusal without either."""
+"""Isolation backends: bubblewrap if it is installed, otherwise the kernel's namespaces directly. Without either, an error."""
 
 import marshal
 import os
@@ -13,12 +13,12 @@ from corral.lab.sandbox.inside.root import HOST
 from corral.lab.sandbox.view import SandboxUnavailable, file_view, interpreter
 
 BACKENDS = ("bwrap", "unshare")
-"""In order of preference."""
+"""Names of backends in order of preference."""
 
 _INSIDE = Path(__file__).with_name("inside")
 _PACKAGE = "corral.lab.sandbox.inside"
 _MODULES = ("syscalls", "kernel", "filter", "root", "program", "memory", "zygote")
-"""Files of that folder, each after what it imports."""
+"""Modules of the folder `inside`, each after the modules it imports."""
 
 # Bound modules are given as code objects: nothing of this package has to be visible inside, nor is compiled twice.
 _BOOT = """
@@ -78,8 +78,8 @@ def command(backend: str, payload_file: int) -> list[str]:
 
 
 def _bubblewrap() -> list[str]:
-    """bwrap and its arguments. Root stays root until the interpreter has started, and gives it up there: a user namespace would
-    map nobody to root, for whom the number of processes has no limit."""
+    """bwrap and its arguments. Root is given up only inside, after the interpreter has started: a user namespace would map
+    nobody to root, for whom the number of processes has no limit."""
     if (program := shutil.which("bwrap")) is None:
         raise SandboxUnavailable("sandbox: bubblewrap (bwrap) is not installed.")
     arguments = [program, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
@@ -101,7 +101,7 @@ def _bubblewrap() -> list[str]:
 
 
 def choose(works: Callable[[str], str], backend: str | None = None) -> str:
-    """The first backend that works, or the one asked for; SandboxUnavailable with every reason where there is none.
+    """Choose the first working backend, or the requested backend; SandboxUnavailable with every reason if none works.
 
     Args:
         works: tries a backend and returns why it does not work, or "".

@@ -1,4 +1,4 @@
-"""A memory cgroup per worker, where one is delegated to this user: the kernel then bounds all that its programs hold.
+"""A memory cgroup per worker, if a cgroup is delegated to this user: the kernel then limits the memory of all its programs.
 
 Its own memory on their behalf is counted too: pages that a fork has copied, page tables, pipes, sockets, locks. Where none
 is delegated (an ordinary login, most containers) the limits of each process, polling all of them, and the filter remain.
@@ -19,16 +19,16 @@ _LIMIT_AND_EVENTS = {1: ("memory.limit_in_bytes", "memory.oom_control"), 2: ("me
 _NO_SWAP = {1: ("memory.swappiness", "0"), 2: ("memory.swap.max", "0")}
 
 _WORKER_BYTES = 48 << 20
-"""Bytes for the worker itself, and what is kept back for a program's last words."""
+"""Bytes for the worker itself and for a program's last error message."""
 _PROCESS_BYTES = 2 << 20
-"""Bytes that a process takes without asking: pages that a fork copies, and the kernel's tables for them."""
+"""Bytes that every process takes: pages that a fork copies, and the kernel's tables for them."""
 _TRIES = 5
 _EXIT_SECONDS = 2.0
-"""Seconds within which the last process has left a group."""
+"""Seconds to wait until the last process has left a group."""
 
 
 class MemoryCgroup:
-    """One cgroup below `parent`, for one worker; OSError where it cannot be made.
+    """A cgroup below `parent` for one worker; OSError if it cannot be made.
 
     Its folder is locked for as long as this process lives: one that is not was left by a process that was killed.
     """
@@ -52,8 +52,8 @@ class MemoryCgroup:
             raise
 
     def set_limit(self, limits: SandboxLimits) -> None:
-        """Set what the next program may hold. Polling ends it before this does, unless it is quick or finds a way to hold what
-        no process is charged for."""
+        """Set the memory limit of the next program. Polling normally stops a program earlier, unless its growth is fast or
+        charged to no process."""
         memory = limits.memory_mb << 20
         total = memory + min(limits.folder_size, memory) + limits.processes * _PROCESS_BYTES + _WORKER_BYTES
         if total != self._bound:
@@ -79,7 +79,7 @@ class MemoryCgroup:
 
 
 def sweep(parent: Path) -> None:
-    """Remove groups left behind by processes that were killed."""
+    """Remove groups of processes that were killed."""
     for path in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # locked, so someone's; or gone
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -92,7 +92,7 @@ def sweep(parent: Path) -> None:
 
 @cache
 def find_cgroup_parent() -> tuple[Path, int] | None:
-    """A delegated cgroup, found by making one below it, and the version of cgroups; None where there is none."""
+    """A delegated cgroup, found by creating a group below it, and its version of cgroups; None if there is none."""
     for place in places(Path("/proc/self/cgroup"), Path("/proc/self/mountinfo")):
         if group := make_cgroup(*place):
             group.close()
@@ -101,8 +101,7 @@ def find_cgroup_parent() -> tuple[Path, int] | None:
 
 
 def make_cgroup(parent: Path, version: int) -> MemoryCgroup | None:
-    """A group, or None where none can be made. Another process that sweeps may take a new one, not locked yet, for one that was
-    left: hence several tries."""
+    """Make a group, or return None. Retries, because another process may remove a new group before it is locked."""
     for _ in range(_TRIES):
         with contextlib.suppress(OSError):
             return MemoryCgroup(parent, version)

@@ -6,7 +6,7 @@ from corral.lab.sandbox.result import encode
 
 
 class Pipe:
-    """A pipe whose ends are closed once each, at the latest on leaving the context."""
+    """A pipe whose ends are each closed once, at the latest on leaving the context."""
 
     def __init__(self) -> None:
         self.reader, self.writer = os.pipe2(os.O_CLOEXEC)

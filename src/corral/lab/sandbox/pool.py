@@ -1,4 +1,4 @@
-"""A pool of sandboxed interpreters: many programs, several at a time, results in order, every wait with a deadline."""
+"""A pool of sandboxed interpreters: several programs at a time, results in order, and a deadline for every wait."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ from corral.lab.workers import WorkerLost, WorkerPool
 _LOG = logging.getLogger("corral.task")
 
 USES = 2000
-"""Programs after which a worker is replaced."""
+"""Number of programs after which a worker is replaced."""
 
 CGROUP = "memory bounded by a cgroup"
 POLLING = "memory bounded by limits, polling all processes every 20 ms, and the filter: no cgroup is delegated"
@@ -44,7 +44,7 @@ def memory_bound(backend: str) -> str:
 
 
 def available_backend(backend: str | None = None) -> str:
-    """The isolation backend in use; SandboxUnavailable with the reasons where there is none."""
+    """The isolation backend in use; SandboxUnavailable with the reasons if there is none."""
     return choose(why_not, backend)
 
 
@@ -78,11 +78,11 @@ class SandboxPool(WorkerPool[SandboxWorker]):
         return SandboxWorker(self.backend)
 
     def run(self, jobs: Iterable[SandboxJob]) -> list[SandboxResult]:
-        """Run every program; results in the order of the jobs."""
+        """Run every program; results keep the order of the jobs."""
         return self.map(self.run_one, list(jobs))
 
     def run_one(self, job: SandboxJob) -> SandboxResult:
-        """Run one program, in this thread."""
+        """Run one program in the calling thread."""
         if self.backend is None:
             return run_unsafe(job)
         try:
@@ -91,7 +91,7 @@ class SandboxPool(WorkerPool[SandboxWorker]):
             return _result_of_lost(lost, job)
 
     def run_connected(self, first: SandboxJob, second: SandboxJob) -> tuple[SandboxResult, SandboxResult]:
-        """Run two programs side by side, each in a worker of its own and reading what the other writes, in this thread."""
+        """Run two programs side by side, each in its own worker and reading the other's output, in the calling thread."""
         if self.backend is None:
             return run_unsafe_connected(first, second)
         try:
@@ -113,5 +113,5 @@ def _shared(owner: int, workers: int | None, backend: str | None, unsafe_code_ex
 
 
 def shared_pool(workers: int | None = None, *, backend: str | None = None, unsafe_code_execution: bool = False) -> SandboxPool:
-    """The pool of this process with these settings: opened at the first call, closed when the process ends."""
+    """The pool of this process with these settings, opened at the first call and closed when the process ends."""
     return _shared(os.getpid(), workers, backend, unsafe_code_execution)

@@ -8,7 +8,7 @@ from corral.validate import require
 SandboxStatus = Literal["ok", "error", "timeout", "memory", "output"]
 
 MAX_TIMEOUT = 86_400.0
-"""Seconds that a program may be given: a day."""
+"""Largest time limit of a program in seconds: a day."""
 
 
 @dataclass(frozen=True)
@@ -16,24 +16,24 @@ class SandboxResult:
     """Outcome of a program: its status, output and errors."""
 
     status: SandboxStatus
-    """ok: exit status 0. error: any other end. timeout, memory, output: it went beyond that limit and was ended."""
+    """ok: exit status 0. error: any other end. timeout, memory, output: killed beyond that limit."""
     stdout: str
     stderr: str
-    """Both as UTF-8, with U+FFFD for what is none; cut at the output limit."""
+    """Both streams decoded as UTF-8, with U+FFFD for invalid bytes, cut at the output limit."""
     seconds: float
     """Wall time of the program."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxLimits:
-    """Resource limits of one program, for all its processes together unless said otherwise."""
+    """Resource limits of a program, for all its processes together unless stated otherwise."""
 
     timeout: float = 5.0
     """Seconds of wall time."""
     memory_mb: int = 512
-    """Memory beyond the bare interpreter's, in MiB."""
+    """Memory in MiB in addition to that of the bare interpreter."""
     output: int = 1 << 20
-    """Bytes of standard output, and as many of standard error."""
+    """Bytes of standard output; standard error has an equal limit."""
     processes: int = 64
     """Processes and threads."""
     files: int = 64
@@ -43,7 +43,7 @@ class SandboxLimits:
     folder_size: int = 64 << 20
     """Bytes of the temporary folder, which is in memory."""
     folder_files: int = 4096
-    """Files in it."""
+    """Number of files in the temporary folder."""
 
     def __post_init__(self) -> None:
         require(self, "timeout", above=0, at_most=MAX_TIMEOUT, what="a number of seconds", name="sandbox")
@@ -67,5 +67,5 @@ class SandboxJob:
 
 
 def encode(text: str) -> bytes:
-    """Text as a program gets it; a lone surrogate becomes bytes that are no UTF-8, as it is no character."""
+    """Text as bytes for a program; a lone surrogate becomes invalid UTF-8, since it is no character."""
     return text.encode("utf-8", "surrogatepass")

@@ -1,4 +1,4 @@
-"""Execution without isolation, where the user asked for it: resource limits and a process group, nothing else."""
+"""Execution without isolation, at the user's request: only resource limits and a process group."""
 
 import contextlib
 import math
@@ -34,11 +34,11 @@ _OUT_OF_MEMORY = 137
 _BASELINE = 64 << 20
 _CHUNK = 1 << 16
 _EXIT_SECONDS = 2.0
-"""Seconds within which a killed process has gone."""
+"""Seconds to wait until a killed process has gone."""
 
 
 def run_unsafe(job: SandboxJob) -> SandboxResult:
-    """Run a program as the user. A program that means harm can do it."""
+    """Run a program with the user's own rights. A malicious program can do harm."""
     with tempfile.TemporaryFile() as stdin:
         stdin.write(encode(job.stdin))
         stdin.seek(0)
@@ -46,7 +46,7 @@ def run_unsafe(job: SandboxJob) -> SandboxResult:
 
 
 def run_unsafe_connected(first: SandboxJob, second: SandboxJob) -> tuple[SandboxResult, SandboxResult]:
-    """Run two programs as the user, each reading what the other writes."""
+    """Run two programs with the user's own rights, each reading the other's output."""
     (there_reader, there), (back_reader, back) = os.pipe(), os.pipe()
     with ThreadPoolExecutor(2) as threads:
         pair = [threads.submit(_run, first, back_reader, there), threads.submit(_run, second, there_reader, back)]
@@ -84,7 +84,7 @@ def _run(job: SandboxJob, stdin: int, stdout: int | None) -> SandboxResult:
 
 
 def _collect(process: subprocess.Popen[bytes], deadline: float, output: int) -> tuple[SandboxStatus | None, list[str]]:
-    """Read both streams until the program ends, or there is a reason to end it. Daemons that keep them open are not awaited."""
+    """Read both streams until the program ends or has to be killed. Daemons that keep the streams open are not awaited."""
     written = {stream.fileno(): bytearray() for stream in (process.stdout, process.stderr) if stream is not None}
     reason: SandboxStatus | None = None
     with selectors.DefaultSelector() as selector:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 _DEVICES = ("/dev/null", "/dev/full", "/dev/urandom", "/dev/random")
-"""Without /dev/zero: mapped as shared, it is memory that belongs to no process."""
+"""Visible devices. /dev/zero is excluded: mapped as shared, it is memory that belongs to no process."""
 _LIBRARIES = (
     "/lib", "/lib32", "/lib64", "/libx32", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libx32", "/nix/store", "/gnu/store",
 )  # fmt: skip
@@ -19,19 +19,19 @@ _TEMPORARY = "/tmp"
 
 
 class SandboxUnavailable(RuntimeError):
-    """This system cannot keep a program apart from its user; the message says why, and what can be done."""
+    """Raised when this system cannot isolate a program from its user; the message has reasons and advice."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileView:
-    """Absolute paths, outer ones before inner ones; all of it is read-only."""
+    """Absolute paths, outer paths before inner paths, all read-only."""
 
     paths: list[str]
-    """Files and folders that look the same inside as outside."""
+    """Files and folders with equal paths inside and outside."""
     links: list[tuple[str, str]]
     """Symbolic links: target, and place of the link."""
     hidden: list[str]
-    """Folders below `paths` that are empty inside: installed packages, among which are this one's problems and answers."""
+    """Folders below `paths` that are empty inside: installed packages, which include this package's problems and answers."""
     devices: list[str]
 
     def as_dict(self) -> dict[str, Any]:
@@ -40,7 +40,7 @@ class FileView:
 
 
 def interpreter() -> str:
-    """The interpreter itself, not a virtual environment's link to it."""
+    """The interpreter itself instead of a virtual environment's link to it."""
     path = getattr(sys, "_base_executable", None) or sys.executable  # undocumented, and missing where Python is embedded
     if not path:
         raise SandboxUnavailable("sandbox: this Python does not know its own executable (sys.executable is empty).")
@@ -75,7 +75,7 @@ def file_view() -> FileView:
 
 
 def _package_folders(prefixes: set[str]) -> set[str]:
-    """Every folder of installed packages, and this package's own."""
+    """Every folder of installed packages, and the folder of this package."""
     found = {*site.getsitepackages(), site.getusersitepackages(), *(path for path in sys.path if path.endswith("-packages"))}
     for prefix in (*prefixes, "/usr", "/usr/local"):
         for folder in ("lib", "lib64"):

@@ -1,4 +1,4 @@
-"""The host's side of the sandbox: starts a warm interpreter, hands over programs, collects what they write.
+"""The host's side of the sandbox: starts a warm interpreter, hands over programs, collects their output.
 
 Every wait has a deadline. The interpreter inside keeps time; should it hang itself, it is ended from here, with all it holds.
 """
@@ -24,22 +24,22 @@ from corral.lab.sandbox.view import SandboxUnavailable, file_view
 from corral.lab.workers import WorkerLost
 
 _START_SECONDS = 30.0
-"""Seconds within which a sandboxed interpreter must have started, on a machine that is busy with other things."""
+"""Seconds within which a sandboxed interpreter must have started, even on a busy machine."""
 GRACE = 5.0
-"""Seconds after a program's own limit at which its worker counts as hung."""
+"""Seconds after a program's own limit until its worker counts as hung."""
 _EXIT_SECONDS = 2.0
 """Seconds in which the interpreter may end by itself before it is killed."""
 _CHUNK = 1 << 16
 
 
 class SandboxWorker:
-    """A warm sandboxed interpreter, which forks once per program; a context manager. One program, and one thread, at a time."""
+    """A warm sandboxed interpreter that forks once per program; a context manager for one program and one thread at a time."""
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
         place = find_cgroup_parent()
         self.group = make_cgroup(*place) if place else None
-        """The cgroup that bounds what programs hold; None where none is delegated."""
+        """The cgroup that limits the memory of programs; None if no cgroup is delegated."""
         passed = [self.group.members, self.group.events] if self.group else []
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -93,7 +93,7 @@ class SandboxWorker:
         return running.result()
 
     def start(self, job: SandboxJob, stdin: int, out: Pipe, err: Pipe, capture: tuple[Pipe, ...]) -> "RunningProgram":
-        """Start a program; the last one must have ended. What it writes to the pipes in `capture` is for `collect` to read."""
+        """Start a program after the previous program has ended. `collect` reads the pipes in `capture`."""
         id = os.urandom(8).hex()  # the program can find it, and a number would tell how many there were before
         code = memory_file(encode(job.code))
         order = json.dumps({"run": id, "limits": vars(job.limits)}).encode()
@@ -112,7 +112,7 @@ class SandboxWorker:
         return RunningProgram(worker=self, id=id, job=job, streams={pipe.reader: bytearray() for pipe in capture})
 
     def close(self) -> None:
-        """End the interpreter inside and all it holds; wait until they have gone. A second call does nothing."""
+        """End the interpreter inside with all its processes, and wait until they have gone. A second call does nothing."""
         if self.control.fileno() < 0:
             return
         with contextlib.suppress(OSError):
@@ -142,7 +142,7 @@ class SandboxWorker:
 
 @dataclass(kw_only=True)
 class RunningProgram:
-    """A program under way: what it wrote so far, by file, and how it ended."""
+    """A running program: its output so far, by file, and its outcome."""
 
     worker: SandboxWorker
     id: str
@@ -152,7 +152,7 @@ class RunningProgram:
     report: dict[str, Any] | None = None
 
     def note(self) -> None:
-        """Receive one message of the worker's: the end of the program, or a failure."""
+        """Receive a message of the worker: the end of the program, or a failure."""
         try:
             text = self.worker.control.recv(_CHUNK)
         except OSError:
@@ -179,7 +179,7 @@ class RunningProgram:
         return bool(data)
 
     def result(self) -> SandboxResult:
-        """The result, once the program has ended."""
+        """The result of a finished program."""
         assert self.report is not None
         status: SandboxStatus = "output" if self.overflowed else self.report["status"]
         texts = [bytes(data[: self.job.limits.output]).decode("utf-8", "replace") for data in self.streams.values()]
@@ -187,7 +187,7 @@ class RunningProgram:
 
 
 def collect(*programs: RunningProgram) -> None:
-    """Read until every program has ended and all that it wrote has been read.
+    """Read until every program has ended and all output has been read.
 
     By then its last process has gone, so what is not in the pipes never will be. Their end is not waited for: a process that
     another thread forks meanwhile has copies of them, for as long as it lives.
@@ -215,7 +215,7 @@ def collect(*programs: RunningProgram) -> None:
 def run_connected(
     workers: tuple[SandboxWorker, SandboxWorker], first: SandboxJob, second: SandboxJob
 ) -> tuple[SandboxResult, SandboxResult]:
-    """Run two programs side by side, each reading what the other writes; their own `stdin` is not used."""
+    """Run two programs side by side, each reading the other's output; their own `stdin` is not used."""
     with Pipe() as there, Pipe() as back, Pipe() as err_first, Pipe() as err_second:
         pair = (
             workers[0].start(first, back.reader, there, err_first, capture=(err_first,)),

@@ -251,13 +251,13 @@ _LINES = 20
 
 
 class EvalView(View):
-    """The view of a quiet evaluation: warnings, and one sentence at the end. The base of the other two."""
+    """The view of a quiet evaluation, with warnings and a final sentence, and the base class of the other views."""
 
     def begin(self, heading: Sequence[tuple[str, str]], total: int, done: int) -> None:
         """Called when the evaluation starts or resumes, with `done` of `total` completions."""
 
     def advance(self, done: int, name: str, right: float) -> None:
-        """Called after each batch with the number of completions and the shares of correct greedy and sampled completions so
+        """Called after each batch: `done` completions exist, and the share `right` of the `name` completions is correct so
         far."""
 
     def end(self, result: Mapping[str, Any], where: Path) -> None:

@@ -13,38 +13,38 @@ from corral.validate import RunError, nearest, require
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSettings:
-    """What to evaluate, and how. None means: as the run did, or what suits the task."""
+    """Settings of an evaluation. None stands for the run's own value, or for a default of the task."""
 
     model: str
-    """A run's folder, or a model: tiny, smollm2, a folder, or a name on the hub."""
+    """Model to evaluate: a run's folder, tiny, smollm2, a model folder, or a name on the hub."""
     task: str | None = None
-    """What to ask: a name from corral.task; a run's own by default."""
+    """Task, by a name from corral.task; the run's own by default."""
     task_config: dict[str, Any] = field(default_factory=dict)
-    """The task's own settings, on top of the run's."""
+    """Settings of the task, merged over the run's."""
     instruction: str | None = None
-    """What the model reads; {problem} is the task's prompt."""
+    """Instruction around each problem; {problem} is the task's prompt."""
     tool: str | None = None
-    """Who answers the model within a completion: a run's own by default; "" is nobody."""
+    """Tool that answers the model within a completion: the run's own by default; "" is none."""
     tools: tuple[str | Callable[..., Any], ...] | None = None
-    """Functions that a chat model may call: a run's own by default; () is none."""
+    """Functions that a chat model may call: the run's own by default; () is none."""
     environment_factory: str | Callable[..., Any] | None = None
-    """An environment whose methods a chat model may call: a run's own by default; "" is none."""
+    """Environment whose methods a chat model may call: the run's own by default; "" is none."""
     checkpoint: str | None = None
-    """Of a run: latest, best (by measured success), or the number of a step."""
+    """Checkpoint of a run: latest, best (by measured success), or the number of a step."""
     problems: int | None = None
-    """Held-out problems; by default all of a data set, and 512 of a task that draws its own."""
+    """Number of held-out problems: by default all of a data set, or 512 of a procedural task."""
     samples: int = 4
-    """Completions per problem, besides the greedy one."""
+    """Number of samples per problem, in addition to the greedy completion."""
     temperature: float = 1.0
-    """Of the samples; 1 is the policy itself."""
+    """Temperature of the samples; 1 is the policy itself."""
     top_p: float = 1.0
-    """Probability that the samples' tokens are taken from; 1 is the policy itself."""
+    """Probability mass from which tokens are sampled; 1 is the policy itself."""
     max_tokens: int | None = None
-    """The longest completion."""
+    """Largest number of tokens in a completion."""
     batch_size: int | None = None
-    """Prompts answered at a time: 256 with transformers, 2048 with vLLM."""
+    """Number of prompts answered at a time: 256 with transformers, 2048 with vLLM."""
     seed: int = 0
-    """Random seed: which problems are asked, and every sample."""
+    """Random seed of the choice of problems and of every sample."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     backend: Literal["auto", "transformers", "vllm"] = "auto"
 

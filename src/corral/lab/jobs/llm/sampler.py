@@ -35,8 +35,7 @@ class Completion:
 
 
 def choose_backend(requested: str, subject: Subject, device: str, *, played: bool = False) -> Backend:
-    """Resolve the backend. `auto` is vLLM if it is installed and a GPU is used; `vllm` also runs on a CPU or raises an
-    error."""
+    """Resolve the backend: `auto` is vLLM if it is installed and a GPU is used; `vllm` also runs on a CPU."""
     reasons = [
         (played, "tools and environments are played with transformers here."),
         (find_spec("vllm") is None, "vLLM is not installed. Install it: pip install vllm."),
@@ -141,5 +140,5 @@ def set_pad_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase
 
 
 Sampler = TransformersSampler | VllmSampler
-"""A model that completes prompts. `start` is called once before the first prompt: the longest one and its completion take
-`room` tokens. `complete` gives one completion per prompt, with one random seed per prompt."""
+"""A model that completes prompts. `start` is called before the first prompt, and reserves `room` tokens for the longest prompt
+and its completion. `complete` gives a completion per prompt, each with its own random seed."""

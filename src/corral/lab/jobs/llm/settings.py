@@ -75,7 +75,7 @@ def trainer_names() -> list[str] | None:
 
 
 def check_numbers(given: Mapping[str, Any]) -> None:
-    """Refuse CorralConfig settings of the wrong type, as far as the source gives number and switch types."""
+    """Refuse CorralConfig settings of the wrong type where the source declares a number or a switch."""
     types = _trainer_types() or {}
     for key, value in given.items():
         hint = _PLAIN.get(types.get(key, ""))
@@ -379,5 +379,5 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 
 
 def read_recipe(name: str) -> dict[str, Any]:
-    """A layer from a recipe for language models that ships with corral."""
+    """Read a layer from a language-model recipe that is part of corral."""
     return read_named(name, recipes(RECIPES))

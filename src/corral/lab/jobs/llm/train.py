@@ -255,7 +255,7 @@ def _support(trainer: RunTrainer) -> str:
 
 
 def _device(trainer: RunTrainer) -> str:
-    """The device, the head, and the versions behind it."""
+    """Description of the device, the head, and the package versions."""
     kind = trainer.accelerator.device
     name = torch.cuda.get_device_name(kind) if kind.type == "cuda" else count(torch.get_num_threads(), "thread")
     processes = f", {trainer.accelerator.num_processes} processes" if trainer.accelerator.num_processes > 1 else ""

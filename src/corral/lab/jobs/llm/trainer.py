@@ -278,8 +278,7 @@ class RunTrainer(CorralTrainer):
 
     @property
     def _draws_to_certify(self) -> int:
-        """Held-out completions of each process on which the last step's KL is measured: about as many tokens as of its own,
-        and as many completions at least."""
+        """Held-out completions per process for the last step's KL: about TOKENS tokens or COMPLETIONS completions in all."""
         processes = self.accelerator.num_processes
         wanted = max(math.ceil(COMPLETIONS / processes), TOKENS // (processes * self.max_completion_length))
         return min(len(self.parts.held_out) // processes, wanted)

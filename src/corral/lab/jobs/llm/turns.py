@@ -80,7 +80,7 @@ class TextTool:
         return {}
 
     def trainer_arguments(self) -> dict[str, Any]:
-        """TRL's `rollout_func`."""
+        """Pass `rollout` to TRL as its `rollout_func`."""
         return {"rollout_func": rollout}
 
     def play(self, model: PreTrainedModel, problems: Problems, asked: Sequence[str], sampling: Sampling) -> list[Dialogue]:
@@ -303,7 +303,7 @@ class FunctionCalls:
         return {"tools": [*self.functions, *(_methods(self._pool[0]) if self._pool else [])] or None, **own}
 
     def trainer_arguments(self) -> dict[str, Any]:
-        """TRL's `tools` and `environment_factory`."""
+        """Arguments `tools` and `environment_factory` of TRL."""
         return {"tools": self.functions or None, "environment_factory": self.factory}
 
     @torch.no_grad()
@@ -331,12 +331,12 @@ class FunctionCalls:
 
 
 MultiTurn = TextTool | FunctionCalls
-"""Completions in which somebody answers the model. `template` has arguments for the chat template, `trainer_arguments` those
-of GRPOTrainer, with which TRL plays the same in training, and `play` gives one completion per problem."""
+"""Completions of several turns. `template` has arguments for the chat template, `trainer_arguments` has those of GRPOTrainer
+for the training, and `play` gives a completion per problem."""
 
 
 class _Chat:
-    """One completion while it is played."""
+    """A completion in progress."""
 
     def __init__(
         self, calls: FunctionCalls, problems: Problems, model: PreTrainedModel, longest: int, environment: Any

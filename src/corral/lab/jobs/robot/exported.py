@@ -33,7 +33,7 @@ class ExportedPolicy:
     layers: list[tuple[Any, Any]]
     """Weights [out in] and biases [out]."""
     times: Any
-    """Seconds [T]."""
+    """Times in seconds [T]."""
     basis: Any
     """Linear map from parameters to position, velocity and acceleration [3 T M]."""
     start: Any

@@ -70,7 +70,7 @@ def plot_tracking(times: Array, desired: Array, executed: Array, *, title: str =
 
 
 def plot_correlation(prodmp: ProDMP, times: Float[Tensor, "T"], chols: Mapping[str, Float[Tensor, "W W"]]) -> Figure:
-    """How plans move together over time, for each policy: spread of each joint above, correlation of all joints below.
+    """Correlation of plans over time, for each policy: spread of each joint above, correlation of all joints below.
 
     Args:
         times: seconds [T].

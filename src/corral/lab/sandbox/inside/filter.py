@@ -23,16 +23,16 @@ _FARTHEST = 255
 
 _NAMESPACES, _SIBLING = 0x7E020000, 0x00008000
 """Flags of `clone`: a new mount, cgroup, uts, ipc, user, pid or net namespace; a child of the parent, whose memory would not be
-found below this process."""
+counted for this process."""
 _SHARED, _ANONYMOUS, _HUGE = 0x01, 0x20, 0x40000
-"""Flags of `mmap`. Anonymous memory that is shared belongs to no process, and huge pages are missing from what one holds."""
+"""Flags of `mmap`. Shared anonymous memory belongs to no process, and huge pages are not counted in a process's memory."""
 
 _UNIX = 1
 _SEND_FLAGS = (0, 0x40, 0x4000, 0x4040)
-"""sendto: without waiting, without a signal. Out-of-band data are of no use to anyone, and had bugs in the kernel."""
+"""Flags of sendto: no waiting, no signal. Out-of-band data are excluded: they are useless here, and had bugs in the kernel."""
 _FILE_COMMANDS = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)
-"""fcntl: duplicate, close on exec, flags, locks of ranges, the size of a pipe. No leases, which make whoever opens the file
-wait, the trainer included; no larger pipes."""
+"""Commands of fcntl: duplicate, close on exec, flags, range locks, pipe size. Excluded are leases, which make any process that
+opens the file wait, even the trainer, and larger pipes."""
 _MEMORY_ADVICE = (0, 1, 2, 3, 4, 8, 14, 15, 16, 17, 102, 103)
 """Allowed advice of madvise. Swapping out is not allowed: swapped pages would not be counted."""
 _TERMINAL_REQUESTS = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
@@ -55,11 +55,12 @@ REFUSED_FLAGS: dict[str, tuple[int, Sequence[Sequence[int]]]] = {
     "clone": (0, [[_NAMESPACES | _SIBLING]]),
     "mmap": (3, [[_HUGE], [_SHARED, _ANONYMOUS]]),
 }
-"""Calls refused for some flags: which argument, and lists of masks; a list refuses what has a bit of each of its masks."""
+"""Calls refused for some flags: the argument's index and lists of masks. A list matches if the argument has a bit of each
+mask."""
 
 
 def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    """One BPF instruction; jumps count the instructions that are skipped."""
+    """A BPF instruction; jumps count the skipped instructions."""
     return struct.pack("=HBBI", code, if_true, if_false, value)
 
 
@@ -82,7 +83,7 @@ def build(machine: str) -> bytes:
 
 
 def _body(name: str) -> list[bytes]:
-    """The instructions that decide one call."""
+    """The instructions that decide a single call."""
     allow, refuse = _instruction(_RETURN, _ALLOW), _instruction(_RETURN, _REFUSE | errno.EPERM)
     if name in REFUSED_FLAGS:
         index, lists = REFUSED_FLAGS[name]
@@ -97,7 +98,7 @@ def _body(name: str) -> list[bytes]:
 
 
 def _search(starts: list[tuple[int, list[bytes]]]) -> list[bytes]:
-    """A binary search: the kernel tries a new filter on every number, and a list would cost each program half a millisecond."""
+    """A binary search over numbers: the kernel runs a new filter on every number, and a list would cost half a millisecond."""
     if len(starts) == 1:
         return starts[0][1]
     middle = len(starts) // 2
@@ -108,7 +109,7 @@ def _search(starts: list[tuple[int, list[bytes]]]) -> list[bytes]:
 
 
 class Filter:
-    """A seccomp filter that is ready to be installed. Needs `forbid_new_privileges` first."""
+    """A seccomp filter ready for installation, which requires `forbid_new_privileges` first."""
 
     def __init__(self, program: bytes) -> None:
         self._program = ctypes.create_string_buffer(program, len(program))  # the header points to it

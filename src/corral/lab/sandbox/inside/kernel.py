@@ -1,4 +1,4 @@
-"""System calls that Python does not wrap: namespaces, mounts, capabilities, limits that no child can lift."""
+"""System calls that Python does not wrap: namespaces, mounts, capabilities, and limits that no child can raise."""
 
 import _signal  # the functions without the enumerations around them
 import ctypes
@@ -17,7 +17,7 @@ NEW_USER, NEW_PIDS, NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
 _SHARE_MEMORY, _SHARE_FILES = 0x00000100, 0x00000400
 
 READ_ONLY, NO_SETUID, NO_DEVICES, NO_EXEC = 1, 2, 4, 8
-"""Flags of a mount; the old and the new calls agree on these four."""
+"""Flags of a mount with equal values in the old and new calls."""
 
 _AT_CWD, _AT_EMPTY_PATH, _AT_RECURSIVE = -100, 0x1000, 0x8000
 _CLONE_TREE, _CLOSE_ON_EXEC, _MOVE_FROM_EMPTY_PATH = 1, 0o2000000, 4
@@ -29,7 +29,7 @@ _libc = ctypes.PyDLL(None, use_errno=True)
 
 
 def _syscall(name: str, *arguments: int | bytes) -> int:
-    """One system call by name; OSError with its name where it fails."""
+    """Make a system call by name; OSError with its name if it fails."""
     number = _NUMBERS[name]
     wide = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
     return _check(name, _libc.syscall(ctypes.c_long(number), *wide))
@@ -43,13 +43,13 @@ def _check(name: str, result: int) -> int:
 
 
 def prctl(option: int, *arguments: int) -> int:
-    """prctl(2), with unused arguments 0."""
+    """Call prctl(2), with unused arguments 0."""
     padded = [*arguments, 0, 0, 0, 0][:4]
     return _check(f"prctl {option}", _libc.prctl(option, *[ctypes.c_ulong(value) for value in padded]))
 
 
 def unshare(flags: int) -> None:
-    """Leave the namespaces named by `flags` for new ones."""
+    """Replace the namespaces named by `flags` with new namespaces."""
     _check("unshare", _libc.unshare(flags))
 
 
@@ -58,7 +58,7 @@ _top = ctypes.c_void_p(ctypes.addressof(_stack) + len(_stack) & ~15)
 
 
 def first_process() -> int:
-    """Start PID 1 of a new PID namespace; returns its number here. When it is killed, the kernel kills all others there.
+    """Start PID 1 of a new PID namespace and return its number here. When it dies, the kernel kills all others there.
 
     It runs nothing but libc's pause(), on a stack of its own in this process's memory, with this process's open files: nothing
     is copied for it. This process must have no signal handlers, since they would be its too: without any, the kernel keeps from
@@ -79,7 +79,7 @@ def children_go_to(process: int) -> None:
 
 
 def fork() -> int:
-    """Fork without telling Python: 0 in the child, the child's number in the parent.
+    """Fork without Python's hooks: returns 0 in the child and the child's number in the parent.
 
     Its hooks give every module that has one a chance to reset locks and generators, which takes as long as a small program. A
     process with one thread holds no locks that anyone else would free.
@@ -88,7 +88,7 @@ def fork() -> int:
 
 
 def map_user(proc: int, inside: int, uid: int, gid: int) -> None:
-    """Write the uid and gid maps of a fresh user namespace: one user and one group, both `inside`, exist in it.
+    """Write the uid and gid maps of a fresh user namespace, in which only the user and the group `inside` exist.
 
     Args:
         proc: an open folder /proc of this or an outer namespace.
@@ -109,7 +109,7 @@ def write_at(folder: int, path: str, text: str) -> None:
 
 
 def read_at(folder: int, path: str) -> str:
-    """The whole text of a file."""
+    """Read the whole text of a file."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
     try:
         text = b""
@@ -121,7 +121,7 @@ def read_at(folder: int, path: str) -> str:
 
 
 def clone_mount(path: str, flags: int) -> int:
-    """A bind mount of `path` and all below it, with `flags` throughout, that is not attached anywhere yet."""
+    """A detached bind mount of `path` and all below it, with `flags` throughout."""
     tree = _syscall("open_tree", _AT_CWD, os.fsencode(path), _CLONE_TREE | _CLOSE_ON_EXEC | _AT_RECURSIVE)
     restrict_mount(tree, flags)
     return tree
@@ -134,7 +134,7 @@ def restrict_mount(mount: int, flags: int) -> None:
 
 
 def attach_mount(mount: int, path: str) -> None:
-    """Put a detached mount at `path`."""
+    """Attach a detached mount at `path`."""
     _syscall("move_mount", mount, b"", _AT_CWD, os.fsencode(path), _MOVE_FROM_EMPTY_PATH)
     os.close(mount)
 
@@ -145,12 +145,12 @@ def mount_memory(path: str, flags: int, options: str) -> None:
 
 
 def keep_mounts_private() -> None:
-    """Stop mounts made here from propagating to the host."""
+    """Stop mounts in this namespace from propagating to the host."""
     _check("mount", _libc.mount(b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_SLAVE), None))
 
 
 def enter_root(path: str) -> None:
-    """pivot_root(2) to `path`, a mount point, and unmount the old root."""
+    """Change the root to `path`, a mount point, by pivot_root(2), and unmount the old root."""
     os.chdir(path)
     _syscall("pivot_root", b".", b".")
     _check("umount", _libc.umount2(b".", _DETACH))
@@ -158,11 +158,11 @@ def enter_root(path: str) -> None:
 
 
 _CAPABILITIES = struct.pack("=II", 0x20080522, 0), bytes(24)
-"""Version 3, this process; three empty sets."""
+"""Empty capability sets for this process, version 3: a header and three sets."""
 
 
 def drop_capabilities() -> None:
-    """Give up every capability: without new privileges, nothing that is executed later can bring one back."""
+    """Drop every capability. Without new privileges, no program executed later regains any."""
     _syscall("capset", *_CAPABILITIES)
 
 
@@ -174,12 +174,12 @@ def keep_no_capabilities() -> None:
 
 
 def forbid_new_privileges() -> None:
-    """Set no_new_privs: no set-uid program raises this process or its children, ever."""
+    """Set no_new_privs: no set-uid program can ever raise this process or its children."""
     prctl(_PR_NO_NEW_PRIVILEGES, 1)
 
 
 def hide_memory(hidden: bool) -> None:
-    """Set or clear PR_SET_DUMPABLE: hidden, other processes of the same user cannot read this one's memory and /proc files."""
+    """Set or clear PR_SET_DUMPABLE. Other processes of the user cannot read a hidden process's memory and /proc files."""
     prctl(_PR_SET_DUMPABLE, 0 if hidden else 1)
 
 

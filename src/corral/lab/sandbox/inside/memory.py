@@ -8,16 +8,16 @@ from corral.lab.sandbox.inside import kernel
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 _PAGES_PER_PAGE_OF_MAPS = 16
-"""Pages of address space counted as one page of memory: the kernel needs about 230 bytes for each memory map."""
+"""Pages of address space counted as a page of memory: the kernel needs about 230 bytes for each memory map."""
 
 
 class Memory:
-    """Memory use, read from /proc through an open folder: inside, no path leads there."""
+    """Memory use read from /proc through an open folder, since inside the sandbox no path leads to it."""
 
     def __init__(self, proc: int, events: int | None) -> None:
         self.proc, self.events = proc, events
         self.baseline = self._pages("self")[0] * _PAGE
-        """Address space of this process, which every program starts with."""
+        """Initial address space of this process, shared by every program."""
         _, resident, shared = self._pages("self")
         self._shared = resident - shared  # pages that a child shares with us until it writes to them
         self._kills = self._out_of_memory_kills()

@@ -1,4 +1,4 @@
-"""From fork to exit of a program: limits, streams, filter, exec, exit status. The program owns its process from there on."""
+"""A program from fork to exit: limits, streams, filter, execution, exit status. The program owns its process from then on."""
 
 import _signal  # the functions without the enumerations around them
 import atexit
@@ -45,7 +45,7 @@ def warm_up() -> None:
 
 
 def _open_stream(name: str, number: int, mode: str, errors: str, line_buffering: bool = False) -> None:
-    """Make an open file a standard stream, under both its names in `sys`: `stdin` and `__stdin__`."""
+    """Make an open file a standard stream under both its names in `sys`: `stdin` and `__stdin__`."""
     binary = open(number, mode + "b", closefd=False)  # noqa: SIM115 - the program's for as long as it runs
     stream = io.TextIOWrapper(binary, encoding="utf-8", errors=errors, line_buffering=line_buffering)
     for attribute in (name, f"__{name}__"):
@@ -53,7 +53,7 @@ def _open_stream(name: str, number: int, mode: str, errors: str, line_buffering:
 
 
 class LaunchPlan:
-    """Resource limits and mount options of one program, computed before the fork, where it copies no memory pages."""
+    """Resource limits and mount options of a program, computed before the fork to avoid copying memory pages."""
 
     def __init__(self, limits: dict[str, Any], address_space: int) -> None:
         memory = int(limits["memory_mb"]) << 20
@@ -109,7 +109,7 @@ def prepare(plan: LaunchPlan, code: int, streams: list[int], rules: filter.Filte
 
 
 def run(source: bytes) -> None:
-    """Run `source` as `python program.py` would, up to and including the exit status. Does not return."""
+    """Run `source` as `python program.py` would, including the exit status. Does not return."""
     sys.argv = ["program.py"]
     # A new number for the main thread, else it is the worker's, as the machine outside counts; private, so typeshed lacks it.
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
@@ -131,7 +131,7 @@ def run(source: bytes) -> None:
 
 
 def _report_failure(error: BaseException) -> int:
-    """Report an exception as the interpreter does; the exit status."""
+    """Report an exception as the interpreter does, and return the exit status."""
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
             return (error.code or 0) & 0xFF
@@ -163,8 +163,8 @@ def _out_of_memory(error: BaseException, main: types.ModuleType) -> int:
 
 
 def _finish(main: types.ModuleType) -> int:
-    """Wait for threads, run what was left for the end, let go of the program's objects, flush. The interpreter itself is not
-    taken down: that takes longer than most programs. 120 where output is lost, as the interpreter has it."""
+    """Wait for threads, run exit handlers, release the program's objects, flush. The interpreter is not shut down, which takes
+    longer than most programs. Returns 120 if output is lost, as the interpreter does."""
     code = 0
     wait_for_threads = threading._shutdown  # type: ignore[attr-defined]  # private: the interpreter's own way at its end
     for step in (wait_for_threads, atexit._run_exitfuncs, main.__dict__.clear):

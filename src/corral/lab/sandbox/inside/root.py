@@ -16,7 +16,7 @@ _ALL_NAMESPACES = kernel.NEW_MOUNTS | kernel.NEW_NETWORK | kernel.NEW_IPC | kern
 
 
 def leave_host(view: dict[str, list[Any]], proc: int) -> None:
-    """Unshare all namespaces but the PID one, and pivot into a new root.
+    """Unshare all namespaces except the PID namespace, and pivot into a new root.
 
     Root needs no user namespace for this, and should not use one: a process that is root outside has no limit on its number
     of processes. Everyone else gets one, in which they may mount; so does a root that may not mount, as in many containers,
@@ -90,7 +90,7 @@ def _become_nobody() -> None:
 
 
 def enter_user_namespace(proc: int) -> None:
-    """Become PID 1 of a user and PID namespace whose one user is nobody, with capabilities there alone.
+    """Enter, as PID 1, a user and PID namespace whose only user is nobody, with capabilities limited to it.
 
     The mounts made so far are locked there, read-only as they are. Processes are counted there, whoever else is nobody outside.
     Its capabilities end there, and programs get none of them.

@@ -1,7 +1,7 @@
-"""The system calls that ordinary programs make, and their numbers on x86_64 and aarch64; None where there is none."""
+"""System calls of ordinary programs, with their numbers on x86_64 and aarch64; None for a missing call."""
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""Machines by the name that the kernel gives them in a filter."""
+"""Supported machines, with the number by which a filter recognises each."""
 
 ALLOWED: dict[str, tuple[int | None, int | None]] = {
     # files
@@ -60,7 +60,7 @@ ALLOWED: dict[str, tuple[int | None, int | None]] = {
 
 
 def allowed_numbers(machine: str) -> dict[str, int]:
-    """Name and number of every allowed call on this machine; ValueError where there is no table for it."""
+    """Name and number of every allowed call on this machine; ValueError for an unknown architecture."""
     if machine not in ARCHITECTURES:
         raise ValueError(f"sandbox: there is no list of system calls for {machine}, only for {', '.join(ARCHITECTURES)}.")
     column = list(ARCHITECTURES).index(machine)

@@ -23,27 +23,27 @@ from corral.lab.sandbox.inside import filter, kernel, program, root
 from corral.lab.sandbox.inside.memory import Memory
 
 _COMMON_MODULES = "bisect collections copy functools heapq itertools math operator random re string typing"
-"""Modules that programs ask for most: they find them loaded."""
+"""Modules that programs import most often, loaded in advance."""
 
 _TICK = 0.02
-"""Seconds between two looks at the memory of the program."""
+"""Seconds between two measurements of the program's memory."""
 
 
 class _ZygoteConfig(TypedDict):
-    """The host's configuration; numbers are file descriptors."""
+    """Configuration from the host; numbers are file descriptors."""
 
     control: int
-    """The socket for orders."""
+    """Socket for orders."""
     proc: int
-    """The folder /proc."""
+    """Folder /proc."""
     view: dict[str, list[Any]] | None
     """Files that stay visible (corral.lab.sandbox.view); None if bubblewrap has set up the root already."""
     group: list[int]
-    """Members and events of the cgroup to enter; empty where there is none."""
+    """Files with members and events of the cgroup to enter; empty without a cgroup."""
 
 
 def main(config: _ZygoteConfig) -> None:
-    """Enter the namespaces, report ready, and serve until the host closes the socket."""
+    """Enter the namespaces, report readiness, and serve until the host closes the socket."""
     control = _socket.socket(fileno=config["control"])
     events = _join_cgroup(*config["group"]) if config["group"] else None
     for name in _COMMON_MODULES.split():
@@ -78,7 +78,7 @@ def _join_cgroup(members: int, events: int) -> int | None:
 
 
 def _send(control: _socket.socket, message: dict[str, object]) -> None:
-    """Send one message to the host, which may have gone."""
+    """Send a message to the host, which may have ended."""
     try:
         control.send(json.dumps(message).encode())
     except OSError:
@@ -86,13 +86,13 @@ def _send(control: _socket.socket, message: dict[str, object]) -> None:
 
 
 class _Zygote:
-    """Starts, watches and kills programs, one at a time, as the host orders."""
+    """Server that starts, watches and kills programs, one at a time, by orders of the host."""
 
     def __init__(self, control: _socket.socket, memory: Memory) -> None:
         self.control = control
         self.memory = memory
         self.first = 0
-        """The first process of the program under way."""
+        """First process of the running program."""
         self.rules = filter.Filter(filter.build(kernel.MACHINE))
         self.home = os.pidfd_open(os.getpid())
         self.complaints, self.complain = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -108,7 +108,7 @@ class _Zygote:
                 _send(self.control, {"done": order["run"], **self.run(order, files)})
 
     def receive(self) -> tuple[dict[str, Any] | None, list[int]]:
-        """An order and the file descriptors that come with it; None when the host has closed the socket."""
+        """Receive an order with its file descriptors, or None once the host has closed the socket."""
         files = array.array("i")
         text, extra, _, _ = self.control.recvmsg(4096, _socket.CMSG_SPACE(4 * files.itemsize))
         for _, _, data in extra:
@@ -137,7 +137,7 @@ class _Zygote:
         return {**self.verdict(reason, statuses[child]), "seconds": time.monotonic() - started}
 
     def fork(self, plan: program.LaunchPlan, files: list[int]) -> int:
-        """Fork the program; its PID here."""
+        """Fork the program and return its PID here."""
         random.seed()  # else all programs would draw the same numbers
         if child := kernel.fork():
             return child
