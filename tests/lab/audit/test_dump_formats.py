@@ -11,7 +11,7 @@ import torch
 from audit.dumps import EXPORT, LINE, write_exports, write_lines
 from audit.four_tokens import EXPECTED, NEW, OLD
 
-from corral.lab.audit.dump import Dump, LoggedCompletion, find_dump, read_completions
+from corral.lab.audit.dump import Dump, DumpRecord, LoggedCompletion, find_dump, read_completions
 from corral.validate import RunError
 
 
@@ -179,3 +179,8 @@ def test_texts_are_found(tmp_path: Path) -> None:
     dump = find_dump(write_lines(tmp_path / "rollouts" / "1.jsonl", [line]))
     assert (dump.format, dump.texts) == ("verl", True)
     assert json.loads(dump.files[0].read_text())["output"] == "2"
+
+
+def test_golden_numbers_beyond_1e100_are_missing() -> None:
+    found = DumpRecord({"advantages": [1.0, 1e101, -1e101, None, 1e100]}, "line 1").numbers("advantages")
+    np.testing.assert_array_equal(found, [1.0, np.nan, np.nan, np.nan, 1e100])
