@@ -115,7 +115,7 @@ def gemm_stats(
 
     `store` [N, tiles · C] gets e^(z − second) of every logit, and 0 for its tile's largest: a dense gradient is made from it,
     as exact in half precision as the gradient itself will be. With a `reference` [N] it gets e^(z − reference) of every logit,
-    at most 2¹⁰⁰. With a `counter` [1] on the device, only so many rows count: the host need not know their number.
+    at most 2¹⁰⁰. With a `counter` [1] on the device, only that number of rows counts: the host need not know their number.
     """
     tile = tile_of(hidden)
     count, vocabulary = len(hidden), len(weight)

@@ -63,7 +63,7 @@ class RecomputePlan:
 
 
 def fits_at_once(count: int) -> bool:
-    """True if so many rows fit in one part, whose statistics can be computed beforehand."""
+    """True if that number of rows fits in one part, whose statistics can be computed beforehand."""
     return count <= ROWS_AT_ONCE
 
 

@@ -27,9 +27,9 @@ class BaselineConfig:
     minibatches: int = 16
     """PPO and TRPL: updates per pass."""
     train_freq: int = 64
-    """SAC: for so many steps of the environments …"""
+    """SAC: number of steps of the environments between updates …"""
     gradient_steps: int = 8
-    """… it makes so many updates, after each round of episodes. One for each step, its own default, is eight times slower."""
+    """… and number of updates after each round of episodes. One for each step, its own default, is eight times slower."""
     device: Literal["cpu", "cuda"] = "cpu"
     """SAC: where its networks are; environments stay on the CPU. On a GPU the updates of a round are replays of one CUDA graph,
     which is what makes one for each step affordable; with gSDE they are launched one by one. A run from a GPU can be evaluated

@@ -98,7 +98,7 @@ def uniform(task: str, seed: int, *, held_out: bool) -> Callable[[], float]:
 
 
 def in_held_out_share(text: str, share: int = _HELD_OUT_SHARE) -> bool:
-    """Whether a problem, written in one way only, is for evaluation only. It depends on nothing else."""
+    """True if a problem, written in one way only, is for evaluation only. It depends on nothing else."""
     return digest(text) % share == 0
 
 

@@ -204,11 +204,11 @@ class Settings:
     """`tiny` (embedded), `smollm2` or `gemma` (after `make smollm2`, `make gemma`), or a folder or hub id that transformers can
     load. An adapter goes on training."""
     task: str = "countdown"
-    """What to learn: a name from corral.task, or a class of your own as `module:Class`."""
+    """Task to learn: a name from corral.task, or a class of your own as `module:Class`."""
     task_config: dict[str, Any] = field(default_factory=dict)
     """The task's own settings."""
     objective: str = "troll"
-    """How: a name from corral.objective_names()."""
+    """Objective to learn with: a name from corral.objective_names()."""
     objective_config: dict[str, Any] = field(default_factory=dict)
     """The objective's own settings."""
     lora: dict[str, Any] = field(default_factory=dict)
@@ -223,29 +223,29 @@ class Settings:
     eval_size: int = 512
     """Held-out problems to measure success on."""
     eval_batch_size: int = 256
-    """How many of them are answered at a time."""
+    """Number of held-out problems that are answered at a time."""
     checkpoint_every: int = 10
     """Steps between checkpoints; the last step always has one."""
     keep_checkpoints: int = 2
-    """How many of the newest checkpoints stay."""
+    """Number of newest checkpoints that are kept."""
     keep_completions: int = 16
     """Completions of every step that go into completions.parquet."""
     guard: GuardMode = "warn"
     """On a collapse: `warn`, or `stop` with a checkpoint. `off` guards against nothing."""
     report_to: str = "none"
-    """Where TRL reports besides: none, tensorboard, wandb, trackio, or several of them with commas between."""
+    """Trackers that TRL reports to: none, tensorboard, wandb, trackio, or several of them with commas between."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` is the GPU if there is one."""
     instruction: str = "{problem}"
-    """What the model reads; {problem} is the task's prompt."""
+    """Text that the model reads; {problem} is the task's prompt."""
     teacher: str = ""
     """Whom `distill` learns from, or the reference of `troll` with centre="reference": a name as for `model`, with the same
     vocabulary. Empty: the model as it was before training, shown solutions if it is to teach."""
     teacher_instruction: str = ""
-    """What the teacher reads: {problem}, {solution} and other columns of the task's rows. Empty: what the model reads, after a
-    line with the {solution} where the model is its own teacher."""
+    """Text that the teacher reads: {problem}, {solution} and other columns of the task's rows. Empty: what the model reads,
+    after a line with the {solution} where the model is its own teacher."""
     reward: tuple[str | Reward, ...] = ()
-    """What is paid for instead of the task's own verdict: functions with TRL's signature, as `module:function`,
+    """Rewards that replace the task's own verdict: functions with TRL's signature, as `module:function`,
     `file.py:function=0.5` with a weight, or themselves. `verifier` is the task's own among them."""
     tool: str = ""
     """Who answers the model within a completion, in as many turns as fit: `calculator`, or a class of your own as

@@ -40,7 +40,7 @@ class Settings:
     """One run of a robot."""
 
     environment: str = "corral/ViaPointReacher-v0"
-    """What to learn: an id from corral.lab.environments."""
+    """Environment to learn in: an id from corral.lab.environments."""
     environment_config: dict[str, Any] = field(default_factory=dict)
     """The environment's own settings."""
     algorithm: _Algorithm = "tce"
@@ -60,7 +60,7 @@ class Settings:
     checkpoint_every: int = 10
     """Steps between checkpoints; the last step always has one."""
     keep_checkpoints: int = 2
-    """How many of the newest checkpoints stay."""
+    """Number of newest checkpoints that are kept."""
     guard: GuardMode = "warn"
     """On a collapse: `warn`, or `stop` with a checkpoint. `off` guards against nothing."""
     dtype: Literal["float64", "float32"] = "float64"
