@@ -267,7 +267,7 @@ class AuditCallback(TrainerCallback):
             return loss
 
         trainer._get_per_token_logps_and_entropies = score_and_keep  # type: ignore[method-assign]  # of this trainer alone
-        trainer._compute_loss = compute_and_count  # type: ignore[method-assign]
+        trainer._compute_loss = compute_and_count  # type: ignore[method-assign]  # likewise
 
     @torch.no_grad()
     def _count(self, batch: TokenBatch, trl: float | None) -> None:
