@@ -205,7 +205,7 @@ OTHERS = {
     "report {arm} --out {tmp}": "is a folder, and the page is a file",
     "report {arm} --threshold 2": "a threshold of success lies between 0 and 1",
     "report {arm} --oout x": "report has no '--oout'",
-    "explore x": "explore takes --out and nothing else; got x",
+    "explore x": "explore takes --out and --open; got x",
     "explore --out /no/such/x.html": "there is no folder /no/such",
     "bench heat": "there is no benchmark 'heat'. Did you mean 'head'?",
     "explain dpo": "Did you mean 'dppo'?",

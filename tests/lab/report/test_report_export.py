@@ -136,6 +136,30 @@ def test_quiet_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "steps to 40.0 %" in (tmp_path / "page.html").read_text()
 
 
+@pytest.mark.parametrize("command", ["report", "explore"])
+@pytest.mark.parametrize(("terminal", "works"), [(True, True), (True, False), (False, True)])
+def test_a_browser_is_opened_in_a_terminal_alone(
+    command: str,
+    terminal: bool,
+    works: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda page: opened.append(page) or works)
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: terminal)
+    page = tmp_path / "a page.html"
+    assert (
+        main([command, *([str(write_run(tmp_path / "a"))] if command == "report" else []), "--out", str(page), "--open"]) == 0
+    )
+    said = capsys.readouterr().out
+    assert opened == ([page.as_uri()] if terminal else [])
+    assert ("no browser was found to open" in said) == (terminal and not works)
+    assert ("works in a terminal alone" in said) == (not terminal)
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [

@@ -1,6 +1,8 @@
 """Command `corral report DIR… --out page.html`: write a page about runs."""
 
 import argparse
+import sys
+import webbrowser
 from pathlib import Path
 
 from corral.lab.cli import check_installed, refuse, say
@@ -26,7 +28,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threshold", metavar="X", type=float, help="success (0 to 1) for the steps to it; by default .9 of the best end"
     )
+    parser.add_argument("--open", action="store_true", help="then open the page in the default browser")
     parser.add_argument("--quiet", action="store_true", help="say only what is wrong")
+
+
+def open_page(page: Path) -> str:
+    """Open a page in the default browser, and return an empty text, or the reason why none was opened."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):  # in a batch job a browser for text would wait for keys forever
+        return f"--open works in a terminal alone, so no browser was started. The page is {page}."
+    if webbrowser.open(page.resolve().as_uri()):
+        return ""
+    return f"no browser was found to open {page}. Copy the file to a computer that has one, or name it in the variable BROWSER."
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
@@ -51,4 +63,6 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     lines.append(f"The report of {count(len(report.runs), 'run')} is in {arguments.out} ({size / 1e6:.1f} MB).")
     if not arguments.quiet:
         say(*lines)
+    if arguments.open and (problem := open_page(arguments.out)):
+        say(problem)
     return 0
