@@ -1,4 +1,4 @@
-"""Validation of user input: two error types, nearest matches for misspelt names, and `require` for fields of settings."""
+"""Validation of user input: error types, nearest matches for misspelt names, and `require` for fields of settings."""
 
 import dataclasses
 import math
@@ -15,7 +15,11 @@ class RunError(Exception):
     """Raised if a run cannot start or continue. The message has the problem, its reason, and a remedy."""
 
 
-class RewardError(RunError):
+class UserCodeError(RunError):
+    """Raised if a user's own function failed; the cause is chained."""
+
+
+class RewardError(UserCodeError):
     """Raised if a reward function failed; the cause is chained."""
 
 

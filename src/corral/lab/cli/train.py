@@ -14,13 +14,13 @@ from corral.lab.cli import FAILED, INTERRUPTED, given_flags, refuse, say
 from corral.lab.cli.kind import Kind, all_recipes, check_kind, kind_of
 from corral.lab.run.settings import nested, read_file, read_named
 from corral.lab.run.text import columns
-from corral.validate import RunError
+from corral.validate import RunError, UserCodeError
 
 FLAGS = {
     "model": "tiny, smollm2, gemma, a folder, a hub id, or a run: its newest checkpoint",
     "task": "what to learn (`corral explain TASK`), or module:Class",
     "instruction": "what the model reads, with {problem} where the task's prompt goes",
-    "objective": "how: troll, dppo, ppo_clip, … (`corral explain NAME`)",
+    "objective": "how: troll, dppo, ppo_clip, … (`corral explain NAME`), or your own: file.py:function",
     "seed": "random seed",
     "steps": "batches of rollouts",
     "algorithm": "of a robot: tce, bbrl, sb3-ppo, sb3-sac, …",
@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             return _rehearse(kind, layers)
         return _exit_status(_start(kind, layers, arguments))
     except RunError as error:
-        if error.__cause__ is not None and type(error).__name__ == "RewardError":
+        if error.__cause__ is not None and isinstance(error, UserCodeError):
             traceback.print_exception(error.__cause__)  # the user's own function: they need to see where
         raise
     except KeyboardInterrupt:

@@ -73,7 +73,7 @@ def named_code(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
     These are imported, and so executed, when they are used: a run that comes from a stranger may name its own files.
     """
-    for name in ("task", "tool", "tools", "environment_factory", "reward"):
+    for name in ("task", "objective", "tool", "tools", "environment_factory", "reward"):
         given = settings.get(name) or ()
         paths = given if isinstance(given, list | tuple) else [given]
         yield from ((f"--{name.replace('_', '-')}", str(path)) for path in paths if ":" in str(path))

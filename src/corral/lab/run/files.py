@@ -32,7 +32,7 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file atomically: `write` fills a temporary file beside `path`, which is synced and then renamed."""
     if "\0" in str(path):
         raise RunError(f"{str(path)!r} is no file's name.")
-    beside = path.with_name(f".{path.name[:200]}.{os.getpid()}.part")
+    beside = path.absolute().with_name(f".{path.name[:200]}.{os.getpid()}.part")  # pyarrow takes `a:b/c` for a URI
     try:
         with disk_errors(path):
             if path.exists() and not path.is_file():

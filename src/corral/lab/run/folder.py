@@ -210,7 +210,7 @@ def _rows_until(path: Path, step: int) -> list[dict[str, Any]]:
             pa.ArrowException, OSError, ValueError
         ):  # damaged from outside: completions are worth no failure
             require_regular(path)
-            return [row for row in pq.read_table(path).to_pylist() if row["step"] <= step]
+            return [row for row in pq.read_table(path.absolute()).to_pylist() if row["step"] <= step]
     return []
 
 

@@ -166,7 +166,7 @@ class EvalFolder(LockedFolder):
         """The completions of a batch; None if its file is missing or damaged."""
         path = self.parts / f"{index:06}.parquet"
         try:
-            return pq.read_table(path, schema=_ROWS).to_pylist() if path.is_file() else None
+            return pq.read_table(path.absolute(), schema=_ROWS).to_pylist() if path.is_file() else None
         except pa.ArrowInvalid:
             return None
 
@@ -190,7 +190,7 @@ def _read_rows(path: Path) -> list[Row]:
     """Read every completion of a finished evaluation."""
     try:
         require_regular(path)
-        rows: list[Row] = pq.read_table(path, schema=_ROWS).to_pylist()
+        rows: list[Row] = pq.read_table(path.absolute(), schema=_ROWS).to_pylist()
     except (OSError, ValueError, pa.ArrowException) as error:
         raise RunError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
     return rows

@@ -21,6 +21,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
+from corral.lab.jobs.llm.own_objective import find_objective, try_objective
 from corral.lab.jobs.llm.problems import Problems
 from corral.lab.jobs.llm.rewards import Reward, check_columns, make_rewards, verifier
 from corral.lab.jobs.llm.settings import Settings, check_packages, missing_packages
@@ -150,7 +151,9 @@ def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedToken
             raise RunError(f"`report_to` has {name!r}, which transformers cannot report to.{nearest(name, _REPORTS)}")
     try:
         task = make_task(settings.task, **settings.task_config)
+        find_objective(settings.objective)
         config = trainer_config(settings, task.max_completion_length + 1)
+        try_objective(config.make_objective())
         turns = make_multi_turn(settings.tool, settings.tools, settings.environment_factory, config.max_tool_calling_iterations)
         if isinstance(turns, TextTool) and config.use_vllm:
             raise ValueError("`tool` plays its turns with the trainer's own model. Leave `use_vllm` out.")

@@ -13,13 +13,14 @@ from typing import Any, Literal, get_type_hints
 
 from packaging.version import Version
 
+from corral.lab.jobs.llm.own_objective import find_objective
 from corral.lab.jobs.llm.rewards import Reward, as_functions, as_rewards, path_of
 from corral.lab.run.settings import MAX_SEED, GuardMode, add_layer, coerce, guess, read_named, recipes
 from corral.lab.tasks import TASKS, make_task
 from corral.lab.tasks.dataset import FiniteTask
 from corral.lab.tasks.imports import make_tool
 from corral.lab.tasks.procedural import ProceduralTask
-from corral.objective import OBJECTIVES, make_config, unknown_objective
+from corral.objective import OBJECTIVES, make_config
 from corral.trl import TRL_RANGE
 from corral.validate import RunError, check_keys, nearest, require, suggest
 
@@ -208,7 +209,8 @@ class Settings:
     task_config: dict[str, Any] = field(default_factory=dict)
     """The task's own settings."""
     objective: str = "troll"
-    """Objective to learn with: a name from corral.objective_names()."""
+    """Objective to learn with: a name from corral.objective_names(), or a function of your own as `file.py:function` or
+    `module:function` (docs/tutorials/own-objective.md)."""
     objective_config: dict[str, Any] = field(default_factory=dict)
     """The objective's own settings."""
     lora: dict[str, Any] = field(default_factory=dict)
@@ -269,8 +271,8 @@ class Settings:
             raise RunError(f"there is no task {self.task!r}.{nearest(self.task, TASKS)}")
         if self.tool and (self.tools or self.environment_factory):
             raise RunError(ONE_OF_TOOLS)
-        if self.objective not in OBJECTIVES:
-            raise RunError(unknown_objective(self.objective))
+        if ":" not in self.objective:  # one's own is imported later
+            find_objective(self.objective)
 
     def flat(self) -> dict[str, Any]:
         """All settings as in a file: keys of the run and the trainer side by side."""
@@ -299,6 +301,7 @@ def resolve(layers: Iterable[Mapping[str, Any]]) -> Settings:
     settings = Settings(**own, trainer=trainer)
     if inherited and (reduction := REDUCTIONS.get(str(trainer.get("loss_type")))) is not None:
         with suppress(ValueError):  # which is raised later
+            find_objective(settings.objective)
             if reduction not in make_config(settings.objective, settings.objective_config).reductions:
                 del settings.trainer["loss_type"]
     return settings
@@ -319,7 +322,8 @@ def check_early(layers: Iterable[Mapping[str, Any]]) -> None:
     settings = Settings(**own)
     task, config, task_cls = settings.task, settings.task_config, TASKS.get(settings.task)
     try:
-        make_config(settings.objective, settings.objective_config)
+        if ":" not in settings.objective:  # one's own is imported later
+            make_config(settings.objective, settings.objective_config)
         if is_dataclass(task_cls):
             check_keys(task, task_cls, config)
             if issubclass(task_cls, ProceduralTask):

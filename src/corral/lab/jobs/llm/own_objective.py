@@ -1,0 +1,102 @@
+"""Objectives of users' own, by path: `file.py:function` or `module:function`, with settings in a dataclass beside it."""
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from corral.lab.tasks.imports import by_path
+from corral.objective import OBJECTIVES, Objective, ObjectiveConfig, register_objective, unknown_objective
+from corral.validate import RunError, UserCodeError
+
+if TYPE_CHECKING:
+    from corral.tensors import ObjectiveOutput
+
+HOW = "an objective of your own is file.py:function or module:function, a function of (batch, config) or (batch)"
+
+
+def find_objective(name: str) -> type[ObjectiveConfig]:
+    """The settings of the objective of this name. An objective given by its path is imported and registered under that path.
+
+    So everything that takes a registered name takes the path too, as long as this was called first in the process.
+    """
+    if name in OBJECTIVES:
+        return OBJECTIVES[name][1]
+    if ":" not in name:
+        raise RunError(f"{unknown_objective(name)} Or your own: file.py:function.")
+    try:
+        function = by_path(name, HOW)
+        config_cls, takes_config = _config_of(name, function)
+        register_objective(name, function if takes_config else _without_config(function), config_cls)
+    except ValueError as error:
+        raise RunError(str(error)) from error
+    return config_cls
+
+
+def _config_of(name: str, function: Any) -> tuple[type[ObjectiveConfig], bool]:
+    """The dataclass of the function's settings, and whether the function takes them as its second argument."""
+    if not callable(function) or isinstance(function, type):
+        raise ValueError(f"{HOW}; {name!r} is {type(function).__name__}.")
+    try:
+        parameters = [one for one in inspect.signature(function).parameters.values() if one.default is one.empty]
+        hints = get_type_hints(function)
+    except (NameError, TypeError, ValueError) as error:  # a hint without its import, or a function without a signature
+        raise ValueError(f"{HOW}; the arguments of {name!r} cannot be read: {error}.") from error
+    if len(parameters) == 1:
+        return ObjectiveConfig, False
+    if len(parameters) != 2 or any(one.kind not in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in parameters):
+        raise ValueError(f"{HOW}; {name!r} takes ({', '.join(one.name for one in parameters)}).")
+    config_cls = hints.get(parameters[1].name)
+    if not (isinstance(config_cls, type) and issubclass(config_cls, ObjectiveConfig)):
+        raise ValueError(
+            f"{name}: `{parameters[1].name}` has no type, or one that is not derived from corral.ObjectiveConfig; got "
+            f"{config_cls!r}. Annotate it with the dataclass of its settings: docs/tutorials/own-objective.md."
+        )
+    return config_cls, True
+
+
+def _without_config(function: Callable[[Any], "ObjectiveOutput"]) -> Callable[[Any, ObjectiveConfig], "ObjectiveOutput"]:
+    def call(batch: Any, config: ObjectiveConfig) -> "ObjectiveOutput":
+        return function(batch)
+
+    call.__doc__ = function.__doc__
+    return call
+
+
+def try_objective(objective: Objective) -> None:
+    """Call an objective given by its path on two short completions, so that a mistake shows before a model is loaded."""
+    if ":" not in objective.name:
+        return
+    import torch
+
+    from corral.support import gather_support, top_k_support
+    from corral.tensors import ObjectiveOutput, TokenBatch
+
+    tokens = torch.tensor([[0, 1, 2], [3, 0, 1]])
+    logits = torch.linspace(-1, 1, 24).sin().view(2, 3, 4).requires_grad_()
+    old = top_k_support(torch.zeros(2, 3, 4).log_softmax(-1), tokens, 4)  # all four tokens, in case it reads every one
+    new = gather_support(logits.log_softmax(-1), old.ids)
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    batch = TokenBatch.on_support(new, old, torch.tensor([1.0, -1.0]), mask, old.logp[..., 0])
+    if "dist_teacher" in objective.needs:
+        batch = TokenBatch(**{**vars(batch), "dist_teacher": old})
+    try:
+        out: object = objective(batch)
+    except Exception as error:  # whatever a user's function raises
+        raise UserCodeError(f"the objective {objective.name} raised {type(error).__name__}: {error}.") from error
+    if not isinstance(out, ObjectiveOutput):
+        raise RunError(
+            f"the objective {objective.name} returned {type(out).__name__}. Return corral.ObjectiveOutput(loss, {{}})."
+        )
+    loss = out.loss
+    if loss.shape != mask.shape:
+        raise RunError(
+            f"the objective {objective.name} returned a loss of shape {list(loss.shape)} for a batch of shape "
+            f"{list(mask.shape)}. Return the loss of each token, unreduced."
+        )
+    if not loss.requires_grad:
+        raise RunError(f"the objective {objective.name} returned a loss without a gradient. Compute it from `batch.logp_new`.")
+    if not bool(loss.isfinite().all()) or bool((loss[~mask] != 0).any()):
+        raise RunError(
+            f"the objective {objective.name} returned a loss that is not finite, or not 0 at a masked token: "
+            f"{loss.tolist()}. End with torch.where(batch.mask, loss, 0.0)."
+        )
