@@ -70,7 +70,7 @@ def test_golden_loss_of_the_first_update() -> None:
     agent.critic.normaliser.update(agent.states(episodes))
     agent.begin_batch(plans)
     with torch.no_grad():
-        credit, log_old = agent.credit(episodes), agent.log_prob(*plans[:3])
+        credit, log_old = agent.credit(episodes), agent.log_prob(plans)
     context = episodes.observations[:, 0]
     mean, chol = agent.policy(context)
     cov = torch.stack([_pair_cov(agent.rows[0][n], chol, agent.jitter[0][n]) for n in range(len(agent.pairs))])
@@ -96,7 +96,7 @@ def test_loss_and_gradient_of_a_policy_that_has_left_its_region(algorithm: str, 
     agent.critic.normaliser.update(agent.states(episodes))
     agent.begin_batch(plans)
     with torch.no_grad():
-        credit, log_old = agent.credit(episodes), agent.log_prob(*plans[:3])
+        credit, log_old = agent.credit(episodes), agent.log_prob(plans)
         for parameter in agent.policy.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     counts = torch.arange(credit.mask.numel()).view(credit.mask.shape) % 3 > 0
@@ -475,7 +475,7 @@ def test_tce_as_published_has_one_regulariser_per_policy() -> None:
         expected = segment_log_prob(
             agent.rows[0], plans.params, plans.mean, chol, (1e-4 * largest).expand(len(agent.rows[0])).double()
         )
-        assert_close(agent.log_prob(plans.params, plans.mean, chol), expected)
+        assert_close(agent.log_prob(plans._replace(chol=chol)), expected)
     assert not config.closing_segment
     assert not config.floor_in_region
     assert TCEConfig.as_published(closing_segment=True).closing_segment
@@ -494,7 +494,7 @@ def test_as_published_what_rests_before_its_delay_does_not_set_the_regulariser()
     expected = segment_log_prob(
         agent.rows[0], plans.params, plans.mean, plans.chol, (1e-4 * largest).expand(len(agent.rows[0])).double()
     )
-    assert_close(agent.log_prob(plans.params, plans.mean, plans.chol), expected)
+    assert_close(agent.log_prob(plans), expected)
 
 
 def test_the_published_rule_leaves_the_last_reward_out() -> None:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium
@@ -18,9 +19,9 @@ from corral.lab.environments import ENVIRONMENTS
 from corral.lab.jobs.robot.export import export_policy
 from corral.robot import tce
 from corral.robot.bbrl import BBRL, BBRLConfig
-from corral.robot.episode import Plant, held_out_seeds
+from corral.robot.episode import Episodes, Plant, held_out_seeds
 from corral.robot.learner import Learner
-from corral.robot.planner import Planner, _Round
+from corral.robot.planner import Planner
 from corral.robot.policy import GaussianPolicy
 from corral.robot.prodmp import ProDMP
 from corral.robot.tce import TCE, TCEConfig
@@ -130,15 +131,35 @@ def test_plans_meet_in_position_and_velocity(seed: int, pieces: int, delay: floa
     torch.manual_seed(seed)
     prodmp = ProDMP(2, 3, 1.0, delay=delay, relative_goal=bool(seed % 2))
     planner = small_planner(prodmp, 20 // pieces)
-    hand = _Round(planner, planner.noise(3, seed))
-    curves = [tuple(map(torch.from_numpy, hand.plan(np.random.default_rng(seed).normal(size=(3, 4))))) for _ in range(pieces)]
+    context = np.random.default_rng(seed).normal(size=(3, 4))
+    curves, params_of = plan_by_plan(planner, planner.noise(3, seed), [context] * pieces)
     for index, ((y, v), (next_y, next_v)) in enumerate(pairwise(curves), 1):
         times = planner.times[index * planner.every :]
         after = (next_y[:, 0], next_v[:, 0])
-        params = _absolute(prodmp, hand.drawn[index][0], y[:, -1])
+        params = _absolute(prodmp, params_of[index], y[:, -1])
         back = replace(prodmp, relative_goal=False).trajectory(times[:1] - 0.05, params, *after, float(times[0]))
         assert_close(back[0][:, 0], y[:, -1], atol=1e-8)
         assert_close(back[1][:, 0], v[:, -1], atol=1e-6)
+
+
+def plan_by_plan(planner: Planner, noise: torch.Tensor, seen: list[Any]) -> tuple[list[Any], torch.Tensor]:
+    """Positions and velocities of each plan made where these observations are seen, and all plans' parameters [P E W]."""
+    curves: list[Any] = []
+
+    def follow_anew(context: Any, plan: Any, every: int, **_: Any) -> Any:
+        curves.extend(tuple(map(torch.from_numpy, plan(observation))) for observation in seen)
+        count, steps = len(context), planner.plant.steps
+        observations, rewards, actions = (
+            torch.zeros(count, steps + 1, 1),
+            torch.zeros(count, steps),
+            torch.zeros(count, steps, 1),
+        )
+        return Episodes(observations, rewards, rewards == 0, actions, torch.zeros(count), torch.zeros(count))
+
+    planner.plant.envs = SimpleNamespace(num_envs=len(noise))  # a round of all episodes
+    planner.plant.start, planner.plant.follow_anew = lambda seeds: seen[0], follow_anew
+    _, plans = planner.play(list(range(len(noise))), noise)
+    return curves, plans.params.unflatten(0, (planner.count, -1))
 
 
 def small_planner(prodmp: ProDMP, every: int) -> Planner:
@@ -170,15 +191,12 @@ def _absolute(prodmp: ProDMP, params: torch.Tensor, start: torch.Tensor) -> torc
 @pytest.mark.parametrize("start", ["desired", "state"])
 def test_a_new_plan_begins_where_it_should(start: str) -> None:
     agent = arm(replan_every=25, replan_from=start)
-    hand = _Round(agent.planner, agent.planner.noise(8, 0))
     context = agent.plant.start(held_out_seeds(8))
-    y, v = hand.plan(context)
     moved = context + 0.1
-    found, _ = hand.plan(moved)
-    begin = (y[:, -1], v[:, -1]) if start == "desired" else (moved[:, :5], moved[:, 5:10])
-    times, params = 0.02 * torch.arange(26, 51).double(), hand.drawn[1][0]
-    expected, _ = agent.prodmp.trajectory(times, params, *map(torch.from_numpy, begin), 0.5)
-    assert_close(torch.from_numpy(found), expected)
+    ((y, v), (found, _), *_), params = plan_by_plan(agent.planner, agent.planner.noise(8, 0), [context, *[moved] * 3])
+    begin = (y[:, -1], v[:, -1]) if start == "desired" else tuple(map(torch.from_numpy, (moved[:, :5], moved[:, 5:10])))
+    expected, _ = agent.prodmp.trajectory(0.02 * torch.arange(26, 51).double(), params[1], *begin, 0.5)
+    assert_close(found, expected)
 
 
 def test_the_same_parameters_anew_change_nothing() -> None:
@@ -199,7 +217,7 @@ def test_likelihoods_are_those_of_each_plan_s_own_curve() -> None:
     agent.begin_batch(plans)
     mean = plans.mean + 0.1
     chol = 0.9 * plans.chol
-    found = agent.log_prob(plans.params, mean, chol).view(2, 8, -1)
+    found = agent.log_prob(plans._replace(mean=mean, chol=chol)).view(2, 8, -1)
     pair = agent.pairs[1]
     for index in range(2):
         times = 0.02 * torch.arange(1 + 50 * index, 51 + 50 * index).double()[pair]

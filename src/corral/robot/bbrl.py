@@ -10,6 +10,7 @@ from torch import Tensor
 from corral.robot.config import LearnerConfig
 from corral.robot.episode import Episodes
 from corral.robot.learner import Credit, Learner
+from corral.robot.planner import Plans
 from corral.robot.segment import normalise_advantages
 
 
@@ -36,8 +37,8 @@ class BBRL(Learner):
 
     name: ClassVar[str] = "bbrl"
 
-    def log_prob(self, params: Tensor, mean: Tensor, chol: Tensor) -> Tensor:
-        gap = params - mean
+    def log_prob(self, plans: Plans) -> Tensor:
+        gap, chol = plans.params - plans.mean, plans.chol
         if chol.ndim == 2:  # one factor for all: plans are the columns of one right-hand side
             white = torch.linalg.solve_triangular(chol, gap.mT, upper=False).mT
         else:

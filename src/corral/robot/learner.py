@@ -107,8 +107,8 @@ class Learner(ABC):
         self.iteration = self.env_steps = 0
 
     @abstractmethod
-    def log_prob(self, params: Tensor, mean: Tensor, chol: Tensor) -> Tensor:
-        """Log-density [E N] of the segments or plans that were drawn."""
+    def log_prob(self, plans: Plans) -> Tensor:
+        """Log-density [E N] of the segments or plans that were drawn, under the Gaussian of `plans`."""
 
     @abstractmethod
     def states(self, episodes: Episodes) -> Tensor:
@@ -162,7 +162,7 @@ class Learner(ABC):
         self.begin_batch(plans)
         with torch.no_grad():
             credit = self.credit(episodes)
-            log_old = self.log_prob(plans.params, plans.mean, plans.chol)
+            log_old = self.log_prob(plans)
         context, old = self.planner.contexts(episodes).to(self.dtype), snapshot(self.policy)
         metrics = {}
         if credit.inputs is not None and credit.targets is not None:
@@ -210,7 +210,7 @@ class Learner(ABC):
         """Make a full-batch step on the policy's loss."""
         mean, chol = self.gaussians(context)
         projected, factor = self.project(mean, chol, plans)
-        log_ratio = self.log_prob(plans.params, projected.mean, factor) - log_old
+        log_ratio = self.log_prob(plans._replace(mean=projected.mean, chol=factor)) - log_old
         ratio = torch.where(credit.mask, log_ratio, 0.0).clamp(max=LOG_RATIO_MAX).exp()
         gain = torch.where(credit.mask, ratio * credit.advantages, 0.0).sum() / credit.mask.sum().clamp(min=1)
         distance = gaussian_kl(mean, chol, projected.mean.detach(), factor.detach())

@@ -1,4 +1,4 @@
-"""Contexts → plans → episodes: one plan per episode, or a new plan every few steps from the current state."""
+"""Planner: draws a plan for each context, or a new one every few steps from the current state, and follows it."""
 
 from typing import Literal, NamedTuple, cast
 
@@ -17,11 +17,11 @@ PlanStart = Literal["desired", "state"]
 class Plans(NamedTuple):
     """Trajectory parameters drawn for a batch, with the Gaussian that drew them: the old policy of this batch's updates.
 
-    One row for each of the E plans that were begun: the first plans of all episodes, then the second ones, …
+    One row for each of the N plans that began: the first plans of all episodes, then the second ones, …
     """
 
-    params: Float[Tensor, "E W"]
-    mean: Float[Tensor, "E W"]
+    params: Float[Tensor, "N W"]
+    mean: Float[Tensor, "N W"]
     chol: Float[Tensor, "*c W W"]
     """A factor common to all plans, or a factor for each plan."""
     sizes: tuple[int, ...]
@@ -32,10 +32,14 @@ class Plans(NamedTuple):
         return Plans(self.params.to(device), self.mean.to(device), self.chol.to(device), self.sizes)
 
 
-def split_plans(sizes: tuple[int, ...], params: Tensor, mean: Tensor, chol: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Parameters, means and factors of the first plans, of the second plans, …"""
-    factors = chol.split(sizes) if chol.ndim == 3 else [chol] * len(sizes)
-    return list(zip(params.split(sizes), mean.split(sizes), factors, strict=True))
+def split_plans(plans: Plans) -> list[Plans]:
+    """The first plans of a batch, the second ones, …"""
+    sizes = plans.sizes
+    if len(sizes) == 1:
+        return [plans]
+    factors = plans.chol.split(sizes) if plans.chol.ndim == 3 else [plans.chol] * len(sizes)
+    parts = zip(plans.params.split(sizes), plans.mean.split(sizes), factors, sizes, strict=True)
+    return [Plans(params, mean, chol, (size,)) for params, mean, chol, size in parts]
 
 
 class Planner:
@@ -48,7 +52,7 @@ class Planner:
 
     Args:
         dt: Δt in seconds.
-        every: R, a divisor of the episode's steps; all of them without it.
+        every: R, a divisor of the episode's steps; all of them without it, so that an episode has P = 1 plan.
         start: (y_b, v_b) is the desired state of the plan before, which makes what is followed smooth, or the joints' own.
     """
 
@@ -93,18 +97,43 @@ class Planner:
 
         They are played in several rounds where there are fewer environments than seeds.
         """
-        episodes, drawn = list[Episodes](), list[list[Tensor]]()
-        for rows in self.plant.rounds(len(seeds)):
-            context, hand = self.plant.start(seeds[rows]), _Round(self, None if noise is None else noise[rows])
-            episodes.append(self.plant.follow_anew(context, hand.plan, self.every, learned_from=learned_from))
-            # If all episodes end early, the last plans are never drawn: copies stand in for them, and `begun` drops the copies.
-            plans = hand.drawn + hand.drawn[-1:] * (self.count - len(hand.drawn))
-            drawn.append([torch.stack(part) for part in zip(*plans, strict=True)])  # [P E …]
-        played, (params, mean, chol) = Episodes.cat(episodes), zip(*drawn, strict=True)
-        begun = self.begun(played)
-        factor = torch.cat(chol, 1)[begun] if chol[0].ndim == 4 else chol[0][0]
-        sizes = tuple(begun.sum(-1).tolist())
-        return played, Plans(torch.cat(params, 1)[begun], torch.cat(mean, 1)[begun], factor, sizes)
+        size, width = len(seeds), self.prodmp.parameters
+        params, mean = torch.zeros(2, self.count, size, width, dtype=self.dtype)
+        chol = params.new_zeros((width, width) if self.policy.covariance is None else (self.count, size, width, width))
+        played = []
+        for rows in self.plant.rounds(size):
+            drawn = Plans(params[:, rows], mean[:, rows], chol if chol.ndim == 2 else chol[:, rows], ())
+            played.append(self._play_round(seeds[rows], None if noise is None else noise[rows], drawn, learned_from))
+        episodes = Episodes.cat(played)
+        begun = self.begun(episodes)
+        return episodes, Plans(
+            params[begun], mean[begun], chol if chol.ndim == 2 else chol[begun], tuple(begun.sum(-1).tolist())
+        )
+
+    def _play_round(self, seeds: list[int], noise: Tensor | None, drawn: Plans, learned_from: bool) -> Episodes:
+        """Play episodes at the same time, one per environment, and write their plans into `drawn`."""
+        context, index = self.plant.start(seeds), 0
+        reached: tuple[Tensor, Tensor] | None = None
+
+        def plan(observation: Array) -> tuple[Array, Array]:
+            """The next plans [E R D] in these states [E O]. The policy runs on its own device, and all else on the CPU."""
+            nonlocal index, reached
+            mean, chol = (x.cpu() for x in self.policy(torch.from_numpy(observation).to(self.policy.log_diagonal)))
+            params = mean
+            if noise is not None:
+                own = noise[:, index]
+                params = mean + ((chol @ own[..., None])[..., 0] if chol.ndim == 3 else own @ chol.mT)
+            drawn.params[index], drawn.mean[index] = params, mean
+            (drawn.chol if chol.ndim == 2 else drawn.chol[index]).copy_(chol)
+            if reached is None or self.start == "state":
+                position, velocity = self.plant.tracking.state(observation)
+                reached = torch.from_numpy(position).to(self.dtype), torch.from_numpy(velocity).to(self.dtype)
+            times = self.times[index * self.every : (index + 1) * self.every]
+            positions, velocities = self.prodmp.trajectory(times, params, *reached, self.starts[index])
+            index, reached = index + 1, (positions[:, -1], velocities[:, -1])
+            return cast(tuple[Array, Array], (positions.double().numpy(), velocities.double().numpy()))
+
+        return self.plant.follow_anew(context, plan, self.every, learned_from=learned_from)
 
     def begun(self, episodes: Episodes) -> Bool[Tensor, "P E"]:
         """True for plans that began: an episode was still running when its first plan, its second plan, … was due."""
@@ -112,35 +141,10 @@ class Planner:
 
     def contexts(self, episodes: Episodes) -> Float[Tensor, "N O"]:
         """Observations from which the policy planned, with rows as in `Plans`."""
-        return episodes.observations[:, : -1 : self.every].transpose(0, 1)[self.begun(episodes)]
+        return self.cut(episodes, episodes.observations[:, :-1])[:, 0].contiguous()
 
     def cut(self, episodes: Episodes, values: Tensor) -> Tensor:
         """Values of every step [E T …] split by plan [N R …], with rows as in `Plans`."""
+        if self.count == 1:
+            return values
         return values.unflatten(1, (self.count, self.every)).transpose(0, 1)[self.begun(episodes)]
-
-
-class _Round:
-    """Plans of episodes that are played at the same time, made during the episodes."""
-
-    def __init__(self, planner: Planner, noise: Tensor | None) -> None:
-        self.planner, self.noise, self.drawn = planner, noise, list[tuple[Tensor, Tensor, Tensor]]()
-        self.reached: tuple[Tensor, Tensor] | None = None
-
-    @torch.no_grad()
-    def plan(self, observation: Array) -> tuple[Array, Array]:
-        """The next plans [E R D] in these states [E O]. The policy runs on its own device, and all else on the CPU."""
-        planner, index = self.planner, len(self.drawn)
-        mean, chol = (x.cpu() for x in planner.policy(torch.from_numpy(observation).to(planner.policy.log_diagonal)))
-        params = mean
-        if self.noise is not None:
-            noise = self.noise[:, index]
-            params = mean + ((chol @ noise[..., None])[..., 0] if chol.ndim == 3 else noise @ chol.mT)
-        if self.reached is None or planner.start == "state":
-            position, velocity = (torch.from_numpy(x).to(planner.dtype) for x in planner.plant.tracking.state(observation))
-        else:
-            position, velocity = self.reached
-        times = planner.times.split(planner.every)[index]
-        positions, velocities = planner.prodmp.trajectory(times, params, position, velocity, planner.starts[index])
-        self.drawn.append((params, mean, chol))
-        self.reached = positions[:, -1], velocities[:, -1]
-        return cast(tuple[Array, Array], (positions.double().numpy(), velocities.double().numpy()))

@@ -138,17 +138,16 @@ class TCE(Learner):
         generator = torch.Generator().manual_seed(episode_seeds(self.seed, self.iteration, 1, SEGMENTS)[0])
         self.pairs = draw_pairs(self.reach, self.points, generator=generator)
         self.rows = [position[self.pairs].to(plans.params) for position in self.planner.positions]
-        parts = zip(self.rows, split_plans(plans.sizes, plans.params, plans.mean, plans.chol), strict=True)
-        self.jitter = [segment_jitter(rows, chol, self.config.jitter) for rows, (_, _, chol) in parts]
-        self.sizes = plans.sizes
+        parts = zip(self.rows, split_plans(plans), strict=True)
+        self.jitter = [segment_jitter(rows, part.chol, self.config.jitter) for rows, part in parts]
 
-    def log_prob(self, params: Tensor, mean: Tensor, chol: Tensor) -> Tensor:
+    def log_prob(self, plans: Plans) -> Tensor:
         found = []  # of the first plans, of the second ones, …: each have the same columns of the trajectory
-        for rows, jitter, part in zip(self.rows, self.jitter, split_plans(self.sizes, params, mean, chol), strict=True):
+        for rows, jitter, part in zip(self.rows, self.jitter, split_plans(plans), strict=True):
             if self.config.common_jitter:
-                jitter = segment_jitter(rows.flatten(0, 1)[None], part[2], self.config.jitter).expand_as(jitter)
-            if len(part[0]):
-                found.append(segment_log_prob(rows, *part, jitter))
+                jitter = segment_jitter(rows.flatten(0, 1)[None], part.chol, self.config.jitter).expand_as(jitter)
+            if len(part.params):
+                found.append(segment_log_prob(rows, part.params, part.mean, part.chol, jitter))
         return torch.cat(found)
 
     def critic_size(self, observation: int) -> int:
@@ -168,12 +167,18 @@ class TCE(Learner):
 
     def credit(self, episodes: Episodes) -> Credit:
         config, played = self.config, episodes.mask
-        paid = rewards_at_event(episodes.rewards, episodes.event) if config.move_to_event else episodes.rewards
-        alone, rewards = config.plans_per_context == 1, paid.to(self.dtype)
+        rewards = rewards_at_event(episodes.rewards, episodes.event) if config.move_to_event else episodes.rewards
+        alone, rewards = config.plans_per_context == 1, rewards.to(self.dtype)
         values = self.values(self._inputs(episodes)) if alone else torch.zeros_like(rewards)
         cut = partial(self.planner.cut, episodes)
+        paid = rewards
+        if self.planner.count > 1:  # γ V of the next plan's first state is paid with each plan's last reward
+            every = self.planner.every
+            last = torch.arange(every - 1, rewards.shape[1] - 1, every, device=rewards.device)
+            paid = rewards.clone()
+            paid[:, last] += config.gamma * torch.where(played[:, last + 1], values[:, last + 1], 0.0)
         advantages, mask = segment_advantages(
-            cut(self._with_next_value(rewards, values, played)),
+            cut(paid),
             cut(values),
             self.pairs,
             mask=cut(played),
@@ -185,11 +190,3 @@ class TCE(Learner):
             return self.credit_among_plans(advantages, mask)
         targets = critic_targets(rewards, values, played, gamma=config.gamma, lam=config.lam)
         return Credit(normalise_advantages(advantages, mask), mask, self.states(episodes), targets[played])
-
-    def _with_next_value(self, rewards: Tensor, values: Tensor, played: Tensor) -> Tensor:
-        """Add γ V of the next plan's first state to the reward of each plan's last step [E T]."""
-        every = self.planner.every
-        last = torch.arange(every - 1, rewards.shape[1] - 1, every, device=rewards.device)
-        rewards = rewards.clone()
-        rewards[:, last] += self.config.gamma * torch.where(played[:, last + 1], values[:, last + 1], 0.0)
-        return rewards

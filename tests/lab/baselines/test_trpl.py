@@ -9,13 +9,13 @@ import torch
 from torch.distributions import Independent, Normal, kl_divergence
 
 from corral.lab.baselines.stable import Baseline, BaselineConfig
-from corral.lab.baselines.trpl import Region, StepGaussian, _gaussian, trpl_loss
+from corral.lab.baselines.trpl import StepGaussian, _gaussian, trpl_loss
 from corral.lab.environments import ENVIRONMENTS
 from corral.robot.episode import Plant
 from tolerance import assert_close
 
 NAME = "corral/ViaPointReacher-v0"
-REGION = Region(projection="kl", mean_bound=0.02, cov_bound=0.005, regression=3.0, deployed_bound=float("inf"))
+REGION = BaselineConfig(projection="kl", mean_bound=0.02, cov_bound=0.005, regression=3.0)
 
 
 def gaussian(mean: Any, std: Any) -> StepGaussian:

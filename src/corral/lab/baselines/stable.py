@@ -4,7 +4,6 @@ import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import fields
 from functools import partial
 from typing import Any, Literal
 
@@ -27,7 +26,7 @@ try:
 
     from corral.lab.baselines.noise import EpisodeNoise, colour_actions
     from corral.lab.baselines.sac import GraphedSAC
-    from corral.lab.baselines.trpl import TRPL, Region
+    from corral.lab.baselines.trpl import TRPL
 except ImportError as error:
     raise ImportError(f"corral.lab.baselines.stable needs stable-baselines3: {pip_install('robot')}.") from error
 
@@ -96,8 +95,7 @@ class Baseline:
                 f"minibatches. Choose another number."
             )
         if kind is TRPL:
-            region = {field.name for field in fields(Region)}
-            common["region"] = Region(**{name: value for name, value in vars(config).items() if name in region})
+            common["config"] = config
         steps = plant.steps * self.envs.rounds
         return kind("MlpPolicy", self.envs, n_steps=steps, batch_size=batch, n_epochs=config.epochs, **common)
 

@@ -12,24 +12,9 @@ from torch import Tensor, nn
 
 from corral.deployed import retract
 from corral.divergence.gaussian import gaussian_kl
+from corral.lab.baselines.config import BaselineConfig
 from corral.numerics import LOG_RATIO_MAX, in_one_dtype, without_autocast
 from corral.robot.config import PROJECTIONS
-
-
-@dataclass(frozen=True, kw_only=True)
-class Region:
-    """The trust region of a step's Gaussian."""
-
-    projection: str
-    """Measure of the region: kl, wasserstein or frobenius."""
-    mean_bound: float
-    """ε_μ: bound on the mean."""
-    cov_bound: float
-    """ε_Σ: bound on the covariance."""
-    regression: float
-    """α: weight of KL(π_θ‖sg π̃)."""
-    deployed_bound: float
-    """Bound on the mean KL of the network after a batch's updates from the network before them; inf measures only."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +31,7 @@ class StepGaussian:
 
 @without_autocast
 def trpl_loss(
-    new: StepGaussian, old: StepGaussian, actions: Float[Tensor, "B D"], advantages: Float[Tensor, " B"], region: Region
+    new: StepGaussian, old: StepGaussian, actions: Float[Tensor, "B D"], advantages: Float[Tensor, " B"], config: BaselineConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss of the policy, and metrics.
 
@@ -60,12 +45,12 @@ def trpl_loss(
     """
     tensors = in_one_dtype(new.mean, new.std, old.mean, old.std, actions, advantages)
     new, old, (actions, advantages) = StepGaussian(*tensors[:2]), StepGaussian(*tensors[2:4]), tensors[4:]
-    bounds = {"mean_bound": region.mean_bound, "cov_bound": region.cov_bound}
-    near = PROJECTIONS[region.projection](new.mean, new.std, old.mean, old.std, diagonal=True, **bounds)
+    bounds = {"mean_bound": config.mean_bound, "cov_bound": config.cov_bound}
+    near = PROJECTIONS[config.projection](new.mean, new.std, old.mean, old.std, diagonal=True, **bounds)
     projected = StepGaussian(near.mean, near.chol)
     ratio = (projected.log_prob(actions) - old.log_prob(actions)).clamp(max=LOG_RATIO_MAX).exp()
     apart = gaussian_kl(new.mean, new.std, near.mean.detach(), near.chol.detach(), diagonal=True).total.mean()
-    loss = region.regression * apart - (ratio * advantages).mean()
+    loss = config.regression * apart - (ratio * advantages).mean()
     metrics = {
         "policy_loss": loss.detach(),
         "regression": apart.detach(),
@@ -87,9 +72,9 @@ class TRPL(PPO):
     `deployed_bound` is finite.
     """
 
-    def __init__(self, *arguments: Any, region: Region, **settings: Any) -> None:
+    def __init__(self, *arguments: Any, config: BaselineConfig, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        self.region, self.metrics = region, dict[str, float]()
+        self.config, self.metrics = config, dict[str, float]()
         self.old_policy = deepcopy(self.policy).requires_grad_(False)
 
     def train(self) -> None:
@@ -110,7 +95,7 @@ class TRPL(PPO):
         if len(advantages) > 1:
             advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)  # as stable-baselines3's PPO has it
         new, old = _gaussian(self.policy, states), _gaussian(self.old_policy, states)
-        loss, metrics = trpl_loss(new, old, batch.actions, advantages, self.region)
+        loss, metrics = trpl_loss(new, old, batch.actions, advantages, self.config)
         critic_loss = (batch.returns - self.policy.predict_values(states).flatten()).square().mean()
         self.policy.optimizer.zero_grad()
         (loss + self.vf_coef * critic_loss).backward()
@@ -129,7 +114,7 @@ class TRPL(PPO):
             return gaussian_kl(new.mean, new.std, old.mean, old.std, diagonal=True).total
 
         before = dict(_acting(self.old_policy).named_parameters())
-        return retract(_acting(self.policy), before, apart, bound=self.region.deployed_bound).metrics()
+        return retract(_acting(self.policy), before, apart, bound=self.config.deployed_bound).metrics()
 
 
 def _acting(policy: Any) -> nn.ParameterList:

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -37,6 +37,12 @@ imported on use."""
 
 class _Parser(argparse.ArgumentParser):
     """Parser that refuses in one sentence; argparse would print the whole usage first."""
+
+    names: Callable[[], str] | None = None
+    """Computes the end of the help, which takes imports that nothing else needs."""
+
+    def format_help(self) -> str:
+        return super().format_help() + (self.names() if self.names is not None else "")
 
     def error(self, message: str) -> NoReturn:
         """Print the parse error, and exit with status 2."""

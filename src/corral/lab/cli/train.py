@@ -58,7 +58,7 @@ _RESUME_SETTINGS: dict[Kind, tuple[str, ...]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
-    parser.epilog = _EPILOG + _names()
+    parser.epilog, parser.names = _EPILOG, _names  # type: ignore[attr-defined]  # of the command line's own parser
     add_setting_flags(parser, FLAGS)
     parser.add_argument("--out", metavar="DIR", type=Path, help="folder of the run; by default a new one under runs/")
     parser.add_argument("--resume", metavar="DIR", type=Path, help="resume the run in this folder")

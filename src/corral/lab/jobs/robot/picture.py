@@ -1,28 +1,22 @@
-"""Figures and films: tracked trajectories, correlation of plans over time, learning curves, episodes."""
+"""Films of episodes, with captions."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
-from jaxtyping import Float
 from numpy.typing import NDArray
-from torch import Tensor
 
-from corral.lab.run.files import write_whole
-from corral.robot.prodmp import ProDMP
 from corral.robot.tracking import Array
 from corral.validate import pip_install
 
 try:
     import imageio.v3 as imageio
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from PIL import Image, ImageDraw, ImageFont  # imageio's own
 except ImportError as error:
-    raise ImportError(f"corral.lab.jobs.robot.picture needs matplotlib and imageio: {pip_install('robot')}.") from error
+    raise ImportError(f"corral.lab.jobs.robot.picture needs imageio: {pip_install('robot')}.") from error
 
 _Image = NDArray[np.uint8]
 
@@ -34,104 +28,6 @@ _FPS = 25
 """Approximate pictures per second: a GIF counts hundredths of a second, and players slow down very short delays."""
 _HOLD = 0.8
 """Seconds for which a film shows an episode's outcome."""
-
-_BLUE, _RED = "#2563eb", "#dc2626"
-_COLOURS = (_BLUE, _RED, "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4b5563")
-
-
-def plot_tracking(times: Array, desired: Array, executed: Array, *, title: str = "") -> Figure:
-    """Desired (dashed) against executed (solid) positions of one episode, a panel for each joint.
-
-    Args:
-        times: seconds [T].
-        desired, executed: [T D]; both at the end of each step, so `executed` is `observations[1:, joints]`.
-    """
-    if desired.shape != executed.shape or desired.shape[:-1] != times.shape:
-        raise ValueError(
-            f"plot_tracking: desired and executed are [T D], times [T]; got {desired.shape}, {executed.shape}, {times.shape}."
-        )
-    dof = desired.shape[-1]
-    columns = min(dof, 4)
-    rows = -(-dof // columns)
-    figure = _figure(2.8 * columns, 2.0 * rows + 0.3)
-    panels = figure.subplots(rows, columns, squeeze=False).ravel()
-    for joint, axes in enumerate(panels):
-        axes.set_visible(joint < dof)
-        if joint >= dof:
-            continue
-        axes.plot(times, executed[:, joint], color=_BLUE, lw=1.6, label="executed")
-        axes.plot(times, desired[:, joint], "--", color=_RED, lw=1.2, label="desired")
-        error = np.abs(desired[:, joint] - executed[:, joint]).max()
-        axes.set_title(f"joint {joint + 1}, at most {error:.2g} apart", fontsize=9)
-        axes.set_xlabel("time [s]")
-    panels[0].legend(frameon=False, fontsize=8)
-    figure.suptitle(title, fontsize=10)
-    return figure
-
-
-def plot_correlation(prodmp: ProDMP, times: Float[Tensor, "T"], chols: Mapping[str, Float[Tensor, "W W"]]) -> Figure:
-    """Correlation of plans over time, for each policy: spread of each joint above, correlation of all joints below.
-
-    Args:
-        times: seconds [T].
-        chols: a factor of the parameters' covariance under each name, for example before and after training.
-    """
-    figure = _figure(3.6 * len(chols) + 0.4, 5.6)
-    spreads, squares = figure.subplots(2, len(chols), squeeze=False, height_ratios=(1, 2), sharey="row")
-    size, dof = len(times), prodmp.dof
-    for (name, chol), above, below in zip(chols.items(), spreads, squares, strict=True):
-        cov = prodmp.covariance(times, chol @ chol.mT).detach().double().numpy()
-        std = np.sqrt(np.diag(cov))
-        for joint, spread in enumerate(std.reshape(dof, size)):
-            above.plot(times.numpy(), spread, color=_COLOURS[joint % len(_COLOURS)], lw=1.3, label=f"joint {joint + 1}")
-        above.set(title=name, xlabel="time [s]")
-        # Where nothing varies yet there is no correlation to show.
-        std[std == 0] = np.nan
-        correlation = cov / std / std[:, None]
-        image = below.imshow(correlation, vmin=-1, vmax=1, cmap="RdBu_r", interpolation="none", extent=(0, dof, dof, 0))
-        ticks = np.arange(dof) + 0.5
-        below.set(xticks=ticks, yticks=ticks, xticklabels=range(1, dof + 1), yticklabels=range(1, dof + 1))
-        below.set(xlabel="joint, and time within it")
-        for edge in range(1, dof):
-            below.axhline(edge, color="white", lw=0.5)
-            below.axvline(edge, color="white", lw=0.5)
-    spreads[0].set_ylim(0, None)
-    spreads[0].set_ylabel("plan's std")
-    spreads[0].legend(frameon=False, fontsize=7, ncols=2)
-    squares[0].set_ylabel("joint, and time within it")
-    figure.colorbar(image, ax=squares.ravel().tolist(), shrink=0.8, label="correlation")
-    return figure
-
-
-def plot_curves(
-    steps: Mapping[str, NDArray[np.number]], values: Mapping[str, Array], *, label: str = "return", title: str = ""
-) -> Figure:
-    """Learning curves: the median over seeds, and a band between the quartiles (over all seeds if under four).
-
-    Args:
-        steps: environment steps [N] under each algorithm's name.
-        values: what was measured there, [seeds N].
-    """
-    figure = _figure(6.4, 3.8)
-    axes = figure.subplots()
-    for (name, curve), colour in zip(values.items(), _COLOURS * len(values), strict=False):
-        if name not in steps or curve.ndim != 2 or curve.shape[1:] != steps[name].shape:
-            raise ValueError(
-                f"plot_curves: `values` are [seeds N], `steps` [N] under the same names; {name!r} has {curve.shape}."
-            )
-        ends = (0, 100) if len(curve) < 4 else (25, 75)
-        low, high = np.percentile(curve, ends, axis=0)
-        axes.fill_between(steps[name], low, high, color=colour, alpha=0.15, lw=0)
-        axes.plot(steps[name], np.median(curve, 0), color=colour, lw=1.8, label=f"{name} ({len(curve)} seeds)")
-    axes.set(xlabel="environment steps", ylabel=label, title=title)
-    axes.legend(frameon=False, fontsize=8)
-    return figure
-
-
-def save_figure(figure: Figure, path: str | Path) -> None:
-    """Write a picture atomically; the file ending selects the format."""
-    path = Path(path)
-    write_whole(path, lambda beside: figure.savefig(beside, dpi=150, format=path.suffix[1:]))
 
 
 def render_video(
@@ -210,9 +106,3 @@ def check_format(path: Path) -> None:
             import imageio_ffmpeg  # noqa: F401  # imageio's own plugin for mp4
         except ImportError as error:
             raise ImportError("an .mp4 needs imageio's ffmpeg plugin: pip install imageio-ffmpeg. A .gif does not.") from error
-
-
-def _figure(width: float, height: float) -> Figure:
-    figure = Figure((width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
