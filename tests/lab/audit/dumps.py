@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from corral.lab.audit.dump import find_dump
+from corral.lab.audit.dump import auditable, find_dump
 from corral.lab.audit.rules import Rules
 from corral.lab.audit.tally import Audit, DumpAudit
+from corral.lab.audit.tokens import Floats, Tokens
 
 LINE = {
     "step": 3,
@@ -62,6 +63,14 @@ def drawn_line(seed: int, length: int = 40, step: int = 1, size: float = 0.4, **
         "sampled_at": step - seed % 3,
         **given,
     }
+
+
+def logged(advantage: Floats, logp_old: Floats, logp_new: Floats, logp_rollout: Floats | None = None) -> Tokens:
+    """A completion of logged tokens."""
+    count = len(advantage)
+    found = {"token": np.arange(count), "mask": np.ones(count, dtype=np.bool_), "step": 1, "advantage": advantage}
+    rollout = {} if logp_rollout is None else {"logp_rollout": logp_rollout}
+    return auditable({**found, "logp_old": logp_old, "logp_new": logp_new, **rollout}, lambda *_: None)
 
 
 def audit_dump(path: Path) -> Audit:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from audit.dumps import LINE, audit_dump, drawn_line, write_lines
+from audit.dumps import LINE, audit_dump, drawn_line, logged, write_lines
 
-from corral.lab.audit.dump import LoggedCompletion, find_dump
+from corral.lab.audit.dump import find_dump
 from corral.lab.audit.rules import Rules
 from corral.lab.audit.tally import DumpAudit, Sample
-from corral.lab.audit.tokens import Tokens, join_completions
+from corral.lab.audit.tokens import Tokens, join_tokens
 
 
 def sample(path: Path) -> list[Tokens]:
@@ -56,8 +56,10 @@ def test_those_with_the_most_errors_are_kept(tmp_path: Path, monkeypatch: pytest
 
 
 def test_what_is_kept_does_not_keep_its_batch() -> None:
-    completions = [LoggedCompletion(1, np.zeros(4, dtype=np.int64), *(np.full(4, x) for x in (1.0, -1.0, -0.5)))] * 3
-    tokens = replace(join_completions(completions), verdicts={"clipped": np.zeros(12, dtype=np.bool_)})
+    tokens = replace(
+        join_tokens([logged(*(np.full(4, x) for x in (1.0, -1.0, -0.5)))] * 3),
+        verdicts={"clipped": np.zeros(12, dtype=np.bool_)},
+    )
     kept = Sample(0.05)
     kept.add(tokens)
     columns = [column for _, one in kept.completions() for column in (*vars(one).values(), *one.verdicts.values())]

@@ -124,8 +124,9 @@ def test_what_was_left_out_is_said(tmp_path: Path) -> None:
     assert sentences(found, INFO)[-1].startswith("Left out: 4 tokens with a log-prob that is null")
 
 
-def test_a_support_in_some_lines_alone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("corral.lab.audit.tally._AT_ONCE", 1)
+@pytest.mark.parametrize("at_once", [1, 1 << 16])
+def test_a_support_in_some_lines_alone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    monkeypatch.setattr("corral.lab.audit.tally._AT_ONCE", at_once)
     top = {"top_ids": [[1]] * 4, "top_logp_old": [[-3.0]] * 4, "top_logp_new": [[-3.0]] * 4}
     with pytest.raises(RunError, match="log them for all or for none"):
         audit(write_lines(tmp_path / "run.jsonl", [{**LINE, **top}, LINE]))

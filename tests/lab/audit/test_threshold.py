@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from audit.dumps import logged
 from audit.four_tokens import ADVANTAGES, NEW, OLD, RULES, TOKENS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corral.lab.audit.dump import LoggedCompletion
 from corral.lab.audit.measure import measure
-from corral.lab.audit.threshold import FAMILIES, Threshold, ThresholdTally, fewest_errors, outside_range
-from corral.lab.audit.tokens import Ball, Tokens, audit_tokens, join_completions
+from corral.lab.audit.threshold import FAMILIES, Ball, Threshold, ThresholdTally, fewest_errors, outside_range
+from corral.lab.audit.tokens import Tokens, audit_tokens, join_tokens
 from corral.objective import make_objective
 from corral.tensors import TokenBatch
 
@@ -69,7 +69,7 @@ class TestGolden:
 
 
 @st.composite
-def logged(draw: st.DrawFn) -> list[LoggedCompletion]:
+def drawn(draw: st.DrawFn) -> list[Tokens]:
     rng = np.random.default_rng(draw(st.integers(0, 10**6)))
     completions = []
     for _ in range(draw(st.integers(1, 4))):
@@ -78,7 +78,7 @@ def logged(draw: st.DrawFn) -> list[LoggedCompletion]:
         new = np.minimum(old + draw(st.sampled_from([0.0, 0.2, 1.5])) * rng.standard_normal(length), -1e-6)
         rollout = np.minimum(old + 0.05 * rng.standard_normal(length), -1e-6) if draw(st.booleans()) else None
         advantage = np.full(length, draw(st.sampled_from([-1.0, 0.0, 2.0])))
-        completions.append(LoggedCompletion(1, np.arange(length), advantage, old, new, rollout))
+        completions.append(logged(advantage, old, new, rollout))
     return completions
 
 
@@ -105,34 +105,32 @@ def padded(columns: list[np.ndarray]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", [name for name in BY_NAME if "topk" not in name and name != "troll"])
-@given(completions=logged(), data=st.data())
+@given(completions=drawn(), data=st.data())
 @settings(max_examples=15)
-def test_rules_are_the_objectives(family: str, completions: list[LoggedCompletion], data: st.DataObject) -> None:
+def test_rules_are_the_objectives(family: str, completions: list[Tokens], data: st.DataObject) -> None:
     bound = data.draw(st.sampled_from(BY_NAME[family].bounds))
     name, config = objective_of(family, bound)
     # DPPO is anchored on the sampler where it reported, everything else on the old policy.
-    anchors = [one.logp_old if name != "dppo" or one.logp_rollout is None else one.logp_rollout for one in completions]
+    anchors = [one.anchor if name == "dppo" else one.logp_old for one in completions]
     old, new, advantages = (
-        padded(columns) for columns in (anchors, [one.logp_new for one in completions], [one.advantages for one in completions])
+        padded(columns) for columns in (anchors, [one.logp_new for one in completions], [one.advantage for one in completions])
     )
     mask = ~old.isnan()
     acted = make_objective(name, **config)(TokenBatch(new, old, advantages, mask)).acted
     assert acted is not None
-    score = BY_NAME[family].score(join_completions(completions))
-    assert score is not None
+    score = BY_NAME[family].score(join_tokens(completions))
     sure = np.abs(score - bound) > 1e-9
     assert ((score > bound) == acted[mask].numpy())[sure].all()
 
 
-@given(completions=logged())
+@given(completions=drawn())
 @settings(max_examples=20)
-def test_every_row_is_a_partition(completions: list[LoggedCompletion]) -> None:
-    tokens = join_completions(completions)
+def test_every_row_is_a_partition(completions: list[Tokens]) -> None:
+    tokens = join_tokens(completions)
     outward = (tokens.logp_new - tokens.logp_old) * tokens.advantage > 0
     rows = rows_of(tokens)
     for (family, bound), row in rows.items():
         score = BY_NAME[family].score(tokens)
-        assert score is not None
         for ball, outside in ((row.kl, tokens.kl > 0.05), (row.tv, tokens.tv > 0.2)):
             blocked = score > bound
             assert ball == Ball(
@@ -148,10 +146,10 @@ def test_every_row_is_a_partition(completions: list[LoggedCompletion]) -> None:
         assert shares == sorted(shares, reverse=True), "a wider bound blocks no more"
 
 
-@given(completions=logged())
+@given(completions=drawn())
 @settings(max_examples=10)
-def test_the_audited_range_is_clipping(completions: list[LoggedCompletion]) -> None:
-    tokens = join_completions(completions)
+def test_the_audited_range_is_clipping(completions: list[Tokens]) -> None:
+    tokens = join_tokens(completions)
     tally = ThresholdTally(0.05, 0.2)
     tally.add(replace(tokens, verdicts={"clipped": outside_range(tokens, 0.2, 0.2)}))
     clip = next(row for row in tally.rows() if (row.family, row.bound) == ("clip", 0.2))

@@ -4,18 +4,20 @@ import json
 import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from numpy.typing import NDArray
 
 from corral.divergence import categorical_kl, categorical_tv
 from corral.lab.audit.folder import NothingYet
+from corral.lab.audit.tokens import Bools, Floats, Ints, Tokens, make_tokens, sampled_kl, sampled_tv
+from corral.lab.run.text import count
 from corral.validate import RunError
 
 _LARGEST_ID = 2**31 - 1
@@ -25,9 +27,6 @@ _LOWEST_LOGP = -1e4
 
 _ROUNDING = 1e-3
 """Largest log-probability above 0 that is accepted as a rounding error."""
-
-
-_Column = TypeVar("_Column")
 
 
 class DumpRecord:
@@ -47,22 +46,30 @@ class DumpRecord:
         """Return True if a field exists and is not null."""
         return self.content.get(name) is not None
 
-    def numbers(self, name: str, length: int | None = None) -> NDArray[np.float64]:
+    def items(self, name: str, length: int | None, what: str, *types: type) -> list[Any]:
+        """A list with one entry per token, each of one of these types."""
+        value = self.content.get(name)
+        if not isinstance(value, list):
+            found = "it is missing" if name not in self.content else f"it is {_kind(value)}"
+            raise self.error(f"`{name}` should be a list with one entry per token; {found}.")
+        if length is not None and len(value) != length:
+            raise self.error(f"`{name}` has {len(value)} entries and the completion {length} tokens. Was one shifted twice?")
+        if not set(map(type, value)) <= set(types):
+            place = next(index for index, item in enumerate(value) if type(item) not in types)
+            raise self.error(f"`{name}` should hold {what}; at token {place} it holds {_short(value[place])}.")
+        return value
+
+    def numbers(self, name: str, length: int | None = None) -> Floats:
         """A list of numbers, with NaN for null, NaN and numbers too large for a sum."""
-        values = self._list(name, length)
-        kinds = set(map(type, values))
-        if not kinds <= {float, int, type(None)}:
-            self._refuse_item(name, values, (float, int, type(None)), "numbers")
-        if type(None) in kinds:
-            values = [np.nan if value is None else value for value in values]
+        values = self.items(name, length, "numbers", float, int, NoneType)
         try:
-            found = np.array(values, dtype=np.float64)
+            found = np.array(values, dtype=np.float64)  # null becomes NaN
         except OverflowError:
             raise self.error(f"`{name}` holds an integer that no floating-point number can hold.") from None
         found[np.abs(found) > _LARGEST] = np.nan
         return found
 
-    def log_probs(self, name: str, length: int | None = None) -> NDArray[np.float64]:
+    def log_probs(self, name: str, length: int | None = None) -> Floats:
         """Log-probabilities, at most 0 up to rounding; NaN for values that stand for −inf."""
         found = self.numbers(name, length)
         found[found < _LOWEST_LOGP] = np.nan
@@ -74,47 +81,44 @@ class DumpRecord:
             )
         return np.minimum(found, 0.0)
 
-    def ids(self, name: str, length: int | None = None) -> NDArray[np.int64]:
+    def ids(self, name: str, length: int | None = None) -> Ints:
         """Token ids."""
-        values = self._list(name, length)
-        if not set(map(type, values)) <= {int}:
-            self._refuse_item(name, values, (int,), "token ids, whole numbers")
+        values = self.items(name, length, "token ids, whole numbers", int)
         wrong = next((value for value in values if not -1 <= value <= _LARGEST_ID), None)
         if wrong is not None:
             raise self.error(f"`{name}` holds {_short(wrong)}, which is no token id.")
         return np.array(values, dtype=np.int64)
 
-    def flags(self, name: str, length: int | None = None) -> NDArray[np.bool_]:
+    def flags(self, name: str, length: int | None = None) -> Bools:
         """A mask of true and false or 1 and 0; null is false."""
-        values = self._list(name, length)
+        values = self.items(name, length, "true and false, or 1 and 0", bool, int, float, NoneType)
         wrong = [value for value in values if value not in (0, 1, None)]
         if wrong:
             raise self.error(f"`{name}` holds {_short(wrong[0])}; a mask holds true and false, or 1 and 0.")
-        return np.array([bool(value) for value in values], dtype=np.bool_)
+        return np.array(values, dtype=np.bool_)
 
-    def optional(self, read: Callable[[str, int], _Column], name: str, length: int) -> _Column | None:
-        """A column read by a method above, or None if the field is missing or null."""
-        return read(name, length) if self.has(name) else None
+    def credit(self, name: str, length: int | None = None) -> Floats:
+        """Advantages per token, from a list or from a number for all tokens."""
+        if isinstance(self.content.get(name), list) or length is None:
+            return self.numbers(name, length)
+        value = self.number(name)
+        if value is None:
+            raise self.error(f"`{name}` should be a number, or a list with one per token.")
+        return np.full(length, value)
 
-    def rows(self, name: str, length: int | None = None) -> list["DumpRecord"]:
-        """A list of objects as records."""
-        return [DumpRecord(item, f"{self.where}, `{name}`") for item in self._list(name, length)]
-
-    def table(self, name: str, length: int) -> NDArray[np.float64]:
+    def table(self, name: str, length: int) -> Floats:
         """A list of equally long lists of numbers, [length, K]."""
-        lines = self._list(name, length)
-        widths = {len(line) if isinstance(line, list) else 0 for line in lines}
-        if len(widths) != 1 or 0 in widths:
+        lines = self.items(name, length, "one list per token", list)
+        if len(set(map(len, lines))) != 1 or not lines[0]:
             raise self.error(f"`{name}` should hold one list per token, all equally long.")
         flat = DumpRecord({name: [value for line in lines for value in line]}, self.where)
         return flat.numbers(name).reshape(length, -1)
 
     def number(self, name: str) -> float | None:
         """A number, or None if it is missing, null or not finite."""
-        value = self.content.get(name)
-        if value is None:
+        if not self.has(name):
             return None
-        found = DumpRecord({name: [value]}, self.where).numbers(name)[0]
+        found = DumpRecord({name: [self.content[name]]}, self.where).numbers(name)[0]
         return None if np.isnan(found) else float(found)
 
     def whole(self, name: str, default: int | None = None) -> int | None:
@@ -133,19 +137,6 @@ class DumpRecord:
             raise self.error(f"`{name}` is a text; got {_short(value)}.")
         return value
 
-    def _list(self, name: str, length: int | None) -> list[Any]:
-        value = self.content.get(name)
-        if not isinstance(value, list):
-            found = "it is missing" if name not in self.content else f"it is {_kind(value)}"
-            raise self.error(f"`{name}` should be a list with one entry per token; {found}.")
-        if length is not None and len(value) != length:
-            raise self.error(f"`{name}` has {len(value)} entries and the completion {length} tokens. Was one shifted twice?")
-        return value
-
-    def _refuse_item(self, name: str, values: list[Any], allowed: tuple[type, ...], what: str) -> None:
-        place = next(index for index, value in enumerate(values) if type(value) not in allowed)
-        raise self.error(f"`{name}` should hold {what}; at token {place} it holds {_short(values[place])}.")
-
 
 def _kind(value: Any) -> str:
     kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false", int: "a number", float: "a number"}
@@ -160,8 +151,6 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:40]}…"
 
 
-Floats = NDArray[np.float64]
-
 _TAIL_FLOOR = 1e-8
 """Smallest tail mass of both policies when it is computed as 1 − Σ p: smaller values are rounding errors."""
 
@@ -169,47 +158,7 @@ _LARGEST_SUM = 1.05
 """Largest sum of probabilities that is accepted as a rounding error of half precision."""
 
 
-@dataclass(frozen=True, eq=False)
-class LoggedCompletion:
-    """Tokens of one completion in order: all logged tokens, or the tokens returned by `auditable`."""
-
-    step: int
-    tokens: NDArray[np.int64]
-    advantages: Floats
-    logp_old: Floats
-    logp_new: Floats
-    logp_rollout: Floats | None = None
-    """Log-probs of the sampler; NaN for values that it did not report."""
-    support: Floats | None = None
-    """KL(new‖old), KL(old‖new) and TV on the logged support and its tail, [3 T]: lower bounds of the true divergences."""
-    entropy: Floats | None = None
-    reward: float | None = None
-    age: int | None = None
-    """Number of steps between sampling and training."""
-    positions: NDArray[np.int64] | None = None
-    """Positions of these tokens among all logged tokens; None if no token was left out."""
-    left_out: dict[str, int] = field(default_factory=dict)
-    """Number of unmasked tokens that were left out, by reason."""
-
-    def auditable(self, mask: NDArray[np.bool_]) -> "LoggedCompletion":
-        """The unmasked tokens with finite log-probs and an advantage. Masked tokens may hold any values."""
-        finite = ~(np.isnan(self.logp_old) | np.isnan(self.logp_new))
-        credited = ~np.isnan(self.advantages)
-        kept = mask & finite & credited
-        counts = {
-            "tokens with a log-prob that is null or not finite": int((mask & ~finite).sum()),
-            "trained tokens without an advantage": int((mask & finite & ~credited).sum()),
-        }
-        columns: dict[str, Any] = {
-            name: column[..., kept] for name, column in vars(self).items() if isinstance(column, np.ndarray)
-        }
-        left_out = {reason: count for reason, count in counts.items() if count}
-        return replace(self, **columns, positions=np.flatnonzero(kept), left_out=left_out)
-
-
-def read_support(
-    record: DumpRecord, tokens: NDArray[np.int64], mask: NDArray[np.bool_], logp_old: Floats, logp_new: Floats
-) -> Floats:
+def read_support(record: DumpRecord, tokens: Ints, mask: Bools, logp_old: Floats, logp_new: Floats) -> Floats:
     """KL(new‖old), KL(old‖new) and TV on the `top_ids` of a record, the sampled token and everything else, [3 T].
 
     Both policies' log-probs are of the full softmax. A token that one of them has no number for counts as part of the tail;
@@ -247,6 +196,9 @@ def _with_tail(record: DumpRecord, name: str, logp: Floats, sampled: Floats) -> 
 _LONGEST = 1 << 28
 """Largest size of a line in bytes: 256 MB, about a hundred times the longest completion of today."""
 
+Note = Callable[..., object]
+"""Function that counts what was left out: `note(reason)`, or `note(reason, count)`."""
+
 
 @dataclass
 class FilePlace:
@@ -259,185 +211,132 @@ class FilePlace:
 
 
 def read_lines(
-    path: Path,
-    progress: Callable[[int], object],
-    note: Callable[[str], object],
-    place: FilePlace | None = None,
-    *,
-    growing: bool = False,
+    path: Path, progress: Callable[[int], object], note: Note, place: FilePlace | None = None, *, growing: bool = False
 ) -> Iterator[DumpRecord]:
     """Each object of a JSON-lines file.
 
     Args:
-        progress: told how many bytes a line had.
-        note: told, by name, of what was left out: a last line that is cut off, as in a file that is still being written.
-        place: where to go on; it is moved along. None: at the beginning.
-        growing: whether a last line without its end is left for the next time.
+        progress: called with the size of each line in bytes.
+        note: called for a last line that is cut off, as in a file that is still being written.
+        place: where reading resumes; it is moved along. None: at the beginning.
+        growing: True if a last line without its end is left for the next call.
     """
     place = FilePlace() if place is None else place
-    for data in _raw_lines(path, place.bytes):
-        if growing and not data.endswith(b"\n"):
-            return
-        place.bytes, place.lines = place.bytes + len(data), place.lines + 1
-        progress(len(data))
-        if not data.strip():
-            continue
-        where = f"{path}, line {place.lines}"
-        try:
-            content = json.loads(data)
-        except RecursionError:
-            raise RunError(f"{where}: is nested too deeply to be a completion.") from None
-        except ValueError as error:
-            if not data.endswith(b"\n"):
-                note("unfinished last lines")
-                return
-            raise RunError(f"{where}: is no JSON ({_reason(error)}).") from None
-        yield DumpRecord(content, where)
-
-
-def _raw_lines(path: Path, start: int) -> Iterator[bytes]:
     try:
         with path.open("rb") as file:
-            file.seek(start)
+            file.seek(place.bytes)
             while data := file.readline(_LONGEST + 1):
                 if len(data) > _LONGEST:
                     raise RunError(f"{path} has a line of more than {_LONGEST >> 20} MB; one completion has a line.")
-                yield data
+                if growing and not data.endswith(b"\n"):
+                    return
+                place.bytes, place.lines = place.bytes + len(data), place.lines + 1
+                progress(len(data))
+                if not data.strip():
+                    continue
+                where = f"{path}, line {place.lines}"
+                try:
+                    content = json.loads(data)
+                except RecursionError:
+                    raise RunError(f"{where}: is nested too deeply to be a completion.") from None
+                except ValueError as error:
+                    if not data.endswith(b"\n"):
+                        note("unfinished last lines")
+                        return
+                    digits = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else "a number has too many digits"
+                    reason = error if isinstance(error, json.JSONDecodeError) else digits
+                    raise RunError(f"{where}: is no JSON ({reason}).") from None
+                yield DumpRecord(content, where)
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror}.") from error
 
 
-def _reason(error: ValueError) -> str:
-    if isinstance(error, UnicodeDecodeError):
-        return "it is not UTF-8"
-    return str(error) if isinstance(error, json.JSONDecodeError) else "a number has too many digits"
+Columns = dict[str, Any]
+"""Columns of a completion's tokens by the names of `Tokens`, numbers that hold for all of them, `mask`, and perhaps `support`:
+KL(new‖old), KL(old‖new) and TV, [3 T]."""
 
 
-def _read_own(record: DumpRecord) -> LoggedCompletion:
+def _read_columns(record: DumpRecord, names: Mapping[str, str], length: int | None = None) -> Columns:
+    """Columns by the names of an engine's fields. The first sets the length; a name that ends in ? may be missing."""
+    read = {"token": record.ids, "mask": record.flags, "advantage": record.credit, "entropy": record.numbers}
+    found: Columns = {}
+    for column, name in names.items():
+        if not name.endswith("?") or record.has(name[:-1]):
+            found[column] = read.get(column, record.log_probs)(name.rstrip("?"), length)
+            length = len(found[column])
+    return {"mask": np.ones(length or 0, dtype=np.bool_), "step": record.whole("step", 0), **found}
+
+
+def _read_own(record: DumpRecord, names: Mapping[str, str]) -> Columns:
     """Read a line of corral's own schema; docs/audit.md#the-format describes every field."""
-    tokens = record.ids("tokens")
-    length = len(tokens)
-    mask = record.flags("mask", length) if record.has("mask") else np.ones(length, dtype=np.bool_)
-    logp_old, logp_new = (record.log_probs(name, length) for name in ("logp_old", "logp_new"))
-    step, sampled_at = record.whole("step", 0) or 0, record.whole("sampled_at")
-    return LoggedCompletion(
-        step=step,
-        tokens=tokens,
-        advantages=_advantages(record, length),
-        logp_old=logp_old,
-        logp_new=logp_new,
-        logp_rollout=record.optional(record.log_probs, "logp_rollout", length),
-        support=read_support(record, tokens, mask, logp_old, logp_new) if record.has("top_ids") and length else None,
-        entropy=record.optional(record.numbers, "entropy", length),
-        reward=record.number("reward"),
-        age=None if sampled_at is None else step - sampled_at,
-    ).auditable(mask)
+    found, sampled_at = _read_columns(record, names), record.whole("sampled_at")
+    if sampled_at is not None:
+        found["age"] = found["step"] - sampled_at
+    if record.has("top_ids") and len(found["token"]):
+        found["support"] = read_support(record, *(found[name] for name in ("token", "mask", "logp_old", "logp_new")))
+    return {**found, "reward": record.number("reward")}
 
 
-def _advantages(record: DumpRecord, length: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Advantages per token, from a list or from a number for all tokens."""
-    if isinstance(record.content.get("advantages"), list):
-        return record.numbers("advantages", length)
-    value = record.number("advantages")
-    if value is None:
-        raise record.error("`advantages` should be a number, or a list with one per token.")
-    return np.full(length, value)
-
-
-def _read_prime_rl(record: DumpRecord) -> LoggedCompletion:
+def _read_prime_rl(record: DumpRecord, names: Mapping[str, str]) -> Columns:
     """Read a line of `token_exports/step_*/rank_*.jsonl`: old is the sampler, new the trainer before its update."""
-    tokens = record.ids("token_ids")
-    length = len(tokens)
-    mask = record.flags("loss_mask", length)
-    if record.has("losses"):  # other losses than RL's share the mask: of this one alone there are advantages
-        channels = [entry.content.get("rl") for entry in record.rows("losses", length)]
-        mask &= np.array([isinstance(channel, dict) and channel.get("mask") is True for channel in channels], dtype=np.bool_)
-    rewards = record.numbers("rewards", length)[mask] if record.has("rewards") else np.empty(0)
+    found = _read_columns(record, names)
+    length = len(found["token"])
+    if record.has("losses"):  # losses other than RL's share the mask: only tokens of RL's loss have advantages
+        channels = [entry.get("rl") for entry in record.items("losses", length, "objects", dict)]
+        found["mask"] &= np.array([isinstance(channel, dict) and channel.get("mask") is True for channel in channels], bool)
+    rewards = record.numbers("rewards", length)[found["mask"]] if record.has("rewards") else np.empty(0)
     rewards = rewards[~np.isnan(rewards)]
-    step = record.whole("export_step", record.whole("step", 0))
-    return LoggedCompletion(
-        step=step or 0,
-        tokens=tokens,
-        advantages=record.numbers("advantages", length),
-        logp_old=record.log_probs("inference_logprobs", length),
-        logp_new=record.log_probs("trainer_logprobs", length),
-        entropy=record.optional(record.numbers, "entropy", length),
-        reward=float(rewards[0]) if len(rewards) else None,
-    ).auditable(mask)
+    step = record.whole("export_step", found["step"])
+    return {**found, "step": step, "reward": float(rewards[0]) if len(rewards) else None}
 
 
-def _read_open_instruct(record: DumpRecord) -> LoggedCompletion:
+def _read_open_instruct(record: DumpRecord, names: Mapping[str, str]) -> Columns:
     """Read a line of `*_trainer_logprobs_step*.jsonl`: flat packed completions; old is the sampler (vLLM), new the trainer.
 
-    Where it has no advantages, each token's is taken to push it further out, the most that a rule can block.
+    A line without advantages counts each token as pushed further out, the most that a rule can block.
     """
-    logp_new = record.log_probs("trainer_logprobs")
-    length = len(logp_new)
-    logp_old = record.log_probs("vllm_logprobs", length)
+    found = _read_columns(record, names)
+    new, old = found["logp_new"], found["logp_old"]
     trained_at, sampled_at = record.whole("trainer_model_step"), record.whole("model_step")
-    return LoggedCompletion(
-        step=record.whole("step", 0) or 0,
-        tokens=record.ids("token_ids", length) if record.has("token_ids") else np.zeros(length, dtype=np.int64),
-        advantages=record.numbers("advantages", length) if record.has("advantages") else np.sign(logp_new - logp_old),
-        logp_old=logp_old,
-        logp_new=logp_new,
-        age=None if trained_at is None or sampled_at is None else trained_at - sampled_at,
-    ).auditable(record.flags("response_mask", length))
+    if trained_at is not None and sampled_at is not None:
+        found["age"] = trained_at - sampled_at
+    return {"token": np.zeros(len(new), dtype=np.int64), "advantage": np.sign(new - old), **found}
 
 
-_FIELDS = ("tokens", "response_lengths", "loss_masks", "advantages", "log_probs", "rollout_log_probs")
+def _read_slime(record: DumpRecord, names: Mapping[str, str]) -> Columns:
+    """Read a sample, whose tokens include the prompt; all other fields cover the response only."""
+    plain = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in record.content.items()}
+    record = DumpRecord(plain, record.where)
+    length, ids = record.whole("response_lengths"), record.ids("tokens")
+    if length is None or not 0 <= length <= len(ids):
+        raise record.error(f"`response_lengths` should be between 0 and {len(ids)}, the number of tokens.")
+    found = _read_columns(record, names, length)
+    return {**found, "token": ids[len(ids) - length :], "reward": record.number("rewards")}
 
 
-def read_slime(path: Path) -> Iterator[LoggedCompletion]:
-    """Completions of a slime file in the flat form (`samples`) or the older form (`rollout_data`). No code in it is run."""
+_SLIME_FIELDS = ("tokens", "response_lengths", "loss_masks", "advantages", "log_probs", "rollout_log_probs")
+
+
+def read_samples(path: Path) -> Iterator[DumpRecord]:
+    """Samples of a slime file in the flat form (`samples`) or the older form (`rollout_data`). No code in it is run."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
         reason = "it holds objects that only code of its own could make" if "Unsupported" in str(error) else "it is damaged"
         raise RunError(f"{path} cannot be loaded as tensors and plain values: {reason}.") from None
     record = DumpRecord(content, str(path))
-    step = record.whole("rollout_id", 0) or 0
-    for number, sample in enumerate(_samples(record)):
-        yield _read_sample(DumpRecord(sample, f"{record.where}, sample {number}"), step)
-
-
-def _samples(record: DumpRecord) -> list[Any]:
-    """A mapping for each completion of a file."""
-    samples = record.content.get("samples")
-    if isinstance(samples, list):
-        return samples
-    data = record.content.get("rollout_data")
-    if not isinstance(data, Mapping):
-        raise record.error("is no file of --save-debug-train-data: it has neither `samples` nor `rollout_data`.")
-    missing = [name for name in _FIELDS if not isinstance(data.get(name), list | tuple)]
-    if missing:
-        raise record.error(f"has no list `{missing[0]}` in `rollout_data`.")
-    counts = {len(data[name]) for name in _FIELDS}
-    if len(counts) > 1:
-        raise record.error("has fields of different lengths in `rollout_data`.")
-    return [dict(zip(_FIELDS, values, strict=True)) for values in zip(*(data[name] for name in _FIELDS), strict=True)]
-
-
-def _read_sample(sample: DumpRecord, step: int) -> LoggedCompletion:
-    """Read one sample, whose tokens include the prompt; all other fields cover the response only."""
-    plain = {
-        name: value.tolist() if isinstance(value, torch.Tensor) else value
-        for name, value in sample.content.items()
-        if name in (*_FIELDS, "rewards")
-    }
-    record = DumpRecord(plain, sample.where)
-    length = record.whole("response_lengths")
-    ids = record.ids("tokens")
-    if length is None or not 0 <= length <= len(ids):
-        raise record.error(f"`response_lengths` should be between 0 and {len(ids)}, the number of tokens.")
-    return LoggedCompletion(
-        step=step,
-        tokens=ids[len(ids) - length :],
-        advantages=record.numbers("advantages", length),
-        logp_old=record.log_probs("rollout_log_probs", length),
-        logp_new=record.log_probs("log_probs", length),
-        reward=record.number("rewards"),
-    ).auditable(record.flags("loss_masks", length) if record.has("loss_masks") else np.ones(length, dtype=np.bool_))
+    samples, data = record.content.get("samples"), record.content.get("rollout_data")
+    if not isinstance(samples, list):
+        if not isinstance(data, Mapping):
+            raise record.error("is no file of --save-debug-train-data: it has neither `samples` nor `rollout_data`.")
+        columns: list[Any] = [data.get(name) for name in _SLIME_FIELDS]
+        if not all(isinstance(column, list | tuple) for column in columns) or len(set(map(len, columns))) > 1:
+            raise record.error(f"should hold lists of one length in `rollout_data`: {', '.join(_SLIME_FIELDS)}.")
+        samples = [dict(zip(_SLIME_FIELDS, values, strict=True)) for values in zip(*columns, strict=True)]
+    for number, sample in enumerate(samples):
+        found = DumpRecord(sample, f"{record.where}, sample {number}")
+        found.content = {**found.content, "step": record.whole("rollout_id", 0)}
+        yield found
 
 
 _KNOWN = """corral's own JSON lines (tokens, advantages, logp_old, logp_new), prime-rl's token_exports, open-instruct's \
@@ -451,46 +350,56 @@ SAMPLER_IS_OLD = (
 
 @dataclass(frozen=True)
 class Format:
-    """A dump format: its identifying fields and its line reader."""
+    """A dump format: its reader, and the names of its fields."""
 
     compared: str
     """Names of the old and the new policy, for the first sentence of an audit."""
-    remarks: tuple[str, ...] = ()
-    """Remarks about these numbers, for a reader of the audit."""
-    fields: frozenset[str] = frozenset()
-    """Identifying fields: a file of JSON lines has this format if its first line has all of them. Empty for other files."""
-    read: Callable[[DumpRecord], LoggedCompletion] | None = None
-    """Reader of a line; None for files of other kinds and for texts."""
+    remark: str | None = None
+    """Remark about these numbers, for a reader of the audit."""
+    read: Callable[[DumpRecord, Mapping[str, str]], Columns] | None = None
+    """Reader of a record; None for texts."""
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """Names of the fields by column. A name that ends in ? may be missing."""
+    lines: bool = True
+    """True for JSON lines."""
+
+    def fits(self, names: frozenset[str]) -> bool:
+        """Return True if a file whose first object has fields of these names is of this format."""
+        return self.lines and names >= {
+            name for column, name in self.fields.items() if column != "advantage" and "?" not in name
+        }
 
 
 _BEFORE_UPDATE, _RESCORED = "as sampled, compared with the trainer before its update", "rescored by two models"
 
 FORMATS = {
-    "verl": Format(_RESCORED, fields=frozenset({"input", "output", "score"})),
+    "verl": Format(_RESCORED, fields={"prompt": "input", "completion": "output", "reward": "score"}),
     "corral": Format(
-        "compared under the old and the new policy as logged",
-        fields=frozenset({"tokens", "logp_old", "logp_new"}),
-        read=_read_own,
+        "compared under the old and the new policy as logged", None, _read_own,
+        {"token": "tokens", "mask": "mask?", "advantage": "advantages", "logp_old": "logp_old", "logp_new": "logp_new",
+         "logp_rollout": "logp_rollout?", "entropy": "entropy?"},
     ),
     "prime-rl": Format(
-        _BEFORE_UPDATE,
-        (SAMPLER_IS_OLD,),
-        frozenset({"token_ids", "loss_mask", "inference_logprobs", "trainer_logprobs"}),
-        _read_prime_rl,
+        _BEFORE_UPDATE, SAMPLER_IS_OLD, _read_prime_rl,
+        {"token": "token_ids", "mask": "loss_mask", "advantage": "advantages", "logp_old": "inference_logprobs",
+         "logp_new": "trainer_logprobs", "entropy": "entropy?"},
     ),
     "open-instruct": Format(
         _BEFORE_UPDATE,
-        (
-            f"{SAMPLER_IS_OLD} Where there are no advantages, every token counts as pushed further out, so that shares of "
-            "blocked and missed tokens are upper bounds.",
-        ),
-        frozenset({"trainer_logprobs", "vllm_logprobs", "response_mask"}),
+        f"{SAMPLER_IS_OLD} Where there are no advantages, every token counts as pushed further out, so that shares of "
+        "blocked and missed tokens are upper bounds.",
         _read_open_instruct,
+        {"logp_new": "trainer_logprobs", "logp_old": "vllm_logprobs", "mask": "response_mask", "token": "token_ids?",
+         "advantage": "advantages?"},
     ),
-    "slime": Format(_BEFORE_UPDATE, (SAMPLER_IS_OLD,)),
-    "trl": Format(_RESCORED),
-}
-"""Formats by name; the first format whose fields occur in a file's first line is chosen."""
+    "slime": Format(
+        _BEFORE_UPDATE, SAMPLER_IS_OLD, _read_slime,
+        {"mask": "loss_masks?", "advantage": "advantages", "logp_old": "rollout_log_probs", "logp_new": "log_probs"},
+        lines=False,
+    ),
+    "trl": Format(_RESCORED, lines=False),
+}  # fmt: skip
+"""Formats by name; the first format that fits a file's first line is chosen."""
 
 
 @dataclass(frozen=True)
@@ -504,14 +413,9 @@ class Dump:
     """Remarks about these files, for a reader of the audit."""
 
     @property
-    def compared(self) -> str:
-        """Names of the old and the new policy."""
-        return FORMATS[self.format].compared
-
-    @property
     def remarks(self) -> tuple[str, ...]:
         """Remarks for a reader of the audit."""
-        return (*FORMATS[self.format].remarks, *self.notes)
+        return (*filter(None, [FORMATS[self.format].remark]), *self.notes)
 
     @property
     def bytes(self) -> int:
@@ -521,16 +425,24 @@ class Dump:
     @property
     def texts(self) -> bool:
         """True for texts and scores without log-probs, which two models have to rescore."""
-        return self.compared == _RESCORED
+        return FORMATS[self.format].read is None
 
 
 def find_dump(path: Path) -> Dump:
     """Find a dump in a file or below a folder; a RunError lists the supported formats if none is found."""
-    lines, tables, tensors = (_files(path, suffix) for suffix in (".jsonl", ".parquet", ".pt"))
+
+    def files(suffix: str) -> tuple[Path, ...]:
+        """The file itself, or all files below a folder in natural order; links are not followed."""
+        if path.is_file():
+            return (path,) if path.suffix == suffix else ()
+        found = (file for file in path.rglob(f"*{suffix}") if file.is_file() and not file.is_symlink())
+        return tuple(sorted(found, key=_natural))
+
+    lines, tables, tensors = map(files, (".jsonl", ".parquet", ".pt"))
     if path.is_file() and not (tables or tensors):
         lines = (path,)
     if not lines and tables:
-        return Dump(path, "trl", _only(tables, lambda file: file.name.startswith("completions")))
+        return Dump(path, "trl", tuple(file for file in tables if file.name.startswith("completions")) or tables)
     if not lines and tensors:
         return Dump(path, "slime", tensors)
     if not lines:
@@ -538,85 +450,93 @@ def find_dump(path: Path) -> Dump:
             f"{path} holds nothing to audit: it is no audit (it has no audit.json), no run (it has no config.json) "
             f"and no dump. Known dumps are {_KNOWN}."
         )
-    lines = _only(lines, lambda file: "token_exports" in file.parts)
-    fields = _first_fields(lines)
+    lines = tuple(file for file in lines if "token_exports" in file.parts) or lines
+    first = next((record for file in lines for record in read_lines(file, lambda _: None, lambda _: None)), None)
+    if first is None:
+        raise NothingYet(f"{lines[0]} is empty{'' if len(lines) == 1 else ', and so are the others'}.")
     for name, form in FORMATS.items():
-        if form.fields and fields >= form.fields:
-            return _stable(path, lines) if name == "prime-rl" else Dump(path, name, lines)
+        if form.fits(frozenset(first.content)):
+            return _finished_steps(path, lines) if name == "prime-rl" else Dump(path, name, lines)
     raise RunError(
-        f"{lines[0]} is in no known format: its fields are {', '.join(sorted(map(ascii, fields)))[:200] or 'none'}. "
+        f"{lines[0]} is in no known format: its fields are {', '.join(sorted(map(ascii, first.content)))[:200] or 'none'}. "
         f"Known are {_KNOWN}; docs/audit.md has a writer of ten lines for any trainer."
     )
-
-
-def read_completions(
-    dump: Dump,
-    progress: Callable[[int], object],
-    note: Callable[[str], object],
-    places: dict[Path, FilePlace] | None = None,
-    *,
-    growing: bool = False,
-) -> Iterator[LoggedCompletion]:
-    """Completions of a dump, read one at a time; `progress`, `note` and `growing` have the meaning of `read_lines`.
-
-    Args:
-        places: how far each file was read already; moved along.
-    """
-    read = FORMATS[dump.format].read
-    places = {} if places is None else places
-    for path in dump.files:
-        place = places.setdefault(path, FilePlace())
-        if read is not None:
-            yield from map(read, read_lines(path, progress, note, place, growing=growing))
-        elif not place.bytes:
-            before, place.size = place.size, path.stat().st_size
-            if growing and before != place.size:
-                continue
-            yield from read_slime(path)
-            progress(place.size)
-            place.bytes = place.size
-
-
-def _stable(path: Path, files: tuple[Path, ...]) -> Dump:
-    """Completed steps of prime-rl, which are marked by a file STABLE; exports may lie below a folder with the run's id."""
-    runs = {folder for file in files if (folder := file.absolute().parent.parent).name == "token_exports"}
-    if len(runs) > 1:
-        names = ", ".join(sorted(map(str, runs))[:3])
-        raise RunError(f"{path} holds the exports of {len(runs)} runs ({names}): audit one of them.")
-    marked = [file for file in files if re.fullmatch(r"step_\d+", file.parent.name)]
-    open_steps = {file.parent for file in marked if not (file.parent / "STABLE").exists()}
-    kept = tuple(file for file in files if file.parent not in open_steps)
-    if not kept:
-        raise NothingYet(f"no step in {path} is complete: none has a file STABLE. Is the run writing its first one?")
-    steps = len(open_steps)
-    note = f"{steps} step{'s' if steps > 1 else ''} without a file STABLE, still being written, left out."
-    return Dump(path, "prime-rl", kept, (note,) if steps else ())
-
-
-def _first_fields(files: tuple[Path, ...]) -> frozenset[str]:
-    """Names of the fields of a dump's first object."""
-    for path in files:
-        for record in read_lines(path, lambda _: None, lambda _: None):
-            return frozenset(record.content)
-    raise NothingYet(f"{files[0]} is empty{'' if len(files) == 1 else ', and so are the others'}.")
-
-
-def _files(path: Path, suffix: str) -> tuple[Path, ...]:
-    """The file itself, or all files below a folder in natural order; links are not followed."""
-    if path.is_file():
-        return (path,) if path.suffix == suffix else ()
-    found = (file for file in path.rglob(f"*{suffix}") if file.is_file() and not file.is_symlink())
-    return tuple(sorted(found, key=_natural))
-
-
-def _only(files: tuple[Path, ...], wanted: Callable[[Path], bool]) -> tuple[Path, ...]:
-    """Files that match the pattern, or all files if none matches."""
-    return tuple(file for file in files if wanted(file)) or files
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
     """A sort key that puts step_9 before step_10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d{1,18})", str(path))]
+
+
+def _finished_steps(path: Path, files: tuple[Path, ...]) -> Dump:
+    """Finished steps of prime-rl, which are marked by a file STABLE; exports may lie below a folder with the run's id."""
+    runs = {folder for file in files if (folder := file.absolute().parent.parent).name == "token_exports"}
+    if len(runs) > 1:
+        names = ", ".join(sorted(map(str, runs))[:3])
+        raise RunError(f"{path} holds the exports of {len(runs)} runs ({names}): audit one of them.")
+    steps = {file.parent for file in files if re.fullmatch(r"step_\d+", file.parent.name)}
+    unfinished = {folder for folder in steps if not (folder / "STABLE").exists()}
+    kept = tuple(file for file in files if file.parent not in unfinished)
+    if not kept:
+        raise NothingYet(f"no step in {path} is complete: none has a file STABLE. Is the run writing its first one?")
+    note = f"{count(len(unfinished), 'step')} without a file STABLE, still being written, left out."
+    return Dump(path, "prime-rl", kept, (note,) if unfinished else ())
+
+
+def read_completions(
+    dump: Dump,
+    progress: Callable[[int], object],
+    note: Note,
+    places: dict[Path, FilePlace] | None = None,
+    *,
+    growing: bool = False,
+) -> Iterator[Tokens]:
+    """Tokens of each completion of a dump that can be audited; `progress` and `growing` have the meaning of `read_lines`.
+
+    Args:
+        note: called with the reason for and the number of whatever is left out.
+        places: progress in each file; moved along.
+    """
+    form, places = FORMATS[dump.format], {} if places is None else places
+    assert form.read is not None, "texts have to be rescored"
+    for path in dump.files:
+        place = places.setdefault(path, FilePlace())
+        if form.lines:
+            for record in read_lines(path, progress, note, place, growing=growing):
+                yield auditable(form.read(record, form.fields), note)
+        elif not place.bytes:
+            before, place.size = place.size, path.stat().st_size
+            if growing and before != place.size:
+                continue
+            for record in read_samples(path):
+                yield auditable(form.read(record, form.fields), note)
+            progress(place.size)
+            place.bytes = place.size
+
+
+def auditable(found: Columns, note: Note) -> Tokens:
+    """The unmasked tokens with finite log-probs and an advantage. Masked tokens may hold any values."""
+    mask, credited = found["mask"], ~np.isnan(found["advantage"])
+    finite = ~(np.isnan(found["logp_old"]) | np.isnan(found["logp_new"]))
+    kept = mask & finite & credited
+    for reason, lost in (
+        ("tokens with a log-prob that is null or not finite", mask & ~finite),
+        ("trained tokens without an advantage", mask & finite & ~credited),
+        ("completions without a token to audit", np.array([not kept.any()])),
+    ):
+        if lost.any():
+            note(reason, int(lost.sum()))
+    columns = {name: value[..., kept] if isinstance(value, np.ndarray) else value for name, value in found.items()}
+    old, new, places = columns["logp_old"], columns["logp_new"], np.flatnonzero(kept)
+    far = (sampled_kl(new, old), np.nan, sampled_tv(new, old))
+    kl, kl_old_new, tv = columns.get("support", far)
+    reward = np.full(len(places), np.nan)
+    reward[:1] = np.nan if found.get("reward") is None else found["reward"]
+    derived = {"sequence": 0, "position": places - places[:1], "reward": reward, "kl": kl, "tv": tv}
+    derived |= {"sequence_log_ratio": (new - old).sum() / max(len(places), 1), "support_kl_old_new": kl_old_new}
+    if "support" in columns:
+        derived["support_tv"] = tv
+    return make_tokens("support" if "support" in columns else "sampled", {**columns, **derived})
 
 
 _ROWS = 256
@@ -636,38 +556,34 @@ class TextCompletion:
     """Advantage; None to compute it from the rewards of completions with an equal prompt and step."""
 
 
-def read_texts(dump: Dump, progress: Callable[[int], object], note: Callable[[str], object]) -> Iterator[TextCompletion]:
+def read_texts(dump: Dump, progress: Callable[[int], object], note: Note) -> Iterator[TextCompletion]:
     """Completions of a dump of texts, read one at a time; `progress` and `note` have the meaning of `read_lines`."""
     for path in dump.files:
         if dump.format == "verl":
-            yield from map(_read_verl, read_lines(path, progress, note))
-        else:
-            yield from map(_read_trl, _parquet_rows(path))
-            progress(path.stat().st_size)
-
-
-def _read_verl(record: DumpRecord) -> TextCompletion:
-    score = record.number("score")
-    if score is None:
-        raise record.error("`score` is a number.")
-    return TextCompletion(record.whole("step", 0) or 0, record.text("input"), record.text("output"), score, None)
-
-
-def _read_trl(record: DumpRecord) -> TextCompletion:
-    advantage = record.number("advantage")
-    if advantage is None:
-        raise record.error("`advantage` is a number. TRL logs it with log_completions=True.")
-    prompt, completion = (_messages(record, name) for name in ("prompt", "completion"))
-    if not isinstance(completion, str):
-        completion = "".join(content for role, content in completion if role == "assistant")
-    return TextCompletion(record.whole("step", 0) or 0, prompt, completion, None, advantage)
+            for record in read_lines(path, progress, note):
+                score = record.number("score")
+                if score is None:
+                    raise record.error("`score` is a number.")
+                step = record.whole("step", 0) or 0
+                yield TextCompletion(step, record.text("input"), record.text("output"), score, None)
+            continue
+        for record in _parquet_rows(path):
+            advantage = record.number("advantage")
+            if advantage is None:
+                raise record.error("`advantage` is a number. TRL logs it with log_completions=True.")
+            prompt, completion = (_messages(record, name) for name in ("prompt", "completion"))
+            if not isinstance(completion, str):
+                completion = "".join(content for role, content in completion if role == "assistant")
+            yield TextCompletion(record.whole("step", 0) or 0, prompt, completion, None, advantage)
+        progress(path.stat().st_size)
 
 
 def _messages(record: DumpRecord, name: str) -> str | tuple[tuple[str, str], ...]:
     """A text, or the messages of a conversation."""
     if not isinstance(record.content.get(name), list):
         return record.text(name)
-    return tuple((message.text("role"), message.text("content")) for message in record.rows(name))
+    messages = (DumpRecord(item, f"{record.where}, `{name}`") for item in record.content[name])
+    return tuple((message.text("role"), message.text("content")) for message in messages)
 
 
 def _parquet_rows(path: Path) -> Iterator[DumpRecord]:

@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from corral.lab.audit.dump import Floats
 from corral.lab.audit.tally import Row
 from corral.lab.audit.threshold import Threshold
-from corral.lab.audit.tokens import Tokens
+from corral.lab.audit.tokens import Floats, Tokens
 from corral.lab.audit.words import number, percent
 from corral.lab.report.html import NARROW, Safe, at, drawn_figure, line, tag, text
 from corral.lab.report.looks import SHAPES, Look, assign_looks

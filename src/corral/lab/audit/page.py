@@ -10,8 +10,8 @@ import numpy as np
 import corral
 from corral.lab.audit.figures import REGIONS, bucket_figure, ratio_figure, step_figure, threshold_figure
 from corral.lab.audit.tally import ACCURACY, AUDITED, Audit, Row, Summary
-from corral.lab.audit.threshold import fewest_errors
-from corral.lab.audit.tokens import Ball, Tokens
+from corral.lab.audit.threshold import Ball, fewest_errors
+from corral.lab.audit.tokens import Tokens
 from corral.lab.audit.words import MEASURES, RULES, number, percent, sentences, updates_sentence
 from corral.lab.report.html import Safe, document, join, macros, note, page_body, sections, shorten, table, tag, write_document
 from corral.lab.run.text import count, visible

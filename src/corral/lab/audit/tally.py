@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from corral.lab.audit.dump import Dump, FilePlace, Floats, LoggedCompletion, read_completions
+from corral.lab.audit.dump import FORMATS, Dump, FilePlace, read_completions
 from corral.lab.audit.folder import NothingYet, table_columns
 from corral.lab.audit.rules import Rules
 from corral.lab.audit.threshold import FAMILIES, Threshold, ThresholdTally, outside_range
-from corral.lab.audit.tokens import VERDICTS, Ints, Tokens, audit_tokens, join_completions, sampled_tv
+from corral.lab.audit.tokens import VERDICTS, Floats, Ints, Tokens, audit_tokens, join_tokens, sampled_tv
 from corral.lab.run.guard import CollapseLimits, CollapseWatch
 from corral.validate import RunError
 
@@ -170,8 +170,6 @@ class Tally:
         """Count the tokens of these completions."""
         if not len(tokens):
             return
-        if self.measure not in (None, tokens.measure):
-            raise RunError("some completions have `top_ids` and some have not: log them for all or for none.")
         self.measure = tokens.measure
         self.sequences += len(tokens.starts)
         self.thresholds.add(tokens)
@@ -304,7 +302,7 @@ def _columns(tokens: Tokens, kl_bound: float) -> dict[str, Floats]:
         "blocked_tv": np.where(blocked, tokens.tv, np.nan),
         "troll_tv": np.where(tokens.verdicts.get("troll", False), tokens.troll_tv, np.nan),
         "outside": outside.astype(float),
-        **{name: (score > SHOWN_RULES[name]).astype(float) for name, score in scores.items() if score is not None},
+        **{name: (score > SHOWN_RULES[name]).astype(float) for name, score in scores.items()},
         **{name: acts.astype(float) for name, acts in tokens.verdicts.items()},
     }
 
@@ -402,27 +400,34 @@ class DumpAudit:
         """Count new completions, and return True if there were any. A dump whose files were replaced is read again.
 
         Args:
-            growing: whether more is to come, so that what is only half written is left for the next time.
+            growing: True if the dump may still be written: incomplete lines and files are left for the next call.
         """
         if self._format not in (None, dump.format) or any(
             path in self._places and path.stat().st_size < self._places[path].bytes for path in dump.files
         ):
             self._clear()
         self._format = dump.format
-        before, waiting, size = self._tally.sequences, list[LoggedCompletion](), 0
+        before, waiting, size = self._tally.sequences, list[Tokens](), 0
         for completion in read_completions(dump, progress, self._note, self._places, growing=growing):
-            self._tally.left_out.update(completion.left_out)
-            if not len(completion.tokens):
-                self._note("completions without a token to audit")
-                continue
-            waiting.append(completion)
-            size += len(completion.tokens)
+            waiting += [completion] if len(completion) else []
+            size += len(completion)
             if size >= _AT_ONCE:
                 self._count(waiting)
                 waiting, size = [], 0
         if waiting:
             self._count(waiting)
         return self._tally.sequences != before
+
+    def _note(self, reason: str, number: int = 1) -> None:
+        self._tally.left_out[reason] += number
+
+    def _count(self, completions: list[Tokens]) -> None:
+        if {one.measure for one in completions} - {self._tally.measure or completions[0].measure}:
+            raise RunError("some completions have `top_ids` and some have not: log them for all or for none.")
+        tokens = join_tokens(completions, self._tally.sequences)
+        tokens = replace(tokens, verdicts={"clipped": outside_range(tokens, *self._range)})
+        self._tally.add(tokens)
+        self._sample.add(tokens)
 
     def result(self, dump: Dump, texts: Callable[[list[int]], Mapping[int, str]] = lambda ids: {}) -> Audit:
         """The audit so far; raises `NothingYet` if there is no token. `texts` maps token ids to texts."""
@@ -436,7 +441,7 @@ class DumpAudit:
         rules = self.rules.as_dict()
         info = {
             "name": dump.path.resolve().name or "dump",
-            "what": dump.compared,
+            "what": FORMATS[dump.format].compared,
             "remarks": dump.remarks,
             "rules": {key: rules[key] for key in ("clip", "own", "kl_bound", "tv_bound")},
             "settings": {"format": dump.format, "files": len(dump.files), "bytes": dump.bytes},
@@ -444,12 +449,3 @@ class DumpAudit:
         shown = {token for _, one in completions for token in one.token.tolist()}
         shown |= {row["token"] for row in summary.blocked_tokens}
         return Audit(summary=summary, info=info, completions=completions, texts=texts(sorted(shown)))
-
-    def _note(self, what: str) -> None:
-        self._tally.left_out[what] += 1
-
-    def _count(self, completions: list[LoggedCompletion]) -> None:
-        tokens = join_completions(completions, self._tally.sequences)
-        tokens = replace(tokens, verdicts={"clipped": outside_range(tokens, *self._range)})
-        self._tally.add(tokens)
-        self._sample.add(tokens)

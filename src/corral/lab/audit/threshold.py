@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from corral.lab.audit.dump import Floats
-from corral.lab.audit.tokens import Ball, Bools, Tokens, sampled_kl, sampled_tv
+from corral.lab.audit.tokens import Bools, Floats, Tokens, sampled_kl, sampled_tv
 
-_Score = Callable[[Tokens], Floats | None]
-"""Score function: a token is blocked at bound b if and only if its score is above b. Returns None if the tokens lack a column
-that the rule needs."""
+_Score = Callable[[Tokens], Floats]
+"""Score function: a token is blocked at bound b if and only if its score is above b. NaN if a column is missing that the rule
+needs."""
 
 _CLIP = 0.2
 
@@ -51,10 +50,9 @@ def _beyond(far: Bools) -> Floats:
     return np.where(far, np.inf, -np.inf)
 
 
-def _gspo(tokens: Tokens) -> Floats | None:
-    if tokens.sequence_log_ratio is None:
-        return None
-    return np.where(tokens.advantage == 0, -np.inf, np.sign(tokens.advantage) * (_ratio(tokens.sequence_log_ratio) - 1))
+def _gspo(tokens: Tokens) -> Floats:
+    score = np.sign(tokens.advantage) * (_ratio(tokens.sequence_log_ratio) - 1)
+    return np.where(tokens.advantage == 0, score - np.inf, score)  # NaN stays NaN
 
 
 def _ripo(tokens: Tokens) -> Floats:
@@ -62,13 +60,12 @@ def _ripo(tokens: Tokens) -> Floats:
     return np.where(tokens.advantage * (ratio - 1) > 0, np.exp(tokens.logp_old) * (ratio - 1) ** 2, -np.inf)
 
 
-def _dppo(divergence: Callable[[Tokens], Floats | None], *, symmetric: bool = False) -> _Score:
+def _dppo(divergence: Callable[[Tokens], Floats], *, symmetric: bool = False) -> _Score:
     """DPPO's mask on a divergence from the anchor, for tokens that moved along their advantage or for all with an advantage."""
 
-    def score(tokens: Tokens) -> Floats | None:
-        moved = divergence(tokens)
-        outward = (tokens.logp_new - tokens.anchor) * tokens.advantage > 0
-        return None if moved is None else np.where(tokens.advantage != 0 if symmetric else outward, moved, -np.inf)
+    def score(tokens: Tokens) -> Floats:
+        moved, outward = divergence(tokens), (tokens.logp_new - tokens.anchor) * tokens.advantage > 0
+        return np.where(np.isnan(moved) | (tokens.advantage != 0 if symmetric else outward), moved, -np.inf)
 
     return score
 
@@ -79,6 +76,10 @@ def _anchor_tv(tokens: Tokens) -> Floats:
 
 def _anchor_kl(tokens: Tokens) -> Floats:
     return sampled_kl(tokens.anchor, tokens.logp_new)
+
+
+def _troll(tokens: Tokens) -> Floats:
+    return np.full_like(tokens.kl, np.nan) if tokens.measure == "sampled" else tokens.kl
 
 
 _TV, _KL = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5), (0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
@@ -99,7 +100,7 @@ FAMILIES = (
     RuleFamily("dppo_kl_symmetric", "DPPO symmetric, KL", "δ", _KL, 0.05, _dppo(_anchor_kl, symmetric=True)),
     RuleFamily("dppo_topk_tv", "DPPO, TV on the support", "δ", _TV, 0.2, _dppo(lambda t: t.support_tv)),
     RuleFamily("dppo_topk_kl", "DPPO, KL on the support", "δ", _KL, 0.05, _dppo(lambda t: t.support_kl_old_new)),
-    RuleFamily("troll", "TROLL, projects", "ε", _KL, 0.05, lambda t: None if t.measure == "sampled" else t.kl),
+    RuleFamily("troll", "TROLL, projects", "ε", _KL, 0.05, _troll),
 )
 """Rules that set a token's gradient to zero, or project it, independently of other tokens. Left out are rules that act on the
 tokens of a rule in this list (`spo` and `decoupled_ppo` of `clip`, `drpo` of `dppo_tv`), rules that weigh tokens, and rules
@@ -108,9 +109,40 @@ that depend on neighbouring tokens (`cppo`, `bapo`, `m2po`, `clip_cov`, `kl_cov`
 
 def outside_range(tokens: Tokens, low: float, high: float) -> Bools:
     """Tokens that the clip range 1 − low … 1 + high blocks."""
-    score = _directed(lambda ratio: ratio - (1 + high), lambda ratio: (1 - low) - ratio)(tokens)
-    assert score is not None
-    return score > 0
+    return _directed(lambda ratio: ratio - (1 + high), lambda ratio: (1 - low) - ratio)(tokens) > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ball:
+    """Counts of tokens inside and outside a divergence ball under a rule. The first four fields cover all tokens."""
+
+    blocked_inside: int
+    """Tokens blocked although near: clipping's false alarms."""
+    blocked_outside: int
+    passed_inside: int
+    passed_outside: int
+    passed_outward: int
+    """Passed tokens outside whose update pushes them further out: clipping misses them. Other tokens are on their way back."""
+
+    @property
+    def blocked(self) -> int:
+        """Number of blocked tokens, inside or outside."""
+        return self.blocked_inside + self.blocked_outside
+
+    @property
+    def tokens(self) -> int:
+        """Number of all tokens."""
+        return self.blocked + self.passed_inside + self.passed_outside
+
+    @property
+    def wrong(self) -> float:
+        """Share of all tokens that are blocked inside the ball."""
+        return self.blocked_inside / self.tokens
+
+    @property
+    def missed(self) -> float:
+        """Share of all tokens that are outside the ball, pushed further out and not blocked."""
+        return self.passed_outward / self.tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,11 +172,7 @@ class Threshold:
     def as_dict(self) -> dict[str, Any]:
         """A mapping for JSON: counts and shares of all tokens."""
         balls = {
-            name: {
-                **vars(ball),
-                "wrongly_blocked_share": ball.blocked_inside / ball.tokens,
-                "missed_share": ball.passed_outward / ball.tokens,
-            }
+            name: {**vars(ball), "wrongly_blocked_share": ball.wrong, "missed_share": ball.missed}
             for name, ball in (("kl", self.kl), ("tv", self.tv))
         }
         return {"rule": self.family, "bound": self.bound, "default": self.default, "blocked_share": self.share, **balls}
@@ -168,7 +196,7 @@ class ThresholdTally:
         self.tokens += len(tokens)
         levels = {f"{name} acts": acts.astype(np.int64) for name, acts in tokens.verdicts.items()}
         for family in FAMILIES:
-            if (score := family.score(tokens)) is not None:
+            if not np.isnan(score := family.score(tokens)).any():
                 levels[family.name] = np.searchsorted(family.bounds, score, side="left")  # how many bounds it is above
         for name, level in levels.items():
             self._counts[name] += np.bincount(8 * level + cell, minlength=64).reshape(8, 8)

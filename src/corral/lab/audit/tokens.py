@@ -1,7 +1,8 @@
 """Audited tokens as columns, from a dump's completions or an audit's rows: the input of rules and statistics."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -9,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from corral.divergence import binary_kl, binary_tv
-from corral.lab.audit.dump import Floats, LoggedCompletion
 from corral.numerics import CERTAIN
 
+Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
@@ -21,7 +22,7 @@ VERDICTS = ("clipped", "dppo_binary", "dppo_topk", "troll")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tokens:
-    """Columns [N]. A missing number is NaN; a column without any number may be None."""
+    """Columns [N] of tokens in order. A missing number is NaN."""
 
     measure: Literal["sampled", "support", "whole"]
     """Distributions of the divergences: the sampled token against all others, a support and its tail, or the whole
@@ -35,20 +36,21 @@ class Tokens:
     logp_old: Floats
     logp_new: Floats
     logp_rollout: Floats
+    """Log-probs of the sampler."""
     entropy: Floats
     reward: Floats
     """Reward of the completion, stored at its first token."""
     age: Floats
     """Number of steps between sampling and training."""
-    troll_tv: Floats
-    """TV by which TROLL's projection moves the policy."""
     kl: Floats
     """KL(new‖old) on the distributions of `measure`; a lower bound of the true KL unless `measure` is "whole"."""
     tv: Floats
-    support_tv: Floats | None = None
-    support_kl_old_new: Floats | None = None
+    support_tv: Floats
+    support_kl_old_new: Floats
     """KL(old‖new) on a support: the divergence of DPPO with divergence="kl"."""
-    sequence_log_ratio: Floats | None = None
+    troll_tv: Floats
+    """TV by which TROLL's projection moves the policy."""
+    sequence_log_ratio: Floats
     """Mean of log new/old over the token's completion, if all of its tokens were logged."""
     verdicts: Mapping[str, Bools] = field(default_factory=dict)
     """Tokens on which each rule acts, by rule; `clipped` is the audited clipping."""
@@ -56,12 +58,11 @@ class Tokens:
     def __len__(self) -> int:
         return len(self.step)
 
-    def __getitem__(self, here: slice) -> "Tokens":
+    def __getitem__(self, here: Any) -> "Tokens":
         """Select tokens, as copies: a view would keep all tokens of its batch in memory."""
-        columns: dict[str, Any] = {
-            name: column[here].copy() for name, column in vars(self).items() if isinstance(column, np.ndarray)
-        }
-        return replace(self, **columns, verdicts={name: column[here].copy() for name, column in self.verdicts.items()})
+        columns = {name: column[here].copy() for name, column in vars(self).items() if isinstance(column, np.ndarray)}
+        verdicts = {name: column[here].copy() for name, column in self.verdicts.items()}
+        return dataclasses.replace(self, **columns, verdicts=verdicts)
 
     @property
     def starts(self) -> Ints:
@@ -84,6 +85,33 @@ class Tokens:
         return token_kinds(self.verdicts["clipped"], vars(self)[ball] > bound, self.log_ratio * self.advantage > 0)
 
 
+_TYPES = {one.name: one.type for one in dataclasses.fields(Tokens) if one.type in (Ints, Floats)}
+
+
+def make_tokens(measure: Literal["sampled", "support", "whole"], columns: Mapping[str, Any], **more: Any) -> Tokens:
+    """Tokens from columns, and from numbers that hold for all of them. A missing column becomes NaN."""
+    count = len(columns["token"])
+    given = {name: np.broadcast_to(columns.get(name, np.nan), count) for name in _TYPES}
+    typed: dict[str, Any] = {
+        name: column.astype(np.int64 if _TYPES[name] is Ints else np.float64) for name, column in given.items()
+    }
+    return Tokens(measure=measure, **typed, **more)
+
+
+def join_tokens(parts: Sequence[Tokens], first: int = 0) -> Tokens:
+    """Join completions of one measure, one per part, and number them from `first`."""
+    columns = {name: np.concatenate([vars(part)[name] for part in parts]) for name in _TYPES}
+    columns["sequence"] = np.repeat(np.arange(first, first + len(parts)), list(map(len, parts)))
+    return make_tokens(parts[0].measure, columns)
+
+
+def audit_tokens(columns: Mapping[str, NDArray[Any]]) -> Tokens:
+    """Tokens from the rows of an audit's own table, which hold true divergences."""
+    certain = {name: np.minimum(columns[name].astype(np.float64), 0.0) for name in ("logp_old", "logp_new")}
+    renamed = {"step": columns["update"], "support_tv": columns["tv_topk"], **certain}
+    return make_tokens("whole", {**columns, **renamed}, verdicts={name: columns[name].astype(np.bool_) for name in VERDICTS})
+
+
 def token_kinds(blocked: Bools, outside: Bools, outward: Bools) -> NDArray[Any]:
     """The kind of each token: blocked inside or outside the ball, passed inside it, or passed outside and pushed out or back.
 
@@ -91,97 +119,6 @@ def token_kinds(blocked: Bools, outside: Bools, outward: Bools) -> NDArray[Any]:
     """
     return np.select(
         [blocked & ~outside, blocked & outside, outside & outward, outside], ["false", "right", "missed", "back"], "passed"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ball:
-    """Counts of tokens inside and outside a divergence ball under a rule. The first four fields cover all tokens."""
-
-    blocked_inside: int
-    """Tokens blocked although near: clipping's false alarms."""
-    blocked_outside: int
-    passed_inside: int
-    passed_outside: int
-    passed_outward: int
-    """Passed tokens outside whose update pushes them further out: clipping misses them. Other tokens are on their way back."""
-
-    @property
-    def blocked(self) -> int:
-        """Number of blocked tokens, inside or outside."""
-        return self.blocked_inside + self.blocked_outside
-
-    @property
-    def tokens(self) -> int:
-        """Number of all tokens."""
-        return self.blocked + self.passed_inside + self.passed_outside
-
-
-def join_completions(completions: Sequence[LoggedCompletion], first: int = 0) -> Tokens:
-    """Join completions, numbered from `first`. Divergences are taken on the support if all completions have one."""
-    lengths = [len(one.tokens) for one in completions]
-
-    def join(name: str) -> Any:
-        return np.concatenate([vars(one)[name] for one in completions])
-
-    def join_or_nan(name: str) -> Floats:
-        columns = (vars(one)[name] for one in completions)
-        return np.concatenate([np.full(n, np.nan) if x is None else x for n, x in zip(lengths, columns, strict=True)])
-
-    old, new = join("logp_old"), join("logp_new")
-    support = all(one.support is not None for one in completions)
-    kl, kl_old_new, tv = (
-        np.concatenate([one.support for one in completions if one.support is not None], axis=1)
-        if support
-        else (sampled_kl(new, old), None, sampled_tv(new, old))
-    )
-    reward = np.full(len(old), np.nan)
-    for place, one in zip(np.cumsum([0, *lengths]).tolist(), completions, strict=False):
-        if len(one.tokens) and one.reward is not None:
-            reward[place] = one.reward
-    return Tokens(
-        measure="support" if support else "sampled",
-        step=np.repeat([one.step for one in completions], lengths),
-        sequence=np.repeat(np.arange(first, first + len(completions)), lengths),
-        position=np.concatenate(
-            [np.arange(n) if (p := one.positions) is None else p - p[:1] for n, one in zip(lengths, completions, strict=True)]
-        ),
-        token=join("tokens"),
-        advantage=join("advantages"),
-        logp_old=old,
-        logp_new=new,
-        logp_rollout=join_or_nan("logp_rollout"),
-        entropy=join_or_nan("entropy"),
-        reward=reward,
-        troll_tv=np.full(len(old), np.nan),
-        kl=kl,
-        tv=tv,
-        support_tv=tv if support else None,
-        support_kl_old_new=kl_old_new,
-        sequence_log_ratio=np.repeat(
-            [(one.logp_new - one.logp_old).sum() / max(len(one.tokens), 1) for one in completions], lengths
-        ),
-        age=np.repeat([np.nan if one.age is None else float(one.age) for one in completions], lengths),
-    )
-
-
-def audit_tokens(columns: Mapping[str, NDArray[Any]]) -> Tokens:
-    """Tokens from the rows of an audit's own table, which hold true divergences."""
-    nothing = np.full(len(columns["update"]), np.nan)
-    floats = {name: column.astype(np.float64) for name, column in columns.items() if column.dtype.kind == "f"}
-    return Tokens(
-        measure="whole",
-        step=columns["update"].astype(np.int64),
-        sequence=columns["sequence"].astype(np.int64),
-        position=columns["position"].astype(np.int64),
-        token=columns["token"].astype(np.int64),
-        logp_old=np.minimum(floats["logp_old"], 0.0),
-        logp_new=np.minimum(floats["logp_new"], 0.0),
-        support_tv=floats["tv_topk"],
-        reward=nothing,
-        age=nothing,
-        **{name: floats[name] for name in ("advantage", "logp_rollout", "entropy", "kl", "tv", "troll_tv")},
-        verdicts={name: columns[name].astype(np.bool_) for name in VERDICTS},
     )
 
 

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from corral.lab.audit.tally import Summary
-from corral.lab.audit.threshold import Threshold, fewest_errors
-from corral.lab.audit.tokens import Ball
+from corral.lab.audit.threshold import Ball, Threshold, fewest_errors
 from corral.lab.run.text import count
 
 RULES = {"clipped": "clipping", "dppo_binary": "DPPO, sampled token", "dppo_topk": "DPPO, top-K", "troll": "TROLL"}
