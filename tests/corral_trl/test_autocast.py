@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from tiny_models import make_trainer, rollouts
+from tiny_models import fixed_rollout, make_trainer, rollouts
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationMixin
@@ -102,7 +102,6 @@ def test_rollouts_are_under_one_autocast(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_sampler_of_the_users_own_sees_no_autocast(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, "troll", bf16=True)
-    trainer.reports_logps = True
+    trainer = make_trainer(tmp_path, "troll", bf16=True, trainer_kwargs={"rollout_func": fixed_rollout()})
     with one_autocast(trainer):
         assert not torch.is_autocast_enabled(trainer.accelerator.device.type)

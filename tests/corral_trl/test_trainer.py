@@ -989,11 +989,6 @@ class TestRefusals:
         with pytest.raises(ValueError, match="Unsloth has replaced GRPOTrainer"):
             make_trainer(tmp_path)
 
-    @pytest.mark.refuses("correction: any, with transformers' generation", door="TRL")
-    def test_a_correction_without_reported_log_probs_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match="transformers' generation reports none"):
-            make_trainer(tmp_path, "troll", correction="tis")
-
     def test_an_old_pass_that_never_came_is_said(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         trainer = make_trainer(tmp_path, "troll", gradient_accumulation_steps=2)
         monkeypatch.setattr(CorralTrainer, "off_policy", True)
@@ -1008,6 +1003,7 @@ class TestContract:
         "__init__": ["self", "model", "reward_funcs", "args"],
         "create_accelerator_and_postprocess": ["self"],
         "_generate": ["self", "prompts"],
+        "_generate_single_turn": ["self", "prompt_ids", "images", "multimodal_fields"],
         "_calculate_rewards": ["self", "inputs", "prompts", "completions", "completion_ids_list"],
         "_generate_and_score_completions": ["self", "inputs"],
         "_get_per_token_logps_and_entropies": ["self", "model", "input_ids", "attention_mask", "logits_to_keep"],

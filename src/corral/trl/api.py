@@ -80,6 +80,11 @@ CONTRACT = {
         "rollout_func env_mask logprobs completion_ids vllm_generation",
         returns="prompt_ids completion_ids tool_mask *",
     ),
+    "trl.GRPOTrainer._generate_single_turn": Clause(
+        "self prompt_ids images multimodal_fields num_generations *",
+        "unwrap_model_for_generation generate generation_config",
+        returns="completion_ids logprobs",
+    ),
     "trl.GRPOTrainer._save_checkpoint": Clause("self model trial", "_save_checkpoint"),
     "trl.GRPOTrainer.create_model_card": Clause("self *"),
     "trl.trainer.utils._ChunkedLogProbFunction.forward": Clause(
@@ -100,6 +105,9 @@ CONTRACT = {
     "trl.chat_template_utils.add_response_schema": Clause("processing_class *"),
     "trl.chat_template_utils.parse_response": Clause("tokenizer ids *"),
     "trl.chat_template_utils.qwen3_chat_template": Clause(""),
+    "transformers.GenerationMixin._get_logits_processor": Clause(
+        "self generation_config *", "logits_processor TemperatureLogitsWarper"
+    ),
     "transformers.Trainer.__init__": Clause("self *", "callback_handler model_wrapped state lr_scheduler processing_class"),
     "transformers.Trainer.create_accelerator_and_postprocess": Clause("self", "accelerator is_fsdp_enabled"),
     "transformers.Trainer.get_batch_samples": Clause("self epoch_iterator num_batches device", returns="batch_samples *"),

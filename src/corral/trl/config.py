@@ -196,6 +196,12 @@ class CorralConfig(GRPOConfig):
             return cast(Anchor, self.anchor)  # nothing else gets through __post_init__
         return "old" if self.needs_support else self.make_objective().config.anchor
 
+    @property
+    def records_logps(self) -> bool:
+        """True if transformers' generation must report the log-probs that it draws from: something reads them."""
+        needed = self.correction is not None or "logp_rollout" in self.make_objective().needs
+        return needed or self.anchor == "rollout"
+
     def check_sampler(self, sampler: Sampler, generation_config: GenerationConfig | None = None) -> None:
         """Raise if the sampler cannot supply the data for the anchor, the objective or the correction.
 
@@ -389,7 +395,8 @@ _VLLM_LOGPROBS = 20
 
 def _of_sampler(config: CorralConfig, sampler: Sampler, generation: dict[str, Any]) -> _Refusals:
     """Refusals of anchors, objectives and corrections that this sampler does not support; docs/trl.md has the table."""
-    rollout, reports = config.resolve_anchor() == "rollout", sampler != "transformers"
+    rollout, records = config.resolve_anchor() == "rollout", sampler == "transformers" and config.records_logps
+    reports = sampler != "transformers" or records
     on_support = rollout and reports and config.needs_support  # of the sampler's own likeliest tokens
     corrects, correction = config.use_vllm and config.vllm_importance_sampling_correction, config.correction
     needs, objective = config.make_objective().needs, config.make_objective().config
@@ -402,7 +409,7 @@ def _of_sampler(config: CorralConfig, sampler: Sampler, generation: dict[str, An
     return {
         # With the trainer's own model, "auto" means the recomputed policy, whatever was cut off while sampling.
         "anchor='rollout' needs the log-probs that the sampler drew from, but top_p, top_k, min_p or a regex renormalise them. "
-        "Switch those off, or use anchor='old'.": rollout and truncated and (reports or config.anchor == "rollout"),
+        "Switch those off, or use anchor='old'.": rollout and truncated and reports,
         f"objective={config.objective!r} needs the old policy on another model's tokens too. Use anchor='old'.": on_support
         and "dist_teacher" in needs,
         "estimator='full' reads every token, and a sampler reports its likeliest alone. Use estimator='topk', or "
@@ -416,12 +423,10 @@ def _of_sampler(config: CorralConfig, sampler: Sampler, generation: dict[str, An
         "or anchor='old'.": rollout and corrects,
         "with `logprobs` in generation_kwargs vLLM ranks tokens by likelihood, and TRL takes the first for the sampled one. "
         "Leave it out.": config.use_vllm and generation.get("logprobs"),
-        f"objective={config.objective!r} needs `logp_rollout`, and transformers' generation reports none. Use vLLM, or a "
-        f"rollout function.": "logp_rollout" in needs and not reports,
+        "an objective or a correction reads the sampler's log-probs, and transformers' continuous batching reports none. Leave "
+        "use_transformers_continuous_batching out.": records and set_to.get("use_transformers_continuous_batching"),
         f"objective={config.objective!r} weighs the old policy against the sampler itself, and a correction would do it twice. "
         f"Leave `correction` out, and set vllm_importance_sampling_correction=False.": twice,
-        f"correction={correction!r} needs the sampler's log-probs, and transformers' generation reports none: there the "
-        f"sampler is the trainer's own model, and there is nothing to correct.": correction is not None and not reports,
         f"correction={correction!r} weighs the old policy against the sampler, and with anchor='rollout' they are one. Use "
         f"anchor='old'.": correction is not None and rollout,
         f"correction={correction!r} and TRL's own would both correct the sampler's mismatch. Set "

@@ -129,5 +129,5 @@ def one_autocast(trainer: "CorralTrainer") -> AbstractContextManager[None]:
     copy of the trained weights in half precision, so nothing is kept where they are sharded. Frozen weights are rounded for
     every token as before. A sampler of the user's own sees no autocast.
     """
-    kept = not (is_sharded(trainer) or trainer.reports_logps)
+    kept = trainer.draws_itself and not is_sharded(trainer)
     return trainer.accelerator.autocast() if kept else nullcontext()

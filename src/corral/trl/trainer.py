@@ -18,6 +18,7 @@ from corral.objective import Objective
 from corral.objective.check import FirstCall
 from corral.tensors import TokenBatch
 from corral.trl.api import FUSED, steps_per_batch
+from corral.trl.behaviour import Behaviour
 from corral.trl.callbacks import RunRecord, SelfCheck
 from corral.trl.config import CorralConfig, Sampler
 from corral.trl.deployed import DeployedCallback
@@ -38,7 +39,7 @@ TokenObserver = Callable[[dict[str, Any], TokenBatch, Objective], None]
 
 
 class CorralTrainer(GRPOTrainer):
-    """Drop-in for GRPOTrainer. Thirteen methods are overridden, each calls TRL's own, none is copied.
+    """Drop-in for GRPOTrainer. Fourteen methods are overridden, each calls TRL's own, none is copied.
 
     TRL's loss is called with advantages of zero: what comes back is everything but the policy term (KL to a reference,
     entropy bonus, auxiliary loss, their metrics). The policy term is corral's, averaged as `loss_type` says. Where there is no
@@ -54,6 +55,8 @@ class CorralTrainer(GRPOTrainer):
     _buffered_inputs: list[dict[str, Any]]  # type: ignore[assignment]  # TRL fills it in
     objective: Objective
     token_observer: TokenObserver | None = None
+    behaviour: Behaviour | None = None
+    """Recorder of the log-probs that transformers draws from, if something reads them."""
     next_batches: tuple[list[Any], Any]
     """Rows for the next update, fetched by transformers' loop, and their token count."""
     _drawn_at: int | None = None
@@ -92,8 +95,8 @@ class CorralTrainer(GRPOTrainer):
         finally:
             del args.in_corral_trainer
         base = base_model(self.model)
-        self.reports_logps = self.use_vllm or self.rollout_func is not None
-        sampler: Sampler = "vllm" if self.use_vllm else "rollout_func" if self.reports_logps else "transformers"
+        sampler: Sampler = "vllm" if self.use_vllm else "rollout_func" if self.rollout_func is not None else "transformers"
+        self.draws_itself = sampler == "transformers"
         args.check_sampler(sampler, base.generation_config)
         self.objective, self.correction, self.anchor = args.make_objective(), args.make_correction(), args.resolve_anchor()
         self.needs_support = args.needs_support
@@ -111,8 +114,11 @@ class CorralTrainer(GRPOTrainer):
             )
         if self.anchor == "rollout" and self.use_vllm and self.accelerator.is_main_process:
             check_server(self)
+        self.reports_logps = not self.draws_itself or args.records_logps
         sampled = self.needs_support and self.anchor == "rollout" and self.reports_logps
-        self.rollout_support = RolloutSupport(self) if sampled else None
+        if self.draws_itself and self.reports_logps:
+            self.behaviour = Behaviour(self.own_support() if sampled else None)
+        self.rollout_support = (self.behaviour or RolloutSupport(self)) if sampled else None
         # An evaluation may come in the middle of a batch, and has rollouts of its own.
         # With a teacher every token has a union: what it knows may be all of the student's tail.
         mass = 1.0 if taught else args.support_mass
@@ -147,7 +153,8 @@ class CorralTrainer(GRPOTrainer):
     @property
     def on_policy(self) -> bool:
         """True if the region is inactive: one update per batch, no other sampler as the anchor, and no teacher target."""
-        return not self.off_policy and not (self.anchor == "rollout" and self.reports_logps) and self.teacher is None
+        other_sampler = self.anchor == "rollout" and self.reports_logps and self.behaviour is None
+        return not self.off_policy and not other_sampler and self.teacher is None
 
     @property
     def before_any_update(self) -> bool:
@@ -233,6 +240,14 @@ class CorralTrainer(GRPOTrainer):
         if self.deployed is not None:
             self.deployed.probe.tool_mask = generated[2]
         return generated
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        """Draw completions as in TRL, with the log-probs that transformers drew from where something reads them."""
+        if self.behaviour is None:
+            return super()._generate_single_turn(*args, **kwargs)
+        with self.behaviour.record(base_model(self.accelerator.unwrap_model(self.model))):
+            tokens, _ = super()._generate_single_turn(*args, **kwargs)
+        return tokens, self.behaviour.logps(tokens)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         """Score completions with TRL, and keep the scores for corral's advantages; a batch without scores is a RewardError."""

@@ -84,11 +84,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def trainer_of(model: str, folder: Path, **given: Any) -> CorralTrainer:
+def trainer_of(model: str, folder: Path, settings: dict[str, Any] | None = None, **given: Any) -> CorralTrainer:
     args = CorralConfig(
         output_dir=str(folder), max_completion_length=200, per_device_train_batch_size=4, steps_per_generation=2,
         num_generations=4, max_steps=1, report_to=[], save_strategy="no", logging_strategy="no", learning_rate=1e-3,
-        use_cpu=True, max_tool_calling_iterations=3, shuffle_dataset=False,
+        use_cpu=True, max_tool_calling_iterations=3, shuffle_dataset=False, **(settings or {}),
     )  # fmt: skip
     rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": letter}] for letter in "ab"], "problem": ["a", "b"]})
     reward = [lambda completions, **_: [float(len(transcript(one))) for one in completions]]
@@ -135,6 +135,20 @@ def test_tools_are_out_of_the_region_and_played_alike_without_a_trainer(
     assert sum(int(one.sum()) for one in theirs) > 0
     for (inputs, batch), tools in zip(seen, theirs, strict=True):
         assert torch.equal(batch.mask, inputs["completion_mask"].bool() & ~tools)
+
+
+@pytest.mark.supports("correction: any, with TRL's tools", door="TRL")
+def test_every_turn_has_the_log_probs_it_was_drawn_with(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    trainer = trainer_of(model, tmp_path, {"correction": "tis", "bf16": False}, tools=[double])
+    torch.manual_seed(0)
+    output = trainer._generate_and_score_completions([dict(row) for row in trainer.train_dataset for _ in range(4)])
+    live = output["completion_mask"].bool()
+    own, reported = live & output["tool_mask"].bool(), output["sampling_per_token_logps"]
+    first_reply = (live & ~own).int().argmax(1)
+    assert (own & (torch.arange(own.shape[1]) > first_reply[:, None]) & (first_reply > 0)[:, None]).any(), "no second turn"
+    assert (reported - output["old_per_token_logps"])[own].abs().max() < 1e-4
+    assert not reported[live & ~own].any()
 
 
 @pytest.mark.supports("run: TRL's tools and environments", door="command line")

@@ -583,7 +583,7 @@ class NothingHeldOut(Digits):
         (Digits, {"objective_config": {"bund": 1}}, "there is no setting `bund`. Did you mean 'bound'"),
         (Digits, {"lora": {"rank": 8}}, "lora: there is no setting `rank`"),
         (Digits, {"lora": {"lora_alfa": 8}}, "Did you mean 'lora_alpha'"),
-        (Digits, {"correction": "tis"}, "transformers' generation reports none"),
+        (Digits, {"correction": "tis", "anchor": "rollout"}, "with anchor='rollout' they are one"),
         (Digits, {"num_generations": 3}, "divisible"),
         (Digits, {"max_completion_length": None}, "`max_completion_length` is None"),
         (Digits, {"model": "/no/such/folder"}, "there is no folder /no/such/folder"),

@@ -10,10 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import trl
 from packaging.version import Version
-from torch import Tensor
 from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteria,
@@ -36,6 +33,7 @@ from corral.lab.jobs.llm.rewards import path_of
 from corral.lab.tasks import columns_of
 from corral.lab.tasks.imports import Tool, by_path, make_tool
 from corral.lab.tasks.messages import answer_of, transcript
+from corral.trl.behaviour import Behaviour
 from corral.trl.processes import base_model
 from corral.validate import RewardError
 
@@ -106,19 +104,18 @@ def converse(
     writer: Any = model  # causal models can generate; transformers' base class does not say so
     while live := [one for one in found if not one.over]:
         room = max_tokens - min(len(one.tokens) for one in live)
-        now = replace(sampling, max_tokens=room, temperature=1.0)  # the temperature is `_Scores`' own
+        now = replace(sampling, max_tokens=room)
         ids = [one.prompt + one.tokens for one in live]
         batch = tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt").to(model.device)
         start = batch["input_ids"].shape[1]
-        stops, scores = _Stops(tokenizer, tool.stops, start), _Scores(sampling.temperature)
-        with own_settings_aside(model):
+        stops, behaviour = _Stops(tokenizer, tool.stops, start), Behaviour()
+        with own_settings_aside(model), behaviour.record(model):
             out = writer.generate(
                 **batch,
                 generation_config=plain_sampling(tokenizer, ends, now),
-                logits_processor=LogitsProcessorList([scores]),
                 stopping_criteria=StoppingCriteriaList([stops]),
-            )[:, start:]
-        drawn = zip(live, out.tolist(), scores.gather(out).tolist(), strict=True)
+            )[:, start:].tolist()
+        drawn = zip(live, out, behaviour.logps(out), strict=True)
         for row, (one, tokens, logps) in enumerate(drawn):  # until a stop, the end or no room
             kept = cut_at_end(tokens[: stops.lengths.get(row, len(tokens))], ends)[: max_tokens - len(one.tokens)]
             one.add(kept, logps[: len(kept)])
@@ -165,27 +162,6 @@ class _Stops(StoppingCriteria):
                 self.lengths[row] = written.shape[1]
             done[row] = row in self.lengths
         return done
-
-
-class _Scores(LogitsProcessor):
-    """Logits processor that divides by the temperature and stores log-probs of sampled tokens, one vocabulary at a time."""
-
-    def __init__(self, temperature: float) -> None:
-        self.temperature = temperature
-        self.before: Tensor | None = None
-        self.found: list[Tensor] = []
-
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        if self.before is not None:
-            self.found.append(self.before.gather(1, input_ids[:, -1:]))
-        scores = scores.float() / self.temperature
-        self.before = scores.log_softmax(-1)
-        return scores
-
-    def gather(self, written: Tensor) -> Tensor:
-        """Log-probs of all generated tokens, in the order of `written`."""
-        assert self.before is not None
-        return torch.cat([*self.found, self.before.gather(1, written[:, -1:])], 1)
 
 
 def rollout(prompts: list[Any], trainer: "RunTrainer") -> dict[str, Any]:
