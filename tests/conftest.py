@@ -33,6 +33,7 @@ if not torch.cuda.is_available():
 
 torch.set_num_threads(1)  # two workers that each take every core are far slower than one
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # and so for the processes that tests start
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # importing it would warn, and warnings are errors
 gc.disable()  # until everything is imported: looking for garbage meanwhile costs a second in six, and finds none
 
 

@@ -4,7 +4,7 @@ import ast
 import inspect
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any
@@ -124,9 +124,9 @@ CONTRACT = {
 """Requirements on the newest tested release. Older releases may differ, and are covered by the version tests."""
 
 
-def breaches() -> list[str]:
+def breaches(contract: Mapping[str, Clause] = CONTRACT) -> list[str]:
     """List the ways in which the installed TRL and transformers violate corral's assumptions, each as half a sentence."""
-    return [f"{place} {what}" for place, clause in CONTRACT.items() for what in _breaches(place, clause)]
+    return [f"{place} {what}" for place, clause in contract.items() for what in _breaches(place, clause)]
 
 
 def _breaches(place: str, clause: Clause) -> Iterator[str]:
