@@ -75,14 +75,16 @@ def run_case(worker: Any, mine: slice, config: Any, agg: str, *, batches: int = 
         for group in worker.engine.optimizer.param_groups:  # verl's schedule sets it after every batch
             group["lr"] = fixture.RATES[agg]
         batch = fixture.with_old(fixture.batch_of(mine), old)
-        request = config.policy_loss.corral.deployed_request(sync=index == batches - 1)
+        settings = config.policy_loss.corral
+        request = settings.deployed_request(sync=index == batches - 1) | settings.support_request()
         fixture.tensordict_utils.assign_non_tensor(batch, **request, epochs=2 // batches)
         out = worker.train_mini_batch(batch)
         metrics = None if out is None else fixture.tensordict_utils.get(out, "metrics")
         assert index == batches - 1 or not any("deployed" in name for name in metrics or ())
     return {
         "weights": fixture.weights_of(worker), "metrics": metrics, "logp": old["log_probs"].values(),
-        "entropy": old["entropy"].values(), "ids": old["corral_old_ids"].values() if "corral_old_ids" in old else None,
+        "entropy": old["entropy"].values(),
+        "support": {name: x.offsets() for name, x in old.items() if name.startswith("corral_old_")},
     }  # fmt: skip
 
 
@@ -133,7 +135,11 @@ def test_sequence_parallel_ranks_gather_what_each_found_on_its_share(results: li
     expected, _ = fixture.two_updates_by_corral(make_objective("troll", **TROLL), "token-mean", halves=True)
     for found in results:
         fixture.assert_moved_alike(found["ulysses"]["weights"], expected)
-    assert results[0]["ulysses"]["ids"].shape == (40, fixture.TOP_K + 1)
+    lengths = torch.tensor([len(response) for response in fixture.sequences()[1]])
+    for name, offsets in results[0]["ulysses"]["support"].items():  # of the responses alone: 26 of 40 tokens
+        slots = fixture.TOP_K + 1 if name.endswith(("ids", "logp")) else 1
+        assert (offsets.diff() <= lengths * slots).all(), name
+        assert offsets[-1] > 0.5 * lengths.sum() * slots, name
     assert results[0]["ulysses"]["metrics"]["tr/kl_before"][0] == 0
 
 

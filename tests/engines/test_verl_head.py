@@ -8,7 +8,16 @@ from torch import nn
 from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, GraniteForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import corral
-from corral.engines.verl.head import NEW, OLD, HeadCall, SupportHead, local_rows, read_dists, write_dist
+from corral.engines.verl.head import (
+    OLD,
+    HeadCall,
+    SupportHead,
+    local_rows,
+    response_positions,
+    take_dists,
+    write_new,
+    write_support,
+)
 from tolerance import assert_close
 
 SIZES: dict[str, Any] = {
@@ -124,24 +133,50 @@ def test_bfloat16_goes_in_and_float32_comes_out() -> None:
     assert torch.equal(first.logp, second.logp)  # whichever support is asked for
 
 
-def test_a_support_comes_back_from_jagged_fields() -> None:
-    dist = corral.lm_head(torch.randn(9, 4), torch.randn(48, 4), torch.zeros(9, dtype=torch.int64), top_k=5).dist
+def micro_batch(mask: list[list[int]]) -> dict[str, Any]:
+    """Two sequences: prompts of 2 and 1 tokens, responses of 2 and 4."""
+    return {
+        "input_ids": jagged(torch.arange(9), [0, 4, 9]), "responses": jagged(torch.arange(6), [0, 2, 6]),
+        "response_mask": jagged(torch.tensor([*mask[0], *mask[1]]), [0, 2, 6]),
+    }  # fmt: skip
+
+
+def jagged(values: torch.Tensor, offsets: list[int]) -> torch.Tensor:
+    return torch.nested.nested_tensor_from_jagged(values, torch.tensor(offsets))
+
+
+def test_response_tokens_are_predicted_one_position_earlier() -> None:
+    # Tokens 2, 3 and 5 … 8 are of responses; the positions before them are 1, 2 and 4 … 7.
+    assert response_positions(micro_batch([[1, 1], [1] * 4])).tolist() == [1, 2, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("mask", [[[1, 1], [1] * 4], [[0, 1], [1, 0, 0, 1]], [[0, 0], [1] * 4], [[0, 0], [0] * 4]])
+def test_a_support_comes_back_from_jagged_fields(mask: list[list[int]]) -> None:
+    tokens = torch.arange(9) % 5
+    dist = corral.lm_head(torch.randn(9, 4), torch.randn(48, 4), tokens, top_k=5, mass=0.4).dist
     assert dist is not None
-    offsets = torch.tensor([0, 4, 9])
-    fields = write_dist(OLD, dist, offsets)
-    assert fields["corral_old_ids"].dtype == torch.int32
-    assert fields["corral_old_ids"].size(-1) == 6
-
-    def rows(field: Any) -> Any:
-        return field.values()[None]
-
-    found = read_dists(write_dist(NEW, dist, offsets), fields, rows)
+    data = micro_batch(mask)
+    expected = dist[torch.tensor([1, 2, 4, 5, 6, 7])][data["response_mask"].values().bool()]
+    output = write_new(dist, data)
+    data |= write_support(dist, data)
+    stored = sum(x.values().numel() * x.values().element_size() for name, x in data.items() if name.startswith(OLD))
+    assert stored == 8 * int((expected.ids >= 0).sum()) + 12 * 6
+    found = take_dists(output, data)
+    assert output == {}
     assert found is not None
     for made in found:
-        assert torch.equal(made.ids[0], dist.ids)
-        assert torch.equal(made.logp[0], dist.logp)
-        assert torch.equal(made.rest[0], dist.rest)
-    assert read_dists({}, fields, rows) is None
+        for name in ("ids", "logp", "rest", "rest_max"):
+            assert torch.equal(getattr(made, name), getattr(expected, name)), name
+    assert take_dists({}, data) is None
+
+
+def test_a_token_that_the_old_pass_kept_no_support_for_is_refused() -> None:
+    dist = corral.lm_head(torch.randn(9, 4), torch.randn(48, 4), torch.arange(9), top_k=5).dist
+    assert dist is not None
+    data = micro_batch([[0, 1], [1] * 4])
+    data |= write_support(dist, data) | micro_batch([[1, 1], [1] * 4])
+    with pytest.raises(ValueError, match="1 unmasked tokens have no support"):
+        take_dists(write_new(dist, data), data)
 
 
 def test_rows_are_split_as_sequence_parallel_ranks_split_tokens() -> None:

@@ -75,12 +75,38 @@ def test_what_verl_has_no_argument_for_is_read_from_the_batch_at_hand() -> None:
         ValueError, match=r"corral_troll reads a support.*model_type=corral_language_model.*trainer_mode=corral_sync"
     ):
         loss_fn(**given, config=config)
-    with batch_extras(BatchExtras(old, old, logp[..., 0])):
+    with batch_extras(BatchExtras(old[0], old[0], logp[..., 0])):
         loss, metrics = loss_fn(**given, config=config)
     assert_close(loss, torch.tensor(-2 / 8))
     assert metrics["tr/mismatch"] == 0
     with pytest.raises(ValueError, match="reads a support"):  # it was of that batch alone
         loss_fn(**given, config=config)
+
+
+@pytest.mark.parametrize("tokenwise", [True, False])
+def test_packed_supports_have_the_loss_and_gradient_of_the_padded_batch(
+    tokenwise: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mask = torch.tensor([[1, 1, 0, 1], [0, 1, 1, 0]])
+    logits = torch.randn(2, 4, 9, dtype=torch.float64)
+    tokens, weights = torch.randint(0, 9, (2, 4)), torch.rand(2, 4, dtype=torch.float64)
+    old = corral.top_k_support(logits.log_softmax(-1), tokens, 3)
+    moved = [(logits + torch.linspace(-2, 2, 9, dtype=torch.float64)).requires_grad_() for _ in range(2)]
+    rows = [corral.gather_support(x.log_softmax(-1), old.ids) for x in moved]
+    given = {"old_log_prob": old.logp[..., 0], "advantages": torch.randn(2, 4, dtype=torch.float64), "response_mask": mask}
+    config = config_of("corral_troll", objective={"bound": 0.01, "regression": 0.5})
+    wanted = config.policy_loss.corral.resolve()
+    expected, _ = wanted.token_loss(corral.TokenBatch.on_support(rows[0], old, given["advantages"], mask.bool()), weights)
+    (expected.sum() / 4).backward()  # aggregate: over 8 tokens, times 2 ranks
+    monkeypatch.setattr(type(wanted.objective.config), "tokenwise", tokenwise)
+    with batch_extras(BatchExtras(rows[1][mask.bool()], old[mask.bool()])):
+        loss, _ = make_policy_loss("corral_troll", aggregate)(
+            **given, log_prob=rows[1].logp[..., 0], config=config, rollout_is_weights=weights
+        )
+    loss.backward()
+    assert_close(loss, expected.sum() / 4)
+    assert_close(moved[1].grad, moved[0].grad)
+    assert (moved[0].grad[mask.bool()] != 0).any()
 
 
 def test_a_deployed_bound_that_verls_own_trainer_would_not_hold_is_refused() -> None:

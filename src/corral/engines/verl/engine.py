@@ -14,7 +14,16 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from corral.engines.verl.deployed import DeployedRegion
-from corral.engines.verl.head import NEW, OLD, HeadCall, HeadWitness, SupportHead, local_rows, write_dist
+from corral.engines.verl.head import (
+    HeadCall,
+    HeadWitness,
+    SupportHead,
+    local_rows,
+    read_support,
+    response_positions,
+    write_new,
+    write_support,
+)
 from corral.engines.verl.settings import DEPLOYED_BOUND, DEPLOYED_STATISTIC, DEPLOYED_SYNC, MASS, MODEL_TYPE, TOP_K
 
 
@@ -65,14 +74,16 @@ class SupportFSDPEngine(FSDPEngineWithLMHead):
             if tensordict_utils.get_non_tensor_data(micro_batch, key, False):
                 raise ValueError(f"corral for verl: {key} reads all logits, which model_type={MODEL_TYPE} never holds.")
         tokens, ids = output_args["input_ids_rmpad_rolled"], None
-        if f"{OLD}_ids" in micro_batch and torch.is_grad_enabled():
+        top_k = tensordict_utils.get_non_tensor_data(micro_batch, TOP_K, None)
+        if top_k is not None and torch.is_grad_enabled():
+            slots, top_k = min(top_k, self.head.linear.out_features) + 1, None
             pad = output_args.get("pad_size", 0)
-            ids = local_rows(micro_batch[f"{OLD}_ids"].values(), pad, *self._sequence_shard(), fill=-1)
+            ids = local_rows(self._whole_support(micro_batch, slots), pad, *self._sequence_shard(), fill=-1)
         self.head.expect(
             HeadCall(
                 tokens,
                 temperature=_one_temperature(micro_batch["temperature"]),
-                top_k=tensordict_utils.get_non_tensor_data(micro_batch, TOP_K, None),
+                top_k=top_k,
                 mass=tensordict_utils.get_non_tensor_data(micro_batch, MASS, 1.0),
                 ids=ids,
                 entropy=bool(tensordict_utils.get_non_tensor_data(micro_batch, "calculate_entropy", False)),
@@ -85,7 +96,7 @@ class SupportFSDPEngine(FSDPEngineWithLMHead):
     def prepare_model_outputs(
         self, output: Any, output_args: dict[str, Any], micro_batch: TensorDict, logits_processor_func: Any
     ) -> dict[str, Tensor]:
-        """Log-probs and entropy as verl has them, jagged [B j], and a support [B j K]: the old one, or the new policy on it."""
+        """Log-probs and entropy as verl has them, jagged [B j]; of response tokens also a support, or the new policy on it."""
         pad = output_args.get("pad_size", 0)
         rows = self.head.read(output).map(lambda x: self._gather_and_unpad_packed(x, pad))
         offsets = micro_batch["input_ids"].offsets()
@@ -93,8 +104,13 @@ class SupportFSDPEngine(FSDPEngineWithLMHead):
         if tensordict_utils.get_non_tensor_data(micro_batch, "calculate_entropy", False):
             found["entropy"] = torch.nested.nested_tensor_from_jagged(rows.entropy, offsets)
         if rows.dist is not None:
-            found |= write_dist(NEW if torch.is_grad_enabled() else OLD, rows.dist, offsets)
+            found |= (write_new if torch.is_grad_enabled() else write_support)(rows.dist, micro_batch)
         return found
+
+    def _whole_support(self, micro_batch: TensorDict, slots: int) -> Tensor:
+        """Ids of the old support at every packed position [N slots]; −1 where no response token follows."""
+        ids = micro_batch["input_ids"].values().new_full((len(micro_batch["input_ids"].values()), slots), -1)
+        return ids.index_copy(0, response_positions(micro_batch), read_support(micro_batch, slots).ids)
 
     def _sequence_shard(self) -> tuple[int, int]:
         """This rank's place among those that share its sequences, and their number."""

@@ -6,7 +6,7 @@ head runs inside the forward of the model's own, and everything that a gradient 
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,13 +19,14 @@ from corral.head.dispatch import choose
 from corral.head.logits import LogitSpec
 from corral.head.policy_loss import TOLERANCE
 from corral.head.torch.head_kl import head_kl_both_ways
-from corral.tensors import SparseDist
+from corral.tensors import PackedSparseDist, SparseDist
 
 _LOGP, _ENTROPY, _REST, _REST_MAX, _SUPPORT = range(5)
 """Columns of the tensor that forward returns; the support begins at the last."""
 OLD, NEW = "corral_old", "corral_new"
 """Prefixes of the fields: the old policy's support, and the new policy on it."""
-_FIELDS = ("ids", "logp", "rest", "rest_max")
+ROWS, ENTRIES = ("counts", "rest", "rest_max"), ("ids", "logp")
+"""Fields with a value for every response token, and for every token of its support."""
 
 
 class HeadWitness:
@@ -197,30 +198,65 @@ def _check_family(model: Any) -> None:
 
 # ------------------------------------------------------------------------------------ a support on its way through verl
 
-# Jagged tensors beside log-probs, from the old pass over the queue to the update.
+# Jagged tensors beside log-probs, from the old pass over the queue to the update: of response tokens alone, without padding.
 
 
-def write_dist(prefix: str, dist: SparseDist, offsets: Tensor) -> dict[str, Tensor]:
-    """Packed rows [N K] and [N] as jagged fields [B j K] and [B j], 8 bytes for every slot; the new policy without ids."""
-    names = _FIELDS if prefix == OLD else _FIELDS[1:]
-    assert dist.rest_max is not None  # the head always knows it
-    values = {"ids": dist.ids.to(torch.int32), "logp": dist.logp, "rest": dist.rest, "rest_max": dist.rest_max}
-    return {f"{prefix}_{name}": torch.nested.nested_tensor_from_jagged(values[name], offsets) for name in names}
+def response_positions(data: Any) -> Tensor:
+    """Packed positions of a micro-batch whose next token belongs to a response, in the responses' order [M]."""
+    ends, starts = data["input_ids"].offsets()[1:], data["responses"].offsets()
+    lengths = starts.diff()
+    return torch.repeat_interleave(ends - lengths - 1 - starts[:-1], lengths) + torch.arange(
+        int(starts[-1]), device=ends.device
+    )
 
 
-def read_dists(output: Any, data: Any, pad: Any) -> tuple[SparseDist, SparseDist] | None:
-    """New and old policy on the old support, [B T K] of the response; None where the pass had none.
+def write_support(dist: SparseDist, data: Any) -> dict[str, Tensor]:
+    """The old policy at packed positions [N K] as jagged fields of the responses: 8 bytes for every token of a support.
+
+    A position has 12 bytes more. Tokens that `response_mask` leaves out of training have an empty support.
+    """
+    rows, offsets = dist[response_positions(data)], data["responses"].offsets()
+    trained = data["response_mask"].values().bool()
+    packed = replace(rows, ids=torch.where(trained[:, None], rows.ids, -1)).pack(rows.ids.device)
+    ends = nn.functional.pad(packed.counts.cumsum(0), (1, 0))[offsets]  # where each sequence's entries end
+    values = {name: (getattr(packed, name), offsets if name in ROWS else ends) for name in (*ROWS, *ENTRIES)}
+    return {f"{OLD}_{name}": torch.nested.nested_tensor_from_jagged(x, where) for name, (x, where) in values.items()}
+
+
+def read_support(data: Any, slots: int) -> SparseDist:
+    """The old policy at the response tokens of a micro-batch [M slots], from the fields of `write_support`."""
+    ids, logp, counts, rest, rest_max = (data[f"{OLD}_{name}"].values() for name in (*ENTRIES, *ROWS))
+    return PackedSparseDist(ids, logp, rest, counts, slots, rest_max).unpack()
+
+
+def write_new(dist: SparseDist, data: Any) -> dict[str, Tensor]:
+    """The new policy on the old support as jagged fields of the responses, differentiable."""
+    rows, offsets = dist[response_positions(data)], data["responses"].offsets()
+    assert rows.rest_max is not None  # the head always computes it
+    values = {"logp": rows.logp, "rest": rows.rest, "rest_max": rows.rest_max}
+    return {f"{NEW}_{name}": torch.nested.nested_tensor_from_jagged(x, offsets) for name, x in values.items()}
+
+
+def take_dists(output: dict[str, Any], data: Any) -> tuple[SparseDist, SparseDist] | None:
+    """New and old policy on the old support at the trained tokens [M K]; None where the pass computed none.
+
+    Removes the new policy's fields from `output`: verl keeps the outputs of all micro-batches until the update ends.
 
     Args:
         output: `model_output` of the update.
         data: the micro-batch.
-        pad: (jagged field of whole sequences) → [B T …] of the response, shifted by one; verl's no_padding_2_padding.
     """
-    if f"{OLD}_ids" not in data or f"{NEW}_logp" not in output:
+    if f"{NEW}_logp" not in output:
         return None
-    ids = pad(data[f"{OLD}_ids"]).long()
-    old = SparseDist(ids, *(pad(data[f"{OLD}_{name}"]) for name in _FIELDS[1:]))
-    return SparseDist(ids, *(pad(output[f"{NEW}_{name}"]) for name in _FIELDS[1:])), old
+    logp, rest, rest_max = (output.pop(f"{NEW}_{name}").values() for name in ("logp", "rest", "rest_max"))
+    trained, old = data["response_mask"].values().bool(), read_support(data, logp.shape[-1])
+    missing = int((trained & (old.ids[:, 0] < 0)).sum())
+    if missing:
+        raise ValueError(
+            f"corral for verl: {missing} unmasked tokens have no support, since response_mask was 0 there in the pass of "
+            f"the old policy and is 1 now. Change the mask before old log-probs are computed."
+        )
+    return SparseDist(old.ids, logp, rest, rest_max)[trained], old[trained]
 
 
 def local_rows(packed: Tensor, pad: int, rank: int, ranks: int, *, fill: float) -> Tensor:

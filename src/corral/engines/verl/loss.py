@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 from verl.utils.metric import AggregationType, Metric
 from verl.workers.utils.losses import ppo_loss
-from verl.workers.utils.padding import no_padding_2_padding
 
-from corral.engines.verl.head import read_dists
+from corral.engines.verl.head import take_dists
 from corral.engines.verl.policy_loss import BatchExtras, batch_extras
 from corral.tensors import metric_kind
 
@@ -18,10 +17,10 @@ _AGGREGATION = {"max": AggregationType.MAX, "sum": AggregationType.SUM}
 def corral_ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, dict[str, Any]]:
     """verl's ppo_loss: entropy bonus, KL to a reference and reductions are its own, the policy term is corral's.
 
-    Unlike verl's it reads two more fields of `data`: the old policy's support, and the sampler's log-probs, with which the
-    anchor is compared token by token.
+    Unlike verl's it reads the old policy's support and the sampler's log-probs, with which the anchor is compared token by
+    token. It takes the new policy's support out of `model_output`.
     """
-    dists = read_dists(model_output, data, lambda field: no_padding_2_padding(field, data))
+    dists = take_dists(model_output, data)
     logp_rollout = _padded(data, "rollout_log_probs") if "rollout_log_probs" in data else None
     if config.policy_loss.corral.resolve().anchor == "rollout":
         _check_anchor(config.policy_loss.loss_mode, data, logp_rollout)

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
-from corral.engines.adapter import read_metrics, warn_once
+from corral.engines.adapter import EngineObjective, read_metrics, warn_once
 from corral.engines.verl.settings import CONFIG, MODEL_TYPE, VerlSettings
+from corral.head.packed import Packing
 from corral.tensors import SparseDist, TokenBatch
 
 _NO_LENGTH = (
@@ -23,11 +24,13 @@ Aggregate = Callable[..., Tensor]
 
 @dataclass(frozen=True, eq=False)
 class BatchExtras:
-    """Tensors of a micro-batch that verl's loss has no argument for, [B T] and [B T K]."""
+    """Tensors of a micro-batch that verl's loss has no argument for."""
 
     dist_new: SparseDist | None = None
     dist_old: SparseDist | None = None
+    """Both policies on the old support at the unmasked tokens [N K]: a padded batch would be many times as large."""
     logp_rollout: Tensor | None = None
+    """[B T]"""
 
 
 _EXTRAS: ContextVar[BatchExtras | None] = ContextVar("corral_verl_extras", default=None)
@@ -72,16 +75,29 @@ def make_policy_loss(loss_mode: str, aggregate: Aggregate) -> Callable[..., tupl
             warn_once("corral for verl: loss_agg_mode", _NO_LENGTH)
         extras = extras or BatchExtras()
         mask = response_mask.bool()
-        batch = TokenBatch(
-            log_prob, old_log_prob, advantages, mask, extras.dist_new, extras.dist_old, extras.logp_rollout
-        )  # fmt: skip
-        loss, metrics = wanted.token_loss(batch, rollout_is_weights)
+        batch = TokenBatch(log_prob, old_log_prob, advantages, mask, logp_rollout=extras.logp_rollout)
+        loss, metrics = _token_loss(wanted, batch, extras, rollout_is_weights)
         reduced = aggregate(
             loss_mat=loss, loss_mask=mask.to(loss.dtype), loss_agg_mode=loss_agg_mode, **config.global_batch_info
         )
         return reduced, read_metrics(metrics)
 
     return compute_policy_loss
+
+
+def _token_loss(
+    wanted: EngineObjective, batch: TokenBatch, extras: BatchExtras, weights: Tensor | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss of each token [B T] and metrics. With a support only unmasked tokens are computed, if the objective allows it."""
+    if extras.dist_new is None or extras.dist_old is None:
+        return wanted.token_loss(batch, weights)
+    packing = Packing(batch.mask)
+    if wanted.objective.config.tokenwise and packing.count:
+        rows = replace(batch.map(packing.pack), dist_new=extras.dist_new, dist_old=extras.dist_old).map(lambda x: x[None])
+        loss, metrics = wanted.token_loss(rows, None if weights is None else packing.pack(weights)[None])
+        return packing.unpack(loss[0]), metrics
+    whole = replace(batch, dist_new=packing.unpack_dist(extras.dist_new), dist_old=packing.unpack_dist(extras.dist_old))
+    return wanted.token_loss(whole, weights)
 
 
 def _settings_of(loss_mode: str, config: Any) -> VerlSettings:

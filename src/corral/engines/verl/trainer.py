@@ -1,12 +1,14 @@
 """verl's three trainers with a trust region: settings are checked before anything starts, the support is asked for."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync, register_trainer
 from verl.utils.config import omega_conf_to_dataclass
 
 from corral.engines.verl.config import CorralPolicyLossConfig
+from corral.engines.verl.head import OLD
 from corral.engines.verl.loss import corral_ppo_loss
 from corral.engines.verl.settings import CONFIG, MODEL_TYPE, PREFIX, WHOLE_SEQUENCES
 
@@ -42,11 +44,31 @@ class _WithRegion:
             result.extra_info.pop(name, None)
         return result
 
+    def _compute_ref_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        """Run verl's pass of the reference, which does not fetch the support."""
+        return _without_support(super()._compute_ref_log_prob, batch, metrics)  # type: ignore[misc]  # of verl's trainer
+
+    def _compute_values(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        """Run verl's pass of the critic, which does not fetch the support."""
+        return _without_support(super()._compute_values, batch, metrics)  # type: ignore[misc]  # of verl's trainer
+
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         """Run verl's update; with a deployed bound the workers bound the network before the sampler gets it."""
         settings = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor.policy_loss).corral
-        batch.extra_info |= settings.deployed_request(sync=self.local_trigger_step == self.parameter_sync_step - 1)
+        sync = self.local_trigger_step == self.parameter_sync_step - 1
+        batch.extra_info |= settings.deployed_request(sync=sync) | settings.support_request()
         return super()._update_actor(batch, metrics)  # type: ignore[misc]  # of verl's trainer
+
+
+def _without_support(compute: Callable[[Any, dict[str, Any]], Any], batch: Any, metrics: dict[str, Any]) -> Any:
+    """Run a worker's pass on a batch whose list of fields lacks the support: workers fetch every field that is listed."""
+    fields = batch.fields
+    if fields is not None:
+        batch.fields = [name for name in fields if not name.startswith(OLD)]
+    try:
+        return compute(batch, metrics)
+    finally:
+        batch.fields = fields
 
 
 def check_config(config: Any) -> Any:
