@@ -10,9 +10,9 @@ from typing import Any
 
 from scipy import stats
 
-from results.deployed.spec import START
 from results.packed import FOLDER, Row, read
 from results.pages import short, two_digits
+from results.spec import START
 
 DEPLOYED, EVIDENCE = (FOLDER / f"{study}/runs.parquet" for study in ("deployed", "evidence"))
 Values = dict[str, float]
@@ -154,20 +154,3 @@ def with_start(table: str) -> str:
 def rewards(run: Row) -> float:
     """Mean success in training over all steps. The warm start knows its split by heart: greedy, it solves all of it."""
     return sum(line["reward"] for line in steps_of(run)) / run["steps"]
-
-
-def print_table(runs: Iterable[Row]) -> None:
-    """Means over the seeds of each setting: areas, rewards, final and greedy success, KL, share of steps kept, CPU."""
-    import pandas as pd
-
-    setting = ["objective", "variant", "schedule", "steps", "passes", "rate", "arm", "reuse"]
-    measures = {"area": area, "rewards": rewards, "final": final, "greedy": greedy, "cpu": lambda run: run["cpu"]}
-    measures["share"] = lambda run: fmean(line.get("share", line.get("tr/step_share", 1.0)) for line in steps_of(run))
-    measures |= {name: lambda run, name=name: mean_kl([run], name) for name in ("mean", "p999", "max")}
-    lines = [
-        {name: str(run.get(name, "")) for name in setting} | {k: read(run) for k, read in measures.items()} for run in runs
-    ]
-    if lines:
-        groups = pd.DataFrame(lines).groupby(setting)
-        each = groups["area"].agg(lambda areas: " ".join(map(short, areas)))
-        print(groups.mean().assign(n=groups.size(), each=each).to_string(float_format="{:.3g}".format))

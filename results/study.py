@@ -3,11 +3,10 @@
     OMP_NUM_THREADS=1 python -m results.study --plan reuse bound tune --workers 16 --minutes 8 --out runs/deployed
     python -m results.packed results/deployed/runs.parquet runs/deployed        then `make results`
 
-Plans of networks that are held begin as in results/deployed/plans.py, those of the evidence for language models as in
-results/evidence/plans.py. Runs that a file of either study or of --out already has are skipped, so that a study can be done in
-pieces; those that would not end in time are left to the next piece, and so are those whose warm start is not there. `--list`
-says what would run, `--table` what the results are. With `--device cuda` all workers share one GPU, in float32 as on a CPU;
-under NVIDIA's MPS that is four to five times as fast as one core each:
+Plans are in results/plans.py. Runs that the raw rows or --out already have are skipped, so that a study can be done in pieces;
+those that would not end in time are left to the next piece, and so are those whose warm start is not there. `--list` says what
+would run. With `--device cuda` all workers share one GPU, in float32 as on a CPU; under NVIDIA's MPS that is four to five times
+as fast as one core each:
 
     nvidia-cuda-mps-control -d
     OMP_NUM_THREADS=1 python -m results.study --plan rates --device cuda --workers 15 --minutes 8
@@ -19,47 +18,126 @@ import multiprocessing as mp
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
+from threading import Event, Thread
 
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
 import torch  # after the environment: it reads it once
+from transformers.utils import logging as transformers_logging
 
-from corral import register_objective
+from corral.lab.jobs.llm.evaluate import EvalSettings, prepare_evaluation
+from corral.lab.jobs.llm.problems import Sampling, generate
+from corral.lab.jobs.llm.rewards import verifier
+from corral.lab.jobs.llm.settings import read_recipe, resolve
+from corral.lab.jobs.llm.train import train
+from corral.lab.models.load import load_model
 from corral.lab.run.files import append_line
-from corral.objective import OBJECTIVES
-from results.deployed import held_run, plans, shipped_run
-from results.deployed.spec import Shipped, Spec, cost_group
-from results.evidence import plans as evidence
-from results.evidence.coarse_sampler import sampling_in
-from results.evidence.spec import OWN_OBJECTIVES
+from corral.lab.run.folder import RunFolder
 from results.packed import Row
-from results.runs import DEPLOYED, EVIDENCE, finished, print_table
+from results.plans import PLANS
+from results.runs import DEPLOYED, EVIDENCE, finished
+from results.spec import Run, cost_group
 
-PLANS = plans.PLANS | evidence.PLANS
 STARTUP = 15
 """Seconds that a process may need for its imports."""
 FAILURES = 2
 """Runs of each worker that failed in a row, after which the study ends: a faulty device would waste the plan."""
+DEAD = 4
+"""Steps in a row without any reward after which nothing can be learned any more."""
+GREEDY = 1024
+"""Held-out problems that are answered greedily at the end."""
+KEPT = (
+    "step", "reward", "success", "greedy", "learning_rate", "entropy", "grad_norm", "seconds", "tr/active_frac", "tr/ess",
+    "tr/deployed_kl_mean", "tr/deployed_kl_p999", "tr/deployed_kl_max", "tr/step_share", "tr/passes", "tr/rate_trials",
+)  # fmt: skip
+"""Of a line of metrics: what pages read, and a few that tell why a run went wrong."""
+
+
+def is_dead(lines: list[Row]) -> bool:
+    """Whether so many steps in a row had no reward at all; the one in which the run was told to end may have had some."""
+    rewards = [line["reward"] for line in lines if line["reward"] is not None]
+    return any(not any(rewards[at : at + DEAD]) for at in range(len(rewards) - DEAD + 1))
+
+
+def run(spec: Run, deadline: float) -> Row:
+    """`corral train` in a folder of its own, and how it went; `finished` is False where the deadline came first."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    settings = resolve([read_recipe(spec.recipe), spec.layer()])
+    began, cpu = time.monotonic(), time.process_time()
+    with tempfile.TemporaryDirectory() as place:
+        folder, over = Path(place) / "run", Event()
+        watch = Thread(target=_interrupt, args=(folder, deadline, over), daemon=True)
+        watch.start()
+        try:
+            stopped = train(settings, out=folder, quiet=True).summary["stopped"]
+        except KeyboardInterrupt:  # before the first step
+            stopped = "interrupted"
+        finally:
+            over.set()
+            watch.join()
+        lines, end = RunFolder(folder).lines(), None
+        if spec.end_size and stopped == "finished":
+            device = spec.layer()["device"]
+            found = measure(EvalSettings(model=str(folder), problems=spec.end_size, seed=spec.seed, device=device))
+            end = {"success": found[1.0], "greedy": found[0.0], "problems": spec.end_size}
+    dead = stopped == "interrupted" and is_dead(lines)
+    took = {"seconds": time.monotonic() - began, "cpu": time.process_time() - cpu}
+    about = {"key": spec.key, **asdict(spec), "arm": spec.arm, "finished": dead or stopped == "finished", "dead": dead}
+    return {**about, **took, "end": end, "lines": [_shorten(line) for line in lines]}
+
+
+def _interrupt(folder: Path, deadline: float, over: Event) -> None:
+    """Ctrl-C, which ends a run after its step, once it is dead or out of time."""
+    while not over.wait(1.0):
+        if time.monotonic() > deadline or is_dead(RunFolder(folder).lines()):
+            os.kill(os.getpid(), signal.SIGINT)
+            return
+
+
+def _shorten(line: Row) -> Row:
+    """What the study needs of a line of metrics, to six digits."""
+    kept = {key: value for key, value in line.items() if key in KEPT and value is not None}
+    return {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in kept.items()}
+
+
+def measure(settings: EvalSettings, temperatures: Sequence[float] = (1.0,), greedy: int = GREEDY) -> dict[float, float]:
+    """Success by temperature, one sample a problem in float32; at 0, greedy, on the first `greedy` problems."""
+    job = prepare_evaluation(settings)
+    model, tokenizer = load_model(job.subject.model)
+    model.to(job.device).eval()  # type: ignore[arg-type]  # transformers wraps `to` and loses its signature
+    problems, success = job.problems(tokenizer), verifier(job.task)
+    found = {}
+    for temperature in (0.0, *temperatures):
+        asked, right = job.held_out if temperature else job.held_out[:greedy], 0.0
+        torch.manual_seed(settings.seed)
+        for start in range(0, len(asked), 512):
+            batch = asked[start : start + 512]
+            ids, longest = problems.tokens(batch), job.sampling.max_tokens
+            sampling = Sampling(max_tokens=longest, greedy=not temperature, temperature=temperature or 1.0)
+            tokens = generate(model, tokenizer, ids, sampling)
+            texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+            right += sum(success(prompts=batch, completions=texts, problem=batch))
+        found[temperature] = right / len(asked)
+    return found
 
 
 def begin() -> None:
     """Set up a process that runs specs."""
     torch.set_num_threads(1)
-    for name in OWN_OBJECTIVES.keys() - OBJECTIVES.keys():
-        register_objective(name, *OWN_OBJECTIVES[name])
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # for as long as the process lives
 
 
-def attempt(spec: Spec | Shipped, device: str, deadline: float, expected: Mapping[str, float]) -> Row | None:
+def attempt(spec: Run, device: str, deadline: float, expected: Mapping[str, float]) -> Row | None:
     """One run on a device, and how it went; None where it would not be finished in time."""
     spec, left = replace(spec, device=device), deadline - time.time()
     if STARTUP + spec.steps * expected.get(cost_group(asdict(spec)), 0.0) > left:
@@ -73,15 +151,6 @@ def attempt(spec: Spec | Shipped, device: str, deadline: float, expected: Mappin
         torch.cuda.empty_cache()  # what this run held, others on the card may need
 
 
-def run(spec: Spec | Shipped, deadline: float) -> Row:
-    """One run, by a sampler in lower precision where the spec names one."""
-    if isinstance(spec, Spec):
-        return held_run.run(spec, deadline)
-    precision = getattr(spec, "sampler", "")  # a plain run of the trainer has no such field
-    with sampling_in(precision) if precision else nullcontext():
-        return shipped_run.run(spec, deadline)
-
-
 def durations(runs: Sequence[Row]) -> dict[str, float]:
     """Seconds that a step of each group may take: a fifth more CPU time than in its median run. A group never run is begun."""
     taken: dict[str, list[float]] = defaultdict(list)
@@ -90,9 +159,7 @@ def durations(runs: Sequence[Row]) -> dict[str, float]:
     return {group: 1.2 * median(seconds) for group, seconds in taken.items()}
 
 
-def study(
-    plan: Sequence[Spec | Shipped], device: str, workers: int, minutes: float, file: Path, expected: Mapping[str, float]
-) -> None:
+def study(plan: Sequence[Run], device: str, workers: int, minutes: float, file: Path, expected: Mapping[str, float]) -> None:
     """Runs side by side until the plan or the time is over; each is appended whole as it ends."""
     began, deadline, failed = time.time(), time.time() + 60 * minutes, 0
     if device == "cpu":
@@ -113,12 +180,12 @@ def study(
                 failed = failed + 1 if "error" in found else 0
 
 
-def can_start(spec: Spec | Shipped) -> bool:
+def can_start(spec: Run) -> bool:
     """Whether the model that it starts from is there: some are made first, in folders."""
     return "/" not in start_of(spec) or Path(start_of(spec)).exists()
 
 
-def start_of(spec: Spec | Shipped) -> str:
+def start_of(spec: Run) -> str:
     """The model that it starts from."""
     return str(spec.layer().get("model", "tiny"))
 
@@ -126,7 +193,7 @@ def start_of(spec: Spec | Shipped) -> str:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plan", choices=PLANS, nargs="+", default=["gate0"], help="one after the other")
+    parser.add_argument("--plan", choices=PLANS, nargs="+", required=True, help="one after the other")
     parser.add_argument("--steps", type=int, help="other than the plan's, to try it out")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
@@ -134,26 +201,22 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/study"))
     parser.add_argument("--done", type=Path, nargs="*", default=[DEPLOYED, EVIDENCE], help="files or folders of earlier pieces")
     parser.add_argument("--list", action="store_true")
-    parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("study: ended by SIGTERM"))  # so that its processes end too
-    have = {run["key"]: run for run in finished(options.out, *options.done)}
+    have = {run["key"]: run for run in finished(options.out, *options.done) if "passes" in run}
     plan = [spec for name in options.plan for spec in PLANS[name]()]
     plan = plan if options.steps is None else [replace(spec, steps=options.steps) for spec in plan]
     plan = [spec for spec in dict.fromkeys(plan) if spec.key not in have]
     plan, waiting = [spec for spec in plan if can_start(spec)], [spec for spec in plan if not can_start(spec)]
     if waiting:
         print(f"{len(waiting)} runs wait for {', '.join(sorted({start_of(spec) for spec in waiting}))}", flush=True)
-    if options.table:
-        print_table(have.values())
-    elif options.list:
+    if options.list:
         print("\n".join(spec.key for spec in plan))
     else:
         options.out.mkdir(parents=True, exist_ok=True)
         print(f"{len(plan)} runs to do, {len(have)} done; {options.workers} workers, {options.minutes:g} minutes", flush=True)
         file = options.out / f"{'+'.join(options.plan)}.jsonl"
         study(plan, options.device, options.workers, options.minutes, file, durations(list(have.values())))
-        print_table(finished(options.out, *options.done))
 
 
 if __name__ == "__main__":

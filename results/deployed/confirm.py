@@ -7,10 +7,9 @@ from statistics import fmean, median
 from typing import Any
 
 from corral.lab.report.statistics import Difference, difference, holm
-from results.deployed.plans import CHOSEN, FRESH, MANY
-from results.deployed.spec import START, Shipped
 from results.packed import Row
 from results.pages import markdown, numbers, short, signed, two_digits
+from results.plans import CHOSEN, FRESH, MANY
 from results.runs import (
     area,
     at_best,
@@ -26,6 +25,7 @@ from results.runs import (
     with_interval,
     with_start,
 )  # fmt: skip
+from results.spec import START, Run
 
 LEVEL = 0.60
 """Success that rollouts are counted to."""
@@ -81,7 +81,7 @@ def steps_to(run: Row, level: float = LEVEL) -> float:
 
 def runs_of(runs: Sequence[Row], how: Mapping[str, Any], *, steps: int = 10, start: str = START) -> list[Row]:
     """Runs of a setting on fresh seeds, by seed."""
-    spec = Shipped(**{"seed": 0, "steps": steps, **how})
+    spec = Run(**{"seed": 0, "steps": steps, **how})
     wanted = {name: getattr(spec, name) for name in ("objective", "rate", "arm", "passes", "steps", "schedule")}
     return sorted(where(runs, **wanted, start=start, seed=FRESH, reuse=None), key=lambda run: run["seed"])
 

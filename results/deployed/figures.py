@@ -8,10 +8,10 @@ from typing import Any
 
 from corral.lab.report.looks import LIGHT, MARKERS, assign_looks
 from results.deployed.confirm import LEVEL, places_above, runs_of, steps_to
-from results.deployed.plans import CHOSEN, TUNING
 from results.deployed.rates import over_rates
 from results.packed import Row
 from results.pages import INK, draw_line, new_figure, save_figure
+from results.plans import CHOSEN, TUNING
 from results.runs import certificate, final, held_out, steps_of, where
 
 COLOURS = {"troll": "#1f5fa8", "dppo": "#c2500a", "ppo_clip": "#1a7f5a", "reinforce": "#9c3d88"}

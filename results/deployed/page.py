@@ -7,11 +7,11 @@ from pathlib import Path
 from statistics import fmean
 
 from results.deployed import arms, confirm, figures, rates
-from results.deployed.plans import TUNING
 from results.deployed.rates import OBJECTIVES
 from results.packed import FOLDER, Row
 from results.packed import read as read_rows
 from results.pages import DOCS, README, Texts, fill, markdown, numbers, rate_text, two_digits
+from results.plans import TUNING
 from results.runs import (
     DEPLOYED,
     area,

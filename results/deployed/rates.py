@@ -11,9 +11,9 @@ from scipy import stats
 
 from corral.lab.report.statistics import holm
 from corral.lab.report.sweep import SweepRow, UsableRange, usable_range
-from results.deployed.plans import BOUNDS, FRESH, RATES, TUNING
 from results.packed import Row
 from results.pages import markdown, rate_text, signed
+from results.plans import BOUNDS, FRESH, RATES, TUNING
 from results.runs import Values, area, by_seed, final, greedy, group, is_below_start, kl, mean, where, with_interval, with_start
 
 OBJECTIVES = ("troll", "dppo", "ppo_clip", "reinforce")

@@ -9,13 +9,11 @@ from scipy import stats
 
 from corral.lab.report.statistics import Difference, difference, has_collapsed, plain
 from corral.lab.report.statistics import signed as signed_points
-from results.deployed.spec import START
-from results.evidence.plans import SEEDS
 from results.packed import Row
+from results.plans import SEEDS
 from results.runs import DEFAULTS, DEPLOYED, EVIDENCE, area, finished, held_out, mean, where
+from results.spec import CODED, PRETRAINED, START
 
-PRETRAINED, CODED = "evidence-b", "evidence-e"
-"""The recipes of pretrained models and of programs, each seed of which has a start of its own."""
 DEVICES = ("cuda", "cpu")
 
 

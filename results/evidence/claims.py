@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 
 from corral.lab.report.statistics import ENOUGH, Difference, holm, plain, signed
 from results.evidence.cells import Cell, arm_name, compare, word_cell
-from results.evidence.plans import BEST, FRESH
 from results.evidence.tables import OFTEN
 from results.packed import Row
+from results.plans import BEST, WORD_SEEDS
 
 MARGIN = 2.0
 """Points of success below which "no worse" is said."""
@@ -35,7 +35,7 @@ def _claim(name: str, says: str, cell: Cell, ours: tuple[str, str], theirs: tupl
 
 def _chosen(base: str, objective: str, passes: int) -> Cell:
     """A pretrained model at the rate that was the best for this objective on other seeds."""
-    return word_cell(base, objective, passes, BEST[base][objective, passes], seeds=FRESH[base])
+    return word_cell(base, objective, passes, BEST[base][objective, passes], seeds=WORD_SEEDS[base])
 
 
 def _on(model: str, name: str, base: str) -> tuple[Claim, ...]:

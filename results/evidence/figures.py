@@ -8,10 +8,10 @@ from typing import Any
 
 from corral.lab.report.looks import LIGHT, MARKERS, Look, assign_looks
 from results.evidence.cells import Cell, arm_name, compare, word_cell
-from results.evidence.plans import ABLATIONS, ARMS, GEMMA_RATES, SEEDS, WORD_ARMS, WORD_RATES
 from results.evidence.tables import OFTEN, RATES
 from results.packed import Row
 from results.pages import draw_line, new_figure, rate_text, save_figure
+from results.plans import ABLATIONS, ARMS, GEMMA_RATES, SEEDS, WORD_ARMS, WORD_RATES
 from results.runs import area, where
 
 

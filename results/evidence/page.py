@@ -9,9 +9,9 @@ from corral.lab.report.statistics import signed as signed_points
 from results.evidence import figures, tables, words
 from results.evidence.cells import read_automatic, read_runs
 from results.evidence.claims import CLAIMS, Verdict, judge
-from results.evidence.plans import HOT, TUNED
 from results.packed import Row
 from results.pages import DOCS, README, Texts, fill, markdown
+from results.plans import HOT, TUNED
 
 PAGE = DOCS / "results/llm.md"
 FRONT = ("troll-reuse", "troll-hot", "troll-tuned", "words-dppo", "words-troll", "gemma-troll", "gemma-dppo")

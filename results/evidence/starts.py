@@ -29,7 +29,7 @@ from corral.lab.run.files import append_line
 from corral.lab.tasks import Task, make_task, verify_all
 from corral.lab.tasks.procedural import TwoNumbers
 from results.evidence.code_problems import write_problems
-from results.evidence.spec import BASES, CODE, PRETRAINED
+from results.spec import BASES, CODE, WORDS
 
 BATCH, WARM_UP = 32, 10
 """Demonstrations of an update, and updates in which the rate comes up."""
@@ -66,7 +66,7 @@ WARM_UPS = {
 
 def about(base: str) -> dict[str, Any]:
     """Settings of a base's runs."""
-    return CODE if base == "code" else PRETRAINED | BASES[base]
+    return CODE if base == "code" else WORDS | BASES[base]
 
 
 def task_of(base: str, **changes: Any) -> Task:

@@ -7,15 +7,19 @@ from statistics import fmean, stdev
 
 from corral.lab.report.statistics import plain
 from results.evidence.cells import Cell, arm_name, collapsed, compare, difference_text, most_collapses
-from results.evidence.plans import ABLATIONS, AGAIN, ANCHORED, ARMS, FAMILIES, HOT, LONG, MOE, PUBLISHED, RARE, REUSED, TUNED
 from results.packed import Row
 from results.pages import NOT_RUN, markdown, rate_text, short
+from results.plans import ABLATIONS, AGAIN, ARMS, FAMILIES, HOT, PUBLISHED, REUSED, TUNED
 from results.runs import area, final, greedy, kl, mean, steps_of
 
 RATES = (1e-4, 2e-4, 3e-4, 1e-3, 3e-3)
 HEAD = ("", "runs", "area", "final", "greedy", "KL mean", "p99.9", "max", "acted on", "collapsed")
 WINDOW = 8
 """Batches in a row over which rewards are averaged."""
+ANCHORED = (("dppo", "rollout"), ("dppo", "old"), ("ppo_clip", "rollout"), ("reinforce", "rollout"), ("troll", "old"))
+"""Objective and anchor of long runs: 2,048 updates, 32 of each of 64 batches."""
+RARE = (("ppo_clip", ""), ("rare_clip", "below .1"), ("rare_clip", "below .01"), ("dppo", ""))
+"""Clipping, the same lifted for tokens whose old probability is below a threshold, and DPPO."""
 OFTEN = {"passes": AGAIN["passes"], "steps": AGAIN["steps"], "every": AGAIN["eval_every"]}
 """Cells with four passes."""
 
@@ -168,7 +172,7 @@ def stability(runs: Sequence[Row]) -> str:
     lines = []
     for name, anchor in ANCHORED:
         others = {"sampler": "fp8", "anchor": anchor, "schedule": "constant"}
-        size = {"passes": LONG["passes"], "steps": LONG["steps"], "every": LONG["eval_every"]}
+        size = {"passes": 4, "steps": 64, "every": 16}
         if found := list(Cell(arm=(name, ""), rate=1e-4, others=others, **size).runs(runs).values()):
             rewards = [smoothed_rewards(run) for run in found]
             best, last = fmean(map(max, rewards)), fmean(curve[-1] for curve in rewards)
@@ -185,7 +189,7 @@ def smoothed_rewards(run: Row) -> list[float]:
 
 def experts(runs: Sequence[Row]) -> str:
     """A mixture of experts with a sampler in fp8, by anchor."""
-    about = {"model": MOE, "sampler": "fp8"}
+    about = {"model": "runs/starts/moe-1", "sampler": "fp8"}
     return table(
         [
             (f"{name}, `{anchor}`", Cell(arm=(name, ""), rate=TUNED, others={**about, "anchor": anchor}))

@@ -6,12 +6,13 @@ from statistics import fmean
 
 from corral.lab.report.statistics import difference, plain
 from corral.lab.report.statistics import signed as signed_points
-from results.evidence.cells import CODED, Cell, arm_name, compare, difference_text, word_cell
-from results.evidence.plans import BEST, FRESH, GEMMA_RATES, HOT, REUSED, TUNED, WORD_ARMS
+from results.evidence.cells import Cell, arm_name, compare, difference_text, word_cell
 from results.evidence.tables import HEAD, OFTEN, cells_of, listed, table
 from results.packed import FOLDER, Row, read
 from results.pages import NOT_RUN, markdown, rate_text, short, two_digits
+from results.plans import BEST, GEMMA_RATES, HOT, REUSED, TUNED, WORD_ARMS, WORD_SEEDS
 from results.runs import DEFAULTS, area, final, where
+from results.spec import CODED
 
 ROUNDED = FOLDER / "evidence/rounded-sampler.parquet"
 """Runs of SmolLM2 with every weight of the sampler rounded; most have been made again with the policy that is trained."""
@@ -35,11 +36,13 @@ def words(runs: Sequence[Row], base: str) -> str:
 def confirmed(runs: Sequence[Row], base: str) -> str:
     """Each arm at its best rate and clipping at "auto" on fresh seeds; points of area and of final success over clipping."""
     cells = {
-        f"{objective}, {8 * passes} updates, {rate_text(rate)}": word_cell(base, objective, passes, rate, seeds=FRESH[base])
+        f"{objective}, {8 * passes} updates, {rate_text(rate)}": word_cell(
+            base, objective, passes, rate, seeds=WORD_SEEDS[base]
+        )
         for (objective, passes), rate in BEST[base].items()
     }
     held = {"base": base, "schedule": "constant"}
-    cells['ppo_clip, 8 updates, held, "auto"'] = word_cell(base, "ppo_clip", 1, "auto", seeds=FRESH[base], others=held)
+    cells['ppo_clip, 8 updates, held, "auto"'] = word_cell(base, "ppo_clip", 1, "auto", seeds=WORD_SEEDS[base], others=held)
     clip, lines = next(iter(cells.values())), []
     for name, cell in cells.items():
         if found := list(cell.runs(runs).values()):

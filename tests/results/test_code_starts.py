@@ -5,8 +5,8 @@ from pathlib import Path
 from corral.lab.jobs.llm.settings import read_recipe, resolve
 from corral.lab.tasks.code import Code
 from results.evidence import code_problems
-from results.evidence.plans import PLANS
-from results.evidence.spec import CODE
+from results.plans import PLANS
+from results.spec import CODE
 
 
 def test_golden_sentences_and_their_functions() -> None:

@@ -7,18 +7,14 @@ import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from corral.deployed import restore, snapshot
 from corral.lab.report.statistics import area_under_curve
-from results import packed, pages, runs, study
-from results.deployed import arms, confirm, held_run, page, plans, rates, shipped_run, spec, start_success
-from results.deployed.measure import Measure
-from results.deployed.spec import Shipped, Spec
+from results import packed, pages, plans, runs, spec, study
+from results.deployed import arms, confirm, page, rates
+from results.spec import Run
 
 
 def made(seed: int = 1, *, success: dict[int, float], rewards: list[float], **settings: Any) -> packed.Row:
@@ -59,7 +55,7 @@ def test_golden_area_of_a_run_and_of_a_dead_one() -> None:
     ],
 )
 def test_golden_four_steps_without_any_reward_end_a_run(rewards: list[float | None], dead: bool) -> None:
-    assert shipped_run.is_dead([{"reward": reward} for reward in rewards]) is dead
+    assert study.is_dead([{"reward": reward} for reward in rewards]) is dead
 
 
 def test_golden_rows_of_the_page() -> None:
@@ -161,7 +157,7 @@ def test_a_percentile_that_was_not_published_is_a_dash() -> None:
 
 def test_golden_other_tasks_and_collapses() -> None:
     def place(how: dict[str, Any], ends: list[float]) -> list[packed.Row]:
-        arm = Shipped(seed=0, **{"steps": 10, **how}).arm
+        arm = Run(seed=0, **{"steps": 10, **how}).arm
         flat = [(401 + seed, {0: 0.2, 10: x}) for seed, x in enumerate(ends)]
         same = {"steps": 10, "start": "arithmetic", **how, "arm": arm}
         return [made(seed, success=points, rewards=[0.2] * 10, **same) for seed, points in flat]
@@ -189,7 +185,7 @@ def test_golden_steps_to_a_success() -> None:
 def test_golden_fresh_seeds() -> None:
     def fresh(place: int, *areas: float) -> list[packed.Row]:
         how = {"steps": 10, **plans.CHOSEN[place]}
-        arm = Shipped(seed=0, **how).arm
+        arm = Run(seed=0, **how).arm
         flat = [(seed, {0: x, how["steps"]: x}) for seed, x in zip(plans.FRESH, areas, strict=False)]
         return [made(seed, success=points, rewards=[0.2] * how["steps"], **how | {"arm": arm}) for seed, points in flat]
 
@@ -204,10 +200,7 @@ def test_golden_fresh_seeds() -> None:
     assert said[0].endswith("+.110 (+.085 to +.135; 3 seeds): holds.")
 
 
-def test_plans_name_every_run_once() -> None:
-    for name, plan in plans.PLANS.items():
-        keys = [spec.key for spec in plan()]
-        assert len(keys) == len(set(keys)), name
+def test_plans_have_the_seeds_that_their_names_promise() -> None:
     some = plans.reuse()
     assert {run.passes for run in some} == {1, 2, 4, 8}
     tuning, fresh = {301, 302, 303}, {*range(401, 411)}
@@ -220,14 +213,9 @@ def test_plans_name_every_run_once() -> None:
     }.items():
         assert {run.seed for run in plans.PLANS[name]()} == seeds, name
     assert {run.seed for run in plans.confirm_rates(plans.FRESH)} == fresh
-    assert isinstance(plans.gate0()[0], Spec)
-    words = plans.gate0_words()
-    assert {run.layer()["model"] for run in words} == {"runs/pretrained/smollm2"}
-    assert len({run.key for run in words}) == len(words) == 3 * (len(plans.WORD_ARMS) + 4 + 2 * len(plans.TOLD_APART))
-    assert replace(words[0], device="cuda").layer()["bf16"]
-    held = Shipped(objective="troll", rate="auto", seed=3, bound=None)
+    held = Run(objective="troll", rate="auto", seed=3, bound=None)
     assert held.layer()["deployed_bound"] == 0.02  # whatever is the default by now
-    assert Shipped(objective="troll", rate=1e-3, seed=3, bound=0.02).layer()["deployed_bound"] == 0.02
+    assert Run(objective="troll", rate=1e-3, seed=3, bound=0.02).layer()["deployed_bound"] == 0.02
 
 
 def test_golden_bounds_with_a_constant_schedule() -> None:
@@ -273,65 +261,6 @@ def test_golden_held_runs_of_a_pretrained_model_beside_its_best_unheld_rate() ->
     assert arms.pretrained_table([]) == "Not run yet.\n"
 
 
-def two_completions() -> dict[str, torch.Tensor]:
-    """Two problems, one of them padded, with completions of four and two tokens."""
-    torch.manual_seed(1)
-    prompts, completions = torch.randint(3, 90, (2, 5)), torch.randint(3, 90, (2, 4))
-    masks = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]]), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
-    return {
-        "prompt_ids": prompts, "completion_ids": completions, "prompt_mask": masks[0], "completion_mask": masks[1],
-        "advantages": torch.tensor([1.0, -1.0]),
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("half", [False, True], ids=["float32", "bf16"])
-def test_a_measurement_is_of_the_network_in_its_training_precision(half: bool) -> None:
-    from corral.lab.models.load import load_model
-
-    def autocast() -> torch.autocast:
-        return torch.autocast("cpu", torch.bfloat16, enabled=half)
-
-    model = load_model("tiny")[0]
-    batch = two_completions()
-    ids, seen = (torch.cat([batch[f"prompt_{what}"], batch[f"completion_{what}"]], 1) for what in ("ids", "mask"))
-
-    def policy() -> torch.Tensor:
-        with torch.no_grad(), autocast():
-            logits = model(input_ids=ids, attention_mask=seen).logits
-        return logits[:, 4:-1][batch["completion_mask"].bool()].double().log_softmax(-1)
-
-    trainer = SimpleNamespace(model=model, accelerator=SimpleNamespace(autocast=autocast))
-    measure, old = Measure(trainer, batch, slice(0, 2)), policy()
-    assert not measure.kl()["exact"].any()
-    weights = snapshot(model)
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 0.02 * torch.randn_like(p)
-    new = policy()
-    oracle = (new.exp() * (new - old)).sum(-1)  # logits of a half-precision GEMM are rounded there, and not in ours
-    torch.testing.assert_close(measure.kl()["exact"].double(), oracle, rtol=0.1 if half else 1e-3, atol=1e-3 if half else 1e-5)
-    restore(model, weights)
-    assert not measure.kl()["exact"].any()
-
-
-@pytest.mark.slow
-def test_gate_0_of_a_pretrained_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps with a random model over bytes in its place, in bfloat16 on the CPU; its tail has a level of its own."""
-    layer = spec.WordSpec.layer
-    smoke = {"model": "smoke", "task": "countdown", "task_config": {}, "instruction": "{problem}", "bf16": True}
-    smoke |= {"num_generations": 2, "per_device_train_batch_size": 2, "reward": "corral.lab.models.smoke:letters"}
-    monkeypatch.setattr(spec.WordSpec, "layer", lambda self: layer(self) | smoke)
-    run = next(run for run in plans.gate0_words() if run.arm == "p999")
-    found = held_run.run(replace(run, rate=3e-2, steps=2, eval_size=2), math.inf)
-    assert found["finished"]
-    assert found["recipe"] == "evidence-b"
-    first, second = found["lines"]
-    assert first["after"]["mean"] <= first["aim"]
-    assert first["share"] < 1  # else nothing was found
-    assert second["level"] == pytest.approx(first["after"]["p999"] / first["after"]["mean"])
-    assert second["after"]["p999"] <= second["aim"] * second["level"]
-
-
 def test_plans_run_where_no_report_can_be_made() -> None:
     """A machine that trains needs neither rliable nor matplotlib; the page alone does."""
     absent = "'rliable', 'matplotlib', 'corral.lab.report.statistics'"
@@ -353,14 +282,13 @@ def test_unfinished_runs_are_run_again(tmp_path: Path) -> None:
 def test_one_slow_run_does_not_keep_others_of_its_group_from_starting() -> None:
     same = {"passes": 1, "eval_size": 512, "eval_every": 5, "steps": 10}
     some = [same | {"cpu": seconds} for seconds in (45.0, 60.0, 3000.0)]
-    assert study.durations(some) == {spec.cost_group(asdict(Shipped(objective="troll", rate=1e-4, seed=1))): pytest.approx(7.2)}
-    assert study.durations([{"arm": "tuned", "cpu": 30.0, "steps": 5}]) == {"tuned": pytest.approx(7.2)}
-    on_gpu = [same | {"cpu": 20.0, "device": "cuda"}, {"arm": "tuned", "cpu": 5.0, "steps": 5, "device": "cuda"}]
-    assert study.durations(on_gpu) == {"cuda x1 512/5 0": pytest.approx(2.4), "tuned cuda": pytest.approx(1.2)}
+    assert study.durations(some) == {spec.cost_group(asdict(Run(objective="troll", rate=1e-4, seed=1))): pytest.approx(7.2)}
+    on_gpu = [same | {"cpu": 20.0, "device": "cuda"}]
+    assert study.durations(on_gpu) == {"cuda x1 512/5 0": pytest.approx(2.4)}
 
 
 def test_runs_are_the_same_on_both_devices_and_wait_for_their_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Shipped(objective="troll", rate=1e-4, seed=1)
+    run = Run(objective="troll", rate=1e-4, seed=1)
     there = replace(run, device="cuda")
     assert (there.key, there.layer()) == (run.key, run.layer() | {"device": "cuda", "bf16": False})
     assert study.can_start(run)
@@ -372,11 +300,11 @@ def test_runs_are_the_same_on_both_devices_and_wait_for_their_start(tmp_path: Pa
 
 
 def test_a_run_that_fails_is_written_down_and_one_without_time_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(spec: Shipped, deadline: float) -> None:
+    def fail(spec: Run, deadline: float) -> None:
         raise RuntimeError("no kernel image")
 
     monkeypatch.setattr(study, "run", fail)
-    run = Shipped(objective="troll", rate=1e-4, seed=1)
+    run = Run(objective="troll", rate=1e-4, seed=1)
     found = study.attempt(run, "cpu", math.inf, {})
     assert found is not None
     assert (found["key"], found["finished"]) == (run.key, False)
@@ -387,7 +315,7 @@ def test_a_run_that_fails_is_written_down_and_one_without_time_is_not_begun(monk
 
 @pytest.mark.slow
 def test_a_plan_runs_in_processes_and_ends_where_every_run_fails(tmp_path: Path) -> None:
-    small = Shipped(objective="rare_clip", rate=1e-3, seed=1, steps=1, eval_every=1, eval_size=2)  # the study's own objective
+    small = Run(objective="troll", rate=1e-3, seed=1, steps=1, eval_every=1, eval_size=2)
     wrong = [replace(small, objective=f"none{place}") for place in range(6)]
     study.study([small], "cpu", 1, 5, tmp_path / "one.jsonl", {})
     assert [run["finished"] for run in packed.read(tmp_path / "one.jsonl")] == [True]
@@ -395,18 +323,9 @@ def test_a_plan_runs_in_processes_and_ends_where_every_run_fails(tmp_path: Path)
     assert len(packed.read(tmp_path / "wrong.jsonl")) == study.FAILURES
 
 
-def test_starts_are_measured_once_and_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    file = tmp_path / "starts.jsonl"
-    assert start_success.starts_to_measure(file) == ["demo", "n_max29", "n_max9"]
-    (tmp_path / "runs/starts/gemma-1").mkdir(parents=True)
-    file.write_text('{"start": "demo"}\n{"start": "n_max9"}\n')
-    assert start_success.starts_to_measure(file) == ["n_max29", "gemma"]
-
-
 def test_the_end_is_measured_on_held_out_problems_by_temperature() -> None:
     from corral.lab.jobs.llm.evaluate import EvalSettings
 
-    found = shipped_run.measure(EvalSettings(model="tiny", task="countdown", problems=24, seed=1, device="cpu"), (1.0, 0.01))
+    found = study.measure(EvalSettings(model="tiny", task="countdown", problems=24, seed=1, device="cpu"), (1.0, 0.01))
     assert found[0.01] == pytest.approx(found[0.0], abs=1 / 24)  # hardly any draw differs from the likeliest token
     assert found[1.0] < found[0.0]

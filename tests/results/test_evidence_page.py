@@ -223,3 +223,13 @@ def test_the_noise_floor_is_told() -> None:
     assert "2 runs of them, equal in seed and rate, have the same measurements" in llm_tables.floor(same)
     assert "differ by 14" in llm_tables.floor([same[0], made_up("dppo", 401, [0.2, 0.8], updates=1)])
     assert "has not been run yet" in llm_tables.floor([same[0], made_up("dppo", 402, [0.2, 0.8], updates=1)])
+
+
+def test_routing_is_told_by_model_and_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    gap = {"mean": 0.01, "p999": 0.2, "max": 1.5}
+    dense = {"model": "tiny", "precision": "fp8", "tokens": 1000, "all": gap, "same": gap}
+    moe = {**dense, "model": "moe-1", "flipped": gap, "flipped_places": 0.05, "flipped_tokens": 0.125}
+    monkeypatch.setattr(llm_words, "raw", lambda _: [dense, moe])
+    lines = llm_words.routing().splitlines()
+    assert lines[2] == "| tiny | fp8 | 1,000 | – | – | .01 / .2 / 1.5 | – | .01 / .2 / 1.5 |"
+    assert lines[3] == "| moe-1 | fp8 | 1,000 | 5.0 % | 12.5 % | .01 / .2 / 1.5 | .01 / .2 / 1.5 | .01 / .2 / 1.5 |"

@@ -7,16 +7,16 @@ from typing import Any
 
 from corral.lab.report import looks
 from results.deployed import figures
-from results.deployed.plans import CHOSEN
-from results.deployed.spec import Shipped
 from results.packed import Row
+from results.plans import CHOSEN
+from results.spec import Run
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
 
 def run(how: Mapping[str, Any], seed: int, *success: float) -> Row:
     """A run of the study with a measurement every second step."""
-    spec = Shipped(**{"seed": seed, "steps": 10, **how})
+    spec = Run(**{"seed": seed, "steps": 10, **how})
     about = {
         name: getattr(spec, name)
         for name in ("objective", "passes", "rate", "arm", "steps", "recipe", "seed", "schedule", "start")

@@ -10,11 +10,10 @@ import torch
 
 from corral.lab.jobs.llm.settings import read_recipe, resolve
 from corral.lab.models.load import load_model
-from results.evidence import spec as evidence_spec
+from results import spec as runs_spec
 from results.evidence import starts
 from results.evidence.cells import at_best
-from results.evidence.plans import BEST, FRESH, MANY, PLANS, SEEDS, WORD_RATES
-from results.evidence.spec import Pretrained
+from results.plans import BEST, MEASURED, PLANS, SEEDS, WORD_RATES, WORD_SEEDS
 from results.study import run as run_spec
 
 
@@ -92,13 +91,13 @@ def test_confirming_runs_have_fresh_seeds_the_rates_that_were_chosen_and_many_pr
 ) -> None:
     plan = PLANS["b-confirm" if base == "smollm2" else "b-gemma-confirm"]()
     assert len(plan) == len({spec.key for spec in plan}) == runs
-    assert len(FRESH[base]) == seeds
-    assert not set(FRESH[base]) & set(SEEDS)
+    assert len(WORD_SEEDS[base]) == seeds
+    assert not set(WORD_SEEDS[base]) & set(SEEDS)
     for spec in plan:
         settings = resolve([read_recipe("evidence-b"), replace(spec, device="cuda").layer()])
-        assert settings.eval_size == MANY
+        assert settings.eval_size == MEASURED
         assert settings.trainer["learning_rate"] == ("auto" if spec.rate == "auto" else BEST[base][spec.objective, spec.passes])
-    assert {spec.seed for spec in plan if spec.passes == 4} == set(FRESH[base][:5])
+    assert {spec.seed for spec in plan if spec.passes == 4} == set(WORD_SEEDS[base][:5])
     assert [spec.arm for spec in plan if spec.rate == "auto"] == ["on 0.03"] * seeds
 
 
@@ -106,7 +105,7 @@ def test_books_are_shown_from_the_half_that_is_not_reinforced(tmp_path: Path, mo
     for name in ("asdiv", "mawps", "svamp"):
         rows = [{"question": f"{name} has {one} plums and {one} pears. How many?", "answer": str(2 * one)} for one in range(40)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setitem(evidence_spec.BASES["books"], "task_config", {"path": str(tmp_path), "part": "rl"})
+    monkeypatch.setitem(runs_spec.BASES["books"], "task_config", {"path": str(tmp_path), "part": "rl"})
     shown = starts.demonstrations("books", 500, seed=1)
     reinforced = set(starts.task_of("books").train_prompts(500, seed=1))
     assert len({prompt for prompt, _ in shown}) + len(reinforced) == 80
@@ -120,10 +119,7 @@ def test_books_are_shown_from_the_half_that_is_not_reinforced(tmp_path: Path, mo
 
 def test_a_run_of_the_plan_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = replace(PLANS["b"]()[0], model="smoke", steps=1, eval_size=2, eval_every=1)
-    assert isinstance(spec, Pretrained)
-    monkeypatch.setattr(
-        evidence_spec.Run, "layer", lambda self, own=evidence_spec.Run.layer: own(self) | {"max_completion_length": 2}
-    )
+    monkeypatch.setattr(runs_spec.Run, "layer", lambda self, own=runs_spec.Run.layer: own(self) | {"max_completion_length": 2})
     found = run_spec(spec, math.inf)
     assert (found["finished"], found["recipe"], len(found["lines"])) == (True, "evidence-b", 2)
     assert found["key"].startswith("smollm2-shipped-ppo_clip-off-1e-05")

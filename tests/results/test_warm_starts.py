@@ -8,8 +8,8 @@ import torch
 from warm_start import FAMILIES, build, main
 
 from corral.lab.models.load import load_model
-from results.evidence.plans import FAMILIES as PLANNED
-from results.evidence.plans import PLANS
+from results.plans import FAMILIES as PLANNED
+from results.plans import PLANS
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,0 +1,155 @@
+"""What one run of the studies on language models is: `corral train` with a recipe, an objective, a rate, a seed."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from corral.lab.jobs.llm.settings import read_recipe
+
+START = "demo"
+STARTS: dict[str, dict[str, Any]] = {
+    START: {},
+    "n_max29": {"task_config": {"n_max": 29}},
+    "n_max9": {"task_config": {"n_max": 9}},
+    "arithmetic": {"model": "runs/starts/arithmetic-1", "task": "arithmetic", "task_config": {"operations": "+-", "digits": 3}},
+    **{f"start{seed}": {"model": f"runs/starts/llama-{seed}"} for seed in (1, 2, 3)},
+    "gemma": {"model": "runs/starts/gemma-1"},
+}
+"""Models and tasks other than the demo's: numbers that the embedded model has never seen, or few; sums and differences of
+three digits; other warm starts and another family, all made by scripts/warm_start.py."""
+
+PRETRAINED, CODED = "evidence-b", "evidence-e"
+"""Recipes of pretrained models and of programs, each seed of which has a start of its own."""
+WORDS = read_recipe(PRETRAINED)
+BASES: dict[str, dict[str, Any]] = {
+    "smollm2": {"model": "runs/pretrained/smollm2"},
+    "gemma": {"model": "runs/pretrained/gemma-{start}", "instruction": "{problem}\nAnswer:"},
+    "books": {
+        "model": "runs/pretrained/books-{start}",
+        "task": "words",
+        "task_config": {"path": "runs/words", "part": "rl"},
+        "eval_size": 1000,
+    },
+    "gsm8k": {
+        "model": "runs/pretrained/smollm2",
+        "task": "gsm8k",
+        "task_config": {"path": "runs/gsm8k"},
+        "instruction": "{problem}\nThink in one short line, and put the final number into \\boxed{}.",
+        "max_completion_length": 96,
+        "eval_size": 128,
+    },
+    "qwen": {
+        "model": "runs/pretrained/qwen", "task_config": {"path": "runs/gsm8k"}, "per_device_train_batch_size": 32,
+        "gradient_accumulation_steps": 2, "steps_per_generation": 16, "max_completion_length": 400, "use_vllm": True,
+        "gradient_checkpointing": False, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.25, "eval_size": 128,
+    },
+}  # fmt: skip
+"""Pretrained models and what they are asked: SmolLM2 as it comes, Gemma from a supervised warm-up of each seed's own, SmolLM2
+on word problems from books (runs/words has asdiv, mawps and svamp), warmed up on the other half of them, and, as it comes, on
+GSM8K. starts.py makes the folders. Qwen2.5-Coder-0.5B-Instruct is asked GSM8K with vLLM."""
+CODE = {**read_recipe(CODED), "task_config": {"path": "runs/code-starts/problems", "workers": 1}}
+"""Settings of runs that write programs; starts.py makes the problems and the starts."""
+COMPLETIONS = 512
+"""Of a batch of rollouts, as the demo has it."""
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "": {},
+    "top-K": {"objective_config": {"estimator": "topk"}},
+    "unprojected": {"objective_config": {"gradient": "unprojected"}},
+    "constant dual": {"objective_config": {"gradient": "constant_dual"}},
+    "no regression": {"objective_config": {"regression": 0.0}},
+    "ε=.01": {"objective_config": {"bound": 0.01}},
+    "ε=.2": {"objective_config": {"bound": 0.2}},
+    "α=.1": {"objective_config": {"regression": 0.1}},
+    "α=.3": {"objective_config": {"regression": 0.3}},
+    "α=3": {"objective_config": {"regression": 3.0}},
+    "α=10": {"objective_config": {"regression": 10.0}},
+    "δ=.1": {"objective_config": {"bound": 0.1}},
+    "δ=.15": {"objective_config": {"bound": 0.15}},
+    "rloo": {"advantage": "rloo"},
+    "no std": {"advantage": "dr_grpo"},
+    "reinforce++": {"advantage": "reinforce++"},
+    "union": {"support": "union"},
+    "fill": {"objective_config": {"tail": "fill", "vocab_size": 100}},
+    "published": {"objective_config": {"tail": "fill", "vocab_size": 100}, "support": "union", "loss_type": "dapo"},
+    "K=4": {"support_size": 4, "support_mass": 1.0},
+    "K=16": {"support_size": 16, "support_mass": 1.0},
+    "mass .9": {"support_mass": 0.9},
+    "K=4, mass .9": {"support_size": 4, "support_mass": 0.9},
+    "token mean": {"loss_type": "dapo"},
+    "token sum, no std": {"loss_type": "luspo", "advantage": "dr_grpo"},
+}
+"""What an arm changes in its objective and the trainer, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run of `corral train`."""
+
+    objective: str
+    rate: float | str
+    """`learning_rate`: a number, or "auto"."""
+    seed: int
+    bound: float | None = math.inf
+    """`deployed_bound`: inf measures alone, None is .02."""
+    passes: int = 1
+    """`num_iterations`: how often each batch is used, in `updates` updates each time."""
+    reuse: str | None = None
+    """"auto" takes `passes` at most: fewer where a batch is out of hand."""
+    steps: int = 15
+    eval_every: int = 5
+    eval_size: int = 512
+    end_size: int = 0
+    """Held-out problems on which the last network is measured once more, where points are compared; 0: it is not."""
+    recipe: str = "demo"
+    start: str = START
+    """A name of STARTS."""
+    schedule: str = "linear"
+    device: str = "cpu"
+    """Where it trains: the embedded model in float32 on either, a pretrained one in bf16 on a GPU."""
+    variant: str = ""
+    """A name of VARIANTS."""
+    model: str = "tiny"
+    """The embedded model, or a folder with another warm start."""
+    updates: int = 8
+    """Of each pass over a batch; with 1 and one pass every objective is the same algorithm."""
+    base: str = ""
+    """The name in BASES of a pretrained model."""
+
+    @property
+    def arm(self) -> str:
+        """Whether and how the deployed network is bounded."""
+        return "off" if self.bound == math.inf else "on" if self.bound is None else f"on {self.bound:g}"
+
+    @property
+    def key(self) -> str:
+        """A name that no other run has."""
+        parts = [self.base or ("code" if self.recipe == CODED else ""), "shipped", "" if self.start == START else self.start]
+        parts += [self.objective, self.arm.replace(" ", ""), str(self.rate), self.schedule, f"x{self.passes}{self.reuse or ''}"]
+        parts += [str(self.steps), str(self.seed), self.variant, f"m{self.updates}" if self.updates != 8 else ""]
+        return "-".join(filter(None, [*parts, "" if self.model == "tiny" else self.model.rstrip("/").rpartition("/")[2]]))
+
+    def layer(self) -> dict[str, Any]:
+        """Settings on top of the recipe."""
+        given = {"objective": self.objective, "learning_rate": self.rate, "seed": self.seed, "steps": self.steps}
+        given |= {"num_iterations": self.passes, "lr_scheduler_type": self.schedule, "device": self.device}
+        given |= {"eval_every": self.eval_every, "eval_size": self.eval_size, "checkpoint_every": self.steps}
+        given |= {} if self.device == "cpu" else {"bf16": False}  # the same precision on all devices
+        given["deployed_bound"] = 0.02 if self.bound is None else self.bound
+        given |= {} if self.reuse is None else {"reuse": self.reuse}
+        given |= STARTS[self.start] | VARIANTS[self.variant] | ({} if self.model == "tiny" else {"model": self.model})
+        if self.updates != 8:
+            given |= {"steps_per_generation": self.updates, "per_device_train_batch_size": COMPLETIONS // self.updates}
+        if self.recipe == CODED:
+            given["task_config"] = CODE["task_config"]
+        if self.base:  # nothing is resumed, so the optimizer's state, a gigabyte, is not written
+            given = BASES[self.base] | given | {"model": self.model, "bf16": self.device == "cuda", "save_only_model": True}
+        return given
+
+
+def cost_group(run: Mapping[str, Any]) -> str:
+    """Runs that cost about the same by step: the same model, as often used and measured, on one device."""
+    words = [run["device"]] if run.get("device", "cpu") != "cpu" else []
+    words += [run["start"]] if run.get("start", START) != START else []
+    return " ".join([*words, f"x{run['passes']} {run['eval_size']}/{run['eval_every']} {run.get('end_size', 0)}"])
