@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -42,10 +43,18 @@ def two_digits(value: float) -> str:
     return "–" if math.isnan(value) else f"{float(f'{value:.2g}'):g}".removeprefix("0")
 
 
+def thousands(steps: float) -> str:
+    """Environment steps for people."""
+    return f"{steps / 1e6:.2f} million" if steps >= 1e6 else f"{steps / 1e3:.0f} thousand"
+
+
 def markdown(head: Sequence[str], lines: Iterable[Sequence[str]], rule: str = "---") -> str:
     """A table."""
     body = [f"| {' | '.join(row)} |\n" for row in (head, *lines)]
     return "".join([body[0], f"|{f'{rule}|' * len(head)}\n", *body[1:]])
+
+
+spaced_table = partial(markdown, rule=" --- ")
 
 
 def fill(read: Callable[[Path], str], pages: Sequence[Path], kind: str, blocks: Mapping[str, Callable[[], str]]) -> Texts:

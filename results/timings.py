@@ -6,7 +6,7 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 
-from results.pages import DOCS, ROOT, Texts, fill, markdown
+from results.pages import DOCS, ROOT, Texts, fill, spaced_table
 
 sys.path.append(str(ROOT / "benchmarks"))  # whose files run as programs, and find each other there
 
@@ -18,7 +18,6 @@ from rows import FOLDER, Row, read_rows
 from update_phase import CONTENDERS
 
 HEAD_PAGES = (DOCS / "performance.md", DOCS / "design/head.md", DOCS / "results/index.md")
-table = partial(markdown, rule=" --- ")
 WIDTHS = (4096, 896)
 USUAL = {"N": 8192, "V": 151936, "K": 64}
 Rows = list[Row]
@@ -79,7 +78,7 @@ def gains(rows: Rows) -> str:
             pair = [f"{figure(row['ms'])} ms, {mebibytes(row['mib'])}" for row in (full, mine) if row]
             cells += [*pair, f"{full['ms'] / mine['ms']:.1f} ×"] if len(pair) == 2 else [""] * 3
         lines.append(cells)
-    return f"{table(head, lines)}\n{source(rows, 'usual')}"
+    return f"{spaced_table(head, lines)}\n{source(rows, 'usual')}"
 
 
 def on_cpu(rows: Rows) -> str:
@@ -93,7 +92,7 @@ def on_cpu(rows: Rows) -> str:
             cells.append(f"{x['ms'] / y['ms']:.2f} × the time, {x['mib'] / y['mib']:.2f} × the memory" if x and y else "")
         lines.append([f"{threads} thread{'s' if threads > 1 else ''}, {dtype}", *cells])
     shape = ", ".join(f"{name} = {measured[0][name]}" for name in "NVH") if measured else ""
-    return f"{table([f'CPU, {shape}, against full logits', *tasks], lines)}\n{source(rows, 'cpu')}"
+    return f"{spaced_table([f'CPU, {shape}, against full logits', *tasks], lines)}\n{source(rows, 'cpu')}"
 
 
 Find = Callable[[Rows, int, str], float | None]
@@ -165,7 +164,7 @@ def goals(rows: Rows) -> str:
             said = ("" if v is None else f"**{v:{form}}**" if v <= goal else f"{v:{form}}" for v in values)
             cells += [f"≤ {goal:{form}}", *said]
         lines.append(cells)
-    return f"{table(head, lines)}\n{source(rows, 'usual', 'heads')}"
+    return f"{spaced_table(head, lines)}\n{source(rows, 'usual', 'heads')}"
 
 
 def heads(rows: Rows) -> str:
@@ -177,7 +176,7 @@ def heads(rows: Rows) -> str:
         if any(found):
             lines.append([name, *(f"{row['x']:.2f}, {mebibytes(row['mib'])}" if row else "" for row in found)])
     head = ["clip update, × one GEMM and memory", *(f"H = {width}, {policy}" for width, policy in cases)]
-    return f"{table(head, lines)}\n{source(rows, 'usual', 'heads')}"
+    return f"{spaced_table(head, lines)}\n{source(rows, 'usual', 'heads')}"
 
 
 def updates(rows: Rows) -> str:
@@ -190,7 +189,7 @@ def updates(rows: Rows) -> str:
             size, last = f"{three[0]['sequences']} × {three[0]['tokens']}", f"{three[0]['ms'] / three[-1]['ms']:.2f}"
             times, mib = [f"{figure(row['ms'])} ms" for row in three], ", ".join(f"{row['mib']:.0f}" for row in three)
             lines.append([f"{model}, {policy}", size, *times, last, mib])
-    return f"{table(head, lines)}\n{source(rows, 'update')}"
+    return f"{spaced_table(head, lines)}\n{source(rows, 'update')}"
 
 
 def shapes(rows: Rows) -> str:
@@ -205,7 +204,7 @@ def shapes(rows: Rows) -> str:
             multiples.append(x[TROLL, "corral, exact"]["x"] / x[GEMM, "three GEMMs"]["x"])
             one, cells = figure(x[GEMM, "one GEMM"]["ms"]), [f"{multiple:.2f}" for multiple in multiples]
             lines.append([*map(str, shape), one, *cells, *(f"{x[t, 'full logits']['x']:.2f}" for t in (OLD, TROLL, CLIP))])
-    return f"{table([*head, 'full logits: old pass', 'TROLL', 'clip'], lines)}\n{source(rows, 'usual', 'shapes')}"
+    return f"{spaced_table([*head, 'full logits: old pass', 'TROLL', 'clip'], lines)}\n{source(rows, 'usual', 'shapes')}"
 
 
 def unions(rows: Rows) -> str:
@@ -224,7 +223,7 @@ def unions(rows: Rows) -> str:
     called = [name.removeprefix("corral, ") for name in names]
     said = ["dH off by: old, union, torch", "KL seen: old, union", "missed: old, union"]
     head = ["TROLL, × one GEMM and memory", *called, *said]
-    return f"{table(head, lines)}\n{source(rows, 'union')}"
+    return f"{spaced_table(head, lines)}\n{source(rows, 'union')}"
 
 
 IN_SHORT = [
@@ -245,7 +244,7 @@ def in_short(rows: Rows, width: int = 4096) -> str:
             # Of a clipped loss, rows whose ratio is rounded across the threshold would be most of the error.
             error = f"{100 * row['gradient_error']:.2g} %" if spot[1] == TROLL else ""
             lines.append([what, f"{figure(row['ms'])} ms", "" if beyond is None else mebibytes(beyond), error])
-    return table(["", "time", "peak memory beyond dH and dW", "dH off by"], lines)
+    return spaced_table(["", "time", "peak memory beyond dH and dW", "dH off by"], lines)
 
 
 BLOCKS: dict[str, Callable[[Rows], str]] = {
@@ -264,7 +263,7 @@ def robot_rates(rows: Rows) -> str:
             rate = f"{row['steps_per_second']:,.0f}".replace(",", " ")
             sizes = [str(row[key]) for key in ("cores", "episodes", "workers")]
             lines.append([row["task"], *sizes, WAYS[row["way"]], rate, *times])
-    return table(head, lines) if lines else "Not measured yet."
+    return spaced_table(head, lines) if lines else "Not measured yet."
 
 
 def of_one_gpu(rows: Rows) -> Rows:

@@ -8,10 +8,9 @@ import numpy as np
 
 from corral.lab.report.statistics import difference, holm, sentence, steps_to
 from results.packed import Row
-from results.pages import new_figure, save_figure
+from results.pages import new_figure, save_figure, spaced_table, thousands
 from results.robots.plans import ARM_TRIED
 from results.robots.runs import ROWS
-from results.robots.text import spaced_table, thousands
 from results.runs import where
 
 SAID = {

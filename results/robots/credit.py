@@ -6,7 +6,7 @@ import numpy as np
 
 from corral.lab.report.statistics import difference, holm, sentence
 from results.packed import Row
-from results.robots.text import spaced_table
+from results.pages import spaced_table
 
 SAID = {
     "tce": "TCE",

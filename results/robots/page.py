@@ -19,10 +19,9 @@ from corral.lab.report.statistics import (
 )
 from corral.lab.run.text import count
 from results.packed import Row, read
-from results.pages import DOCS, Texts, fill, new_figure, save_figure
+from results.pages import DOCS, Texts, fill, new_figure, save_figure, spaced_table, thousands
 from results.robots import arm, credit
 from results.robots.runs import FILES, LENGTHS, TASKS
-from results.robots.text import spaced_table, thousands
 
 PAGE = DOCS / "results/robots.md"
 ORDER = ("TCE", "BBRL", "PPO", "TRPL", "SAC")
