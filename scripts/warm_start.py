@@ -30,6 +30,7 @@ from torch import Tensor
 from transformers import Gemma2Config, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, Qwen3MoeConfig
 
 from corral.lab.models.tiny import EOS, build_tiny, build_tokenizer
+from corral.lab.tasks import verify_all
 from corral.lab.tasks.procedural import OPERATORS, Arithmetic, Countdown, ProceduralTask
 
 TASKS: dict[str, ProceduralTask] = {"countdown": Countdown(), "arithmetic": Arithmetic(operations="+-", digits=3)}
@@ -124,8 +125,7 @@ def success(
         written.append(tokens)
     # What has not ended by now is longer than any right answer.
     answers = [text.partition(EOS)[0] for text in tokenizer.batch_decode(torch.cat(written, 1))]
-    right = [task.verify(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
-    return sum(right) / len(right)
+    return sum(verify_all(task, prompts, answers)) / len(prompts)
 
 
 def train(
@@ -135,7 +135,7 @@ def train(
     data: Demonstrations,
     args: argparse.Namespace,
 ) -> None:
-    """AdamW with a linear warm-up and a cosine down to 0, on the tokens after the prompt."""
+    """AdamW with a linear warm-up and a cosine down to 0, on the tokens after the prompt; ends early as `args` says."""
     # Vectors are norms' scales, which have no reason to shrink.
     matrices = [p for p in model.parameters() if p.ndim > 1]
     scales = [p for p in model.parameters() if p.ndim == 1]
@@ -150,6 +150,7 @@ def train(
     generator = torch.Generator(model.device).manual_seed(args.seed)
     few = min(512, args.evaluate)
     seen, held_out = task.train_prompts(few, args.seed), task.held_out_prompts(few, args.seed + 1)
+    watched = task.train_prompts(min(256, few), args.seed + 2)
     start = time.perf_counter()
     for step in range(1, args.steps + 1):
         inputs, targets = data.batch(args.batch, args.noise, generator)
@@ -169,6 +170,9 @@ def train(
                 f"seen in training: greedy {greedy[1]:.3f}",
                 flush=True,
             )
+        over = time.perf_counter() - start > args.seconds
+        if over or (args.until is not None and step % 10 == 0 and success(model, tokenizer, task, watched, None) >= args.until):
+            break
 
 
 def save_whole(out: Path, model: PreTrainedModel, card: dict[str, object]) -> None:
@@ -204,6 +208,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--evaluate", type=int, default=4096, help="held-out prompts for the numbers at the end")
     parser.add_argument("--report-every", type=int, default=500, help="steps between lines of progress")
+    parser.add_argument("--until", type=float, help="greedy success on 256 training problems that ends the training early")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of training, after which it ends")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
     if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
