@@ -73,6 +73,8 @@ WORD_RATES = (1e-5, 3e-5, 1e-4)
 """Of a pretrained model, half decades; on seed 301 the middle one was the best of 3e-6 to 1e-4 for every objective."""
 GEMMA_RATES = (1e-6, 3e-6, *WORD_RATES)
 """Two lower for the larger model, whose best are there."""
+QWEN_RATES = (3e-6, 1e-6, 1e-5, 3e-5)
+"""Half decades for Qwen, the middle ones first."""
 WORD_ARMS = (("ppo_clip", 1), ("troll", 1), ("dppo", 1), ("troll", 4))
 """Objective and passes over each batch."""
 BOUNDED_ARMS = (("ppo_clip", 1), ("troll", 1), ("troll", 4))
@@ -146,12 +148,26 @@ def elsewhere() -> list[Run]:
 
 
 def auto_start(tuned: Mapping[tuple[str, int], float], **same: Any) -> list[Run]:
-    """What the first five batches pay for a rate that is found: "auto", its bound from 1e-3 without a search, a tuned rate."""
+    """Five batches each at "auto", with its bound from 1e-3 without a search, and at a tuned rate."""
     how = []
     for (objective, passes), rate in tuned.items():
         about, bound = {"objective": objective, "passes": passes}, 0.03 if passes == 1 else 0.01
         how += [{**about, "rate": "auto", "bound": bound}, {**about, "rate": 1e-3, "bound": bound}, {**about, "rate": rate}]
     return grid({"seed": range(501, 509), "how": how}, steps=5, eval_every=5, schedule="constant", **same)
+
+
+def auto_start_four() -> list[Run]:
+    """Bounds at "auto" with four passes, beside tuned rates: ten batches, of which the first five show what the start costs."""
+    bounds: list[dict[str, Any]] = [{"rate": "auto", "bound": bound} for bound in (0.01, 0.02, 0.03)]
+    axes = {"seed": range(501, 509), "how": [*bounds, {"rate": 2e-4}], "objective": ("ppo_clip", "troll")}
+    return grid(axes, passes=4, steps=10, eval_every=5, eval_size=1024, schedule="constant")
+
+
+def qwen_start() -> list[Run]:
+    """Runs of Qwen at "auto" and at every rate of its grid, five batches each; `--only` picks the rate that the grid chose."""
+    how: list[dict[str, Any]] = [{"rate": "auto", "bound": 0.03}, *({"rate": rate} for rate in QWEN_RATES)]
+    axes = {"seed": range(501, 506), "how": how, "objective": ("troll", "ppo_clip")}
+    return words(axes, base="qwen", passes=1, steps=5, eval_every=5, schedule="constant")
 
 
 def rates(seeds: Sequence[int]) -> list[Run]:
@@ -313,7 +329,17 @@ PLANS: dict[str, Callable[[], Sequence[Run]]] = {
     "b-auto-start": lambda: auto_start(
         {arm: rate for arm, rate in BEST["smollm2"].items() if arm[0] != "dppo"}, kind=pretrained
     ),
-    "qwen-auto-start": lambda: auto_start({("troll", 1): 3e-6, ("ppo_clip", 1): 3e-6}, kind=pretrained, base="qwen"),
+    "auto-start-four": auto_start_four,
+    "qwen-tune": lambda: words(
+        {"rate": QWEN_RATES, "objective": ("troll", "ppo_clip")},
+        base="qwen",
+        passes=1,
+        seed=401,
+        steps=10,
+        eval_every=10,
+        schedule="constant",
+    ),
+    "qwen-auto-start": qwen_start,
     # DPPO with smaller bounds, beside .2 and clipping's ε of the map.
     "f-bounds": lambda: plan({"seed": SEEDS[:3], "rate": (HOT, TUNED), "arm": [("dppo", x) for x in ("", "δ=.1", "δ=.15")]}),
     "c": estimators,

@@ -40,14 +40,14 @@ BASES: dict[str, dict[str, Any]] = {
         "eval_size": 128,
     },
     "qwen": {
-        "model": "runs/pretrained/qwen", "task_config": {"path": "runs/gsm8k"}, "per_device_train_batch_size": 32,
+        "model": "runs/pretrained/qwen", "task_config": {"path": "runs/gsm8k"}, "per_device_train_batch_size": 16,
         "gradient_accumulation_steps": 2, "steps_per_generation": 16, "max_completion_length": 400, "use_vllm": True,
-        "gradient_checkpointing": False, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.25, "eval_size": 128,
+        "gradient_checkpointing": False, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.1, "eval_size": 128,
     },
 }  # fmt: skip
 """Pretrained models and what they are asked: SmolLM2 as it comes, Gemma from a supervised warm-up of each seed's own, SmolLM2
 on word problems from books (runs/words has asdiv, mawps and svamp), warmed up on the other half of them, and, as it comes, on
-GSM8K. starts.py makes the folders. Qwen2.5-Coder-0.5B-Instruct is asked GSM8K with vLLM."""
+GSM8K. starts.py makes the folders. Qwen2.5-Coder-0.5B-Instruct is asked GSM8K with vLLM, 256 completions a batch."""
 CODE = {**read_recipe(CODED), "task_config": {"path": "runs/code-starts/problems", "workers": 1}}
 """Settings of runs that write programs; starts.py makes the problems and the starts."""
 COMPLETIONS = 512

@@ -10,13 +10,18 @@ as fast as one core each:
 
     nvidia-cuda-mps-control -d
     OMP_NUM_THREADS=1 python -m results.study --plan rates --device cuda --workers 15 --minutes 8
+
+`--only` takes the runs whose key a regular expression finds. Runs that sample with vLLM need `--fresh`, a process for each run,
+since vLLM gives the card's memory back only when its process ends. Every row has the `--commit` that it was made with.
 """
 
 import argparse
 import gc
 import multiprocessing as mp
 import os
+import re
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -159,13 +164,14 @@ def durations(runs: Sequence[Row]) -> dict[str, float]:
     return {group: 1.2 * median(seconds) for group, seconds in taken.items()}
 
 
-def study(plan: Sequence[Run], device: str, workers: int, minutes: float, file: Path, expected: Mapping[str, float]) -> None:
+def study(plan: Sequence[Run], options: argparse.Namespace, file: Path, expected: Mapping[str, float]) -> None:
     """Runs side by side until the plan or the time is over; each is appended whole as it ends."""
-    began, deadline, failed = time.time(), time.time() + 60 * minutes, 0
+    began, deadline, failed = time.time(), time.time() + 60 * options.minutes, 0
+    device, workers = options.device, options.workers
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of all processes
     # Its processes are killed at the end: a run that is told to end would go on to its next step.
-    with mp.get_context("spawn").Pool(workers, begin) as pool:
+    with mp.get_context("spawn").Pool(workers, begin, maxtasksperchild=1 if options.fresh else None) as pool:
         runs = pool.imap_unordered(partial(attempt, device=device, deadline=deadline, expected=expected), plan)
         while failed < FAILURES * workers:
             try:
@@ -173,7 +179,7 @@ def study(plan: Sequence[Run], device: str, workers: int, minutes: float, file: 
             except (StopIteration, mp.TimeoutError):
                 break
             if found is not None:
-                append_line(file, found)
+                append_line(file, found | {"commit": options.commit})
                 last = [line["success"] for line in found.get("lines", ()) if "success" in line]
                 took = f"{time.time() - began:5.0f} s  {found['key']:50}  {found.get('seconds', 0):4.0f} s"
                 print(f"{took}  success {last}{found.get('error', '')}", flush=True)
@@ -190,6 +196,11 @@ def start_of(spec: Run) -> str:
     return str(spec.layer().get("model", "tiny"))
 
 
+def checkout() -> str:
+    """The short name of the commit that is checked out."""
+    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -200,13 +211,16 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--out", type=Path, default=Path("runs/study"))
     parser.add_argument("--done", type=Path, nargs="*", default=[DEPLOYED, EVIDENCE], help="files or folders of earlier pieces")
+    parser.add_argument("--only", type=re.compile, default="", metavar="PATTERN", help="runs whose key this expression finds")
+    parser.add_argument("--fresh", action="store_true", help="a new process for every run")
+    parser.add_argument("--commit", help="the commit that rows are made with, by default this checkout's")
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("study: ended by SIGTERM"))  # so that its processes end too
     have = {run["key"]: run for run in finished(options.out, *options.done) if "passes" in run}
     plan = [spec for name in options.plan for spec in PLANS[name]()]
     plan = plan if options.steps is None else [replace(spec, steps=options.steps) for spec in plan]
-    plan = [spec for spec in dict.fromkeys(plan) if spec.key not in have]
+    plan = [spec for spec in dict.fromkeys(plan) if spec.key not in have and options.only.search(spec.key)]
     plan, waiting = [spec for spec in plan if can_start(spec)], [spec for spec in plan if not can_start(spec)]
     if waiting:
         print(f"{len(waiting)} runs wait for {', '.join(sorted({start_of(spec) for spec in waiting}))}", flush=True)
@@ -216,7 +230,8 @@ def main() -> None:
         options.out.mkdir(parents=True, exist_ok=True)
         print(f"{len(plan)} runs to do, {len(have)} done; {options.workers} workers, {options.minutes:g} minutes", flush=True)
         file = options.out / f"{'+'.join(options.plan)}.jsonl"
-        study(plan, options.device, options.workers, options.minutes, file, durations(list(have.values())))
+        options.commit = options.commit or checkout()
+        study(plan, options, file, durations(list(have.values())))
 
 
 if __name__ == "__main__":
