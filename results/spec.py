@@ -40,9 +40,9 @@ BASES: dict[str, dict[str, Any]] = {
         "eval_size": 128,
     },
     "qwen": {
-        "model": "runs/pretrained/qwen", "task_config": {"path": "runs/gsm8k"}, "per_device_train_batch_size": 16,
-        "gradient_accumulation_steps": 2, "steps_per_generation": 16, "max_completion_length": 400, "use_vllm": True,
-        "gradient_checkpointing": False, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.1, "eval_size": 128,
+        "model": "runs/pretrained/qwen", "task_config": {"path": "runs/gsm8k"}, "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 4, "steps_per_generation": 32, "max_completion_length": 400, "use_vllm": True,
+        "gradient_checkpointing": False, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.08, "eval_size": 128,
     },
 }  # fmt: skip
 """Pretrained models and what they are asked: SmolLM2 as it comes, Gemma from a supervised warm-up of each seed's own, SmolLM2

@@ -21,6 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from results.packed import FOLDER
+
 MIB = 1 << 20
 MODES: dict[bool, Literal["w:", "w:gz"]] = {False: "w:", True: "w:gz"}
 """Of a tar file of one file, or of a folder."""
@@ -36,10 +38,10 @@ def archive(source: Path) -> Path:
 
 def checkout(commit: str) -> tuple[str, Path]:
     """The full name of a commit, and a temporary tar file of its tree."""
-    git = partial(subprocess.run, check=True, cwd=Path(__file__).parent, stdout=subprocess.PIPE)
+    git = partial(subprocess.run, check=True, cwd=FOLDER.parent, stdout=subprocess.PIPE)
     full = git(["git", "rev-parse", "--verify", f"{commit}^{{commit}}"], text=True).stdout.strip()
     with tempfile.NamedTemporaryFile(delete=False) as place:
-        place.write(git(["git", "archive", "--format=tar.gz", f"{full}:"]).stdout)
+        place.write(git(["git", "archive", "--format=tar.gz", full]).stdout)
     return full, Path(place.name)
 
 
@@ -78,7 +80,7 @@ def pack(items: dict[str, Path], out: Path, mib: int, commit: str = "HEAD") -> l
         file.unlink()
     for load in loads:
         (load / "manifest.json").write_text(json.dumps({"commit": full, "items": manifest}))
-        shutil.copyfile(Path(__file__).with_name("receive.py"), load / "receive.py")
+        shutil.copyfile(FOLDER / "receive.py", load / "receive.py")
     return loads
 
 
