@@ -16,6 +16,9 @@ COPIED = ("src", "tests", "docs", "scripts", "README.md")
 GENERATED = {"docs/objectives/index.md"}
 """Written by scripts/objective_tables.py."""
 
+FUNCTIONS = "src/corral/objective/penalties.py"
+"""Functions of spo's family."""
+
 SETTINGS = "src/corral/objective/config.py"
 """Settings of every objective, and the registry."""
 
@@ -55,15 +58,18 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def test_four_files_add_an_objective_and_every_check_of_objectives_passes(tree: Path) -> None:
     before = files(tree)
-    for folder, page in (("src/corral/objective", "{}.py"), ("tests/objective", "test_{}.py"), ("docs/objectives", "{}.md")):
+    for folder, page in (("tests/objective", "test_{}.py"), ("docs/objectives", "{}.md")):
         source = tree / folder / page.format("spo")
         (tree / folder / page.format("toy")).write_text(renamed(source.read_text()))
-    text = (tree / SETTINGS).read_text()
-    parts = re.findall(r"^@dataclass[^\n]*\nclass SPOConfig.*?(?=^[@#])|^    \"spo\": [^\n]*\n", text, re.DOTALL | re.MULTILINE)
-    assert len(parts) == 2, "the class and the line of the registry"
-    for part in parts:
-        text = text.replace(part, part + renamed(part))
-    (tree / SETTINGS).write_text(text)
+    settings = r"^@dataclass[^\n]*\nclass SPOConfig.*?(?=^[@#])|^    \"spo\": [^\n]*\n"
+    function = r"^def spo\(.*?(?=^def )|, SPOConfig$"
+    for file, pattern in ((SETTINGS, settings), (FUNCTIONS, function)):
+        text = (tree / file).read_text()
+        parts = re.findall(pattern, text, re.DOTALL | re.MULTILINE)
+        assert len(parts) == 2, "the class and the line of the registry; the import of the class and the function"
+        for part in parts:
+            text = text.replace(part, part + renamed(part), 1)
+        (tree / file).write_text(text)
 
     written = run(tree, "scripts/objective_tables.py")
     assert written.returncode == 0, written.stderr

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 
-from corral.validate import number_in, require, require_words
+from corral.validate import Checked, limited, number_in, require
 
 NAN, INF = math.nan, math.inf
 
@@ -89,16 +89,34 @@ def test_the_owner_is_called_by_its_name_or_its_class(owner: object, name: str) 
         require(owner, "x", at_least=0)
 
 
-@dataclass
-class Words:
-    how: Literal["a", "b"]
-    many: Literal[1, 2] = 1
+@dataclass(frozen=True, kw_only=True)
+class Words(Checked):
+    how: Literal["a", "b"] = "a"
+    many: Literal[1, 2] | None = None
+    steps: int | None = limited(None, at_least=1, what="a number of steps")
+    rate: int | float = limited(0.5, above=0)
+    free: float = -1.0
 
 
-def test_a_word_is_one_of_its_fields_own_type() -> None:
-    require_words(Words("a"), "how", "many")
-    with pytest.raises(ValueError, match=r"^Words: `how` is one of a, b; got 'c'\.$"):
-        require_words(Words("c"), "many", "how")  # type: ignore[arg-type]
+@dataclass(frozen=True, kw_only=True)
+class MoreWords(Words):
+    rate: int | float = 0.25
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"how": "c"}, r"`how` is one of a, b; got 'c'\."),
+        ({"many": 3}, r"`many` is one of 1, 2, or None; got 3\."),
+        ({"steps": 1.5}, r"`steps` is a number of steps, a whole number ≥ 1, or None; got 1\.5\."),
+        ({"rate": 0}, r"`rate` must be > 0; got 0\."),
+    ],
+)
+def test_fields_are_checked_against_their_types_and_limits_also_in_a_subclass(settings: dict[str, Any], message: str) -> None:
+    Words(how="b", many=2, steps=1, rate=2, free=-2.0)
+    for cls in (Words, MoreWords):
+        with pytest.raises(ValueError, match=f"^{cls.__name__}: {message}$"):
+            cls(**settings)
 
 
 def test_the_name_and_the_exception_can_be_chosen() -> None:

@@ -6,7 +6,8 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, get_args
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 # ------------------------------------------------------------------------------------------------------------- errors
 
@@ -145,11 +146,31 @@ def require(
             raise error(f"{f'{who}: ' if who else ''}`{field}` {must}{more}; got {value!r}.")
 
 
-def require_words(owner: object, *fields: str) -> None:
-    """Raise unless each of these fields is one of the words of its own `Literal` type."""
-    types = {field.name: field.type for field in dataclasses.fields(type(owner))}  # type: ignore[arg-type]  # a dataclass
-    for name in fields:
-        require(owner, name, one_of=get_args(types[name]))
+def limited(default: Any, **limits: Any) -> Any:
+    """Field of a `Checked` dataclass: its default, and the limits that `require` takes."""
+    return dataclasses.field(default=default, metadata=limits)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checked:
+    """Base of settings whose fields are checked: against the limits beside their defaults, and the words of a `Literal` type.
+
+    Whole numbers and None are read from a field's type. A subclass that changes a default keeps its limits.
+    """
+
+    def __post_init__(self) -> None:
+        limits: dict[str, Mapping[str, Any]] = {}
+        for cls in reversed(type(self).__mro__):
+            own = vars(cls).get("__dataclass_fields__", {})
+            limits |= {name: item.metadata for name, item in own.items() if item.metadata}
+        for item in dataclasses.fields(self):
+            types = get_args(item.type) if get_origin(item.type) in (Union, UnionType) else (item.type,)
+            words = [word for kind in types if get_origin(kind) is Literal for word in get_args(kind)]
+            if words:
+                require(self, item.name, one_of=words, optional=NoneType in types)
+            elif item.name in limits:
+                found = {"integer": int in types and float not in types, "optional": NoneType in types, **limits[item.name]}
+                require(self, item.name, **found)
 
 
 _Limits = tuple[float | None, float | None]

@@ -18,7 +18,8 @@ import corral.llm
 from corral import make_objective, objective_names
 from corral.llm import CorralConfig
 from corral.objective import OBJECTIVES
-from corral.objective.reinforce import ReinforceConfig, reinforce
+from corral.objective.config import ReinforceConfig
+from corral.objective.weights import reinforce
 from corral.trl import TRL_RANGE
 from corral.trl.api import REDUCTIONS, WRONG_BEFORE, check_trl
 

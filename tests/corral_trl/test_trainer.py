@@ -49,10 +49,10 @@ import corral.trl.scoring
 from corral import TokenBatch, gather_support, group_advantages, reduce_loss, top_k_support
 from corral.llm import CorralConfig, CorralTrainer
 from corral.objective import OBJECTIVES
-from corral.objective.config import NEEDS_SUPPORT, ObjectiveConfig
+from corral.objective.config import NEEDS_SUPPORT, ObjectiveConfig, TROLLConfig
 from corral.objective.metrics import region_metrics
+from corral.objective.projections import troll
 from corral.objective.ratio import credit, log_ratio, zero_padding
-from corral.objective.troll import TROLLConfig, troll
 from corral.tensors import ObjectiveOutput
 from corral.trl.api import FUSED, REDUCTIONS
 from corral.trl.scoring import FusedHead, PolicyHead, ScoringPass, SupportRequest

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from corral import SparseDist, TokenBatch, binary_kl, binary_tv, categorical_kl, categorical_tv, make_objective
-from corral.objective.dppo import DPPOConfig, dppo
+from corral.objective.config import DPPOConfig
+from corral.objective.masks import dppo
 from tolerance import assert_close
 
 INF = math.inf

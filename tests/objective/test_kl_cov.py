@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
 from corral import make_objective
-from corral.objective.kl_cov import share_count, token_covariance
+from corral.objective.masks import share_count, token_covariance
 from tolerance import assert_close
 
 NEW, OLD, ADV = [0.8, 0.4, 0.1, 0.05], [0.4, 0.4, 0.2, 0.1], [2.0, 0.0, -1.0, -1.0]

@@ -24,7 +24,7 @@ from corral import (
     reduce_loss,
     top_k_support,
 )
-from corral.objective.troll import TROLLConfig
+from corral.objective.config import TROLLConfig
 from tolerance import assert_close
 
 INF = math.inf

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from corral.objective.config import OBJECTIVES, ObjectiveConfig, ObjectiveFunction, ProjectionRule, TokenRule
@@ -85,11 +85,8 @@ def make_config(name: str, settings: Mapping[str, Any]) -> ObjectiveConfig:
 
 def objective_function(name: str) -> ObjectiveFunction:
     """Return the function of a registered objective, importing its module on first use."""
-    function = OBJECTIVES[name][0]
-    if isinstance(function, str):
-        found: ObjectiveFunction = vars(import_module(f"{__name__}.{function}"))[function]
-        return found
-    return function
+    function: str | ObjectiveFunction = OBJECTIVES[name][0]
+    return resolve_name(f"{__name__}.{function}") if isinstance(function, str) else function
 
 
 def plain_objective() -> Objective:

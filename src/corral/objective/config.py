@@ -1,11 +1,11 @@
 """Settings and declared properties of every objective, and the registry. Nothing here imports torch."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-from corral.validate import number_in, require, require_words
+from corral.validate import Checked, limited, number_in, require
 
 if TYPE_CHECKING:
     from corral.tensors import ObjectiveOutput, TokenBatch
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 Anchor = Literal["old", "rollout"]
 Action = Literal["projected", "masked", "clipped"]
 Support = Literal["none", "topk", "full"]
+Measure = Literal["ratio", "binary_tv", "binary_kl", "support_tv", "support_kl", "chi_square"]
 Reduction = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 
 NEEDS_TOKENS = frozenset({"logp_new", "logp_old", "advantages", "mask"})
@@ -40,7 +41,7 @@ class TokenRule:
     high: float
     cap: float | None = None
     """Largest weight, or the dual clip's constant."""
-    measure: Literal["ratio", "binary_tv", "binary_kl", "support_tv", "support_kl", "chi_square"] = "ratio"
+    measure: Measure = "ratio"
     """Distance that a clip, a mask or a penalty compares with `low` and `high`."""
     symmetric: bool = False
     """True for a mask that ignores the direction of the move."""
@@ -61,8 +62,8 @@ class ProjectionRule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObjectiveConfig:
-    """Base of every objective's settings. Subclasses are frozen, keyword-only, and validate in `__post_init__`.
+class ObjectiveConfig(Checked):
+    """Base of every objective's settings. Subclasses are frozen and keyword-only, with limits beside defaults.
 
     Besides its settings a class declares how its objective is used. Trainers, engines, kernels and reports read these
     declarations, and name no objective.
@@ -157,11 +158,8 @@ class JointConfig(ObjectiveConfig):
 class ReinforceConfig(ObjectiveConfig):
     has_region: ClassVar[bool] = False
 
-    ratio_cap: float | None = None
+    ratio_cap: float | None = limited(None, at_least=0, what="a weight")
     """Largest weight of a token, as a constant for autograd; None leaves the ratio alone."""
-
-    def __post_init__(self) -> None:
-        require(self, "ratio_cap", at_least=0, optional=True, what="a weight")
 
     @property
     def kernel(self) -> TokenRule:
@@ -176,6 +174,7 @@ class CISPOConfig(ObjectiveConfig):
     """Largest weight of a token."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not (number_in(self.cap_low, 0) and self.cap_low < inf and number_in(self.cap_high, self.cap_low)):
             raise ValueError(
                 f"cispo: weights lie in [`cap_low`, `cap_high`] with 0 ≤ cap_low ≤ cap_high, cap_low < inf; got "
@@ -192,29 +191,22 @@ class TOPRConfig(JointConfig):
     anchor: ClassVar[Anchor] = "rollout"
     reductions: ClassVar[tuple[Reduction, ...]] = _SUM_FIRST
 
-    cap: float = 1.0
+    cap: float = limited(1.0, at_least=0, finite=True, what="a weight")
     """Largest weight of a sequence with a negative advantage."""
-
-    def __post_init__(self) -> None:
-        require(self, "cap", at_least=0, finite=True, what="a weight")
 
 
 @dataclass(frozen=True, kw_only=True)
 class VESPOConfig(JointConfig):
     anchor: ClassVar[Anchor] = "rollout"
 
-    k_positive: float = 2.0
+    k_positive: float = limited(2.0, at_least=0, finite=True, what="an exponent")
     """k where Â ≥ 0: how fast the weight falls as the sequence grows unlikely."""
-    lambda_positive: float = 3.0
+    lambda_positive: float = limited(3.0, at_least=0, finite=True, what="an exponent")
     """λ where Â ≥ 0: how fast the weight falls as the sequence grows likely."""
-    k_negative: float = 3.0
+    k_negative: float = limited(3.0, at_least=0, finite=True, what="an exponent")
     """k where Â < 0."""
-    lambda_negative: float = 2.0
+    lambda_negative: float = limited(2.0, at_least=0, finite=True, what="an exponent")
     """λ where Â < 0."""
-
-    def __post_init__(self) -> None:
-        fields = ("k_positive", "lambda_positive", "k_negative", "lambda_negative")
-        require(self, *fields, at_least=0, finite=True, what="an exponent")
 
 
 # ------------------------------------------------------------------------------------------- a clip of the ratio
@@ -224,15 +216,12 @@ class VESPOConfig(JointConfig):
 class ClipRangeConfig(ObjectiveConfig):
     """Base of settings with PPO's clip range around ratio 1."""
 
-    clip_low: float = 0.2
+    clip_low: float = limited(
+        0.2, at_least=0, at_most=1, what="a distance from ratio 1", note="a ratio is never below 0, so 1 clips none from below"
+    )
     """ε_low: ratios below 1 − ε_low earn nothing more for a negative advantage."""
-    clip_high: float = 0.2
+    clip_high: float = limited(0.2, at_least=0, what="a distance from ratio 1")
     """ε_high: ratios above 1 + ε_high earn nothing more for a positive advantage."""
-
-    def __post_init__(self) -> None:
-        note = "a ratio is never below 0, so 1 clips none from below"
-        require(self, "clip_low", at_least=0, at_most=1, what="a distance from ratio 1", note=note)
-        require(self, "clip_high", at_least=0, what="a distance from ratio 1")
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -241,12 +230,8 @@ class ClipRangeConfig(ObjectiveConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PPOClipConfig(ClipRangeConfig):
-    dual_clip: float | None = None
+    dual_clip: float | None = limited(None, above=1, what="a ratio")
     """c > 1: with a negative advantage the loss is cut off at c|Â|, so that a ratio above c has no gradient."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self, "dual_clip", above=1, optional=True, what="a ratio")
 
     @property
     def kernel(self) -> TokenRule:
@@ -284,12 +269,8 @@ class ASPOConfig(ClipRangeConfig):
     """ε_low: where Â < 0, a ratio below 1 − ε_low has no gradient."""
     clip_high: float = 0.2
     """ε_high: where Â > 0, a ratio above 1 + ε_high has no gradient."""
-    cap: float = 3.0
+    cap: float = limited(3.0, above=1, what="a weight")
     """c > 1: largest weight of a token, as a constant for autograd: its gradient stays."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self, "cap", above=1, what="a weight")
 
     @property
     def kernel(self) -> TokenRule:
@@ -310,11 +291,8 @@ class GSPOConfig(ClipRangeConfig):
 class GMPOConfig(ObjectiveConfig):
     tokenwise: ClassVar[bool] = False
 
-    clip: float = 0.4
+    clip: float = limited(0.4, at_least=0, what="a distance in log-ratio")
     """ε: a token's log-ratio counts only within ±ε, on the side its advantage pushes to."""
-
-    def __post_init__(self) -> None:
-        require(self, "clip", at_least=0, what="a distance in log-ratio")
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -323,13 +301,10 @@ class GMPOConfig(ObjectiveConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RIPOConfig(ObjectiveConfig):
-    bound_low: float = 0.05
+    bound_low: float = limited(0.05, at_least=0, what="a squared distance", note="inf switches it off")
     """δ where Â < 0: largest π_old (ρ − 1)² on the way down."""
-    bound_high: float = 0.05
+    bound_high: float = limited(0.05, at_least=0, what="a squared distance", note="inf switches it off")
     """δ where Â > 0: largest π_old (ρ − 1)² on the way up."""
-
-    def __post_init__(self) -> None:
-        require(self, "bound_low", "bound_high", at_least=0, what="a squared distance", note="inf switches it off")
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -342,26 +317,23 @@ class RIPOConfig(ObjectiveConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class BAPOConfig(JointConfig):
-    share: float = 0.5
+    share: float = limited(0.5, at_least=0, below=1, what="a share")
     """ρ₀: share of the surrogate that tokens with a positive advantage should have."""
-    low: float = 0.6
+    low: float = limited(0.6, at_least=0, at_most=1, what="a ratio")
     """Smallest ratio with a gradient where Â < 0, in a balanced batch."""
-    low_end: float = 0.9
+    low_end: float = limited(0.9, at_least=0, at_most=1, what="a ratio")
     """Smallest ratio with a gradient where Â < 0, in an unbalanced batch."""
-    high: float = 1.2
+    high: float = limited(1.2, at_least=1, finite=True, what="a ratio")
     """Largest ratio with a gradient where Â > 0, in a balanced batch."""
-    high_end: float = 3.0
+    high_end: float = limited(3.0, at_least=1, finite=True, what="a ratio")
     """Largest value that `high` is raised to in an unbalanced batch."""
-    dual_clip: float | None = 3.0
+    dual_clip: float | None = limited(3.0, above=1, what="a ratio")
     """c > 1: with a negative advantage the loss is cut off at c|Â|, so that a ratio above c has no gradient."""
 
     def __post_init__(self) -> None:
-        require(self, "share", at_least=0, below=1, what="a share")
-        require(self, "low", "low_end", at_least=0, at_most=1, what="a ratio")
-        require(self, "high", "high_end", at_least=1, finite=True, what="a ratio")
+        super().__post_init__()
         require(self, "low_end", at_least=self.low, what="where `low` may rise to")
         require(self, "high_end", at_least=self.high, what="where `high` may rise to")
-        require(self, "dual_clip", above=1, optional=True, what="a ratio")
 
 
 # ------------------------------------------------------------------------------- penalties and gates on the ratio
@@ -369,11 +341,8 @@ class BAPOConfig(JointConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SPOConfig(ObjectiveConfig):
-    epsilon: float = 0.2
+    epsilon: float = limited(0.2, above=0, what="a distance from ratio 1")
     """ε: the ratio 1 ± ε at which the penalty balances the advantage; further out the gradient pulls back."""
-
-    def __post_init__(self) -> None:
-        require(self, "epsilon", above=0, what="a distance from ratio 1")
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -388,11 +357,8 @@ class SPOConfig(ObjectiveConfig):
 class DRPOConfig(ObjectiveConfig):
     anchor: ClassVar[Anchor] = "rollout"
 
-    bound: float = 0.2
+    bound: float = limited(0.2, above=0, what="a divergence", note="inf switches it off")
     """δ: the change |π − π_old| at which the penalty balances the advantage; further out the gradient pulls back."""
-
-    def __post_init__(self) -> None:
-        require(self, "bound", above=0, what="a divergence", note="inf switches it off")
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -407,13 +373,10 @@ class DRPOConfig(ObjectiveConfig):
 class SAPOConfig(ObjectiveConfig):
     reductions: ClassVar[tuple[Reduction, ...]] = _MEAN_FIRST
 
-    tau_positive: float = 1.0
+    tau_positive: float = limited(1.0, above=0, finite=True, what="a temperature")
     """τ where Â > 0: how fast the gate closes as the ratio leaves 1."""
-    tau_negative: float = 1.05
+    tau_negative: float = limited(1.05, above=0, finite=True, what="a temperature")
     """τ where Â < 0; larger, for these tokens are the unstable ones."""
-
-    def __post_init__(self) -> None:
-        require(self, "tau_positive", "tau_negative", above=0, finite=True, what="a temperature")
 
     @property
     def kernel(self) -> TokenRule:
@@ -421,6 +384,16 @@ class SAPOConfig(ObjectiveConfig):
 
 
 # -------------------------------------------------------------------------------- masks on a divergence or a rank
+
+
+_MEASURES: dict[tuple[str, str], Measure] = {
+    ("ratio", "binary"): "ratio",
+    ("tv", "binary"): "binary_tv",
+    ("kl", "binary"): "binary_kl",
+    ("tv", "topk"): "support_tv",
+    ("kl", "topk"): "support_kl",
+}
+"""Measure of DPPO's kernel for each divergence and estimator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -433,20 +406,20 @@ class DPPOConfig(ObjectiveConfig):
     """Divergence that is bounded: total variation, KL(old‖new), or |ρ − 1|, which is PPO's own rule."""
     estimator: Literal["binary", "topk", "full"] = "binary"
     """Tokens it is measured on: the sampled one against all others, a top-K support with its tail, or every token."""
-    bound: float | None = None
+    bound: float | None = limited(None, at_least=0, what="a divergence", note="inf switches it off")
     """δ: beyond it a token may not move further out. None: 0.2 for tv, 0.05 for kl, 0.2 for ratio; inf switches it off."""
-    bound_low: float | None = None
+    bound_low: float | None = limited(None, at_least=0, what="a divergence", note="inf switches it off")
     """δ where Â < 0; None takes `bound`."""
-    bound_high: float | None = None
+    bound_high: float | None = limited(None, at_least=0, what="a divergence", note="inf switches it off")
     """δ where Â > 0; None takes `bound`."""
     mask: Literal["outward", "symmetric", "predictive"] = "outward"
     """Tokens outside the region that lose their gradient: those moved along their advantage, all, or those whose own step
     raises D on the support."""
-    ratio_cap: float | None = None
+    ratio_cap: float | None = limited(None, at_least=0, what="a weight")
     """Largest weight of a token, as a constant for autograd; None leaves the ratio alone."""
 
     def __post_init__(self) -> None:
-        require_words(self, "divergence", "estimator", "mask")
+        super().__post_init__()
         if self.divergence == "ratio" and self.estimator != "binary":
             raise ValueError(
                 f"dppo: the ratio is the sampled token's alone, so divergence='ratio' goes with estimator='binary'; got "
@@ -457,9 +430,6 @@ class DPPOConfig(ObjectiveConfig):
                 "dppo: mask='predictive' looks at what a step does to the support, so it goes with estimator='topk' or 'full'; "
                 "got 'binary', where it would be mask='outward'."
             )
-        bounds = ("bound", "bound_low", "bound_high")
-        require(self, *bounds, at_least=0, optional=True, what="a divergence", note="inf switches it off")
-        require(self, "ratio_cap", at_least=0, optional=True, what="a weight")
 
     @property
     def plain_on_policy(self) -> bool:
@@ -482,15 +452,12 @@ class DPPOConfig(ObjectiveConfig):
 
     @property
     def kernel(self) -> TokenRule | None:
-        if self.estimator == "full" or self.mask == "predictive":  # both have more to check
+        measure = _MEASURES.get((self.divergence, self.estimator))
+        if measure is None or self.mask == "predictive":  # a full support and a prediction have more to check
             return None
         low, high = self.bounds
-        rule = TokenRule(rule="mask", low=low, high=high, cap=self.ratio_cap, symmetric=self.mask == "symmetric")
-        if self.divergence == "ratio":
-            return rule
-        if self.estimator == "binary":
-            return replace(rule, measure="binary_tv" if self.divergence == "tv" else "binary_kl")
-        return replace(rule, measure="support_tv" if self.divergence == "tv" else "support_kl")
+        symmetric = self.mask == "symmetric"
+        return TokenRule(rule="mask", low=low, high=high, cap=self.ratio_cap, measure=measure, symmetric=symmetric)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -500,17 +467,12 @@ class CPPOConfig(JointConfig):
 
     estimator: Literal["binary", "topk"] = "binary"
     """Tokens the total variation is measured on: the sampled one against all others, or a top-K support with its tail."""
-    bound: float = 0.2
+    bound: float = limited(0.2, at_least=0, what="a divergence", note="inf switches it off")
     """δ: total variation beyond which the first token of a sequence may not move further out."""
-    weight_last: float = 0.8
+    weight_last: float = limited(0.8, above=0, at_most=1, what="a weight")
     """Weight of a sequence's last token; the first one's is 1, and between them it falls linearly."""
-    budget: float = 0.02
+    budget: float = limited(0.02, at_least=0, what="a divergence", note="inf switches it off")
     """δ_b: mean divergence of a prefix from which on the bound tightens; up to twice that where divergences are large."""
-
-    def __post_init__(self) -> None:
-        require_words(self, "estimator")
-        require(self, "bound", "budget", at_least=0, what="a divergence", note="inf switches it off")
-        require(self, "weight_last", above=0, at_most=1, what="a weight")
 
     @property
     def support(self) -> Support:
@@ -522,16 +484,13 @@ class M2POConfig(JointConfig):
     anchor: ClassVar[Anchor] = "rollout"
     action: ClassVar[Action] = "masked"
 
-    bound: float = 0.04
+    bound: float = limited(0.04, at_least=0, what="a mean of squared log-ratios", note="inf switches it off")
     """τ: largest mean of (log ρ)² over the tokens of a call that have moved along their advantage and are not masked."""
-
-    def __post_init__(self) -> None:
-        require(self, "bound", at_least=0, what="a mean of squared log-ratios", note="inf switches it off")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClipCovConfig(ClipRangeConfig, JointConfig):
-    share: float = 2e-4
+    share: float = limited(2e-4, above=0, at_most=1, what="a share of the tokens")
     """Share of the call's tokens that lose their gradient, at least one, if there are as many to choose from."""
     cov_low: float = 1.0
     """Covariance above which a token may be chosen."""
@@ -540,7 +499,6 @@ class ClipCovConfig(ClipRangeConfig, JointConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self, "share", above=0, at_most=1, what="a share of the tokens")
         if not (number_in(self.cov_low, 0) and number_in(self.cov_high, self.cov_low)):
             raise ValueError(
                 f"clip_cov: covariances lie in (`cov_low`, `cov_high`) with 0 ≤ cov_low ≤ cov_high; got ({self.cov_low!r}, "
@@ -550,14 +508,10 @@ class ClipCovConfig(ClipRangeConfig, JointConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class KLCovConfig(JointConfig):
-    share: float = 2e-4
+    share: float = limited(2e-4, above=0, at_most=1, what="a share of the tokens")
     """Share of the call's tokens that are penalised, at least one."""
-    penalty: float = 1.0
+    penalty: float = limited(1.0, at_least=0, finite=True, what="a weight")
     """β: weight of the penalty."""
-
-    def __post_init__(self) -> None:
-        require(self, "share", above=0, at_most=1, what="a share of the tokens")
-        require(self, "penalty", at_least=0, finite=True, what="a weight")
 
 
 # --------------------------------------------------------------------------------------- projections onto a KL ball
@@ -568,13 +522,13 @@ class TROLLConfig(ObjectiveConfig):
     action: ClassVar[Action] = "projected"
     support: ClassVar[Support] = "topk"
 
-    bound: float = 0.05
+    bound: float = limited(0.05, at_least=0, what="a KL in nats", note="inf switches it off")
     """ε: KL(projected‖centre) of every token, in nats; inf switches the projection off."""
-    regression: float = 1.0
+    regression: float = limited(1.0, at_least=0, finite=True, what="a weight")
     """α: how strongly the network is pulled to its own projection; 0 lets it drift."""
     tail: Literal["bucket", "fill"] = "bucket"
     """Tokens outside the support: their exact mass as one more category, or a fixed tiny probability each, as published."""
-    vocab_size: int | None = None
+    vocab_size: int | None = limited(None, at_least=1, what="a number of tokens")
     """V; `tail="fill"` needs it to count the tokens outside the support."""
     level: Literal["token", "sequence"] = "token"
     """Ratio in the policy gradient: each token's own, or the length-normalised one of its sequence, as in GSPO."""
@@ -584,17 +538,13 @@ class TROLLConfig(ObjectiveConfig):
     """Tokens that are projected: all outside the ball, or not those whose own gradient step lowers the KL."""
     centre: Literal["old", "reference"] = "old"
     """Centre of the ball: the old policy, which moves with training, or a frozen one (`dist_teacher`), to bound all drift."""
-    ratio_cap: float | None = None
+    ratio_cap: float | None = limited(None, at_least=0, what="a weight")
     """Largest weight of a token, as a constant for autograd. A KL bound does not bound the ratio of a rare token."""
 
     def __post_init__(self) -> None:
-        require(self, "bound", at_least=0, what="a KL in nats", note="inf switches it off")
-        require(self, "regression", at_least=0, finite=True, what="a weight")
-        require_words(self, "tail", "level", "gradient", "project", "centre")
-        require(self, "vocab_size", at_least=1, integer=True, optional=True, what="a number of tokens")
+        super().__post_init__()
         if self.tail == "fill" and self.vocab_size is None:
             raise ValueError("troll: tail='fill' gives every dropped token 1e-12 and has to know how many: set `vocab_size`.")
-        require(self, "ratio_cap", at_least=0, optional=True, what="a weight")
 
     @property
     def tokenwise(self) -> bool:
@@ -641,14 +591,10 @@ class DistillConfig(ObjectiveConfig):
     regresses: ClassVar[bool] = True
     third_policy: ClassVar[Literal["teacher"]] = "teacher"
 
-    bound: float = 0.05
+    bound: float = limited(0.05, at_least=0, what="a KL in nats", note="inf switches it off")
     """ε: KL(target‖old) of every token, in nats; inf makes the teacher itself the target."""
     direction: Literal["reverse", "forward"] = "reverse"
     """Direction of the regression: KL(new‖target), which gives up modes, or KL(target‖new), which covers them."""
-
-    def __post_init__(self) -> None:
-        require(self, "bound", at_least=0, what="a KL in nats", note="inf switches it off")
-        require_words(self, "direction")
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -660,31 +606,31 @@ class DistillConfig(ObjectiveConfig):
 ObjectiveFunction = Callable[["TokenBatch", Any], "ObjectiveOutput"]
 
 OBJECTIVES: dict[str, tuple[str | ObjectiveFunction, type[ObjectiveConfig]]] = {
-    "troll": ("troll", TROLLConfig),
-    "dppo": ("dppo", DPPOConfig),
-    "ppo_clip": ("ppo_clip", PPOClipConfig),
-    "clip_higher": ("ppo_clip", ClipHigherConfig),
-    "reinforce": ("reinforce", ReinforceConfig),
-    "gspo": ("gspo", GSPOConfig),
-    "cispo": ("cispo", CISPOConfig),
-    "dual_clip": ("ppo_clip", DualClipConfig),
-    "sapo": ("sapo", SAPOConfig),
-    "gmpo": ("gmpo", GMPOConfig),
-    "spo": ("spo", SPOConfig),
-    "m2po": ("m2po", M2POConfig),
-    "drpo": ("drpo", DRPOConfig),
-    "aspo": ("aspo", ASPOConfig),
-    "bapo": ("bapo", BAPOConfig),
-    "clip_cov": ("clip_cov", ClipCovConfig),
-    "cppo": ("cppo", CPPOConfig),
-    "decoupled_ppo": ("decoupled_ppo", DecoupledPPOConfig),
-    "distill": ("distill", DistillConfig),
-    "kl_cov": ("kl_cov", KLCovConfig),
-    "ripo": ("ripo", RIPOConfig),
-    "topr": ("topr", TOPRConfig),
-    "vespo": ("vespo", VESPOConfig),
+    "troll": ("projections.troll", TROLLConfig),
+    "dppo": ("masks.dppo", DPPOConfig),
+    "ppo_clip": ("clips.ppo_clip", PPOClipConfig),
+    "clip_higher": ("clips.ppo_clip", ClipHigherConfig),
+    "reinforce": ("weights.reinforce", ReinforceConfig),
+    "gspo": ("clips.gspo", GSPOConfig),
+    "cispo": ("weights.cispo", CISPOConfig),
+    "dual_clip": ("clips.ppo_clip", DualClipConfig),
+    "sapo": ("penalties.sapo", SAPOConfig),
+    "gmpo": ("clips.gmpo", GMPOConfig),
+    "spo": ("penalties.spo", SPOConfig),
+    "m2po": ("masks.m2po", M2POConfig),
+    "drpo": ("penalties.drpo", DRPOConfig),
+    "aspo": ("clips.aspo", ASPOConfig),
+    "bapo": ("clips.bapo", BAPOConfig),
+    "clip_cov": ("masks.clip_cov", ClipCovConfig),
+    "cppo": ("masks.cppo", CPPOConfig),
+    "decoupled_ppo": ("clips.decoupled_ppo", DecoupledPPOConfig),
+    "distill": ("projections.distill", DistillConfig),
+    "kl_cov": ("masks.kl_cov", KLCovConfig),
+    "ripo": ("clips.ripo", RIPOConfig),
+    "topr": ("weights.topr", TOPRConfig),
+    "vespo": ("weights.vespo", VESPOConfig),
 }
-"""Function and settings of every objective. A name stands for the function and the module of that name.
+"""Function and settings of every objective. A string is a function's path in this package.
 
 Reports give colours in this order, so a new objective comes last.
 """

@@ -18,16 +18,13 @@ from corral.divergence import kl_k2
 from corral.objective.check import check_batch
 from corral.objective.ratio import clamp_log_ratio, zero_padding
 from corral.tensors import TokenBatch
-from corral.validate import build_config, nearest, number_in, require
+from corral.validate import Checked, build_config, limited, nearest, number_in
 
 
 @dataclass(frozen=True, kw_only=True)
-class TISConfig:
-    cap: float = 2.0
+class TISConfig(Checked):
+    cap: float = limited(2.0, above=0, what="the largest weight")
     """C: the largest weight."""
-
-    def __post_init__(self) -> None:
-        require(self, "cap", above=0, what="the largest weight")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +40,9 @@ class IcePopConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TRMConfig:
-    bound: float = 0.05
+class TRMConfig(Checked):
+    bound: float = limited(0.05, at_least=0, what="a divergence", note="inf switches it off")
     """δ on the largest k2 estimate, ½ (log ρ)², in a sequence."""
-
-    def __post_init__(self) -> None:
-        require(self, "bound", at_least=0, what="a divergence", note="inf switches it off")
 
 
 def tis(batch: TokenBatch, config: TISConfig) -> Float[Tensor, "B T"]:

@@ -19,8 +19,8 @@ from corral.lab.cli.explain import field_docs
 from corral.lab.jobs.llm.settings import RECIPES, TABLES, Settings, _trainer_types, read_recipe, resolve
 from corral.lab.run.settings import nested
 from corral.objective import OBJECTIVES, make_objective
+from corral.objective.config import TROLLConfig
 from corral.objective.correction import CORRECTIONS
-from corral.objective.troll import TROLLConfig
 from corral.trl import IncompatibleTRL
 from corral.validate import pip_install
 from small_runs import save_model
