@@ -143,7 +143,7 @@ def public_functions() -> list[tuple[str, ast.FunctionDef]]:
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.FunctionDef)
         and not node.name.startswith("_")
-        and not any(isinstance(x, ast.Name) and x.id == "no_type_check" for x in node.decorator_list)
+        and not any(isinstance(x, ast.Attribute) and x.attr == "jit" for x in node.decorator_list)
     ]
 
 

@@ -1,6 +1,6 @@
 """Autograd function of the head in Triton, with checks of its inputs."""
 
-from typing import Any, no_type_check
+from typing import Any
 
 import torch
 import triton
@@ -45,7 +45,6 @@ class IdCheck:
 
 
 @triton.jit
-@no_type_check
 def _repeat_kernel(ids, found, slots, SLOTS: tl.constexpr, SOME: tl.constexpr):
     """Set `found` to 1 if a row contains a token twice."""
     row = tl.program_id(0).to(tl.int64)

@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import no_type_check
 
 import torch
 import triton
@@ -56,7 +55,6 @@ def row_gradient(
 
 
 @triton.jit
-@no_type_check
 def _row_kernel(
     ids, kept, rest, logp, lse, entropy, tokens, g_kept, g_rest, g_logp, g_entropy, weights, out_ids, out_value, out_factor,
     out_off, out_size, out_need, slots_in, slots, stride_ids, stride_kept, stride_logp, slope, curve, SLOTS: tl.constexpr,
@@ -170,7 +168,6 @@ def route_rows(gradient: RowGradient, spec: LogitSpec, vocabulary: int, toleranc
 
 
 @triton.jit
-@no_type_check
 def _route_kernel(
     ids, value, off, size, need, given_mean, route, key, out_share, count, slots, vocabulary, tolerance, slope, small,
     ROWS: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
@@ -204,7 +201,6 @@ def _route_kernel(
 
 
 @triton.jit
-@no_type_check
 def _tally_kernel(route, share, counts, dense_rows, shares, count, PADDED: tl.constexpr, BLOCK: tl.constexpr):
     """List the dense rows in one program, so that their order, and with it the order of sums in dW, is fixed."""
     with_gradient, dense, most = 0, 0, 0.0
@@ -219,7 +215,7 @@ def _tally_kernel(route, share, counts, dense_rows, shares, count, PADDED: tl.co
     tl.store(dense_rows + dense + tl.arange(0, PADDED), tl.full((PADDED,), -1, tl.int64))
     tl.store(counts, with_gradient)
     tl.store(counts + 1, dense)
-    tl.store(shares, dense.to(tl.float32) / tl.maximum(with_gradient, 1).to(tl.float32))
+    tl.store(shares, tl.cast(dense, tl.float32) / tl.maximum(with_gradient, 1).to(tl.float32))
     tl.store(shares + 1, most)
 
 
@@ -293,7 +289,6 @@ def multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> 
 
 
 @triton.jit
-@no_type_check
 def _dense_kernel(
     dots, dz, bias, picked, lse, rest, entropy, g_entropy, factor, ids, value, start, width, vocabulary, slots, before, cap,
     after, slope, curve, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
@@ -425,7 +420,6 @@ def scale_rows(
 
 
 @triton.jit
-@no_type_check
 def _sampled_kernel(hidden, weight, bias, tokens, out, vocabulary, width, slope, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     token = tl.minimum(tl.maximum(tl.load(tokens + row).to(tl.int64), 0), vocabulary - 1)
@@ -443,7 +437,6 @@ def _sampled_kernel(hidden, weight, bias, tokens, out, vocabulary, width, slope,
 
 
 @triton.jit
-@no_type_check
 def _singles_kernel(
     stored, reference, lse, rest, off_factor, ids, value, factor, likely, lost_value, left_out, stride, slots, slope,
     LIKELY: tl.constexpr, SLOTS: tl.constexpr,
@@ -478,7 +471,6 @@ def _singles_kernel(
 
 
 @triton.jit
-@no_type_check
 def _rows_kernel(x, factor, likely, lost, weight, out, width, LIKELY: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -589,7 +581,6 @@ def scale(x: Tensor, factor: Tensor) -> None:
 
 
 @triton.jit
-@no_type_check
 def _scale_kernel(x, factor, total, BLOCK: tl.constexpr):
     times = tl.load(factor).to(tl.float32)
     if times != 1.0:
@@ -600,7 +591,6 @@ def _scale_kernel(x, factor, total, BLOCK: tl.constexpr):
 
 
 @triton.jit
-@no_type_check
 def _gradient_kernel(
     stored, peak, place, second, lse, rest, factor, ids, value, tiles, slots, slope, curve, SOME: tl.constexpr,
     COLUMNS: tl.constexpr, SLOTS: tl.constexpr,
@@ -735,7 +725,6 @@ def sparse_weight(
 
 
 @triton.jit
-@no_type_check
 def _hidden_kernel(
     weight, key, value, out, vocabulary, width, slots, BLOCK: tl.constexpr, SOME: tl.constexpr, SLOTS: tl.constexpr
 ):
@@ -760,7 +749,6 @@ def _hidden_kernel(
 
 
 @triton.jit
-@no_type_check
 def _piece_kernel(
     hidden, value, keys, order, sums, sums_g, vocabulary, width, slots, PIECE: tl.constexpr, BLOCK: tl.constexpr,
     SOME: tl.constexpr,
@@ -787,7 +775,6 @@ def _piece_kernel(
 
 
 @triton.jit
-@no_type_check
 def _weight_kernel(
     hidden, value, order, starts, sums, sums_g, d_weight, d_bias, width, slots, ADD: tl.constexpr, PIECE: tl.constexpr,
     BLOCK: tl.constexpr,

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import no_type_check
 
 import torch
 import triton
@@ -80,13 +79,11 @@ def plan_batch(
 
 
 @triton.jit
-@no_type_check
 def _finite(x):
     return tl.abs(x.to(tl.float32)) < float("inf")
 
 
 @triton.jit
-@no_type_check
 def _inspect_kernel(
     mask, tokens, ids, kept, rest, logp_old, rollout, advantages, weights, policy_weights, off, size, total, length, stride_b,
     stride_t, slots, vocabulary, highest, slack, ANCHOR: tl.constexpr, DENSE: tl.constexpr, EVERY: tl.constexpr,
@@ -143,7 +140,6 @@ def _inspect_kernel(
 
 
 @triton.jit
-@no_type_check
 def _ways(off, size, row, total, mean, tolerance):
     """Masks of the unmasked rows, and of the rows planned to be dense."""
     whole = tl.load(size + row, mask=row < total, other=-1.0)
@@ -153,7 +149,6 @@ def _ways(off, size, row, total, mean, tolerance):
 
 
 @triton.jit
-@no_type_check
 def _order_kernel(off, size, order, counts, total, tolerance, flat, fewest, share, rest, BLOCK: tl.constexpr):
     """Order the rows in one program, so that the mean, which separates dense from streamed rows, is deterministic."""
     sizes = tl.zeros((BLOCK,), tl.float32)

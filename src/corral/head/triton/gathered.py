@@ -4,7 +4,6 @@
 """
 
 from dataclasses import replace
-from typing import no_type_check
 
 import torch
 import triton
@@ -58,7 +57,6 @@ def _extend(
 
 
 @triton.jit
-@no_type_check
 def _logits(hidden, weight, bias, id, row, vocabulary, width, before, cap, after, BLOCK: tl.constexpr):
     """Compute the logits of some tokens [1, n] for one row."""
     dots, member = tl.zeros(id.shape, tl.float32), (id >= 0) & (id < vocabulary)
@@ -73,7 +71,6 @@ def _logits(hidden, weight, bias, id, row, vocabulary, width, before, cap, after
 
 
 @triton.jit
-@no_type_check
 def _extend_kernel(
     hidden, weight, bias, row_of, ids, kept, rest, wide, out_kept, out_rest, count, vocabulary, width, slots, joined, before,
     cap, after, BLOCK: tl.constexpr, SOME: tl.constexpr, SLOTS: tl.constexpr, JOINED: tl.constexpr,

@@ -1,7 +1,6 @@
 """Tile statistics of logits from one GEMM of hidden states and head weights, without materialised logits."""
 
 from dataclasses import dataclass
-from typing import no_type_check
 
 import torch
 import triton
@@ -21,7 +20,6 @@ ROOM: tl.constexpr = tl.constexpr(96.0)
 
 
 @triton.jit
-@no_type_check
 def reduce_any(z, ENTROPY: tl.constexpr, COLUMNS: tl.constexpr):
     """Reduce a tile in which some or all logits may be −inf to its statistics."""
     local = tl.arange(0, COLUMNS)
@@ -41,7 +39,6 @@ def reduce_any(z, ENTROPY: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-@no_type_check
 def reduce_plain(z, factor, ENTROPY: tl.constexpr, COMPILED: tl.constexpr, COLUMNS: tl.constexpr):
     """Reduce a tile of finite h Wᵀ to its statistics; logits are a positive multiple, so that their order is equal.
 
@@ -158,16 +155,7 @@ def processors(x: Tensor) -> int:
 
 
 @triton.jit
-@no_type_check
-def finish_logits(
-    dots,
-    columns,
-    bias,
-    vocabulary,
-    before,
-    cap,
-    after,
-):
+def finish_logits(dots, columns, bias, vocabulary, before, cap, after):
     """Compute z = softcap(scale · (h Wᵀ + b)) / temperature; −inf beyond the vocabulary."""
     if bias is not None:
         dots += tl.load(bias + columns, mask=columns < vocabulary, other=0.0).to(tl.float32)[None, :]
@@ -179,7 +167,6 @@ def finish_logits(
 
 
 @triton.jit
-@no_type_check
 def rank_bits(z):
     """Map a logit to an integer of equal order."""
     bits = (z + 0.0).to(tl.int32, bitcast=True)  # + 0 turns −0 into 0, its equal
@@ -187,14 +174,12 @@ def rank_bits(z):
 
 
 @triton.jit
-@no_type_check
 def rank_key(z, ids):
     """Map (logit, id) to an integer that orders by logit, then lower id first."""
     return (rank_bits(z).to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
 
 
 @triton.jit
-@no_type_check
 def _stats_kernel(
     hidden, weight, store, bias, reference, peak, place, second, others, weighted, counter, count, vocabulary, width, tiles,
     before, cap, after,     PLAIN: tl.constexpr, ENTROPY: tl.constexpr, COMPILED: tl.constexpr, PROGRAMS: tl.constexpr,
@@ -232,7 +217,6 @@ def _stats_kernel(
 
 
 @triton.jit
-@no_type_check
 def _tile_at(index, row_blocks, column_blocks, GROUP: tl.constexpr):
     """Map an index to a tile, in an order in which a group of row blocks shares its weights: first down, then across."""
     group = index // (GROUP * column_blocks)
@@ -242,7 +226,6 @@ def _tile_at(index, row_blocks, column_blocks, GROUP: tl.constexpr):
 
 
 @triton.jit
-@no_type_check
 def _multiply(hidden, weight, row_block, column_block, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
     dots = tl.zeros((ROWS, COLUMNS), tl.float32)
     for k in range(0, width, DEPTH):
@@ -253,7 +236,6 @@ def _multiply(hidden, weight, row_block, column_block, width, ROWS: tl.constexpr
 
 
 @triton.jit
-@no_type_check
 def _put(
     store, reference, peak, place, second, others, weighted, row_block, column_block, count, tiles, top, at, next_top, total,
     gaps, e, base, is_top, most, ENTROPY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, no_type_check
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -33,7 +33,6 @@ LANES = 256
 
 
 @triton.jit
-@no_type_check
 def log_softmax(x):
     """Compute x − log Σ eˣ."""
     top = tl.max(x, 0)
@@ -41,7 +40,6 @@ def log_softmax(x):
 
 
 @triton.jit
-@no_type_check
 def kl_term(p, q, gap):
     """Compute p (eˣ − 1 − x) for x = log q − log p: as a series if x is small, as q − p − p x elsewhere."""
     near = tl.abs(gap) < 0.5
@@ -53,7 +51,6 @@ def kl_term(p, q, gap):
 
 
 @triton.jit
-@no_type_check
 def kl_elements(log_p, log_q):
     """Terms of KL(p‖q): q where p = 0, inf where only q is 0."""
     both = (log_p > -float("inf")) & (log_q > -float("inf"))
@@ -62,7 +59,6 @@ def kl_elements(log_p, log_q):
 
 
 @triton.jit
-@no_type_check
 def expm1(x):
     """Compute eˣ − 1, as a series if x is small."""
     near = tl.abs(x) < 0.5
@@ -73,7 +69,6 @@ def expm1(x):
 
 
 @triton.jit
-@no_type_check
 def log1p(x):
     """Compute log(1 + x), with the rounding of 1 + x undone."""
     one_more = 1.0 + x
@@ -82,7 +77,6 @@ def log1p(x):
 
 
 @triton.jit
-@no_type_check
 def abs_difference(log_p, log_q):
     """Compute |p − q| as max(p, q) (1 − e^−|log p − log q|)."""
     neither = (log_p == -float("inf")) & (log_q == -float("inf"))
@@ -91,7 +85,6 @@ def abs_difference(log_p, log_q):
 
 
 @triton.jit
-@no_type_check
 def binary_kl(log_p, log_q):
     """KL between (p, 1 − p) and (q, 1 − q), like `divergence.binary_kl`."""
     sure_p, sure_q = log_p >= 0.0, log_q >= 0.0
@@ -110,7 +103,6 @@ def binary_kl(log_p, log_q):
 
 
 @triton.jit
-@no_type_check
 def tilt(t, log_old, p, d, common):
     """Evaluate the tilt r_t ∝ old · e^{t d}: log r, KL(r‖old) and Var_r(d)."""
     step = t * d
@@ -125,7 +117,6 @@ def tilt(t, log_old, p, d, common):
 
 
 @triton.jit
-@no_type_check
 def project(new, old, bound):
     """Project a row: log r, t, whether the bound binds, KL(r‖old), converged. Fuses `find_root` and `_project_rows`."""
     common = (new > RULED_OUT) & (old > RULED_OUT)
@@ -255,7 +246,6 @@ def summarize(
 
 
 @triton.jit
-@no_type_check
 def disagree(own, anchor):
     """True if an old policy's support and log-probs disagree on the sampled token.
 
@@ -265,7 +255,6 @@ def disagree(own, anchor):
 
 
 @triton.jit
-@no_type_check
 def no_distribution(mass, slack):
     """True if a mass is not 1, by a looser tolerance than the objective's.
 
@@ -275,7 +264,6 @@ def no_distribution(mass, slack):
 
 
 @triton.jit
-@no_type_check
 def _metrics_kernel(fields, rest, rest_new, max_new, max_old, weights, policy_weights, out, count, BLOCK: tl.constexpr):
     """Sum all metrics in one program, so that the result is deterministic."""
     zero = tl.zeros((BLOCK,), tl.float32)
@@ -380,7 +368,6 @@ _MEASURES: dict[tuple[str, str], Any] = {
 
 
 @triton.jit
-@no_type_check
 def _token_kernel(
     logp, kept, rest, kept_old, rest_old, logp_old, rollout, advantages, policy_weights, fields, out_own, count, slots, stride,
     stride_kept, highest, slack, low, high, cap, RULE: tl.constexpr, MEASURE: tl.constexpr, SYMMETRIC: tl.constexpr,
@@ -504,7 +491,6 @@ def _token_kernel(
 
 
 @triton.jit
-@no_type_check
 def _put(at, count, mask, loss, log_rho, acted, kl_mean, kl_max, kl_after, dual, converged, mismatch, flawed, regression):
     """Write the fields of some rows."""
     tl.store(at + count * LOSS, loss, mask=mask)
@@ -551,7 +537,6 @@ class TrollLoss(ProjectionRule):
 
 
 @triton.jit
-@no_type_check
 def _troll_kernel(
     kept, rest, kept_old, rest_old, logp_old, rollout, advantages, policy_weights, fields, g_kept, g_rest, count, slots, stride,
     highest, slack, bound, regression, cap, GRADIENT: tl.constexpr, OUTWARD: tl.constexpr, SLOTS: tl.constexpr,

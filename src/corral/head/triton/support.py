@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import no_type_check
 
 import torch
 import triton
@@ -245,7 +244,6 @@ def join_supports(given: Tensor, ranked: Tensor, most: int, joins: Tensor | None
 
 
 @triton.jit
-@no_type_check
 def _load_tiles(peak, second, others, row, tiles, TILES: tl.constexpr):
     """Load a row's tiles: indices, mask, addresses, largest logit, second largest, and the sum of all but the largest."""
     tile = tl.arange(0, TILES)
@@ -257,7 +255,6 @@ def _load_tiles(peak, second, others, row, tiles, TILES: tl.constexpr):
 
 
 @triton.jit
-@no_type_check
 def log_sum(peak, total):
     """Compute log Σ total e^peak; −inf if there is nothing to sum."""
     top = tl.max(peak, 0)
@@ -266,7 +263,6 @@ def log_sum(peak, total):
 
 
 @triton.jit
-@no_type_check
 def whole_tiles(top, runner_up, without):
     """Compute Σ e^(z − top) of each tile, and second − top."""
     some = top > -float("inf")
@@ -275,7 +271,6 @@ def whole_tiles(top, runner_up, without):
 
 
 @triton.jit
-@no_type_check
 def _normaliser(top, runner_up, without, weighted, lse, entropy, row, tiles, ENTROPY: tl.constexpr, TILES: tl.constexpr):
     """Write log Σ e^z of a row, and its entropy."""
     whole, down = whole_tiles(top, runner_up, without)
@@ -293,7 +288,6 @@ def _normaliser(top, runner_up, without, weighted, lse, entropy, row, tiles, ENT
 
 
 @triton.jit
-@no_type_check
 def _given_kernel(
     peak, place, second, others, weighted, marks, state, queue, length, listed, values, lse, entropy, rows, tiles, slots,
     GIVEN: tl.constexpr, ENTROPY: tl.constexpr, TILES: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -341,7 +335,6 @@ def _given_kernel(
 
 
 @triton.jit
-@no_type_check
 def _own_kernel(
     peak, place, second, others, weighted, marks, state, queue, length, listed, filled, floors, overflow, lse, entropy, rows,
     tiles, top_k, ENTROPY: tl.constexpr, TILES: tl.constexpr, ROOM: tl.constexpr, COLUMNS: tl.constexpr,
@@ -397,7 +390,6 @@ def _own_kernel(
 
 
 @triton.jit
-@no_type_check
 def _tile_kernel(
     hidden, weight, bias, queue, length, listed, filled, floors, overflow, marks, lse, values, second, others, rows, vocabulary,
     width, tiles, slots, before, cap, after, OWN: tl.constexpr, GIVEN: tl.constexpr, PROGRAMS: tl.constexpr,
@@ -435,7 +427,6 @@ def _tile_kernel(
 
 
 @triton.jit
-@no_type_check
 def _take_listed(
     z, row, valid, position, tile, listed, lse, values, slots, GIVEN: tl.constexpr, LISTED: tl.constexpr, COLUMNS: tl.constexpr
 ):
@@ -460,7 +451,6 @@ def _take_listed(
 
 
 @triton.jit
-@no_type_check
 def _take_largest(z, row, valid, tile, listed, filled, floors, overflow, marks, LISTED: tl.constexpr, COLUMNS: tl.constexpr):
     """Put the sampled token first in the list, and append other logits that reach the row's lower bound."""
     local = tl.arange(0, COLUMNS)
@@ -487,7 +477,6 @@ def _take_largest(z, row, valid, tile, listed, filled, floors, overflow, marks, 
 
 
 @triton.jit
-@no_type_check
 def _left_in_tiles(peak, second, others, state, row, tiles, TILES: tl.constexpr):
     """Compute log Σ e^z over the logits that stayed in their tiles, and the largest of these logits."""
     _tile, valid, here, top, runner_up, without = _load_tiles(peak, second, others, row, tiles, TILES)
@@ -498,7 +487,6 @@ def _left_in_tiles(peak, second, others, state, row, tiles, TILES: tl.constexpr)
 
 
 @triton.jit
-@no_type_check
 def _finalize_given_kernel(
     peak, second, others, state, marks, lse, rest, rest_max, values, tiles, slots, GIVEN: tl.constexpr, TILES: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -519,7 +507,6 @@ def _finalize_given_kernel(
 
 
 @triton.jit
-@no_type_check
 def _finalize_own_kernel(
     peak, second, others, state, listed, filled, marks, lse, logp, rest, rest_max, ids, kept, tiles, mass, top_k,
     THRESHOLD: tl.constexpr, TILES: tl.constexpr, BEST: tl.constexpr, ROOM: tl.constexpr,
@@ -573,7 +560,6 @@ def _finalize_own_kernel(
 
 
 @triton.jit
-@no_type_check
 def _value_of(key):
     """Convert a rank key back to its logit."""
     bits = (key >> 32).to(tl.int32)
@@ -581,7 +567,6 @@ def _value_of(key):
 
 
 @triton.jit
-@no_type_check
 def _join_kernel(
     ids, ranked, joins, out_joined, slots, slots_in, joined, GIVEN: tl.constexpr, RANKED: tl.constexpr, SLOTS: tl.constexpr,
     SOME: tl.constexpr,
