@@ -1,7 +1,6 @@
 """A pool of worker processes: jobs go to idle workers, dead or hung workers are replaced, and results keep their order."""
 
 import atexit
-import collections
 import os
 import threading
 import weakref
@@ -9,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 
 class WorkerLost(RuntimeError):
@@ -60,28 +59,7 @@ class WorkerPool(ABC, Generic[_Worker]):
     def map(self, function: Callable[..., _Result], *items: Sequence[Any]) -> list[_Result]:
         """Results of `function` for every item, in order, on the pool's threads. `function` may call `use` but not `map`."""
         self._check()
-        rows = list(zip(*items, strict=True))
-        results: list[_Result | None] = [None] * len(rows)
-        todo = collections.deque(enumerate(rows))
-
-        def work() -> None:  # many rows per thread: to wake another one for each of them takes its time
-            while todo:
-                try:
-                    index, row = todo.popleft()
-                except IndexError:  # someone else has the last one
-                    return
-                try:
-                    results[index] = function(*row)
-                except BaseException:
-                    todo.clear()
-                    raise
-
-        try:
-            for thread in [self._threads.submit(work) for _ in range(min(self.size, len(rows)))]:
-                thread.result()
-        finally:
-            todo.clear()  # after Ctrl-C here the threads would go on to the last row, and the process wait for them
-        return cast(list[_Result], results)
+        return list(self._threads.map(function, *items))  # on an error, or Ctrl-C here, it cancels what has not begun
 
     def use(self, job: Callable[..., _Result], count: int = 1) -> _Result:
         """Result of `job(*workers)` with `count` workers, computed in the calling thread.

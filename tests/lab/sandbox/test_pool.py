@@ -8,6 +8,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
+from io import FileIO
 
 import pytest
 from hypothesis import given, settings
@@ -18,9 +19,8 @@ import corral.lab.sandbox.pool as module
 import corral.lab.sandbox.worker as workers
 from corral.lab.sandbox import SandboxJob, SandboxLimits, SandboxResult, SandboxUnavailable, SandboxWorker
 from corral.lab.sandbox.backend import BACKENDS, choose
-from corral.lab.sandbox.files import Pipe
 from corral.lab.sandbox.pool import SandboxPool, shared_pool
-from corral.lab.sandbox.worker import RunningProgram
+from corral.lab.sandbox.worker import Pipe, RunningProgram
 
 
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
@@ -89,8 +89,8 @@ def test_pipes_that_a_forked_process_holds_open_are_not_waited_for(backend: str,
     held: list[int] = []
 
     class Copied(SandboxWorker):
-        def start(self, job: SandboxJob, stdin: int, out: Pipe, err: Pipe, capture: tuple[Pipe, ...]) -> RunningProgram:
-            held.extend([os.dup(out.writer), os.dup(err.writer)])  # as a fork of another thread has them
+        def start(self, job: SandboxJob, stdin: FileIO, out: Pipe, err: Pipe, capture: tuple[Pipe, ...]) -> RunningProgram:
+            held.extend([os.dup(out.writer.fileno()), os.dup(err.writer.fileno())])  # as a fork of another thread has them
             return super().start(job, stdin, out, err, capture)
 
     monkeypatch.setattr(module, "SandboxWorker", Copied)

@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +58,11 @@ def refusal(reasons: str) -> SandboxUnavailable:
 
 @cache
 def _modules() -> tuple[tuple[str, Any], ...]:
-    parts = _PACKAGE.split(".")
-    packages = [(".".join(parts[: depth + 1]), None) for depth in range(len(parts))]
-    files = [(f"{_PACKAGE}.{name}", _INSIDE / f"{name}.py") for name in _MODULES]
-    return (
-        *packages,
-        *((name, compile(path.read_text(), f"<{path.name}>", "exec", dont_inherit=True)) for name, path in files),
-    )
+    """Names of the packages and modules inside, with the code objects of the modules."""
+    packages = accumulate(_PACKAGE.split("."), "{}.{}".format)
+    sources = {name: (_INSIDE / f"{name}.py").read_text() for name in _MODULES}
+    codes = ((f"{_PACKAGE}.{name}", compile(text, f"<{name}.py>", "exec", dont_inherit=True)) for name, text in sources.items())
+    return (*((name, None) for name in packages), *codes)
 
 
 def payload(config: dict[str, Any]) -> bytes:
@@ -71,9 +70,9 @@ def payload(config: dict[str, Any]) -> bytes:
     return marshal.dumps((_modules(), config))
 
 
-def command(backend: str, payload_file: int) -> list[str]:
-    """The command line that starts a sandboxed interpreter."""
-    python = [interpreter(), "-P", "-s", "-S", "-B", "-X", "utf8", "-c", _BOOT, str(payload_file)]
+def command(backend: str) -> list[str]:
+    """The command line that starts a sandboxed interpreter, but for its last argument: the open file with its payload."""
+    python = [interpreter(), "-P", "-s", "-S", "-B", "-X", "utf8", "-c", _BOOT]
     return [*_bubblewrap(), *python] if backend == "bwrap" else python
 
 

@@ -125,17 +125,14 @@ def places(membership: Path, mounts: Path) -> list[tuple[Path, int]]:
         (root, where), (kind, _, options) = left.split()[3:5], right.split()[:3]
         if kind not in own or (kind == "cgroup" and "memory" not in options.split(",")):
             continue
-        if (own[kind] + "/").startswith(root.rstrip("/") + "/"):
-            found.append(
-                (Path(where, own[kind][len(root.rstrip("/")) :].lstrip("/")), Path(where), 1 if kind == "cgroup" else 2)
-            )
-    result = []
-    for folder, top, version in found:
-        if version == 1:
-            result.append((folder, 1))
+        if not (own[kind] + "/").startswith(root.rstrip("/") + "/"):
+            continue
+        folder = Path(where, own[kind][len(root.rstrip("/")) :].lstrip("/"))
+        if kind == "cgroup":
+            found.append((folder, 1))
         else:
-            result += [(one, 2) for one in (folder, folder.parent) if one.is_relative_to(top) and _delegates_memory(one)]
-    return result
+            found += [(one, 2) for one in (folder, folder.parent) if one.is_relative_to(where) and _delegates_memory(one)]
+    return found
 
 
 def _delegates_memory(folder: Path) -> bool:

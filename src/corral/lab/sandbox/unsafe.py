@@ -3,12 +3,12 @@
 import contextlib
 import math
 import os
-import selectors
 import signal
 import subprocess
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import IO
 
 from corral.lab.sandbox.result import SandboxJob, SandboxResult, SandboxStatus, encode
 from corral.lab.sandbox.view import interpreter
@@ -32,98 +32,81 @@ except MemoryError:
 """
 _OUT_OF_MEMORY = 137
 _BASELINE = 64 << 20
-_CHUNK = 1 << 16
+_TICK = 0.02
+"""Seconds between two looks at the clock and at the size of the output."""
 _EXIT_SECONDS = 2.0
 """Seconds to wait until a killed process has gone."""
 
 
 def run_unsafe(job: SandboxJob) -> SandboxResult:
     """Run a program with the user's own rights. A malicious program can do harm."""
-    with tempfile.TemporaryFile() as stdin:
+    with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout:
         stdin.write(encode(job.stdin))
         stdin.seek(0)
-        return _run(job, stdin.fileno(), None)
+        return _run(job, stdin, stdout, captured=True)
 
 
 def run_unsafe_connected(first: SandboxJob, second: SandboxJob) -> tuple[SandboxResult, SandboxResult]:
     """Run two programs with the user's own rights, each reading the other's output."""
-    (there_reader, there), (back_reader, back) = os.pipe(), os.pipe()
+    there, back = ((open(reader, "rb"), open(writer, "wb")) for reader, writer in (os.pipe(), os.pipe()))  # noqa: SIM115
     with ThreadPoolExecutor(2) as threads:
-        pair = [threads.submit(_run, first, back_reader, there), threads.submit(_run, second, there_reader, back)]
-        return pair[0].result(), pair[1].result()
+        one = threads.submit(_run, first, back[0], there[1], captured=False)
+        other = threads.submit(_run, second, there[0], back[1], captured=False)
+        return one.result(), other.result()
 
 
-def _run(job: SandboxJob, stdin: int, stdout: int | None) -> SandboxResult:
-    """Run a program whose output goes to the file `stdout`, or is captured if it is None; both files are closed here."""
+def _run(job: SandboxJob, stdin: IO[bytes], stdout: IO[bytes], *, captured: bool) -> SandboxResult:
+    """Run a program on these files; what it writes to `stdout` is in the result if `captured`. Both files are closed here."""
     limits = job.limits
-    with tempfile.TemporaryDirectory(prefix="corral-program-", ignore_cleanup_errors=True) as folder:
+    with (
+        stdin,
+        stdout,
+        tempfile.TemporaryFile() as stderr,
+        tempfile.TemporaryDirectory(prefix="corral-program-", ignore_cleanup_errors=True) as folder,
+    ):
         path = os.path.join(folder, "program.py")
         with open(path, "wb") as file:
             file.write(encode(job.code))
-        numbers = [(limits.memory_mb << 20) + _BASELINE, math.ceil(limits.timeout) + 1, limits.file_size]
+        file_size = max(limits.file_size, limits.output + 1)  # since the output is a file too
+        numbers = [(limits.memory_mb << 20) + _BASELINE, math.ceil(limits.timeout) + 1, file_size]
         started = time.monotonic()
+        process = subprocess.Popen(
+            [interpreter(), "-I", "-S", "-B", "-c", _RUN, *map(str, numbers), path],
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"},
+            cwd=folder,
+            start_new_session=True,
+        )
+        if not captured:  # else neither program would see the end of the other
+            stdin.close()
+            stdout.close()
+        written: tuple[IO[bytes], ...] = (stdout, stderr) if captured else (stderr,)
+        status: SandboxStatus | None = None
         try:
-            process = subprocess.Popen(
-                [interpreter(), "-I", "-S", "-B", "-c", _RUN, *map(str, numbers), path],
-                stdin=stdin,
-                stdout=subprocess.PIPE if stdout is None else stdout,
-                stderr=subprocess.PIPE,
-                env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"},
-                cwd=folder,
-                start_new_session=True,
-            )
+            while status is None:
+                left = started + limits.timeout - time.monotonic()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    status = _status(process.wait(max(0.0, min(_TICK, left))))
+                if any(os.fstat(stream.fileno()).st_size > limits.output for stream in written):
+                    status = "output"
+                elif status is None and left <= 0:
+                    status = "timeout"
         finally:
-            if stdout is not None:
-                os.close(stdin)
-                os.close(stdout)
-        try:
-            reason, texts = _collect(process, started + limits.timeout, limits.output)
-        finally:
-            _end(process)
-    return SandboxResult(reason or _status(process.returncode), texts[0], texts[1], time.monotonic() - started)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)  # what it has started too
+            with contextlib.suppress(subprocess.TimeoutExpired):  # one that the kernel itself holds dies when it can
+                process.wait(_EXIT_SECONDS)
+        seconds = time.monotonic() - started
+        texts = []
+        for stream in written:
+            stream.seek(0)
+            texts.append(stream.read(limits.output).decode("utf-8", "replace"))
+    return SandboxResult(status, texts[0] if captured else "", texts[-1], seconds)
 
 
-def _collect(process: subprocess.Popen[bytes], deadline: float, output: int) -> tuple[SandboxStatus | None, list[str]]:
-    """Read both streams until the program ends or has to be killed. Daemons that keep the streams open are not awaited."""
-    written = {stream.fileno(): bytearray() for stream in (process.stdout, process.stderr) if stream is not None}
-    reason: SandboxStatus | None = None
-    with selectors.DefaultSelector() as selector:
-        for file in written:
-            selector.register(file, selectors.EVENT_READ)
-        while selector.get_map() and reason is None:
-            ended = process.poll() is not None
-            ready = selector.select(0.0 if ended else min(0.05, max(0.0, deadline - time.monotonic())))
-            if ended and not ready:
-                break
-            for key, _ in ready:
-                data = os.read(key.fd, _CHUNK)
-                written[key.fd] += data
-                if not data:
-                    selector.unregister(key.fd)
-                if len(written[key.fd]) > output:
-                    reason = "output"
-            if not ended and time.monotonic() > deadline:
-                reason = "timeout"
-    if reason is None:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            reason = "timeout"
-    texts = [bytes(data[:output]).decode("utf-8", "replace") for data in written.values()]
-    return reason, texts if len(texts) == 2 else ["", *texts]
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # one that the kernel itself holds dies when it can
-        process.wait(_EXIT_SECONDS)
-    for stream in (process.stdout, process.stderr):
-        if stream is not None:
-            stream.close()
-
-
-def _status(code: int | None) -> SandboxStatus:
+def _status(code: int) -> SandboxStatus:
     if code == _OUT_OF_MEMORY:
         return "memory"
     if code == -signal.SIGXCPU:

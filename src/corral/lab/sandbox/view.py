@@ -4,11 +4,10 @@ import os
 import site
 import sys
 import sysconfig
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from glob import glob
 from pathlib import Path
-from typing import Any
 
 _DEVICES = ("/dev/null", "/dev/full", "/dev/urandom", "/dev/random")
 """Visible devices. /dev/zero is excluded: mapped as shared, it is memory that belongs to no process."""
@@ -33,10 +32,6 @@ class FileView:
     hidden: list[str]
     """Folders below `paths` that are empty inside: installed packages, which include this package's problems and answers."""
     devices: list[str]
-
-    def as_dict(self) -> dict[str, Any]:
-        """The view as plain data, for the worker's configuration."""
-        return asdict(self)
 
 
 def interpreter() -> str:

@@ -12,13 +12,13 @@ import signal
 import socket
 import subprocess
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from io import FileIO
 from types import TracebackType
 from typing import Any
 
 from corral.lab.sandbox.backend import ENVIRONMENT, command, payload, refusal
 from corral.lab.sandbox.cgroup import find_cgroup_parent, make_cgroup
-from corral.lab.sandbox.files import Input, Pipe, memory_file
 from corral.lab.sandbox.result import SandboxJob, SandboxResult, SandboxStatus, encode
 from corral.lab.sandbox.view import SandboxUnavailable, file_view
 from corral.lab.workers import WorkerLost
@@ -32,11 +32,38 @@ _EXIT_SECONDS = 2.0
 _CHUNK = 1 << 16
 
 
+def memory_file(data: bytes) -> FileIO:
+    """A read-only open file with `data` that exists in memory only."""
+    with open(os.memfd_create("input", os.MFD_CLOEXEC), "wb") as file:
+        file.write(data)
+        file.flush()
+        return FileIO(f"/proc/self/fd/{file.fileno()}")
+
+
+class Pipe:
+    """A pipe whose ends are closed at the latest on leaving the context."""
+
+    def __init__(self) -> None:
+        reader, writer = os.pipe2(os.O_CLOEXEC)
+        self.reader, self.writer = FileIO(reader), FileIO(writer, "w")
+
+    def close(self) -> None:
+        self.reader.close()
+        self.writer.close()
+
+    def __enter__(self) -> "Pipe":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 class SandboxWorker:
     """A warm sandboxed interpreter that forks once per program; a context manager for one program and one thread at a time."""
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
+        interpreter, view = command(backend), asdict(file_view()) if backend == "unshare" else None
         place = find_cgroup_parent()
         self.group = make_cgroup(*place) if place else None
         """The cgroup that limits the memory of programs; None if no cgroup is delegated."""
@@ -44,32 +71,24 @@ class SandboxWorker:
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self._log = os.memfd_create("log")
-        visible = file_view().as_dict() if backend == "unshare" else None
-        config_file = memory_file(payload({"control": theirs.fileno(), "proc": proc, "view": visible, "group": passed}))
+        config = payload({"control": theirs.fileno(), "proc": proc, "view": view, "group": passed})
         try:
-            self.process = subprocess.Popen(
-                command(backend, config_file),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=self._log,
-                env=ENVIRONMENT,
-                cwd="/",
-                pass_fds=(theirs.fileno(), proc, config_file, *passed),
-                start_new_session=True,
-            )
+            with theirs, memory_file(config) as config_file:
+                self.process = subprocess.Popen(
+                    [*interpreter, str(config_file.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=self._log,
+                    env=ENVIRONMENT,
+                    cwd="/",
+                    pass_fds=(theirs.fileno(), proc, config_file.fileno(), *passed),
+                    start_new_session=True,
+                )
         except BaseException:
-            self.control.close()
-            os.close(self._log)
-            if self.group:
-                self.group.close()
+            self._release()
             raise
         finally:
-            theirs.close()
             os.close(proc)
-            os.close(config_file)
-        self._wait_until_ready()
-
-    def _wait_until_ready(self) -> None:
         self.control.settimeout(_START_SECONDS)
         try:
             message = json.loads(self.control.recv(_CHUNK) or b"{}")
@@ -87,29 +106,25 @@ class SandboxWorker:
 
     def run(self, job: SandboxJob) -> SandboxResult:
         """Run one program to its end."""
-        with Input(job.stdin) as stdin, Pipe() as out, Pipe() as err:
-            running = self.start(job, stdin, out, err, capture=(out, err))
-            collect(running)
-        return running.result()
+        with memory_file(encode(job.stdin)) as stdin, Pipe() as out, Pipe() as err:
+            return collect(self.start(job, stdin, out, err, capture=(out, err)))[0]
 
-    def start(self, job: SandboxJob, stdin: int, out: Pipe, err: Pipe, capture: tuple[Pipe, ...]) -> "RunningProgram":
+    def start(self, job: SandboxJob, stdin: FileIO, out: Pipe, err: Pipe, capture: tuple[Pipe, ...]) -> "RunningProgram":
         """Start a program after the previous program has ended. `collect` reads the pipes in `capture`."""
         id = os.urandom(8).hex()  # the program can find it, and a number would tell how many there were before
-        code = memory_file(encode(job.code))
         order = json.dumps({"run": id, "limits": vars(job.limits)}).encode()
-        files = array.array("i", [code, stdin, out.writer, err.writer])
         try:
             if self.group:
                 self.group.set_limit(job.limits)
             self.control.settimeout(GRACE)
-            self.control.sendmsg([order], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
+            with memory_file(encode(job.code)) as code:
+                files = array.array("i", [file.fileno() for file in (code, stdin, out.writer, err.writer)])
+                self.control.sendmsg([order], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
         except OSError as error:
             raise WorkerLost(f"sandbox: the worker has gone ({error}).", hung=isinstance(error, TimeoutError)) from error
-        finally:
-            os.close(code)
         for pipe in capture:
-            pipe.close_writer()
-        return RunningProgram(worker=self, id=id, job=job, streams={pipe.reader: bytearray() for pipe in capture})
+            pipe.writer.close()
+        return RunningProgram(worker=self, id=id, job=job, streams={pipe.reader.fileno(): bytearray() for pipe in capture})
 
     def close(self) -> None:
         """End the interpreter inside with all its processes, and wait until they have gone. A second call does nothing."""
@@ -117,11 +132,14 @@ class SandboxWorker:
             return
         with contextlib.suppress(OSError):
             self.control.shutdown(socket.SHUT_RDWR)  # it leaves when it sees this, even if a forked process has the socket too
-        self.control.close()
         try:
             self.process.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             self.kill()
+        self._release()
+
+    def _release(self) -> None:
+        self.control.close()
         os.close(self._log)
         if self.group:
             self.group.close()
@@ -148,17 +166,13 @@ class RunningProgram:
     id: str
     job: SandboxJob
     streams: dict[int, bytearray]
-    overflowed: bool = False
     report: dict[str, Any] | None = None
 
     def note(self) -> None:
         """Receive a message of the worker: the end of the program, or a failure."""
-        try:
-            text = self.worker.control.recv(_CHUNK)
-        except OSError:
-            text = b""
+        text = self.worker.control.recv(_CHUNK)
         if not text:
-            raise WorkerLost("sandbox: the worker has gone.", hung=False)
+            raise ConnectionError("it has closed its socket")
         message = json.loads(text)
         if message["status"] == "failed":
             raise refusal(f"{self.worker.backend}: {message['why']}")
@@ -166,28 +180,25 @@ class RunningProgram:
 
     def read(self, file: int) -> bool:
         """Read available output; False at the end of the stream. A program beyond its output limit is killed."""
-        data = os.read(file, _CHUNK)
-        received = self.streams[file]
-        if len(received) <= self.job.limits.output:
+        data, received, most = os.read(file, _CHUNK), self.streams[file], self.job.limits.output
+        if len(received) <= most:
             received += data
-        if len(received) > self.job.limits.output and not self.overflowed:
-            self.overflowed = True
-            try:
+            if len(received) > most:
                 self.worker.control.send(json.dumps({"kill": self.id}).encode())
-            except OSError as error:
-                raise WorkerLost("sandbox: the worker has gone.", hung=False) from error
         return bool(data)
 
     def result(self) -> SandboxResult:
         """The result of a finished program."""
         assert self.report is not None
-        status: SandboxStatus = "output" if self.overflowed else self.report["status"]
-        texts = [bytes(data[: self.job.limits.output]).decode("utf-8", "replace") for data in self.streams.values()]
-        return SandboxResult(status, texts[0] if len(texts) > 1 else "", texts[-1], self.report["seconds"])
+        most = self.job.limits.output
+        overflowed = any(len(data) > most for data in self.streams.values())
+        *stdout, stderr = (bytes(data[:most]).decode("utf-8", "replace") for data in self.streams.values())
+        status: SandboxStatus = "output" if overflowed else self.report["status"]
+        return SandboxResult(status, "".join(stdout), stderr, self.report["seconds"])
 
 
-def collect(*programs: RunningProgram) -> None:
-    """Read until every program has ended and all output has been read.
+def collect(*programs: RunningProgram) -> list[SandboxResult]:
+    """Read until every program has ended and all output has been read; returns their results.
 
     By then its last process has gone, so what is not in the pipes never will be. Their end is not waited for: a process that
     another thread forks meanwhile has copies of them, for as long as it lives.
@@ -201,15 +212,19 @@ def collect(*programs: RunningProgram) -> None:
             ended = all(one.report is not None for one in programs)
             ready = selector.select(0.0 if ended else max(0.0, deadline - time.monotonic()))
             if ended and not ready:
-                return
+                break
             if not ended and time.monotonic() >= deadline:  # even if there is more to read: a program may go on for ever
                 raise WorkerLost("sandbox: the worker does not answer.", hung=True)
-            for key, _ in ready:
-                if key.fd not in key.data.streams:
-                    key.data.note()
-                elif key.data.read(key.fd):
-                    continue
-                selector.unregister(key.fd)
+            try:
+                for key, _ in ready:
+                    if key.fd not in key.data.streams:
+                        key.data.note()
+                    elif key.data.read(key.fd):
+                        continue
+                    selector.unregister(key.fd)
+            except OSError as error:
+                raise WorkerLost(f"sandbox: the worker has gone ({error}).", hung=False) from error
+    return [one.result() for one in programs]
 
 
 def run_connected(
@@ -223,5 +238,5 @@ def run_connected(
         )
         for pipe in (there, back):
             pipe.close()  # else neither would see the other's end
-        collect(*pair)
-    return pair[0].result(), pair[1].result()
+        results = collect(*pair)
+    return results[0], results[1]
