@@ -1,37 +1,17 @@
 """Tasks and the sandbox for code written by a model, under their public names."""
 
+# ruff: noqa: F403, F405 - the names are those of corral.lab.tasks, imported at their first use
+
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from corral.lab.sandbox import SandboxResult, run_python
-    from corral.lab.tasks import (
-        TASKS,
-        Task,
-        columns_of,
-        find_task,
-        grader_counts,
-        make_task,
-        messages_of,
-        names,
-        text_of,
-        verify_all,
-    )
+    from corral.lab.tasks import *
 
 __all__ = [
-    "TASKS",
-    "SandboxResult",
-    "Task",
-    "columns_of",
-    "find_task",
-    "grader_counts",
-    "make_task",
-    "messages_of",
-    "names",
-    "run_python",
-    "text_of",
-    "verify_all",
-]
+    "TASKS", "SandboxResult", "Task", "columns_of", "find_task", "grader_counts", "make_task", "messages_of", "names",
+    "run_python", "text_of", "verify_all",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -100,8 +100,12 @@ def test_dapo_repeats_itself_and_that_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "why"),
     [
-        ({**DAPO, "prompt": []}, "`prompt` should be one message of the user's"),
-        ({**DAPO, "prompt": [{"role": "system", "content": "x"}]}, "`prompt` should be one message of the user's"),
+        ({**DAPO, "prompt": []}, "`prompt` should be a chat that ends with the user's message"),
+        ({**DAPO, "prompt": [{"role": "system", "content": "x"}]}, "`prompt` should be a chat that ends with the user's"),
+        (
+            {**DAPO, "prompt": [{"role": role, "content": "x"} for role in ("system", "user")]},
+            "`prompt` should be one message of the user's",
+        ),
         ({**DAPO, "prompt": [{"role": "user"}]}, "`prompt` should be a text that is not empty"),
         ({**DAPO, "prompt": None}, "`prompt` should be a text that is not empty"),
         ({**DAPO, "reward_model": {"ground_truth": ""}}, "`ground_truth` should be a text that is not empty"),

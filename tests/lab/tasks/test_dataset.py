@@ -145,7 +145,7 @@ def test_malformed_rows_are_named_by_line_and_counted(tmp_path: Path) -> None:
         (4, "there is no `a`; the row has q"),
         (5, "`q` should be a text that is not empty; got ' '"),
         (6, "`q` should be a text that is not empty; got 'None'"),
-        (8, "a row is an object, {…}; got '[1, 2]'"),
+        (8, "a row is an object, {…}; got [1, 2]"),
         (10, "the prompt of bad.jsonl, line 1 with another answer"),
         (11, "`a` should be a text that is not empty; got 'True'"),
     ]:
@@ -195,7 +195,7 @@ def test_other_files(tmp_path: Path) -> None:
         ("", "empty.jsonl", "empty.jsonl is empty: there is no problem in it"),
         ("{", "bad.json", r"bad.json is not JSON: .* A file of one row per line is named .jsonl"),
         ("{}", "bad.json", r"should hold a list of rows, .* got dict"),
-        ("[1]", "bad.json", r"bad.json, row 1: a row is an object; got 1"),
+        ("[1]", "bad.json", r"bad.json, row 1: a row is an object, {…}; got 1"),
         ("", "bad.parquet", r"bad.parquet cannot be read"),
     ],
 )

@@ -107,9 +107,12 @@ def test_chats_of_several_messages(tmp_path: Path) -> None:
     for number, (chat, why) in enumerate(
         [
             ([USER, {"role": "assistant", "content": "42"}], "a chat that ends with the user's message"),
-            ([SYSTEM, {"role": "user", "content": ""}], "a chat, every message with a role and a content"),
-            ([SYSTEM, "b"], "a chat, every message with a role and a content"),
-            ([SYSTEM], "one message of the user's"),
+            (
+                [SYSTEM, {"role": "user", "content": ""}],
+                "a text that is not empty, or a chat, every message with a role and a content",
+            ),
+            ([SYSTEM, "b"], "a text that is not empty, or a chat, every message with a role and a content"),
+            ([SYSTEM], "a chat that ends with the user's message"),
         ]
     ):
         path = write(tmp_path, [{"prompt": chat, "answer": 1}], f"bad{number}.jsonl")

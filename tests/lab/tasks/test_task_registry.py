@@ -97,7 +97,7 @@ def test_a_class_of_the_users_own(beside: str) -> None:
         ("no_such_module_at_all:Task", r"cannot be imported: No module named 'no_such_module_at_all'"),
         ("{}_broken:Task", r"cannot be imported: No module named 'no_such_module'"),
         ("{}_wrong:Task", r"cannot be imported: invalid syntax"),
-        ("{}:number", r"is int, not a class"),
+        ("{}:number", r"is int, which cannot be called"),
         ("{}:Half", r"is not a task: it has no max_prompt_length, max_completion_length, train_prompts, held_out_prompts"),
         ("{}:", r"a task of your own is module:Class; got"),
         (":Task", r"a task of your own is module:Class; got ':Task'"),

@@ -49,7 +49,7 @@ def test_tools_by_name_and_by_path(tmp_path: Path) -> None:
         "class Other:\n    pass\nnumber = 1\n"
     )
     assert make_tool(f"{tmp_path}/mine.py:Echo").stops == (".",)
-    for name, why in (("Mute", "at least one"), ("Other", "is no tool"), ("number", "not a class")):
+    for name, why in (("Mute", "at least one"), ("Other", "is no tool"), ("number", "cannot be called")):
         with pytest.raises(ValueError, match=why):
             make_tool(f"{tmp_path}/mine.py:{name}")
     with pytest.raises(ValueError, match=r"no tool 'calculatr'\. Did you mean 'calculator'"):

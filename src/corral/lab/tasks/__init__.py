@@ -1,7 +1,7 @@
 """Tasks: prompts and verifiers. This file is the one registry."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from corral.lab.sandbox import SandboxResult, run_python
@@ -16,19 +16,9 @@ from corral.lab.tasks.reasoning_gym import ReasoningGym
 from corral.validate import build_config, nearest
 
 __all__ = [
-    "TASKS",
-    "SandboxResult",
-    "Task",
-    "columns_of",
-    "find_task",
-    "grader_counts",
-    "make_task",
-    "messages_of",
-    "names",
-    "run_python",
-    "text_of",
-    "verify_all",
-]
+    "TASKS", "SandboxResult", "Task", "columns_of", "find_task", "grader_counts", "make_task", "messages_of", "names",
+    "run_python", "text_of", "verify_all",
+]  # fmt: skip
 
 
 @runtime_checkable
@@ -66,26 +56,11 @@ class Task(Protocol):
         """The reward, 0 to 1, of a completion, which may be any text; ValueError where the prompt is not this task's."""
 
 
-TASKS: dict[str, type[Task]] = {
-    "aime24": AIME24,
-    "aime25": AIME25,
-    "amc": AMC,
-    "apps": APPS,
-    "arithmetic": Arithmetic,
-    "code": Code,
-    "countdown": Countdown,
-    "dapo_math": DAPOMath,
-    "expression": Expression,
-    "gsm8k": GSM8K,
-    "humaneval": HumanEval,
-    "jsonl": Jsonl,
-    "math500": MATH500,
-    "mbpp": MBPP,
-    "reasoning_gym": ReasoningGym,
-    "two_numbers": TwoNumbers,
-    "words": WordProblems,
-}
-
+_CLASSES: tuple[type[Task], ...] = (
+    AIME24, AIME25, AMC, APPS, Arithmetic, Code, Countdown, DAPOMath, Expression, GSM8K, HumanEval, Jsonl, MATH500, MBPP,
+    ReasoningGym, TwoNumbers, WordProblems,
+)  # fmt: skip
+TASKS: dict[str, type[Task]] = {task.name: task for task in _CLASSES}
 
 _PARTS = ("name", "max_prompt_length", "max_completion_length", "train_prompts", "held_out_prompts", "verify")
 """Attributes that a class must have to be a task."""
@@ -129,7 +104,7 @@ def verify_all(task: Task, prompts: Sequence[str], completions: Sequence[str]) -
     """Rewards of many completions: by the task's own `verify_all` if it has one, else one `verify` after another."""
     if len(prompts) != len(completions):
         raise ValueError(f"verify_all: there are {len(prompts)} prompts for {len(completions)} completions.")
-    together = _optional_method(task, "verify_all")
+    together = getattr(task, "verify_all", None)  # a class of the user's own need not have it
     try:
         if together is None:
             return [task.verify(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
@@ -145,16 +120,12 @@ def verify_all(task: Task, prompts: Sequence[str], completions: Sequence[str]) -
 
 def columns_of(task: Task, prompts: Sequence[str]) -> dict[str, list[Any]]:
     """The other columns of these prompts' rows, as lists by name, for reward functions; None where a row lacks one."""
-    columns = _optional_method(task, "columns")
+    columns = getattr(task, "columns", None)
     rows = [columns(prompt) for prompt in prompts] if columns is not None else []
     return {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
 
 
 def messages_of(task: Task, prompt: str) -> list[Message]:
     """A prompt as a chat: the task's own messages, or one user message."""
-    messages = _optional_method(task, "messages")
+    messages = getattr(task, "messages", None)
     return [{"role": "user", "content": prompt}] if messages is None else messages(prompt)
-
-
-def _optional_method(task: Task, name: str) -> Callable[..., Any] | None:
-    return getattr(task, name, None)  # a class of the user's own need not have it

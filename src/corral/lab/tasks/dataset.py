@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from itertools import count as from_zero
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from corral.lab.run.files import read_regular, require_regular
 from corral.lab.run.text import visible
@@ -33,46 +33,40 @@ class Malformed(ValueError):
 def read_file(path: Path, owner: str) -> Iterator[tuple[str, Row | Malformed]]:
     """(place, row) of a file, by its ending: .parquet, .json (one list), else JSON lines. A file without a row is refused."""
     parquet = library("pyarrow.parquet", owner) if path.suffix == ".parquet" else None
+    values: Any
     try:
         if parquet is not None:
             require_regular(path)
-            rows = parquet.read_table(path).to_pylist()
+            values = parquet.read_table(path).to_pylist()
         else:
             content = read_regular(path, _MOST).removeprefix(b"\xef\xbb\xbf")
+            values = content.split(b"\n")
     except (OSError, ValueError) as error:
         why = (isinstance(error, OSError) and error.strerror) or str(error)
         raise ValueError(f"{owner}: {path} cannot be read: {why.rstrip('.')}.") from error
-    if parquet is None:
-        rows = _json_list(path, content, owner) if path.suffix == ".json" else map(_json_row, content.split(b"\n"))
+    if path.suffix == ".json":
+        try:
+            values = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{owner}: {path} is not JSON: {error}. A file of one row per line is named .jsonl.") from error
+        if not isinstance(values, list):
+            raise ValueError(f"{owner}: {path} should hold a list of rows, [{{…}}, …]; got {type(values).__name__}.")
     unit, empty = "row" if path.suffix in (".parquet", ".json") else "line", True
-    for number, row in enumerate(rows, 1):
-        if row is not None:
-            empty = False
-            yield f"{path.name}, {unit} {number}", row
+    for number, value in enumerate(values, 1):
+        row = value
+        if isinstance(value, bytes):  # a line
+            if not value.strip():
+                continue
+            try:
+                row = json.loads(value)
+            except (ValueError, RecursionError) as error:  # not UTF-8, not JSON
+                row = Malformed(f"this is not JSON: {error}")
+        if not isinstance(row, dict | Malformed):
+            row = Malformed(f"a row is an object, {{…}}; got {row!r:.60}")
+        empty = False
+        yield f"{path.name}, {unit} {number}", row
     if empty:
         raise ValueError(f"{owner}: {path} is empty: there is no problem in it.")
-
-
-def _json_list(path: Path, content: bytes, owner: str) -> Iterator[Row | Malformed]:
-    """The rows of a file that is one list."""
-    try:
-        rows = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{owner}: {path} is not JSON: {error}. A file of one row per line is named .jsonl.") from error
-    if not isinstance(rows, list):
-        raise ValueError(f"{owner}: {path} should hold a list of rows, [{{…}}, …]; got {type(rows).__name__}.")
-    return (row if isinstance(row, dict) else Malformed(f"a row is an object; got {row!r:.60}") for row in rows)
-
-
-def _json_row(line: bytes) -> Row | Malformed | None:
-    """The row in a line; None in an empty one."""
-    if not line.strip():
-        return None
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON
-        return Malformed(f"this is not JSON: {error}")
-    return row if isinstance(row, dict) else Malformed(f"a row is an object, {{…}}; got {line[:60].decode(errors='replace')!r}")
 
 
 def read_hub(name: str, config: str | None, split: str, owner: str) -> Iterator[tuple[str, Row | Malformed]]:
@@ -155,11 +149,11 @@ class _Tally:
 
 @dataclass(frozen=True)
 class Hub:
-    """Location of a data set on the hub. One of the two splits may be missing."""
+    """Location of a data set on the hub. It may have one split alone."""
 
     name: str
     config: str | None = None
-    train: str | None = "train"
+    train: str = "train"
     held_out: str | None = None
 
 
@@ -195,9 +189,16 @@ class FiniteTask(_Slots):
 
     def __post_init__(self) -> None:
         require(self, "max_completion_length", at_least=1, at_most=1_000_000, integer=True)
-        if isinstance(self.held_out, bool | int | float) and (self.held_out is True or not 0 < self.held_out <= 1):
+        if isinstance(self.held_out, int | float) and (self.held_out is True or not 0 < self.held_out <= 1):
             raise ValueError(f"{self.name}: `held_out` is a file, or a share above 0 and up to 1; got {self.held_out!r}.")
-        train, held_out = self._load()
+        if isinstance(self.held_out, int | float):
+            train, held_out = split_by_share(self._collect(self._rows("train")), float(self.held_out))
+        else:
+            rows = self._rows("test") if self.held_out is None else read_file(Path(self.held_out).expanduser(), self.name)
+            if rows is None:
+                raise ValueError(f"{self.name}: {self.path or 'the hub'} has one split. Say with `held_out` what is held out.")
+            held_out = self._collect(rows)
+            train = self._collect(self._rows("train"), leaked=held_out)
         if not held_out:
             raise ValueError(f"{self.name}: there is no held-out problem to measure success on.")
         known = train | held_out
@@ -266,34 +267,19 @@ class FiniteTask(_Slots):
             name: row[name] for name in row if name not in _RESERVED_COLUMNS and not (name == "problem" and row[name] == prompt)
         }
 
-    def _load(self) -> tuple[dict[str, _KnownProblem], dict[str, _KnownProblem]]:
-        """Problems to train on and held-out ones."""
-        first, second = self._sources()
-        if first is None or second is None:
-            problems = self._collect(first or second or ())
-            if isinstance(self.held_out, str | None):
-                raise ValueError(f"{self.name}: {self.path or 'the hub'} has one split. Say with `held_out` what is held out.")
-            return split_by_share(problems, float(self.held_out))
-        held_out = self._collect(second)
-        return self._collect(first, leaked=held_out), held_out
-
-    def _sources(self) -> tuple[Rows | None, Rows | None]:
-        """Rows to train on and held-out ones; None for one of them where a share is to be taken from the other."""
-        by_share = isinstance(self.held_out, bool | int | float)
-        apart = None if by_share or self.held_out is None else read_file(Path(str(self.held_out)).expanduser(), self.name)
+    def _rows(self, split: Literal["train", "test"]) -> Rows | None:
+        """Rows of a split of the data; None for the test split of data that have no splits."""
         if self.path is None:
             if self.HUB is None:
                 raise ValueError(f"{self.name}: `path` is missing: a file of problems, --set task_config.path=FILE.")
-            splits = (self.HUB.train, None if by_share or apart else self.HUB.held_out)
-            rows = [read_hub(self.HUB.name, self.HUB.config, split, self.name) if split else None for split in splits]
-            return rows[0], apart or rows[1]
+            name = self.HUB.train if split == "train" else self.HUB.held_out
+            return read_hub(self.HUB.name, self.HUB.config, name, self.name) if name else None
         path = Path(self.path).expanduser()
-        if not path.is_dir():
-            return read_file(path, self.name), apart
-        own = None if by_share or apart else read_file(find_split(path, "test", self.name), self.name)
-        return read_file(find_split(path, "train", self.name), self.name), apart or own
+        if path.is_dir():
+            return read_file(find_split(path, split, self.name), self.name)
+        return read_file(path, self.name) if split == "train" else None
 
-    def _collect(self, rows: Rows, leaked: Container[str] = ()) -> dict[str, _KnownProblem]:
+    def _collect(self, rows: Rows | None, leaked: Container[str] = ()) -> dict[str, _KnownProblem]:
         """Prompt → answer and row. Rows that cannot be used are an error, or a warning where they are to be skipped.
 
         A prompt is the key to its answer: the same prompt with another answer cannot be used, nor one that is held out already.
@@ -301,7 +287,7 @@ class FiniteTask(_Slots):
         found: dict[str, _KnownProblem] = {}
         places: dict[str, str] = {}
         bad, repeated = _Tally(), _Tally()
-        for place, row in rows:
+        for place, row in rows or ():
             try:
                 if isinstance(row, Malformed):
                     raise row

@@ -11,11 +11,10 @@ import logging
 import math
 import os
 import pickle
-import select
 import signal
+import socket
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,34 +64,35 @@ class GraderWorker:
     def __init__(self, kind: str) -> None:
         # -P: the folder of the script has a math.py, which must not stand in for Python's own.
         command = [sys.executable, "-P", str(SCRIPT), kind]
-        pipe, null = subprocess.PIPE, subprocess.DEVNULL
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, start_new_session=True, bufsize=0)
-        assert self.process.stdin is not None
-        os.set_blocking(self.process.stdin.fileno(), False)  # a worker that has stopped reads nothing
-        self.read = b""
-        if self._line(time.monotonic() + _START_SECONDS) != "ready":
+        self.socket, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                command, stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=subprocess.DEVNULL, start_new_session=True
+            )
+        self.socket.settimeout(_START_SECONDS)
+        ready = b""
+        with contextlib.suppress(OSError):
+            ready = self.socket.recv(4096)
+        if ready != b"ready\n":
             self.close()
             raise RuntimeError(f"the grader's process does not start: {' '.join(command)} says why.")
 
     def ask(self, arguments: tuple[Any, ...], seconds: float) -> Verdict:
         """The verdict on one question, "graded" or "error"; WorkerLost where it takes too long or kills the process."""
         question = pickle.dumps((seconds, arguments))
-        deadline = time.monotonic() + max(_WALL_FACTOR * seconds, _LEAST_WALL_SECONDS)
+        self.socket.settimeout(max(_WALL_FACTOR * seconds, _LEAST_WALL_SECONDS))  # a worker that has stopped reads nothing
         try:
-            sent = self._send(len(question).to_bytes(8, "big") + question, deadline)
+            self.socket.sendall(len(question).to_bytes(8, "big") + question)
+            status, _, value = self.socket.recv(4096).decode().strip().partition(" ")  # a line, which it wrote at once
         except OSError as error:
-            raise WorkerLost("grader: its process has gone.", hung=False) from error
-        line = self._line(deadline) if sent else None
-        if line is None:
-            raise WorkerLost("grader: its process does not answer.", hung=True)
-        status, _, value = line.partition(" ")
+            raise WorkerLost(f"grader: its process does not answer ({error}).", hung=isinstance(error, TimeoutError)) from error
         if status == "score" and math.isfinite(score := float(value)):
             return Verdict("graded", score)
         if status == "timeout":
             return Verdict("timeout")
         if status in ("score", "error"):
             return Verdict("error")
-        raise WorkerLost("grader: its process has ended.", hung=False)  # the end of the pipe
+        raise WorkerLost("grader: its process has ended.", hung=False)
 
     def kill(self) -> None:
         """End the process and its fork at once, whatever they do."""
@@ -100,42 +100,12 @@ class GraderWorker:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End the process, which leaves when its input ends, and close its pipes."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
+        """End the process, which leaves when its input ends."""
+        self.socket.close()
         try:
             self.process.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             self.kill()
-        self.process.stdout.close()
-
-    def _send(self, data: bytes, deadline: float) -> bool:
-        """Write to the worker's pipe; False if it does not take everything in time."""
-        assert self.process.stdin is not None
-        while data and _ready(self.process.stdin.fileno(), select.POLLOUT, deadline):
-            data = data[os.write(self.process.stdin.fileno(), data) :]
-        return not data
-
-    def _line(self, deadline: float) -> str | None:
-        """The next line; None if it does not come in time, "" if it never will."""
-        assert self.process.stdout is not None
-        while b"\n" not in self.read:
-            if not _ready(self.process.stdout.fileno(), select.POLLIN, deadline):
-                return None
-            piece = os.read(self.process.stdout.fileno(), 4096)
-            if not piece:
-                return ""
-            self.read += piece
-        line, _, self.read = self.read.partition(b"\n")
-        return line.decode()
-
-
-def _ready(file: int, event: int, deadline: float) -> bool:
-    """Wait until a pipe can be written or read, or was closed at its other end; False after the deadline."""
-    waiting = select.poll()  # select() itself knows no file beyond the 1024th
-    waiting.register(file, event)
-    return bool(waiting.poll(1000 * max(deadline - time.monotonic(), 0.0)))
 
 
 class GraderPool(WorkerPool[GraderWorker]):

@@ -15,7 +15,7 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 _MEMORY = 4 * 2**30
 """Bytes of address space; a tower of exponents ends in MemoryError instead of taking the machine."""
@@ -55,16 +55,10 @@ def _load_reasoning_gym() -> Callable[..., float]:
 
 def _load_code() -> Callable[..., float]:
     """Load comparisons; returns a function (comparison, tolerance, harness output, expected results) → number of right ones."""
-    tasks = Path(__file__).parent
-    packages = {
-        "corral": tasks.parents[1],
-        "corral.lab": tasks.parent,
-        "corral.lab.tasks": tasks,
-        "corral.lab.tasks.code": tasks / "code",
-    }
-    for name, folder in packages.items():  # empty ones, in place of those that import torch
-        sys.modules[name] = types.ModuleType(name)
-        sys.modules[name].__path__ = [str(folder)]
+    for name in ("corral", "corral.lab", "corral.lab.tasks", "corral.lab.tasks.code"):
+        package = types.ModuleType(name)  # an empty one, in place of one that imports torch
+        package.__path__ = [str(Path(__file__).parents[2].joinpath(*name.split(".")[1:]))]
+        sys.modules[name] = package
     from corral.lab.tasks.code.compare import count_right
 
     return count_right
@@ -91,14 +85,8 @@ def main(kind: str) -> None:
         if not (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF):
             return
         answers.write("timeout\n")  # a new fork takes milliseconds, and loading sympy anew seconds
-    _answer(score, answers)
-    os._exit(0)
-
-
-def _answer(score: Callable[..., float], answers: TextIO) -> None:
-    """Answer questions until the input ends, or until one takes too long and ends this process."""
     questions = sys.stdin.buffer
-    while len(header := questions.read(8)) == 8:
+    while len(header := questions.read(8)) == 8:  # this is the fork, which answers until the input or its time ends
         seconds, arguments = pickle.loads(questions.read(int.from_bytes(header, "big")))
         # Processor time, so that a busy machine grades as an idle one does. SIGPROF ends the process, whatever it is doing.
         signal.setitimer(signal.ITIMER_PROF, seconds)
@@ -108,6 +96,7 @@ def _answer(score: Callable[..., float], answers: TextIO) -> None:
             line = f"error {type(error).__name__}"
         signal.setitimer(signal.ITIMER_PROF, 0)
         answers.write(line + "\n")
+    os._exit(0)
 
 
 if __name__ == "__main__":

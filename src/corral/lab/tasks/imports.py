@@ -15,7 +15,7 @@ from corral.validate import nearest, pip_install
 
 
 def by_path(path: str, what: str) -> Any:
-    """The object at `module:name` or `file.py:name`, from a module that is installed or lies beside the user.
+    """The function or class at `module:name` or `file.py:name`, from a module that is installed or lies beside the user.
 
     Args:
         path: as in `my_tasks:Sorting` or `../mine/tasks.py:Sorting`.
@@ -27,10 +27,13 @@ def by_path(path: str, what: str) -> Any:
     if "" not in sys.path:
         sys.path.insert(0, "")  # modules beside the user, as `python -m` finds them
     try:
-        return getattr(_from_file(module) if module.endswith(".py") else importlib.import_module(module), name)
+        found = getattr(_from_file(module) if module.endswith(".py") else importlib.import_module(module), name)
     except (Exception, SystemExit) as error:  # a user's module can fail in any way when it is imported
         why = f"it raised SystemExit ({error})" if isinstance(error, SystemExit) else error
         raise ValueError(f"{what}, and {path!r} cannot be imported: {why}.") from error
+    if not callable(found):
+        raise ValueError(f"{what}, and {path!r} is {type(found).__name__}, which cannot be called.")
+    return found
 
 
 def _from_file(path: str) -> ModuleType:
@@ -96,10 +99,7 @@ def make_tool(name: str) -> Tool:
     """A packaged tool by name, or one's own class by its path `module:Class` or `file.py:Class`."""
     if ":" not in name and name not in TOOLS:
         raise ValueError(f"there is no tool {name!r}.{nearest(name, TOOLS)} Or your own: module:Class.")
-    found = TOOLS[name] if name in TOOLS else by_path(name, "a tool of your own is module:Class")
-    if not callable(found):
-        raise ValueError(f"a tool of your own is module:Class, and {name!r} is {type(found).__name__}, not a class.")
-    tool = found()
+    tool = TOOLS[name]() if name in TOOLS else by_path(name, "a tool of your own is module:Class")()
     if not isinstance(tool, Tool):
         raise ValueError(f"{name} is no tool: it needs `stops`, texts that end the model's turn, and `reply(problem, text)`.")
     if not tool.stops or not all(isinstance(stop, str) and stop for stop in tool.stops):

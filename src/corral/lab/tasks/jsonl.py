@@ -1,7 +1,7 @@
 """A user's own problems: a file of prompts and answers, and a verifier by name."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ from corral.lab.tasks.messages import Message, conversation
 from corral.validate import nearest, require
 
 _VERIFIERS = ("math", "number", "exact", "code")
+_HOW = "`verifier` is math, number, exact, code or module:function"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class Jsonl(MathTask):
 
     def __post_init__(self) -> None:
         if ":" in self.verifier:
-            _import_function(self.verifier)  # now, and not at the first completion
+            by_path(self.verifier, _HOW)  # now, and not at the first completion
         elif self.verifier not in _VERIFIERS:
             raise ValueError(
                 f"jsonl: there is no verifier {self.verifier!r}.{nearest(self.verifier, _VERIFIERS)} Or module:function."
@@ -88,7 +89,7 @@ class Jsonl(MathTask):
         if self.verifier == "code":
             pool = shared_pool(None, unsafe_code_execution=self.unsafe_code_execution)
             return grade_all(answers, completions, pool, SandboxLimits(), partial=False) if answers else []
-        function = _import_function(self.verifier)
+        function = by_path(self.verifier, _HOW)
         rows = zip(prompts, completions, answers, strict=True)
         return [read_reward(self.verifier, function(*row)) for row in rows]
 
@@ -102,10 +103,3 @@ def read_reward(name: str, value: Any) -> float:
     if not 0 <= number <= 1:
         raise ValueError(f"the verifier {name} gave {value!r}. A task's reward is a number from 0 to 1.")
     return number
-
-
-def _import_function(path: str) -> Callable[..., Any]:
-    found = by_path(path, "`verifier` is math, number, exact, code or module:function")
-    if not callable(found):
-        raise ValueError(f"`verifier` is module:function, and {path!r} is {type(found).__name__}, which cannot be called.")
-    return found

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, get_args
 
 from corral.lab.tasks.dataset import Hub, Malformed, Row, Rows, find_split, read_file, read_hub, text_column
 from corral.lab.tasks.math import MathTask, last_box, one_number, same_number
-from corral.lab.tasks.messages import chat_text
+from corral.lab.tasks.messages import conversation
 from corral.lab.tasks.procedural import digest
 from corral.validate import require
 
@@ -95,15 +95,16 @@ class WordProblems(GSM8K):
             raise Malformed(f"the answer should be one number of at most {_DECIMALS} decimals; got {answer[:60]!r}")
         return prompt, answer
 
-    def _sources(self) -> tuple[Rows | None, Rows | None]:
+    def _rows(self, split: Literal["train", "test"]) -> Rows | None:
         if self.path is not None and Path(self.path).expanduser().is_file():
-            return super()._sources()
+            return super()._rows(split)
         if self.held_out is not None:
             raise ValueError(f"words: SVAMP is held out, and `held_out` is for a single file as `path`; got {self.held_out!r}.")
-        held_out = list(chain.from_iterable(self._read(name, *where) for name, where in HELD_OUT.items()))
+        held_out = chain.from_iterable(self._read(name, *where) for name, where in HELD_OUT.items())
+        if split == "test":
+            return held_out
         leaked = {words(self.problem(row)[0], numbers=False) for _, row in held_out if not isinstance(row, Malformed)}
-        rows = chain.from_iterable(self._read(name, *where) for name, where in TRAIN.items())
-        return self._distinct(rows, leaked), held_out
+        return self._distinct(chain.from_iterable(self._read(name, *where) for name, where in TRAIN.items()), leaked)
 
     def _read(self, name: str, hub: str, split: str) -> Rows:
         """Rows of one of the three data sets."""
@@ -217,7 +218,9 @@ class DAPOMath(MathTask):
 
     def problem(self, row: Row) -> tuple[str, str]:
         """The problem without DAPO's instruction, and the ground truth."""
-        prompt = chat_text(row.get("prompt"))
+        prompt, messages = conversation(row.get("prompt"), "prompt")
+        if len(messages) > 1:
+            raise Malformed(f"`prompt` should be one message of the user's; got {str(messages)[:60]!r}")
         if prompt.startswith(DAPO_BEFORE) and prompt.endswith(DAPO_AFTER):
             prompt = prompt[len(DAPO_BEFORE) : -len(DAPO_AFTER)]
         graded = row.get("reward_model")

@@ -41,35 +41,24 @@ def _lines(message: dict[str, Any]) -> Iterator[str]:
         yield f"→ {function.get('name')}({json.dumps(function.get('arguments', {}), ensure_ascii=False, default=str)})"
 
 
-def chat_text(prompt: object, column: str = "prompt") -> str:
-    """The text of a prompt, which may be a chat of one user's message."""
-    if isinstance(prompt, list):
-        if len(prompt) != 1 or not isinstance(prompt[0], dict) or prompt[0].get("role") != "user":
-            raise Malformed(f"`{column}` should be one message of the user's; got {str(prompt)[:60]!r}")
-        prompt = prompt[0].get("content")
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise Malformed(f"`{column}` should be a text that is not empty, or a chat; got {str(prompt)[:60]!r}")
-    return prompt
-
-
-def conversation(prompt: object, column: str) -> tuple[str, list[Message]]:
+def conversation(prompt: Any, column: str) -> tuple[str, list[Message]]:
     """A prompt as text and as messages: a text, or a chat whose last message is the user's.
 
     The text of a single message is its content; of several, each follows its role.
     """
-    if not isinstance(prompt, list) or len(prompt) == 1:
-        text = chat_text(prompt, column)
-        return text, [{"role": "user", "content": text}]
-    if not all(isinstance(one, dict) and _is_text(one.get("role")) and _is_text(one.get("content")) for one in prompt):
-        raise Malformed(f"`{column}` should be a chat, every message with a role and a content; got {str(prompt)[:60]!r}")
-    if not prompt or prompt[-1]["role"] != "user":
+    chat = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    for one in chat:
+        if not isinstance(one, dict) or not all(
+            isinstance(one.get(key), str) and one[key].strip() for key in ("role", "content")
+        ):
+            what = "a text that is not empty, or a chat, every message with a role and a content"
+            raise Malformed(f"`{column}` should be {what}; got {str(prompt)[:60]!r}")
+    if not chat or chat[-1]["role"] != "user":
         raise Malformed(f"`{column}` should be a chat that ends with the user's message; got {str(prompt)[:60]!r}")
-    messages = [{"role": one["role"], "content": one["content"]} for one in prompt]
+    messages = [{"role": one["role"], "content": one["content"]} for one in chat]
+    if len(messages) == 1:
+        return messages[0]["content"], messages
     return "\n\n".join(f"{one['role']}: {one['content']}" for one in messages), messages
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and bool(value.strip())
 
 
 def _content(message: dict[str, Any]) -> str:

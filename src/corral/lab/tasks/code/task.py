@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from corral.lab.sandbox import SandboxLimits
 from corral.lab.sandbox.pool import SandboxPool, shared_pool
@@ -11,8 +11,6 @@ from corral.lab.tasks.code.problem import Problem, grade_all
 from corral.lab.tasks.code.rows import apps_row, human_eval_row, mbpp_row, own_row
 from corral.lab.tasks.dataset import FiniteTask, Hub, Row, Rows, read_file
 from corral.validate import require
-
-_PACKAGED = Path(__file__).parents[1] / "data" / "code"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +77,10 @@ class Code(CodeTask):
         """The prompt and its tests."""
         return own_row(row)
 
-    def _sources(self) -> tuple[Rows | None, Rows | None]:
+    def _rows(self, split: Literal["train", "test"]) -> Rows | None:
         if self.path is None and self.held_out is None:
-            return read_file(_PACKAGED / "train.jsonl", self.name), read_file(_PACKAGED / "test.jsonl", self.name)
-        return super()._sources()
+            return read_file(Path(__file__).parents[1] / "data" / "code" / f"{split}.jsonl", self.name)
+        return super()._rows(split)
 
 
 @dataclass(frozen=True, kw_only=True)
