@@ -12,7 +12,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 CONTRAST = (Path(__file__).parent / "contrast.js").read_text(encoding="utf-8").partition("\n")[2]
 """A function for a page: what on it is hard to see."""
 
-BEYOND = """[...document.querySelectorAll("figure, figure .body, figure .narrow text")].filter(node => {
+BEYOND = """[...document.querySelectorAll("figure, figure .body, figure svg text")].filter(node => {
   const box = node.getBoundingClientRect(), room = (node.closest("svg") || document.body).getBoundingClientRect();
   return node.scrollWidth > node.clientWidth + 1 && node.tagName !== "text" || box.left < room.left || box.right > room.right;
 }).map(node => node.textContent)"""

@@ -36,7 +36,7 @@ def test_it_is_drawn_in_both_themes_and_on_a_phone(open_audit: Any, tmp_path: Pa
     rows = {update: [drawn(60, seed=update + index) for index in range(4)] for update in (2, 4, 6)}
     html = page_of(tmp_path / "audit", rows)
     page = open_audit(html)
-    assert page.locator("figure svg[role=img]:visible").count() == 4
+    assert page.locator("figure svg[role=img]:visible").count() == 5
     assert page.locator("#ratio rect.cell").count() > 10
     assert page.locator("#probability path.dot:visible").count() > 3
     colour = "getComputedStyle(document.querySelector('#probability path.dot')).fill"
@@ -45,7 +45,7 @@ def test_it_is_drawn_in_both_themes_and_on_a_phone(open_audit: Any, tmp_path: Pa
     before = page.evaluate(paper)
     page.check("input[name=theme][value=dark]")
     assert page.evaluate(paper) != before
-    page.locator("#ratio .wide").focus()
+    page.locator("#ratio .body > svg").focus()
     page.keyboard.press("End")
     assert re.search(r"\d (passed|blocked)", page.locator("#ratio .tip").inner_text())
     with page.expect_download() as download:
@@ -57,7 +57,7 @@ def test_it_is_drawn_in_both_themes_and_on_a_phone(open_audit: Any, tmp_path: Pa
     phone = open_audit(html, viewport={"width": 360, "height": 740}, is_mobile=True, has_touch=True)
     assert phone.evaluate("document.documentElement.scrollWidth") <= 360
     assert phone.evaluate(BEYOND) == [], "figures fit and do not scroll"
-    letters = "[...document.querySelectorAll('#ratio .narrow text')].map(node => node.getBoundingClientRect().height)"
+    letters = "[...document.querySelectorAll('#ratio svg text')].map(node => node.getBoundingClientRect().height)"
     assert min(phone.evaluate(letters)) > 10, "and can be read there"
     style = "getComputedStyle(document.querySelector('.cell-missed')).borderTopStyle"
     assert page.evaluate(style) == "dashed", "errors are told apart by more than their colours"

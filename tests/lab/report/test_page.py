@@ -14,7 +14,7 @@ from report.synthetic import write_run, write_small_set
 from corral.lab.report.content import RunReport, make_report
 from corral.lab.report.figures import BUDGET, METRICS, curve, points, stride
 from corral.lab.report.groups import group_runs
-from corral.lab.report.html import LARGEST, data_block, join, shorten, table, tag, visible
+from corral.lab.report.html import LARGEST, cell, note, page_json, shorten, table, visible
 from corral.lab.report.page import page, write_page
 from corral.lab.report.read import read_run, read_runs
 from corral.validate import RunError
@@ -86,7 +86,7 @@ def contents(report: RunReport) -> dict[str, Any]:
 
 
 def test_the_first_column_of_a_table_stands_under_its_heading() -> None:
-    shown = table([{"age": 0, "n": 5}, {"age": 1, "n": 7}], {"age": "Age", "n": "Tokens"}, lambda key, row: row[key])
+    shown = table([{"age": 0, "n": 5}, {"age": 1, "n": 7}], {"Age": cell("age"), "Tokens": cell("n")}, "Ages")
     assert '<th scope="col">Age</th><th scope="col" class="number">Tokens</th>' in shown
     assert '<th scope="row">0</th><td class="number">5</td>' in shown
 
@@ -200,13 +200,12 @@ def test_hidden_characters_are_written_out() -> None:
 
 
 def test_html_is_escaped_everywhere() -> None:
-    assert tag("p", "<b>&", title='"x"') == '<p title="&quot;x&quot;">&lt;b&gt;&amp;</p>'
-    assert tag("input", checked=True, disabled=False, data_x=1) == '<input checked data-x="1">'
-    assert join(tag("b", "x"), "<", None) == "<b>x</b>&lt;"
-    assert data_block("d", "</script>&") == '<script type="application/json" id="d">"\\u003c/script\\u003e\\u0026"</script>'
+    assert note("<b>&", good=True) == '<p class="note good">&lt;b&gt;&amp;</p>'
+    assert page_json("</script>&") == '"\\u003c/script\\u003e\\u0026"'
     assert shorten("abcdef", 4) == "abcd … (2 more characters)"
     rows = [{"a": "x", "b": "1 of 2", "c": "1"}, {"a": "y", "b": "3.0 %", "c": "z"}]
-    cells = table(rows, {"a": "A", "b": "B", "c": "C"}, lambda key, row: row[key])
+    cells = table(rows, {name: cell(name) for name in "abc"}, '"label"')
+    assert 'aria-label="&#34;label&#34;"' in cells or 'aria-label="&quot;label&quot;"' in cells
     assert '<td class="number">1 of 2</td><td>1</td>' in cells
 
 

@@ -398,12 +398,12 @@ def test_every_figure_is_read_by_pointer_keys_and_taps(open_page: Any, small: Pa
         ("#tails", "|log ratio|"),
     ):
         figure = page.locator(f"{place} figure").first
-        figure.locator(".body > svg:visible").first.focus()
+        figure.locator(".body svg[role=img]:visible").first.focus()
         page.keyboard.press("ArrowRight")
         assert first in figure.locator(".tip").inner_text()
     phone = open_page(small, viewport={"width": 360, "height": 740}, is_mobile=True, has_touch=True)
     for place, said in (("#learning", "updates"), ("#forest", "troll")):
-        svg = phone.locator(f"{place} .body > svg:visible").first
+        svg = phone.locator(f"{place} .body svg[role=img]:visible").first
         svg.scroll_into_view_if_needed()
         box = svg.bounding_box()
         mark = svg.locator(".pair").first.bounding_box() if place == "#forest" else box
@@ -450,7 +450,8 @@ def test_paper_and_pages_without_scripts(open_page: Any, open_file: Any, small: 
     page.evaluate("dispatchEvent(new Event('afterprint'))")
     assert page.locator("details[open]").count() == 0
     plain = open_file(small, java_script_enabled=False)
-    assert plain.locator("#forest .pair:visible").count() == 3
+    assert plain.locator("#findings .sentences li:visible").count() == 3
+    assert plain.locator("figure").count() == 0
     assert plain.locator("form:visible, #heat:visible, select:visible, #curves:visible, #choose-theme:visible").count() == 0
     assert "Scripts are switched off" in plain.locator("noscript").inner_text()
 

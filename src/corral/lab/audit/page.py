@@ -8,12 +8,24 @@ from typing import Any
 import numpy as np
 
 import corral
-from corral.lab.audit.figures import REGIONS, bucket_figure, ratio_figure, step_figure, threshold_figure
+from corral.lab.audit.figures import REGIONS, bucket_charts, ratio_chart, step_chart, threshold_chart
 from corral.lab.audit.tally import ACCURACY, AUDITED, Audit, Row, Summary
-from corral.lab.audit.threshold import Ball, fewest_errors
+from corral.lab.audit.threshold import Threshold, fewest_errors
 from corral.lab.audit.tokens import Tokens
 from corral.lab.audit.words import MEASURES, RULES, number, percent, sentences, updates_sentence
-from corral.lab.report.html import Safe, document, join, macros, note, page_body, sections, shorten, table, tag, write_document
+from corral.lab.report.html import (
+    Columns,
+    Safe,
+    cell,
+    document,
+    macros,
+    note,
+    page_body,
+    sections,
+    shorten,
+    table,
+    write_document,
+)
 from corral.lab.run.text import count, visible
 
 _PARTS = macros(
@@ -32,30 +44,48 @@ def write_page(audit: Audit, out: Path, live: float | None = None) -> int:
 def audit_page(audit: Audit, live: float | None = None) -> str:
     """The complete HTML page. `live` is the interval in seconds at which the page is rewritten and reloads itself."""
     summary, info = audit.summary, audit.info
+    whole = summary.measure == "whole"
     name = str(info.get("name") or info.get("model") or "a run")
     title, said, did = f"Audit of {shorten(name, 80)}", sentences(summary, info), updates_sentence(info)
     share, words = headline(summary)
-    parts = {
+    others, now = [sentence for sentence in said[1:] if sentence != did], time.strftime("%H:%M:%S")
+    rules = RULES if whole else _LOGGED_RULES
+    kinds = {"Entropy, nats": summary.by_entropy, "Advantage": summary.by_sign}
+    charts = {
+        "threshold": [threshold_chart(summary.thresholds, summary.kl_bound, certain=whole)],
+        "probability": bucket_charts(summary.by_probability, rules, "true TV" if whole else "TV, as far as was logged"),
+        "ratio": [] if audit.tokens is None else [ratio_chart(audit.tokens, info["rules"])],
+        "steps": _step_charts(summary),
+    }
+    thresholds = Safe(_PARTS.charts("threshold")) + _threshold_table(summary)
+    by_probability = Safe(_PARTS.charts("probability")) + _bucket_table(
+        "Old probability", summary.by_probability, rules, summary
+    )
+    few = f"There is one {'audited update' if whole else 'step'}, so nothing to draw over time."
+    parts: dict[str, tuple[str, Any]] = {
         "findings": (
             "Findings",
-            _PARTS.findings(
-                audit,
-                live,
-                time.strftime("%H:%M:%S"),
-                did,
-                [sentence for sentence in said[1:] if sentence != did],
-                (share, words),
-                _verdict_tables(summary) if summary.measure == "whole" else [],
-            ),
+            _PARTS.findings(audit, live, now, did, others, (share, words), _verdict_tables(summary) if whole else []),
         ),
-        **_parts(audit),
+        "threshold": ("Which threshold?", _PARTS.thresholds(whole, thresholds)),
+        "probability": ("By old probability", by_probability),
+        "ratio": ("Ratio against true distance", _PARTS.charts("ratio") if charts["ratio"] else None),
+        "tokens": ("Tokens that clipping would block most", _blocked_table(audit)),
+        "kinds": (
+            "By entropy and by advantage",
+            Safe("").join(_bucket_table(title, rows, rules, summary) for title, rows in kinds.items() if rows),
+        ),
+        "distances": ("How far", _PARTS.distances(MEASURES[summary.measure], _distance_table(summary))),
+        "steps": ("Over training", _PARTS.charts("steps") if charts["steps"] else note(few)),
+        "age": ("By staleness", _age_table(summary.by_age) if summary.by_age else None),
+        "completions": ("Completions", _completions(audit)),
+        "measured": ("How this was measured", _method(audit)),
     }
     found = {key: part for key, part in parts.items() if part[1] is not None}
     about = f"{shorten(name, 60)} · {count(summary.tokens, 'token')}, {info.get('what') or 'compared'}"
     about = visible(shorten(f"{about} · corral {corral.__version__}", 240))  # what a figure that stands alone says
-    data = {"about": about, "headline": f"{share} of {words}", **({} if live is None else {"live": live})}
-    main = tag("main", *sections(found).values(), class_="audited-page")
-    body = page_body(title, said[0], found, main, count(summary.tokens, "token"))
+    data = {"about": about, "headline": f"{share} of {words}", "charts": charts, **({} if live is None else {"live": live})}
+    body = page_body(title, said[0], found, _PARTS.main(sections(found).values()), count(summary.tokens, "token"))
     scripts = ["base.js", "audit.js", *([] if live is None else ["live.js"])]
     return document(title, body, data, scripts, ["page.css", "audit.css"])
 
@@ -74,15 +104,9 @@ def headline(summary: Summary) -> tuple[str, str]:
     return f"{'' if whole else '≥ '}{missed}", "the tokens would be missed: clipping would block none"
 
 
-def _parts(audit: Audit) -> dict[str, tuple[str, Any]]:
-    """Titles and contents of the sections below the findings; None for an empty section."""
-    summary, rules = audit.summary, audit.info["rules"]
+def _distance_table(summary: Summary) -> Safe:
+    """Table of the spread of each distance."""
     whole = summary.measure == "whole"
-    shown = RULES if whole else _LOGGED_RULES
-    figure = bucket_figure(summary.by_probability, shown, "true TV" if whole else "TV, as far as was logged")
-    kinds = {"Entropy, nats": summary.by_entropy, "Advantage": summary.by_sign}
-    far = {"what": "Distance", "mean": "Mean", "p50": "Median", "p99": "99th percentile", "p999": "99.9th percentile"}
-    far["max"] = "Largest"
     names = {
         "kl": "true KL(new‖old), nats" if whole else "KL(new‖old), nats",
         "tv": "true total variation" if whole else "total variation",
@@ -91,7 +115,13 @@ def _parts(audit: Audit) -> dict[str, tuple[str, Any]]:
         "k3": "k3: ratio − 1 − log ratio",
         "mismatch": "sampler mismatch, TV",
     }
-    distances: list[Row] = [{"what": names[name], **row} for name, row in summary.distances.items()]
+    shown = {"Mean": "mean", "Median": "p50", "99th percentile": "p99", "99.9th percentile": "p999", "Largest": "max"}
+    columns: Columns = {"Distance": cell("what"), **{heading: cell(key, number) for heading, key in shown.items()}}
+    return table([{"what": names[name], **row} for name, row in summary.distances.items()], columns, "Distances")
+
+
+def _method(audit: Audit) -> Any:
+    """Section on the method, with a folded table of rules, settings and versions."""
     settings = [
         {"setting": f"{part} {key}", "value": shorten(str(value), 300)}
         for part in ("rules", "settings", "versions")
@@ -99,147 +129,123 @@ def _parts(audit: Audit) -> dict[str, tuple[str, Any]]:
         for key, value in given.items()
         if value is not None
     ]
-    asked = table(settings, {"setting": "Setting", "value": "Value"}, lambda key, row: visible(row[key]), aria_label="Settings")
-    return {
-        "threshold": (
-            "Which threshold?",
-            _PARTS.thresholds(
-                whole, threshold_figure(summary.thresholds, summary.kl_bound, certain=whole), _threshold_table(summary)
-            ),
-        ),
-        "probability": (
-            "By old probability",
-            join(figure, _bucket_table("Old probability", summary.by_probability, shown, summary)),
-        ),
-        "ratio": ("Ratio against true distance", None if audit.tokens is None else ratio_figure(audit.tokens, rules)),
-        "tokens": ("Tokens that clipping would block most", _blocked_table(audit)),
-        "kinds": (
-            "By entropy and by advantage",
-            join(*(_bucket_table(title, rows, shown, summary) for title, rows in kinds.items() if rows)),
-        ),
-        "distances": (
-            "How far",
-            join(
-                tag("p", f"Divergences are those of {MEASURES[summary.measure]}.", class_="count"),
-                table(distances, far, lambda key, row: row[key] if key == "what" else number(row[key]), aria_label="Distances"),
-            ),
-        ),
-        "steps": ("Over training", _step_figures(summary)),
-        "age": ("By staleness", _age_table(summary.by_age) if summary.by_age else None),
-        "completions": ("Completions", _completions(audit)),
-        "measured": ("How this was measured", _PARTS.method(whole, len(settings), asked, 100 * ACCURACY)),
-    }
+    shown = table(settings, {"Setting": cell("setting"), "Value": cell("value")}, "Settings")
+    return _PARTS.method(audit.summary.measure == "whole", len(settings), shown, 100 * ACCURACY)
 
 
 def _verdict_tables(summary: Summary) -> list[tuple[str, Safe]]:
     """Tables of each rule against the KL ball and the TV ball."""
-    columns = {"rule": "Rule", "share": "Would act on", "right": "…of which outside", "false": "…of which inside"}
-    columns["missed"] = "Would miss"
     found = []
-    for name, heading in (("kl", f"KL ≤ {number(summary.kl_bound)}"), ("tv", f"TV ≤ {number(summary.tv_bound)}")):
-        rows = []
-        for rule, title in RULES.items():
-            ball: Ball = summary.verdicts[rule][name]
-            row = {"rule": title, "share": percent(summary.verdicts[rule]["share"])}
-            for key, part in (("right", ball.blocked_outside), ("false", ball.blocked_inside)):
-                row[key] = f"{part:,} ({percent(part / ball.blocked)})" if ball.blocked else "—"
-            rows.append(row | {"missed": f"{ball.passed_outward:,} ({percent(ball.passed_outward / ball.tokens)})"})
-        found.append((heading, table(rows, columns, lambda key, row: row[key], aria_label=heading)))
+    for name, bound in (("kl", summary.kl_bound), ("tv", summary.tv_bound)):
+        rows = [{**vars(row[name]), "ball": row[name], "rule": RULES[rule]} for rule, row in summary.verdicts.items()]
+        columns: Columns = {
+            "Rule": cell("rule"),
+            "Would act on": lambda row: percent(row["ball"].blocked / row["ball"].tokens),
+            "…of which outside": lambda row: _part(row["blocked_outside"], row["ball"].blocked),
+            "…of which inside": lambda row: _part(row["blocked_inside"], row["ball"].blocked),
+            "Would miss": lambda row: _part(row["passed_outward"], row["ball"].tokens),
+        }
+        heading = f"{name.upper()} ≤ {number(bound)}"
+        found.append((heading, table(rows, columns, heading)))
     return found
+
+
+def _part(tokens: int, of: int) -> str:
+    """A number of tokens with its share."""
+    return f"{tokens:,} ({percent(tokens / of)})" if of else "—"
 
 
 def _threshold_table(summary: Summary) -> Safe:
     """Every rule at every bound: the share it blocks, its errors inside each ball, and the share it misses."""
-    columns = {"title": "Rule", "bound": "Bound", "share": "Would block"}
-    for name, bound in (("kl", summary.kl_bound), ("tv", summary.tv_bound)):
-        inside, outside = f"{name.upper()} ≤ {number(bound)}", f"{name.upper()} > {number(bound)}"
-        columns |= {f"{name} false": f"blocked, {inside}", f"{name} missed": f"missed, {outside}"}
-    best, rows, last = fewest_errors(summary.thresholds), [], ""
-    for row in summary.thresholds:
+    best = fewest_errors(summary.thresholds)
+    first = {row.family: row for row in reversed(summary.thresholds)}
+
+    def title(row: Threshold) -> str:
+        return row.title if first[row.family] is row else Safe('<span class="again">{}</span>').format(row.title)
+
+    def bound(row: Threshold) -> str:
         shown = "—" if row.family == AUDITED else f"{row.symbol} = {row.bound:g}{' ●' if row.default else ''}"
-        cells: Row = {
-            "title": tag("span", row.title, class_="again") if row.family == last else row.title,
-            "bound": tag("strong", shown) if best.get(row.family) is row else shown,
-            "share": _exact_percent(row.share),
+        return Safe("<strong>{}</strong>").format(shown) if best.get(row.family) is row else shown
+
+    def exact(share: float) -> str:
+        """A percentage with enough digits to compare a column of numbers."""
+        return f"{100 * share:.4f} %" if 0 < share < 1e-4 else percent(share)
+
+    rows = [
+        {
+            "title": title(row), "bound": bound(row), "share": exact(row.share), "kl_false": exact(row.kl.wrong),
+            "kl_missed": exact(row.kl.missed), "tv_false": exact(row.tv.wrong), "tv_missed": exact(row.tv.missed),
         }
-        for name, ball in (("kl", row.kl), ("tv", row.tv)):
-            cells[f"{name} false"] = _exact_percent(ball.blocked_inside / ball.tokens)
-            cells[f"{name} missed"] = _exact_percent(ball.passed_outward / ball.tokens)
-        rows.append(cells)
-        last = row.family
-    return table(rows, columns, lambda key, row: row[key], aria_label="Which threshold?")
-
-
-def _exact_percent(share: float) -> str:
-    """A percentage with enough digits to compare a column of numbers."""
-    return f"{100 * share:.4f} %" if 0 < share < 1e-4 else percent(share)
+        for row in summary.thresholds
+    ]  # fmt: skip
+    columns: Columns = {"Rule": lambda row: row["title"], "Bound": lambda row: row["bound"], "Would block": cell("share")}
+    for name, radius in (("kl", number(summary.kl_bound)), ("tv", number(summary.tv_bound))):
+        columns |= {f"blocked, {name.upper()} ≤ {radius}": cell(f"{name}_false")}
+        columns |= {f"missed, {name.upper()} > {radius}": cell(f"{name}_missed")}
+    return table(rows, columns, "Which threshold?")
 
 
 def _bucket_table(title: str, rows: Sequence[Row], rules: Mapping[str, str], summary: Summary) -> Safe:
     """Table by bucket: the distances of its tokens, and the share of tokens on which each rule would act."""
-    columns = {"name": title, "tokens": "Tokens", "tv": "TV: mean, 99.9 %, largest", "kl": "KL: mean, 99.9 %, largest"}
-    columns |= {} if summary.measure == "whole" else {"outside": f"outside KL ≤ {number(summary.kl_bound)}"}
 
-    def show(key: str, row: Row) -> str:
-        if key in ("tv", "kl"):
-            return ", ".join(number(row[name]) for name in (key, f"{key}_p999", f"{key}_max"))
-        return row[key] if key == "name" else f"{row[key]:,}" if key == "tokens" else percent(row[key])
+    def spread(name: str) -> Any:
+        return lambda row: ", ".join(number(row[key]) for key in (name, f"{name}_p999", f"{name}_max"))
 
-    return table(list(rows), {**columns, **rules}, show, aria_label=title)
+    columns: Columns = {title: cell("name"), "Tokens": cell("tokens", "{:,}".format)}
+    columns |= {f"{name.upper()}: mean, 99.9 %, largest": spread(name) for name in ("tv", "kl")}
+    columns |= {} if summary.measure == "whole" else {f"outside KL ≤ {number(summary.kl_bound)}": cell("outside", percent)}
+    return table(rows, {**columns, **{words: cell(rule, percent) for rule, words in rules.items()}}, title)
 
 
 def _blocked_table(audit: Audit) -> Safe:
     """Table of the tokens most often blocked."""
     if not audit.summary.blocked_tokens:
         return note("Clipping would block no token here.", good=True)
-    columns = {"text": "Token", "token": "Id", "seen": "Seen", "blocked": "Would be blocked", "inside": "…inside the KL ball"}
-    columns |= {"p_old": "Mean probability before", "tv": "Mean true TV" if audit.summary.measure == "whole" else "Mean TV"}
+    texts = {token: Safe("<code>{}</code>").format(render_token(text)) for token, text in audit.texts.items()}
+    columns: Columns = {
+        "Token": lambda row: texts.get(row["token"], "—"),
+        "Id": cell("token", "{:,}".format),
+        "Seen": cell("seen", "{:,}".format),
+        "Would be blocked": cell("blocked", "{:,}".format),
+        "…inside the KL ball": lambda row: _part(row["inside"], row["blocked"]),
+        "Mean probability before": cell("p_old", number),
+        "Mean true TV" if audit.summary.measure == "whole" else "Mean TV": cell("tv", number),
+    }
+    return table(audit.summary.blocked_tokens, columns, "Blocked tokens")
 
-    def show(key: str, row: Row) -> Any:
-        if key == "text":
-            return tag("code", render_token(audit.texts[row["token"]])) if row["token"] in audit.texts else "—"
-        if key == "inside":
-            return f"{row[key]:,} ({percent(row[key] / row['blocked'])})"
-        return number(row[key]) if key in ("p_old", "tv") else f"{row[key]:,}"
 
-    return table(audit.summary.blocked_tokens, columns, show, aria_label="Blocked tokens")
-
-
-def _step_figures(summary: Summary) -> Safe:
+def _step_charts(summary: Summary) -> list[Row]:
     """True KL over training. If it is unknown, distances and effective sample size by step."""
     rows = summary.by_step
+    if len(rows) < 2:
+        return []
     if summary.measure == "whole":
-        if len(rows) < 2:
-            return note("There is one audited update, so nothing to draw over time.")
         caption = "Of the tokens that were audited after each of these updates."
         curves = {"kl": ("mean", (0, 0)), "kl_p999": ("99.9th percentile", (4, 1)), "kl_max": ("largest", (6, 3))}
-        return step_figure("True KL to the old policy", caption, rows, curves, moment="update", label="true KL, nats")
-    if len(rows) < 2:
-        return note("There is one step, so nothing to draw over time.")
+        return [step_chart("True KL to the old policy", caption, rows, curves, moment="update", label="true KL, nats")]
     alarm = summary.alarms[0] if summary.alarms else None
     curves = {"k3": ("mean KL by k3, nats", (0, 0)), "tv": ("mean TV", (1, 1))}
     curves["mismatch"] = ("mean TV of sampler and trainer", (3, 3))
     caption = "Of the tokens that were logged at each step."
     ess = "100 % means on-policy; below 70 % a few tokens with large ratios decide the updates."
     share = {"ess": ("effective sample size, as a share of the tokens", (2, 4))}
-    return join(
-        step_figure("Distance by step", caption, rows, curves, label="distance", alarm=alarm),
-        step_figure("Effective samples by step", ess, rows, share, label="effective samples", share=True, alarm=alarm),
-    )
+    return [
+        step_chart("Distance by step", caption, rows, curves, label="distance", alarm=alarm),
+        step_chart("Effective samples by step", ess, rows, share, label="effective samples", share=True, alarm=alarm),
+    ]
 
 
 def _age_table(by_age: Sequence[Row]) -> Safe:
-    columns = {"age": "Steps since it was sampled", "tokens": "Tokens", "k3": "Mean KL by k3", "tv": "Mean TV"}
-    columns |= {"mismatch": "Mean TV of sampler and trainer", "ess": "Effective samples"}
-
-    def show(key: str, row: Row) -> str:
-        if row[key] is None:
-            return "—"
-        if key == "age":
-            return f"{row[key]}{' or more' if row['older'] else ''}"
-        return f"{row[key]:,}" if key == "tokens" else percent(row[key]) if key == "ess" else number(row[key])
-
-    return table(list(by_age), columns, show, aria_label="By staleness")
+    """Table by the number of steps between sampling and training."""
+    columns: Columns = {
+        "Steps since it was sampled": lambda row: f"{row['age']}{' or more' if row['older'] else ''}",
+        "Tokens": cell("tokens", "{:,}".format),
+        "Mean KL by k3": cell("k3", number),
+        "Mean TV": cell("tv", number),
+        "Mean TV of sampler and trainer": cell("mismatch", number),
+        "Effective samples": cell("ess", percent),
+    }
+    return table(by_age, columns, "By staleness")
 
 
 _KINDS = {

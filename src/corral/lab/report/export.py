@@ -14,11 +14,10 @@ import pandas as pd
 from corral.lab.report import outcomes
 from corral.lab.report.content import RunReport
 from corral.lab.report.figures import Metric, curve, kl_bound
-from corral.lab.report.forest import sort_pairs
 from corral.lab.report.groups import Group
 from corral.lab.report.html import shorten
 from corral.lab.report.looks import LIGHT, MARKERS, Look
-from corral.lab.report.outcomes import Measure
+from corral.lab.report.outcomes import Measure, sort_pairs
 from corral.lab.report.read import value_text
 from corral.lab.report.sweep import AUTO, Sweep, Value, ordered
 from corral.lab.run.files import disk_sentence, write_whole

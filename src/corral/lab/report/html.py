@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import json
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
@@ -35,8 +34,6 @@ _LONGEST_CELL = 1000
 _NUMBER = re.compile(r"[−+]?[\d.,…\[\]()/ −%–—∞]+( of \d+\)?)?")
 """Pattern of numeric cells; a column of them is aligned right."""
 
-_VOID = {"meta", "input", "br", "link"}
-
 
 def shorten(text: str, most: int) -> str:
     """Cut a long text, and append the number of characters left out."""
@@ -66,51 +63,37 @@ def macros(name: str, package: str = "corral.lab.report", **known: Any) -> Any:
 _PARTS = macros("parts.html")
 
 
-def tag(name: str, /, *children: Any, **attributes: Any) -> Safe:
-    """Build an element.
+Row = dict[str, Any]
 
-    Children that are not `Safe` are texts; `class_`, `for_` and `data_x` become class, for and data-x.
-    """
-    head = f"<{name}{_attributes(attributes)}>"
-    return Safe(head if name in _VOID else f"{head}{join(*children)}</{name}>")
+Columns = dict[str, Callable[[Row], object]]
+"""Heading of each table column → function that makes its cell from a row."""
 
 
-def _attributes(given: Mapping[str, Any]) -> Safe:
-    """Attributes of an element; None and False are omitted."""
-    words = ""
-    for key, value in given.items():
-        if value is not None and value is not False:
-            key = key.rstrip("_").replace("_", "-")
-            words += f" {key}" if value is True else f' {key}="{_markup(value)}"'
-    return Safe(words)
+def cell(key: str, form: Callable[[Any], object] = str) -> Callable[[Row], object]:
+    """Make the cells of a column: a value of the row, or a dash if it has none."""
+    return lambda row: "—" if row[key] is None else form(row[key])
 
 
-def join(*children: Any) -> Safe:
-    """Join texts and elements; None is empty."""
-    return Safe("".join(map(_markup, children)))
-
-
-def note(*children: Any, good: bool = False) -> Safe:
+def note(text: str, good: bool = False) -> Safe:
     """Highlighted paragraph."""
-    return tag("p", *children, class_="note good" if good else "note")
+    return Safe(_PARTS.note(text, good))
 
 
-def table(rows: list[dict[str, Any]], columns: dict[str, str], show: Callable[[str, Any], Any], **attributes: Any) -> Safe:
-    """Build a table under the headings of `columns`; `show` makes a cell from a key and a row. Very long texts are cut."""
-    shown = ([show(key, row) for key in columns] for row in rows[:MOST_ROWS])
-    cells = [[cell if isinstance(cell, Safe) else shorten(str(cell), _LONGEST_CELL) for cell in line] for line in shown]
+def table(rows: Sequence[Row], columns: Columns, label: str, data: str | None = None) -> Safe:
+    """Build a table, in which very long texts are cut.
+
+    Args:
+        data: name of the rows in the page's data, from which a reader saves them.
+    """
+    made = ([show(row) for show in columns.values()] for row in rows[:MOST_ROWS])
+    cells = [[one if isinstance(one, Safe) else shorten(str(one), _LONGEST_CELL) for one in line] for line in made]
     head = []
-    for index, heading in enumerate(columns.values()):
+    for index, heading in enumerate(columns):
         column = [str(line[index]) for line in cells]
         # The first column names its rows, and stands left whatever it holds.
-        digits, words = index > 0 and all(map(_NUMBER.fullmatch, column)), any(len(cell) > 12 for cell in column)
+        digits, words = index > 0 and all(map(_NUMBER.fullmatch, column)), any(len(text) > 12 for text in column)
         head.append((shorten(heading, 200), "number" if digits else "words" if words else None))
-    return _PARTS.table(head, cells, _attributes(attributes), len(rows) - MOST_ROWS)
-
-
-def data_block(name: str, content: Any) -> Safe:
-    """Block of JSON data for a page's script."""
-    return Safe(f'<script type="application/json" id="{name}">{page_json(content)}</script>')
+    return Safe(_PARTS.table(head, cells, label, data, len(rows) - MOST_ROWS))
 
 
 def page_json(content: Any) -> str:
@@ -125,20 +108,15 @@ def sections(parts: Mapping[str, tuple[str, Safe]], scripted: Sequence[str] = ()
     """Sections of a page, each with a heading and content, by the name of their links.
 
     Args:
-        scripted: those that are empty without a script, and not shown then.
+        scripted: names of sections that are empty without a script, and hidden then.
     """
-    return {
-        name: tag("section", tag("h2", heading), content, id=name, class_="scripted" if name in scripted else None)
-        for name, (heading, content) in parts.items()
-    }
+    return {name: _PARTS.section(name, heading, part, name in scripted) for name, (heading, part) in parts.items()}
 
 
-def page_body(
-    title: str, lead: str, parts: Mapping[str, tuple[str, Safe]], main: Safe, footer: str, noscript: Safe | None = None
-) -> Safe:
+def page_body(title: str, lead: str, parts: Mapping[str, tuple[str, Safe]], main: Safe, made_from: str) -> Safe:
     """Build the body of a page: header with theme selector and links to every section, `main`, and footer."""
     links = [(name, heading) for name, (heading, _) in parts.items()]
-    return _PARTS.body(title, lead, links, main, f"Made by corral {corral.__version__} from {footer}.", noscript)
+    return Safe(_PARTS.body(title, lead, links, main, f"Made by corral {corral.__version__} from {made_from}."))
 
 
 def document(
@@ -158,9 +136,10 @@ def document(
         f"default-src 'none'; script-src {csp_hash(script)}; style-src {csp_hash(style)}; img-src data:; "
         f"base-uri 'none'; form-action 'none'"
     )
-    block = data_block("data", {**data, "shapes": SHAPES})
-    # Markup, or what is hidden in scripts and styles would be written out: their digests are of the files as they are.
-    return str(_PARTS.document(title, inside, block, Safe(style), Safe(script), policy, f"corral {corral.__version__}"))
+    content = page_json({**data, "shapes": SHAPES})
+    # Markup, since escaping would change scripts and styles, and their digests are of the files as they are.
+    made = [Safe(text) for text in (content, style, script)]
+    return str(_PARTS.document(title, inside, *made, policy, f"corral {corral.__version__}"))
 
 
 def write_document(text: str, out: Path, too_large: str = "") -> int:
@@ -183,42 +162,3 @@ def write_document(text: str, out: Path, too_large: str = "") -> int:
 def csp_hash(text: str) -> str:
     """Digest with which a Content-Security-Policy allows an inline script or style."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-WIDE, NARROW = 820, 360
-"""Widths of the two drawings of a figure; a page shows the one that fits."""
-
-Draw = Callable[[int], tuple[Sequence[Safe], int]]
-"""Function from a width to the drawing's elements and its height."""
-
-
-def drawn_figure(title: str, caption: str, draw: Draw, legend: Safe | None = None, **attributes: str) -> Safe:
-    """Build a figure with both drawings; a script of the page adds its tooltips and buttons."""
-    drawings = []
-    for width, kind in ((WIDE, "wide"), (NARROW, "narrow")):
-        parts, height = draw(width)
-        drawings.append((width, height, kind, join(*parts)))
-    return _PARTS.figure(title, caption, legend, drawings, _attributes(attributes))
-
-
-def text(content: str, x: float, y: float, anchor: str = "start", **more: str) -> Safe:
-    """SVG text at a position."""
-    return tag("text", content, x=at(x), y=at(y), text_anchor=anchor, **more)
-
-
-def line(x1: float, y1: float, x2: float, y2: float, kind: str) -> Safe:
-    """SVG line between two points; `kind` is its class."""
-    return tag("line", x1=at(x1), y1=at(y1), x2=at(x2), y2=at(y2), class_=kind)
-
-
-def at(value: float) -> str:
-    """Format a coordinate with one decimal."""
-    return f"{value:.1f}"
-
-
-def ticks(low: float, high: float, count: int) -> list[float]:
-    """About `count` round ticks in [low, high]."""
-    raw = (high - low) / max(count, 1)
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * (1 - 1e-9))
-    return [index * step for index in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]

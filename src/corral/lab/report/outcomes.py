@@ -254,3 +254,16 @@ def normalise_scores(groups: Sequence[Group], measure: Measure) -> dict[str, dic
             if values and high > low:
                 found.setdefault(label, {})[problem] = {seed: (value - low) / (high - low) for seed, value in values.items()}
     return found
+
+
+def sort_pairs(rows: Sequence[_Row]) -> list[_Row]:
+    """Sort pairs: each from the side of the leader, claims first, the largest difference first."""
+    turned = []
+    for row in rows:
+        if row["difference"] < 0:
+            low, high = (None if end is None else -end for end in (row["high"], row["low"]))
+            sides = {"ours": row["theirs"], "theirs": row["ours"]}
+            sides |= {"our_objective": row["their_objective"], "their_objective": row["our_objective"]}
+            row = {**row, **sides, "difference": -row["difference"], "low": low, "high": high}
+        turned.append(row)
+    return sorted(turned, key=lambda row: (not row["claimed"], -row["difference"]))

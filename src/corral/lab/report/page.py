@@ -8,10 +8,12 @@ from typing import Any
 import corral
 from corral.lab.report import figures, outcomes
 from corral.lab.report.content import RunReport
-from corral.lab.report.forest import forest, sort_pairs
 from corral.lab.report.html import (
     MOST_ROWS,
+    Columns,
+    Row,
     Safe,
+    cell,
     document,
     macros,
     note,
@@ -23,7 +25,7 @@ from corral.lab.report.html import (
     write_document,
 )
 from corral.lab.report.looks import short_labels
-from corral.lab.report.outcomes import BESIDE
+from corral.lab.report.outcomes import BESIDE, sort_pairs
 from corral.lab.report.read import setting_text, value_text
 from corral.lab.report.statistics import ENOUGH, plain, signed
 from corral.lab.report.sweep import RULE, Sweep, ordered, value_at, without
@@ -37,8 +39,6 @@ _FILTERED = ("curves", "region", "motion", "tokens")
 """Sections that the filters apply to."""
 
 _HTML = macros("report.html")
-
-_Row = dict[str, Any]
 
 
 def write_page(report: RunReport, out: Path) -> int:
@@ -74,7 +74,6 @@ def page(report: RunReport) -> str:
         parts,
         _HTML.main(_HTML.controls(report, _axes(report), learning), made, _FILTERED),
         f"the files of {count(len(report.runs), 'run')}",
-        _HTML.noscript(),
     )
     return document(report.title, body, page_data(report), _SCRIPTS)
 
@@ -121,14 +120,13 @@ def _findings(report: RunReport) -> Safe:
         swept.append((lead, said))
     more = {f"On the mean {name} over the run": _said(report, "area"), "On the final return": _said(report, "return")}
     threshold = "90 % of the best end" if report.threshold is None else report.measure.text(report.threshold)
-    plot = forest(rows, report.looks, f"final {name}")
     return _HTML.findings(
-        report, _warnings(report), swept, sentence_pairs(sort_pairs(rows)), plot, more, _comparison_table(report),
+        report, _warnings(report), swept, sentence_pairs(sort_pairs(rows)), more, _comparison_table(report),
         _result_table(report), _overall_table(report), threshold,
     )  # fmt: skip
 
 
-def sentence_pairs(rows: Sequence[_Row]) -> list[tuple[str, str]]:
+def sentence_pairs(rows: Sequence[Row]) -> list[tuple[str, str]]:
     """Sentence of each row, with its kind for the mark on the page."""
     return [(row["sentence"], "claim" if row["claimed"] else "tie") for row in rows]
 
@@ -180,29 +178,15 @@ def _duration(seconds: float | None) -> str:
 
 # --------------------------------------------------------------------------------------------------------------- tables
 
-_Columns = dict[str, Callable[[_Row], object]]
-"""Heading of each table column → function that makes its cell from a row."""
 
-
-def _table(rows: list[_Row], columns: _Columns, label: str, data: str | None = None) -> Safe:
-    """Build a table; `data` names its rows in the page's data, so that a reader can save them."""
-    headings = {heading: heading for heading in columns}
-    return table(rows, headings, lambda heading, row: columns[heading](row), aria_label=label, data_table=data)
-
-
-def _cell(key: str, form: Callable[[Any], object] = str) -> Callable[[_Row], object]:
-    """Make the cells of a column: a value of the row, or a dash if it has none."""
-    return lambda row: "—" if row[key] is None else form(row[key])
-
-
-def _yes(key: str) -> Callable[[_Row], str]:
+def _yes(key: str) -> Callable[[Row], str]:
     return lambda row: "—" if row[key] is None else "yes" if row[key] else "no"
 
 
-def _spread(key: str, digits: int = 4) -> Callable[[_Row], str]:
+def _spread(key: str, digits: int = 4) -> Callable[[Row], str]:
     """Format a number without a unit, with its interval if the row has one."""
 
-    def show(row: _Row) -> str:
+    def show(row: Row) -> str:
         ends = (row[key], row.get(f"{key}_low"), row.get(f"{key}_high"))
         middle, low, high = (None if end is None else f"{end:.{digits}g}".replace("-", "−") for end in ends)
         return (middle or "—") + ("" if low is None else f" [{low}…{high}]")
@@ -217,21 +201,21 @@ def _whole(value: Any) -> str:
 def _comparison_table(report: RunReport) -> Safe | None:
     """Build the comparison table, one row per pair and measure."""
 
-    def probability(row: _Row) -> str:
+    def probability(row: Row) -> str:
         low, high = row["probability_low"], row["probability_high"]
         return f"{row['probability']:.2f}" + ("" if low is None else f" [{low:.2f}…{high:.2f}]")
 
-    columns: _Columns = {
-        "Difference": lambda row: f"{row['ours']} − {row['theirs']}",
-        "Of": _cell("measure"),
-        report.measure.unit.capitalize() or "Value": _cell("difference", signed),
+    columns: Columns = {
+        "Difference": "{ours} − {theirs}".format_map,
+        "Of": cell("measure"),
+        report.measure.unit.capitalize() or "Value": cell("difference", signed),
         "95 % interval": lambda row: "—" if row["low"] is None else f"{plain(row['low'])}…{plain(row['high'])}",
-        "p": _cell("p", "{:.2g}".format),
+        "p": cell("p", "{:.2g}".format),
         "Claimed": _yes("claimed"),
         "Probability of improvement": probability,
     }
     rows = report.tables["comparisons"]
-    return _table(rows, columns, "Comparisons", "comparisons") if rows else None
+    return table(rows, columns, "Comparisons", "comparisons") if rows else None
 
 
 def _result_table(report: RunReport) -> Safe:
@@ -239,14 +223,12 @@ def _result_table(report: RunReport) -> Safe:
     rows, measure = report.tables["results"], report.measure
     chosen = any(group.chosen for group in report.groups)
 
-    def estimate(key: str) -> Callable[[_Row], str]:
+    def estimate(key: str) -> Callable[[Row], str]:
         return lambda row: measure.estimate(row[key], row[f"{key}_low"], row[f"{key}_high"])
 
-    columns: _Columns = {
-        "Objective": lambda row: row["objective"] if chosen else f"{row['objective']} {row['setting']}".strip()
-    }
-    columns |= {"Chosen setting": _cell("setting")} if chosen else {}
-    columns |= {"Problem": _cell("problem")} if len(report.problems) > 1 else {}
+    columns: Columns = {"Objective": lambda row: row["objective"] if chosen else f"{row['objective']} {row['setting']}".strip()}
+    columns |= {"Chosen setting": cell("setting")} if chosen else {}
+    columns |= {"Problem": cell("problem")} if len(report.problems) > 1 else {}
     columns |= {
         "Runs": lambda row: f"{row['counted']:,} of {row['runs']}",
         f"Final {measure.name}": estimate("final"),
@@ -255,51 +237,51 @@ def _result_table(report: RunReport) -> Safe:
     for key in BESIDE:
         if key != measure.name and any(row[key] is not None for row in rows):
             columns[key.capitalize()] = _spread(key) if key == "return" else estimate(key)
-    reached = _cell("steps_to_threshold", _whole)
+    reached = cell("steps_to_threshold", _whole)
     threshold = "90 % of the best" if report.threshold is None else measure.text(report.threshold)
     columns |= {
         f"Steps to {threshold}": lambda row: f"{reached(row)} ({row['reached']} of {row['counted']})",
         "Collapsed": lambda row: f"{row['collapsed']:,} of {row['counted']}",
-        "Seconds": _cell("seconds", _whole),
+        "Seconds": cell("seconds", _whole),
     }
-    return _table(rows, columns, "Results", "results")
+    return table(rows, columns, "Results", "results")
 
 
 def _overall_table(report: RunReport) -> Safe | None:
     """Build the table over several tasks, one row per contestant; None for a single task."""
     rows = report.tables["overall"]
-    columns: _Columns = {
-        "Objective": _cell("objective"), "Tasks": _cell("tasks"), "Seeds": _cell("seeds"),
+    columns: Columns = {
+        "Objective": cell("objective"), "Tasks": cell("tasks"), "Seeds": cell("seeds"),
         "Interquartile mean": _spread("middle", 3), "Mean": _spread("mean", 3),
-        "Chance to be better": _cell("chance", "{:.2f}".format),
+        "Chance to be better": cell("chance", "{:.2f}".format),
     }  # fmt: skip
-    return _table(rows, columns, "All tasks together", "overall") if rows else None
+    return table(rows, columns, "All tasks together", "overall") if rows else None
 
 
-def _event_table(rows: list[_Row]) -> Safe:
+def _event_table(rows: list[Row]) -> Safe:
     """Build the table of guard warnings, incomplete runs, and unreadable files."""
     if not rows:
         return note("None: every run finished, the guard had nothing to say, and every file could be read.", good=True)
     names = {"Objective": "objective", "Seed": "seed", "Step": "step", "Kind": "kind", "What happened": "what"}
-    columns: _Columns = {heading: _cell(key) for heading, key in names.items()}
-    return _table(rows, columns, "Failures and warnings", "events")
+    columns: Columns = {heading: cell(key) for heading, key in names.items()}
+    return table(rows, columns, "Failures and warnings", "events")
 
 
 def _run_table(report: RunReport) -> Safe:
     """Build the table of runs, one row per run."""
     rows, text = report.tables["runs"], report.measure.text
-    columns: _Columns = {
-        "Objective": _cell("objective"), "Seed": _cell("seed"), "Ended": _cell("stopped"),
+    columns: Columns = {
+        "Objective": cell("objective"), "Seed": cell("seed"), "Ended": cell("stopped"),
         "Steps": lambda row: f"{row['steps']} of {row['planned']}",
-        "Start": _cell("start", text), "Best": _cell("best", text), "Final": _cell("final", text),
-        "Greedy": _cell("greedy", text), "Return": _spread("return"),
-        "Seconds": _cell("seconds", _whole), "Tokens": _cell("tokens", _whole),
-        "Environment steps": _cell("env_steps", _whole), "Skipped updates": _cell("skipped", _whole), "Folder": _cell("run"),
+        "Start": cell("start", text), "Best": cell("best", text), "Final": cell("final", text),
+        "Greedy": cell("greedy", text), "Return": _spread("return"),
+        "Seconds": cell("seconds", _whole), "Tokens": cell("tokens", _whole),
+        "Environment steps": cell("env_steps", _whole), "Skipped updates": cell("skipped", _whole), "Folder": cell("run"),
     }  # fmt: skip
     for heading, key in {"Greedy": "greedy", "Return": "return", "Tokens": "tokens", "Environment steps": "env_steps"}.items():
         if all(row[key] is None for row in rows):
             del columns[heading]
-    return _table(rows, columns, "Runs", "runs")
+    return table(rows, columns, "Runs", "runs")
 
 
 def _configuration(report: RunReport) -> Safe:
@@ -307,16 +289,16 @@ def _configuration(report: RunReport) -> Safe:
     differ, same = report.tables["differences"], report.tables["settings"]
     shown = None
     if differ:
-        columns = {key: key for key in differ[0]} | {"setting": "Setting"}
-        shown = table(differ, columns, lambda key, row: row[key], aria_label="Settings that differ")
-    shared = _table(same, {"Setting": _cell("setting"), "Value": _cell("value")}, "Settings that all share")
+        columns: Columns = {"Setting": cell("setting"), **{key: cell(key) for key in differ[0] if key != "setting"}}
+        shown = table(differ, columns, "Settings that differ")
+    shared = table(same, {"Setting": cell("setting"), "Value": cell("value")}, "Settings that all share")
     return _HTML.configuration(shown, f"{count(len(same), 'setting')} that all share" if same else None, shared)
 
 
 def _reproduce(report: RunReport) -> Safe:
     """List versions, and a command or a file of settings per run."""
     compared = [text for plan in report.comparisons if (text := compare_command(plan.command))]
-    versions = _table(report.tables["versions"], {"Package": _cell("package"), "Version": _cell("versions")}, "Versions")
+    versions = table(report.tables["versions"], {"Package": cell("package"), "Version": cell("versions")}, "Versions")
     return _HTML.reproduce(report, compared, versions)
 
 
@@ -331,9 +313,9 @@ def _sweep_part(report: RunReport, index: int, sweep: Sweep) -> Safe:
         "kl": ("Mean KL", value_text),
     }
     kept = {key: found for key, found in measures.items() if any(row[key] is not None for row in rows)}
-    columns: _Columns = {"Objective": _cell("objective"), sweep.key: _cell("value", value_text)}
-    columns |= {"Other settings": _cell("other")} if any(row["other"] for row in rows) else {}
-    columns |= {"Seeds": _cell("seeds"), **{heading: _cell(key, form) for key, (heading, form) in kept.items()}}
+    columns: Columns = {"Objective": cell("objective"), sweep.key: cell("value", value_text)}
+    columns |= {"Other settings": cell("other")} if any(row["other"] for row in rows) else {}
+    columns |= {"Seeds": cell("seeds"), **{heading: cell(key, form) for key, (heading, form) in kept.items()}}
     columns |= {"Usable": _yes("usable"), "By the best of all": _yes("usable_of_all")}
     columns |= {"Chosen": _yes("chosen")} if any(row["chosen"] is not None for row in rows) else {}
     tried, reported = (
@@ -343,7 +325,7 @@ def _sweep_part(report: RunReport, index: int, sweep: Sweep) -> Safe:
     chosen = "; ".join(f"{name} {setting_text(setting)}" for name, setting in sweep.chosen.items())
     title = sweep.problem if len(report.sweeps) > 1 else None
     headings = {key: heading for key, (heading, _) in kept.items()}
-    return _HTML.sweep(sweep, index, title, tried, reported, chosen, headings, _table(rows, columns, "Sweep", "sweep"))
+    return _HTML.sweep(sweep, index, title, tried, reported, chosen, headings, table(rows, columns, "Sweep", "sweep"))
 
 
 # ----------------------------------------------------------------------------------------------------------------- data
@@ -359,6 +341,47 @@ _ALL_TOKENS, _ALL_TOKEN_TEXT = 25_000, 2_000_000
 
 _LONGEST = 600
 """Largest number of tokens shown of one completion."""
+
+
+_FEW_PAIRS, _MOST_TIES = 8, 40
+"""Largest number of pairs that are all drawn unfolded, and of ties that are drawn; the table has all of them."""
+
+
+def _forest(report: RunReport) -> list[Row]:
+    """Figures of who is ahead of whom, for each problem: claims, and a folded figure of the ties if there are many."""
+    made: list[Row] = []
+    for problem in report.problems:
+        compared = report.tables["comparisons"]
+        rows = sort_pairs([row for row in compared if (row["measure"], row["problem"]) == ("final", problem)])
+        names = list(dict.fromkeys(row[side] for row in rows for side in ("ours", "theirs")))
+        short = dict(zip(names, short_labels(names, 24), strict=True))
+        pairs = []
+        for row in rows:
+            colour, marker = report.looks[row["our_objective"]]
+            interval = "" if row["low"] is None else f" [{plain(row['low'])}…{plain(row['high'])}]"
+            pairs.append(
+                {
+                    "name": visible(f"{short[row['ours']]} − {short[row['theirs']]}"), "colour": colour, "marker": marker,
+                    "value": row["difference"], "low": row["low"], "high": row["high"], "hollow": not row["claimed"],
+                    "numbers": signed(row["difference"]) + interval, "said": visible(row["sentence"]),
+                    "kind": f"pair {'claim' if row['claimed'] else 'tie'}",
+                }
+            )  # fmt: skip
+        claims = sum(row["claimed"] for row in rows)
+        first = len(pairs) if len(pairs) <= _FEW_PAIRS else claims or _FEW_PAIRS
+        title = "Who is better, and by how much" + (f": {shorten(problem, 60)}" if len(report.problems) > 1 else "")
+        unit = f", {report.measure.unit}" if report.measure.unit else ""
+        figure = {
+            "of": f"final {report.measure.name}{unit}",
+            # One axis for both figures, which holds every interval and 0.
+            "ends": [0.0, *(end for pair in pairs for end in (pair["value"], pair["low"], pair["high"]) if end is not None)],
+        }
+        made += [{**figure, "title": visible(title), "rows": pairs[:first]}] if pairs else []
+        if ties := pairs[first:]:
+            drawn = ties[:_MOST_TIES]
+            folded = f"The figure of {len(drawn)} of {len(ties)} pairs between which no difference can be claimed"
+            made.append({**figure, "title": visible(f"{title}: ties"), "rows": drawn, "folded": folded})
+    return made
 
 
 def page_data(report: RunReport) -> dict[str, Any]:
@@ -404,6 +427,7 @@ def page_data(report: RunReport) -> dict[str, Any]:
             for group, row in zip(report.groups, report.tables["results"], strict=True)
             if (ends := outcomes.finals(group, report.measure.key))
         ],
+        "forest": _forest(report),
         "sweeps": [_sweep_data(report, sweep) for sweep in report.sweeps],
         "completions": _fitting(lambda most: _completions(report, most), _MOST_TEXT, 20, _ALL_TEXT),
         "tokens": _fitting(lambda most: _tokens(report, most), _ALL_TOKENS, 100, _ALL_TOKEN_TEXT),
@@ -474,7 +498,7 @@ def _sweep_data(report: RunReport, sweep: Sweep) -> dict[str, Any]:
     return {"key": visible(sweep.key), "values": values, "names": [value_text(value) for value in values], "lines": lines}
 
 
-def _fitting(make: Callable[[int], list[_Row]], most: int, least: int, size: int) -> list[_Row]:
+def _fitting(make: Callable[[int], list[Row]], most: int, least: int, size: int) -> list[Row]:
     """Make rows with `most` elements, then half of it, down to `least`, until they fit into `size` bytes of the page."""
     rows = make(most)
     while most > least and len(page_json(rows).encode()) > size:
@@ -483,7 +507,7 @@ def _fitting(make: Callable[[int], list[_Row]], most: int, least: int, size: int
     return rows
 
 
-def _completions(report: RunReport, most: int) -> list[_Row]:
+def _completions(report: RunReport, most: int) -> list[Row]:
     """Sampled completions, each cut to `most` characters."""
     return [
         {
@@ -496,7 +520,7 @@ def _completions(report: RunReport, most: int) -> list[_Row]:
     ]  # fmt: skip
 
 
-def _tokens(report: RunReport, most: int) -> list[_Row]:
+def _tokens(report: RunReport, most: int) -> list[Row]:
     """Token-by-token data: text, effect of the region, KLs and log-ratio. Every run has an equal share of `most`."""
     kept = {index: run.tokens for index, run in enumerate(report.runs) if run.tokens}
     found = []
@@ -505,7 +529,7 @@ def _tokens(report: RunReport, most: int) -> list[_Row]:
         while len(rows) > 1 and sum(min(len(row["token"]), _LONGEST) for row in rows) > most // len(kept):
             rows = rows[::2]
         for row in rows:
-            entry: _Row = {"run": index, "step": int(row["step"] or 0)}
+            entry: Row = {"run": index, "step": int(row["step"] or 0)}
             entry["token"] = [_text(text, 80) for text in row["token"][:_LONGEST]]
             entry["action"] = [_text(action or "", 20) for action in row["action"][:_LONGEST]]
             for name in ("kl_before", "kl_after", "log_ratio"):

@@ -4,8 +4,8 @@ from pathlib import Path
 from string import Template
 
 import corral
-from corral.lab.report.html import Safe, csp_hash, tag
-from corral.lab.report.looks import SHAPES, Look, assign_looks, palette_css
+from corral.lab.report.html import Safe, csp_hash
+from corral.lab.report.looks import SHAPES, assign_looks, palette_css
 
 _PARTS = Path(__file__).parent
 _SCRIPTS = ("maths.js", "simplex.js", "methods.js", "support.js", "page.js")
@@ -22,15 +22,14 @@ def explore_page() -> str:
         f"default-src 'none'; img-src data:; style-src {csp_hash(style)}; script-src {csp_hash(script)}; "
         "base-uri 'none'; form-action 'none'"
     )
-    looks = {name: _sign(look) for name, look in zip(_METHODS, assign_looks(_METHODS.values()).values(), strict=True)}
+    sign = Safe('<svg viewBox="-6 -6 12 12" class="sign c{}" aria-hidden="true"><path d="{}"></path></svg>')
+    looks = {
+        name: sign.format(colour, SHAPES[marker])
+        for name, (colour, marker) in zip(_METHODS, assign_looks(_METHODS.values()).values(), strict=True)
+    }
     return Template(_read("page.html")).substitute(
         policy=policy, style=style, script=script, version=corral.__version__, **looks
     )
-
-
-def _sign(look: Look) -> Safe:
-    """Colour and marker of the objective in reports."""
-    return tag("svg", tag("path", d=SHAPES[look[1]]), viewBox="-6 -6 12 12", class_=f"sign c{look[0]}", aria_hidden="true")
 
 
 def _read(name: str) -> str:

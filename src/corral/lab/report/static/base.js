@@ -72,6 +72,53 @@ function scaleOf(values, log, zero, pixels, whole = false) {
   return { at: value => (value - low) / (high - low), ticks: ticksOf(low, high, pixels / 44, whole) };
 }
 
+// An axis that grows like a square root: small shares keep apart, and 0 has a place.
+function rootScale(high, pixels, apart) {
+  const at = value => Math.sqrt(Math.min(Math.max(value, 0) / high, 1)), top = Math.floor(Math.log10(high)), ticks = [0];
+  for (let power = top - 3; power <= top; power += 1) for (const step of [1, 2, 5]) {
+    const tick = step * 10 ** power;
+    if (tick <= high * 1.001 && (at(tick) - at(ticks.at(-1))) * pixels >= apart) ticks.push(tick);
+  }
+  return { at, ticks };
+}
+
+const percents = value => `${+(100 * value).toPrecision(4)} %`;
+
+// A drawing with the grid and the numbers of both axes. `x` and `y` make an axis for so many pixels: { at, ticks, show }.
+function plane(body, { about, title, height, x, y, left = 52, right = 14, top = 12, bottom = 38 }) {
+  const width = Math.max(body.clientWidth, 240), inner = { width: width - left - right, height: height - top - bottom };
+  const across = x(inner.width), up = y(inner.height);
+  const px = value => left + across.at(value) * inner.width, py = value => value === Infinity ? top + 3 : top + (1 - up.at(value)) * inner.height;
+  const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", tabindex: 0, "aria-label": `${about}. Arrow keys read the values.` });
+  for (const tick of up.ticks) svg.append(make("line", { class: "grid", x1: left, x2: width - right, y1: py(tick), y2: py(tick) }), make("text", { x: left - 7, y: py(tick) + 4, "text-anchor": "end" }, (up.show || readable)(tick)));
+  for (const tick of across.ticks) svg.append(make("text", { x: px(tick), y: height - bottom + 17, "text-anchor": "middle" }, (across.show || readable)(tick)));
+  svg.append(make("text", { x: width - right, y: height - 5, "text-anchor": "end" }, title));
+  return { svg, px, py, up, left, right, top, bottom, width, height, inner };
+}
+
+const pathOf = (points, x, y) => points.map((point, index) => `${index ? "L" : "M"}${x(point).toFixed(1)} ${y(point).toFixed(1)}`).join("");
+
+// One axis, and a row each for whatever has a name, a marker, and perhaps an interval, seeds and numbers beside it.
+function drawRows(figure, rows, { about, title, ends, zero = false, show = readable }) {
+  const body = figure.querySelector(".body"), width = Math.max(body.clientWidth, 240), narrow = width < 520, each = narrow ? 46 : 30, bottom = title ? 46 : 30, height = rows.length * each + bottom;
+  const left = narrow ? 10 : Math.min(320, 24 + 7.2 * Math.max(...rows.map(row => row.name.length))), right = rows[0].numbers && !narrow ? 180 : 20;
+  const scale = scaleOf(ends, false, zero, (width - left - right) * 0.5), px = value => left + scale.at(value) * (width - left - right);
+  const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": about });
+  for (const tick of scale.ticks) svg.append(make("line", { class: tick === 0 ? "zero" : "grid", x1: px(tick), x2: px(tick), y1: 4, y2: height - bottom + 8 }), make("text", { x: px(tick), y: height - bottom + 24, "text-anchor": "middle" }, show(tick)));
+  svg.append(make("text", { x: width - right, y: height - 5, "text-anchor": "end" }, title || ""));
+  rows.forEach((row, index) => {
+    const y = index * each + (narrow ? 32 : 19), line = make("g", { class: `c${row.colour} ${row.kind || ""}` });
+    line.append(make("text", { class: "name", x: narrow ? left : left - 12, y: narrow ? y - 14 : y + 4, "text-anchor": narrow ? "start" : "end" }, fit(row.name, narrow && row.numbers ? 28 : 44)));
+    if (row.numbers) line.append(make("text", { class: row.hollow ? "" : "name", x: narrow ? width - right : width - right + 14, y: narrow ? y - 14 : y + 4, "text-anchor": narrow ? "end" : "start" }, row.numbers));
+    if (finite(row.low)) line.append(make("line", { class: row.numbers ? "whisker" : "stroke interval", x1: px(row.low), x2: px(row.high), y1: y, y2: y }));
+    for (const [said, value] of row.seeds || []) line.append(make("circle", { class: "dot ring", cx: px(value), cy: y, r: 4.5 }, make("title", {}, said)));
+    line.append(marker(row.marker, px(row.value), y, 1.5, row.hollow ? "dot ring" : "dot", make("title", {}, row.said)));
+    svg.append(line);
+  });
+  body.replaceChildren(svg);
+  readMarks(figure, svg);
+}
+
 // ---- frames: a figure, its values, and ways to take both along
 
 // A drawing function fills `.body` with an svg, and sets `figure.table`, a function that gives { head, rows }, and `figure.legend`,

@@ -82,24 +82,22 @@ function drawCurves(figure, metric, state) {
     body.append(make("p", { class: "empty" }, "Nothing to draw for what is chosen."));
     return;
   }
-  const width = Math.max(body.clientWidth, 240), height = metric.section === "learning" ? Math.min(380, Math.max(250, width * 0.45)) : 200;
-  const named = metric.section === "learning" && width > 640 && series.length < 9 && state.band !== "seeds";
-  const left = 52, right = named ? Math.min(200, 30 + 7 * Math.max(...series.map(one => one.short.length))) : 14, top = 12, bottom = 38, inner = { width: width - left - right, height: height - top - bottom };
-  const x = scaleOf(xs, false, true, inner.width * 0.6, state.axis !== "seconds"), y = scaleOf(ys.length ? [...ys, ...boundsOf(metric, state).filter(value => value < 30 * Math.max(...ys))] : [0, 1], log, metric.percent || metric.key === "entropy", inner.height);
-  const px = value => left + x.at(value) * inner.width, py = value => value === Infinity ? top + 3 : top + (1 - y.at(value)) * inner.height;
-  const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", tabindex: 0,
-    "aria-label": `${metric.title} over ${axisNames[state.axis]}: ${series.map(one => one.label).join(", ")}. Arrow keys read the values.` });
-  for (const tick of y.ticks) svg.append(make("line", { class: "grid", x1: left, x2: width - right, y1: py(tick), y2: py(tick) }),
-    make("text", { x: left - 7, y: py(tick) + 4, "text-anchor": "end" }, metric.percent ? `${+(100 * tick).toFixed(4)} %` : readable(tick)));
-  for (const tick of x.ticks) svg.append(make("text", { x: px(tick), y: height - bottom + 17, "text-anchor": "middle" }, readable(tick)));
-  svg.append(make("text", { x: left + inner.width, y: height - 5, "text-anchor": "end" }, axisNames[state.axis]));
-  for (const limit of boundsOf(metric, state)) if (y.at(limit) >= 0 && y.at(limit) <= 1) svg.append(make("line", { class: "bound", x1: left, x2: width - right, y1: py(limit), y2: py(limit) }),
+  const learning = metric.section === "learning", wide = Math.max(body.clientWidth, 240), named = learning && wide > 640 && series.length < 9 && state.band !== "seeds";
+  const limits = boundsOf(metric, state), heights = ys.length ? [...ys, ...limits.filter(value => value < 30 * Math.max(...ys))] : [0, 1];
+  const drawn = plane(body, {
+    about: `${metric.title} over ${axisNames[state.axis]}: ${series.map(one => one.label).join(", ")}`, title: axisNames[state.axis],
+    height: learning ? Math.min(380, Math.max(250, wide * 0.45)) : 200, right: named ? Math.min(200, 30 + 7 * Math.max(...series.map(one => one.short.length))) : 14,
+    x: pixels => scaleOf(xs, false, true, pixels * 0.6, state.axis !== "seconds"),
+    y: pixels => ({ ...scaleOf(heights, log, metric.percent || metric.key === "entropy", pixels), show: metric.percent ? percents : readable }),
+  });
+  const { svg, px, py, left, right, top, width, inner } = drawn;
+  for (const limit of limits) if (drawn.up.at(limit) >= 0 && drawn.up.at(limit) <= 1) svg.append(make("line", { class: "bound", x1: left, x2: width - right, y1: py(limit), y2: py(limit) }),
     make("text", { class: "name", x: left + inner.width - 2, y: py(limit) + (py(limit) < 26 ? 14 : -5), "text-anchor": "end" }, `bound ${readable(limit)}`));
   for (const one of series) drawOne(svg, one, px, py, usable);
   if (named) nameEnds(svg, series, px, py, usable, top + inner.height);
   body.append(svg);
   figure.legend = named || series.length < 2 ? [] : series;
-  hover(figure, svg, series, metric, state, { px, left, top, height: inner.height, width });
+  hover(figure, svg, series, metric, state, drawn);
 }
 
 function drawOne(svg, one, px, py, usable) {
@@ -111,7 +109,7 @@ function drawOne(svg, one, px, py, usable) {
     if (usable(point.y)) pieces.at(-1).push(point);
     else if (point.y === Infinity) group.append(make("text", { class: "mark", x: px(point.x), y: py(Infinity) + 8, "text-anchor": "middle" }, "▲"));
   });
-  const path = (points, value) => points.map((point, index) => `${index ? "L" : "M"}${px(point.x).toFixed(1)} ${py(value(point)).toFixed(1)}`).join("");
+  const path = (points, value) => pathOf(points, point => px(point.x), point => py(value(point)));
   for (const piece of pieces.filter(points => points.length)) {
     const wide = piece.filter(point => usable(point.low) && usable(point.high) && point.high > point.low);
     if (wide.length > 1) group.append(make("path", { class: "area", d: `${path(piece, point => usable(point.high) ? point.high : point.y)}${path([...piece].reverse(), point => usable(point.low) ? point.low : point.y).replace("M", "L")}Z` }));
@@ -143,8 +141,8 @@ function nameEnds(svg, series, px, py, usable, lowest) {
 }
 
 // Pointer, taps and arrow keys move a line over the figure; the values below it are shown, and read out.
-function hover(figure, svg, series, metric, state, { px, left, top, height, width }) {
-  const tip = figure.querySelector(".tip"), cross = make("line", { class: "cross", y1: top, y2: top + height, visibility: "hidden" });
+function hover(figure, svg, series, metric, state, { px, top, inner, width }) {
+  const tip = figure.querySelector(".tip"), cross = make("line", { class: "cross", y1: top, y2: top + inner.height, visibility: "hidden" });
   const xs = [...new Set(series.flatMap(one => one.points.map(point => point.x)))].sort((a, b) => a - b), unit = metric.unit || axisNames[state.axis];
   let place = -1;
   svg.append(cross);
@@ -175,22 +173,27 @@ function drawFinals(state) {
   if (!host.firstChild) host.append(frame(`Final ${data.measure.name}`));
   const figure = host.firstChild, body = figure.querySelector(".body");
   figure.querySelector("figcaption").textContent = `${problems.length > 1 ? `${problems[state.problem]} · ` : ""}small circles: seeds · line and large marker: interquartile mean of all seeds (of fewer than four, their mean) with its 95 % bootstrap interval`;
-  body.replaceChildren();
   figure.table = () => ({ head: ["objective", "seed", "final", "interquartile_mean", "low", "high"], rows: rows.flatMap(row => Object.entries(row.seeds).map(([seed, value]) => [data.groups[row.group].label, seed, value, row.value, row.low, row.high])) });
-  if (!rows.length) { body.append(make("p", { class: "empty" }, "No run that counts has ended.")); return; }
-  const width = Math.max(body.clientWidth, 240), narrow = width < 520, each = narrow ? 46 : 30, left = narrow ? 10 : Math.min(280, 20 + 7.2 * Math.max(...rows.map(row => data.groups[row.group].short.length))), right = 20, height = rows.length * each + 34;
-  const scale = scaleOf(rows.flatMap(row => [...Object.values(row.seeds), row.value, row.low, row.high]).filter(finite), false, data.measure.percent, (width - left - right) * 0.5);
-  const px = value => left + scale.at(value) * (width - left - right);
-  const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `Final ${data.measure.name}: ` + rows.map(row => `${data.groups[row.group].label} ${readable(row.value, data.measure.percent)}`).join(", ") });
-  for (const tick of scale.ticks) svg.append(make("line", { class: "grid", x1: px(tick), x2: px(tick), y1: 4, y2: height - 26 }), make("text", { x: px(tick), y: height - 8, "text-anchor": "middle" }, data.measure.percent ? `${+(100 * tick).toFixed(4)} %` : readable(tick)));
-  rows.forEach((row, index) => {
-    const group = data.groups[row.group], y = index * each + (narrow ? 32 : 19), line = make("g", { class: `c${group.colour}` });
-    line.append(make("text", { class: "name", x: narrow ? left : left - 12, y: narrow ? y - 14 : y + 4, "text-anchor": narrow ? "start" : "end" }, fit(group.short, 38)));
-    if (finite(row.low)) line.append(make("line", { class: "stroke interval", x1: px(row.low), x2: px(row.high), y1: y, y2: y }));
-    for (const [seed, value] of Object.entries(row.seeds)) if (state.seeds.has(seed)) line.append(make("circle", { class: "dot ring", cx: px(value), cy: y, r: 4.5 }, make("title", {}, `${group.label}, seed ${seed}: ${readable(value, data.measure.percent)}`)));
-    line.append(marker(group.marker, px(row.value), y, 1.5, "dot", make("title", {}, `${group.label}: ${readable(row.value, data.measure.percent)}${finite(row.low) ? `, 95 % interval ${readable(row.low, data.measure.percent)} … ${readable(row.high, data.measure.percent)}` : ""}`)));
-    svg.append(line);
+  if (!rows.length) { body.replaceChildren(make("p", { class: "empty" }, "No run that counts has ended.")); return; }
+  const text = value => readable(value, data.measure.percent);
+  drawRows(figure, rows.map(row => {
+    const { label, short: name, colour, marker } = data.groups[row.group], seeds = Object.entries(row.seeds).filter(([seed]) => state.seeds.has(seed));
+    return { ...row, name, colour, marker, seeds: seeds.map(([seed, value]) => [`${label}, seed ${seed}: ${text(value)}`, value]), said: `${label}: ${text(row.value)}${finite(row.low) ? `, 95 % interval ${text(row.low)} … ${text(row.high)}` : ""}` };
+  }), { zero: data.measure.percent, show: data.measure.percent ? percents : readable,
+    about: `Final ${data.measure.name}: ${rows.map(row => `${data.groups[row.group].label} ${text(row.value)}`).join(", ")}`,
+    ends: rows.flatMap(row => [...Object.values(row.seeds), row.value, row.low, row.high]).filter(finite) });
+}
+
+// ---- who is ahead of whom, and by how much: a figure for each problem, with ties folded where there are many
+
+function drawForest() {
+  const host = document.getElementById("forest");
+  if (!host) return;
+  if (!host.firstChild) host.append(...data.forest.map(({ title, folded }) => folded ? make("details", {}, make("summary", {}, folded), frame(title)) : frame(title)));
+  all("figure", host).forEach((figure, index) => {
+    const { rows, ends, title, of } = data.forest[index], raw = data.tables.comparisons;
+    figure.querySelector("figcaption").textContent = `differences of runs with equal seeds, ${of}: mean and Student's 95 % interval, which the sentences are about · filled: a claim that holds among all pairs (Holm) · hollow: no difference can be claimed`;
+    figure.table = () => ({ head: Object.keys(raw[0]), rows: raw.map(row => Object.values(row)) });
+    drawRows(figure, rows, { title: of, ends, about: `${title}: ${rows.map(row => `${row.name} ${row.numbers}`).join(", ")}`, show: tick => `${tick > 0 ? "+" : ""}${readable(tick)}` });
   });
-  body.append(svg);
-  readMarks(figure, svg);
 }

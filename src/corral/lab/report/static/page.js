@@ -37,17 +37,13 @@ form.addEventListener("input", draw);
 const clearance = () => document.documentElement.style.setProperty("--bar", getComputedStyle(form).position === "sticky" ? `${form.offsetHeight + 8}px` : "0px");
 form.addEventListener("submit", event => event.preventDefault());
 swatches();
-for (const figure of all("figure.drawn")) {
-  const raw = data.tables[figure.dataset.table];
-  dress(figure, figure.querySelector("h3").textContent).table = () => ({ head: Object.keys(raw[0]), rows: raw.map(row => Object.values(row)) });
-  for (const svg of all("svg[role=img]", figure)) readMarks(figure, svg);
-}
 tableButtons();
 draw();
+drawForest();
 drawSweeps();
 browseCompletions();
 browseTokens();
 let wide = document.documentElement.clientWidth;
-new ResizeObserver(() => { const now = document.documentElement.clientWidth; if (now !== wide) { wide = now; draw(); drawSweeps(); clearance(); } }).observe(document.documentElement);
+new ResizeObserver(() => { const now = document.documentElement.clientWidth; if (now !== wide) { wide = now; draw(); drawForest(); drawSweeps(); clearance(); } }).observe(document.documentElement);
 document.documentElement.dataset.ready = "yes";
 clearance();

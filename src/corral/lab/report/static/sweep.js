@@ -24,19 +24,18 @@ function drawSweepCurves(figure, sweep, measure) {
   body.replaceChildren();
   if (!series.length) { body.append(make("p", { class: "empty" }, "Nothing was measured.")); return; }
   const numbers = series.flatMap(line => line.points.flatMap(point => point.found)), log = measure === "kl" && numbers.every(value => value > 0);
-  const left = 52, right = 14, top = 12, bottom = 38, y = scaleOf(numbers, log, percent, height - top - bottom);
   // Numbers along the axis; "auto" has a place of its own to the right of them, and no line leads there.
   const axis = sweep.values.filter(finite), beside = sweep.values.length > axis.length ? 56 : 0;
   const spread = axis.every(value => value > 0) && axis.at(-1) / axis[0] >= 8 ? Math.log10 : value => value;
   const from = spread(axis[0]), reach = spread(axis.at(-1)) - from || 1;
-  const px = index => index < axis.length ? left + 18 + (spread(axis[index]) - from) / reach * (width - left - right - 36 - beside) : width - right - 18, py = value => top + (1 - y.at(value)) * (height - top - bottom);
-  const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `${sweepTitle(measure)} over ${sweep.key}: ${series.map(line => line.label).join(", ")}. The table below has the values.` });
-  for (const tick of y.ticks) svg.append(make("line", { class: "grid", x1: left, x2: width - right, y1: py(tick), y2: py(tick) }), make("text", { x: left - 7, y: py(tick) + 4, "text-anchor": "end" }, percent ? `${+(100 * tick).toFixed(4)} %` : readable(tick)));
-  sweep.names.forEach((name, index) => svg.append(make("text", { x: px(index), y: height - bottom + 17, "text-anchor": "middle" }, name)));
-  svg.append(make("text", { x: width - right, y: height - 5, "text-anchor": "end" }, sweep.key));
+  const { svg, px, py, right, top, bottom } = plane(body, {
+    about: `${sweepTitle(measure)} over ${sweep.key}: ${series.map(line => line.label).join(", ")}`, title: sweep.key, height,
+    x: pixels => ({ at: index => (index < axis.length ? 18 + (spread(axis[index]) - from) / reach * (pixels - 36 - beside) : pixels - 18) / pixels, ticks: sweep.names.keys(), show: index => sweep.names[index] }),
+    y: pixels => ({ ...scaleOf(numbers, log, percent, pixels), show: percent ? percents : readable }),
+  });
   if (beside) svg.append(make("line", { class: "grid", x1: width - right - 46, x2: width - right - 46, y1: top, y2: height - bottom }));
   for (const line of series) {
-    const group = make("g", { class: `c${line.colour}` }), path = (points, value) => points.map((point, index) => `${index ? "L" : "M"}${px(point.index).toFixed(1)} ${py(value(point.found)).toFixed(1)}`).join("");
+    const group = make("g", { class: `c${line.colour}` }), path = (points, value) => pathOf(points, point => px(point.index), point => py(value(point.found)));
     const along = line.points.filter(point => point.index < axis.length);
     if (along.length > 1 && along.some(point => point.found.length > 1)) group.append(make("path", { class: "area", d: `${path(along, found => Math.max(...found))}${path([...along].reverse(), found => Math.min(...found)).replace("M", "L")}Z` }));
     if (along.length) group.append(make("path", { class: `curve dash${line.dash}`, d: path(along, middle) }));

@@ -141,17 +141,15 @@ function drawTails(state) {
   figure.table = () => ({ head: ["objective", "log_ratio_beyond", "share_of_tokens", "tokens"], rows: series.flatMap(one => one.points.map(point => [one.label, point.x, point.y, one.count])) });
   figure.legend = series;
   if (!series.length) { body.replaceChildren(make("p", { class: "empty" }, "No token has moved, or no ratios were kept.")); return; }
-  const width = Math.max(body.clientWidth, 240), height = 230, left = 58, right = 14, top = 10, bottom = 38;
-  const x = scaleOf(series.flatMap(one => one.points.map(point => point.x)), true, false, (width - left - right) * 0.6), y = scaleOf(series.flatMap(one => one.points.map(point => point.y)), true, false, height - top - bottom);
-  const px = value => left + x.at(value) * (width - left - right), py = value => top + (1 - y.at(value)) * (height - top - bottom);
-  const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `Ratio tails of ${series.map(one => one.label).join(", ")}` });
-  for (const tick of y.ticks) svg.append(make("line", { class: "grid", x1: left, x2: width - right, y1: py(tick), y2: py(tick) }), make("text", { x: left - 7, y: py(tick) + 4, "text-anchor": "end" }, `${+(100 * tick).toPrecision(3)} %`));
-  for (const tick of x.ticks) svg.append(make("text", { x: px(tick), y: height - bottom + 17, "text-anchor": "middle" }, readable(tick)));
-  svg.append(make("text", { x: width - right, y: height - 5, "text-anchor": "end" }, "|log ratio|"));
-  for (const one of series) svg.append(make("g", { class: `c${one.colour}` }, make("path", { class: `curve dash${one.dash}`, d: one.points.map((point, index) => `${index ? "L" : "M"}${px(point.x).toFixed(1)} ${py(point.y).toFixed(1)}`).join("") })));
+  const drawn = plane(body, {
+    about: `Ratio tails of ${series.map(one => one.label).join(", ")}`, title: "|log ratio|", height: 230, left: 58, top: 10,
+    x: pixels => scaleOf(series.flatMap(one => one.points.map(point => point.x)), true, false, pixels * 0.6),
+    y: pixels => ({ ...scaleOf(series.flatMap(one => one.points.map(point => point.y)), true, false, pixels), show: percents }),
+  });
+  const { svg, px, py } = drawn;
+  for (const one of series) svg.append(make("g", { class: `c${one.colour}` }, make("path", { class: `curve dash${one.dash}`, d: pathOf(one.points, point => px(point.x), point => py(point.y)) })));
   body.replaceChildren(nameList(series), svg);
-  svg.setAttribute("tabindex", 0);
-  hover(figure, svg, series, { percent: true, unit: "or more in |log ratio|" }, state, { px, left, top, height: height - top - bottom, width });
+  hover(figure, svg, series, { percent: true, unit: "or more in |log ratio|" }, state, drawn);
 }
 
 function drawHistogram(figure, group, rows, edges, bin) {
@@ -161,20 +159,21 @@ function drawHistogram(figure, group, rows, edges, bin) {
   figure.querySelector("figcaption").textContent = [several(before.length, "token"), projects ? "filled: as the network wants it, outlined: after the projection" : "as the network wants it", ...(unmoved ? [`${unmoved} that did not move at all are left out`] : []), "logarithmic both ways"].join(" · ");
   figure.table = () => ({ head: ["kl_from", "kl_to", "tokens_before", "tokens_after"], rows: edges.map((edge, index) => [10 ** edge, 10 ** (edge + 0.5), full[index], projects ? hollow[index] : null]) });
   if (!edges.length) { body.replaceChildren(make("p", { class: "empty" }, "No token has moved.")); return; }
-  const width = Math.max(body.clientWidth, 240), height = 210, left = 44, bottom = 36, each = (width - left - 10) / edges.length;
-  const bound = projects && bounds.size === 1 ? [...bounds][0] : null, top = bound === null ? 10 : 24;
-  const py = count => top + (height - bottom - top) * (1 - (count ? Math.log10(count) + 0.3 : 0) / (Math.log10(most) + 0.3)), px = power => left + (power - edges[0]) * 2 * each;
-  const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `Histogram of the KL of ${several(before.length, "token")} of ${group.label}${projects ? ", before and after projection" : ""}` });
-  for (let tick = 1; tick <= most; tick *= 10) svg.append(make("line", { class: "grid", x1: left, x2: width - 10, y1: py(tick), y2: py(tick) }), make("text", { x: left - 6, y: py(tick) + 4, "text-anchor": "end" }, readable(tick)));
+  const bound = projects && bounds.size === 1 ? [...bounds][0] : null, powers = [], decades = [];
+  for (let tick = 1; tick <= most; tick *= 10) decades.push(tick);
+  for (let power = Math.ceil(edges[0]); power <= edges.at(-1) + 0.5; power += 1) if (edges.length < 13 || power % 2 === 0) powers.push(power);
+  const { svg, px, py, left, width, height, bottom, inner } = plane(body, {
+    about: `Histogram of the KL of ${several(before.length, "token")} of ${group.label}${projects ? ", before and after projection" : ""}`, title: "nats", height: 210, left: 44, right: 10, top: bound === null ? 10 : 24, bottom: 36,
+    x: () => ({ at: power => 2 * (power - edges[0]) / edges.length, ticks: powers, show: power => readable(10 ** power) }),
+    y: () => ({ at: count => (count ? Math.log10(count) + 0.3 : 0) / (Math.log10(most) + 0.3), ticks: decades }),
+  }), each = inner.width / edges.length;
   const share = projects ? 0.45 : 0.9;
   edges.forEach((edge, index) => {
     const bar = (count, kind, shift) => count && svg.append(make("g", { class: `c${group.colour}` }, make("rect", { class: `bar ${kind}`, x: left + index * each + shift * each * share + 1, width: Math.max(each * share - 1.5, 1), y: py(count), height: height - bottom - py(count) }, make("title", {}, `${several(count, "token")}, KL ${readable(10 ** edge)}…${readable(10 ** (edge + 0.5))}${kind ? " after" : " before"}`))));
     bar(full[index], "", 0);
     if (projects) bar(hollow[index], "after", 1);
   });
-  for (let power = Math.ceil(edges[0]); power <= edges.at(-1) + 0.5; power += 1) if (edges.length < 13 || power % 2 === 0) svg.append(make("text", { x: px(power), y: height - 18, "text-anchor": "middle" }, readable(10 ** power)));
   if (finite(bound) && bound > 0 && px(Math.log10(bound)) > left && px(Math.log10(bound)) < width - 10) svg.append(make("line", { class: "bound", x1: px(Math.log10(bound)), x2: px(Math.log10(bound)), y1: 8, y2: height - bottom }), make("text", { x: px(Math.log10(bound)) - 5, y: 16, "text-anchor": "end" }, `bound ${readable(bound)}`));
-  svg.append(make("text", { x: width - 10, y: height - 3, "text-anchor": "end" }, "nats"));
   body.replaceChildren(svg);
   readMarks(figure, svg);
 }
