@@ -65,8 +65,8 @@ def start(job: Job, folder: Path) -> subprocess.Popen[bytes]:
 def settings_of(job: Job) -> Settings:
     """As `corral train` resolves and checks them."""
     layers = [read_recipe(job.recipe), nested([("seed", str(job.seed)), *job.changes], TABLES)]
-    check_flags(layers)
     settings = resolve(layers)
+    check_flags(settings, layers[-1])
     check_used(settings)
     return settings
 

@@ -13,7 +13,7 @@ import pytest
 from trl.trainer import grpo_trainer
 
 from corral.lab.cli.train import add_arguments, given_settings
-from corral.lab.jobs.llm.settings import TABLES, Settings, check_early, resolve
+from corral.lab.jobs.llm.settings import TABLES, Settings, resolve
 from corral.lab.jobs.llm.trainer import GuardCallback
 from corral.lab.run.settings import nested
 from corral.llm import CorralConfig
@@ -30,9 +30,7 @@ def by_flags(line: str) -> Settings:
     """Settings of a run with these flags of `corral train`; a setting that does not exist is refused."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_arguments(parser)
-    layer = nested(given_settings(*parser.parse_known_args(shlex.split(line))), TABLES)
-    check_early([layer])
-    return resolve([layer])
+    return resolve([nested(given_settings(*parser.parse_known_args(shlex.split(line))), TABLES)])
 
 
 def by_fields(code: str) -> dict[str, Any]:

@@ -16,13 +16,13 @@ import pytest
 import corral
 from corral.lab.cli import doctor, main
 from corral.lab.cli.explain import field_docs
-from corral.lab.jobs.llm.settings import RECIPES, TABLES, Settings, _trainer_types, read_recipe, resolve
+from corral.lab.jobs.llm.settings import RECIPES, TABLES, Settings, read_recipe, resolve, trainer_types
 from corral.lab.run.settings import nested
 from corral.objective import OBJECTIVES, make_objective
 from corral.objective.config import TROLLConfig
 from corral.objective.correction import CORRECTIONS
 from corral.trl import IncompatibleTRL
-from corral.validate import pip_install
+from corral.validate import RunError, pip_install
 from small_runs import save_model
 
 SMALL = "--task digits --eval-size 8 --per-device-train-batch-size 4 --steps-per-generation 2 --num-generations 4 --device cpu"
@@ -97,8 +97,8 @@ def test_a_recipe_s_reduction_holds_for_objectives_whose_own_it_is() -> None:
         # Asked for beside the objective, or after it, it is what the user wants.
         assert resolve([demo, {**other, "loss_type": "dapo"}]).trainer["loss_type"] == "dapo"
         assert resolve([demo, other, {"loss_type": "dapo"}]).trainer["loss_type"] == "dapo"
-    broken = resolve([demo, {"objective": "gspo", "objective_config": {"clip": 1}}])
-    assert broken.trainer["loss_type"] == "dr_grpo", "what is wrong with the objective comes out where it is made"
+    with pytest.raises(RunError, match="gspo: there is no setting `clip`"):
+        resolve([demo, {"objective": "gspo", "objective_config": {"clip": 1}}])
 
 
 def test_an_adapter_is_a_table_of_settings(settings_of: Callable[..., Settings], tmp_path: Path) -> None:
@@ -241,13 +241,13 @@ def test_explain_without_trl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     def missing(name: str) -> NoReturn:
         raise PackageNotFoundError(name)
 
-    _trainer_types.cache_clear()
+    trainer_types.cache_clear()
     monkeypatch.setattr("corral.lab.jobs.llm.settings.version", missing)
     assert main(["explain", "learning_rat"]) == 2
     assert "no objective, recipe, task, algorithm or setting 'learning_rat'." in capsys.readouterr().err
     assert main(["explain", "settings"]) == 0
     assert "they are in TRL, which is not installed" in capsys.readouterr().out
-    _trainer_types.cache_clear()
+    trainer_types.cache_clear()
 
 
 def test_doctor_finds_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,5 @@
 """The front door: refusals before torch is imported, dry runs, extended runs, exports, explanations."""
 
-import dataclasses
 import json
 import re
 import subprocess
@@ -17,7 +16,7 @@ from corral.lab.cli import main
 from corral.lab.cli.kind import all_recipes
 from corral.lab.jobs.llm import settings as known
 from corral.lab.jobs.llm.prepare import model_to_fetch
-from corral.lab.jobs.llm.settings import Settings, check_early, read_recipe, resolve
+from corral.lab.jobs.llm.settings import Settings, read_recipe, resolve
 from corral.lab.jobs.llm.train import resume, train
 from corral.lab.jobs.robot.settings import ALGORITHMS
 from corral.lab.jobs.robot.settings import resolve as resolve_robot
@@ -29,7 +28,6 @@ from corral.lab.run.settings import toml_lines
 from corral.lab.tasks import TASKS
 from corral.lab.tasks.dataset import FiniteTask
 from corral.objective import OBJECTIVES
-from corral.trl.config import CorralConfig
 from corral.validate import RunError
 from small_runs import save_model, small
 
@@ -42,15 +40,17 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_names_read_from_source_are_those_that_there_are() -> None:
-    assert set(known.trainer_names() or ()) == {item.name for item in dataclasses.fields(CorralConfig) if item.init}
+    assert known.trainer_types().keys() == known._imported_types().keys()
+    assert known.trainer_types()["learning_rate"] == float | str
 
 
 def test_an_older_trl_is_not_guessed_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    known._trainer_types.cache_clear()
+    known.trainer_types.cache_clear()
     monkeypatch.setattr(known, "version", lambda package: "1.6")
-    assert known.trainer_names() is None
-    check_early([{"no_such": 1}])  # `resolve` will say it
-    known._trainer_types.cache_clear()
+    assert known.trainer_types() == {}
+    with pytest.raises(RunError, match="no setting `no_such`"):  # by the settings of the class itself
+        resolve([{"no_such": 1}])
+    known.trainer_types.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_an_older_trl_is_not_guessed_at(monkeypatch: pytest.MonkeyPatch) -> None
 )
 def test_near_misses_lead_to_the_right_name(layer: dict[str, object], sentence: str) -> None:
     with pytest.raises(RunError) as refusal:
-        check_early([read_recipe("demo"), layer])
+        resolve([read_recipe("demo"), layer])
     assert sentence in str(refusal.value)
 
 

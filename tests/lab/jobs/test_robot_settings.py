@@ -142,7 +142,7 @@ def test_rewards_move_only_to_an_event_that_is_told() -> None:
 )  # fmt: skip
 def test_a_flag_that_would_change_nothing_is_refused(recipe: str, flags: dict[str, Any], sentence: str) -> None:
     with pytest.raises(RunError) as refused:
-        check_flags([read_recipe(recipe), flags])
+        check_flags(resolve([read_recipe(recipe), flags]), flags)
     assert sentence in str(refused.value)
 
 
@@ -157,7 +157,7 @@ def test_a_flag_that_would_change_nothing_is_refused(recipe: str, flags: dict[st
     ],
 )
 def test_flags_that_change_something_pass(flags: dict[str, Any]) -> None:
-    check_flags([read_recipe("via_point_sparse"), flags])
+    check_flags(resolve([read_recipe("via_point_sparse"), flags]), flags)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

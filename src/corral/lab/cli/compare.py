@@ -218,7 +218,7 @@ def _check_names(kind: Kind, arguments: argparse.Namespace, given: Mapping[str, 
     recipe = arguments.recipe or (None if arguments.config else "demo")
     before = [read_named(recipe, all_recipes())] if recipe else []
     before += [read_file(arguments.config)] if arguments.config else []
-    settings.check_early([*before, {key: value for key, value in layer.items() if key != "objective_config"}])
+    settings.resolve([*before, {key: value for key, value in layer.items() if key != "objective_config"}])
 
 
 def _split_names(given: str) -> tuple[str, ...]:

@@ -42,10 +42,10 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     name: str = arguments.name
     found = list(_explanations(name)) or list(_trainer_setting(name))
     if not found:
-        from corral.lab.jobs.llm.settings import trainer_names
+        from corral.lab.jobs.llm.settings import trainer_types
 
         known = {*OBJECTIVES, *CORRECTIONS, *all_recipes(), *TASKS, *ALGORITHMS, "settings", *_own_settings()}
-        guess = suggest(name, known | set(trainer_names() or ()))
+        guess = suggest(name, known | set(trainer_types()))
         listed = f"There are: {', '.join(sorted(known))}, and settings of the trainer."
         return refuse(f"there is no objective, recipe, task, algorithm or setting {name!r}.{guess} {listed}")
     sys.stdout.write("\n".join("\n".join(parts) for parts in found))
@@ -106,10 +106,10 @@ def _setting(name: str, title: str, words: str) -> Sequence[str]:
 
 def _all_settings() -> Sequence[str]:
     """Every setting of a run, and the names of TRL's."""
-    from corral.lab.jobs.llm.settings import DECIDED, Settings, trainer_names
+    from corral.lab.jobs.llm.settings import DECIDED, Settings, trainer_types
     from corral.lab.run.text import columns
 
-    others = sorted(set(trainer_names() or ()) - {*_own_settings(), *DECIDED})
+    others = sorted(set(trainer_types()) - {*_own_settings(), *DECIDED})
     return (
         _settings(Settings, _own_settings(), title="settings of a run: --name VALUE, or name = VALUE in a file"),
         f"settings of the trainer, CorralConfig and TRL's GRPOConfig (`corral explain NAME` for one)\n"
@@ -119,9 +119,9 @@ def _all_settings() -> Sequence[str]:
 
 def _trainer_setting(name: str) -> Iterator[Sequence[str]]:
     """A setting of CorralConfig, by TRL's and transformers' own words."""
-    from corral.lab.jobs.llm.settings import trainer_names
+    from corral.lab.jobs.llm.settings import trainer_types
 
-    if name not in (trainer_names() or ()):
+    if name not in trainer_types():
         return
     from corral.trl.config import CorralConfig  # imports TRL
 

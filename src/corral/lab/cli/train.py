@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,68 +90,53 @@ def _names() -> str:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Train or resume; the exit status describes the end of the run."""
+    """Train, resume, or rehearse with --dry-run; the exit status describes the end of the run."""
     try:
         kind = kind_of(arguments)
         check_kind(kind, "training")
         if arguments.resume:
-            return _exit_status(_resume(kind, arguments, rest))
-        if arguments.changed_data:
+            summary = _resume(kind, arguments, rest)
+        elif arguments.changed_data:
             raise RunError("--changed-data goes with --resume DIR: a new run begins with the data that it finds.")
-        layers = _layers(kind, arguments, rest)
-        if arguments.dry_run:
-            return _rehearse(kind, layers)
-        return _exit_status(_start(kind, layers, arguments))
+        else:
+            settings = _resolve(kind, arguments, rest)
+            if kind == "llm":
+                quiet_libraries()
+            if arguments.dry_run:
+                say(*_module(kind, "prepare").rehearse(settings))
+                return 0
+            job = _module(kind, "train")
+            summary = job.train(settings, out=arguments.out, quiet=arguments.quiet, smoke=arguments.smoke).summary
     except RunError as error:
         if error.__cause__ is not None and isinstance(error, UserCodeError):
             traceback.print_exception(error.__cause__)  # the user's own function: they need to see where
         raise
     except KeyboardInterrupt:
         return refuse("interrupted before the first step.", INTERRUPTED)
-
-
-def _exit_status(summary: Mapping[str, Any]) -> int:
     return {"finished": 0, "interrupted": INTERRUPTED}.get(summary["stopped"], FAILED)
 
 
-def _layers(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> list[Mapping[str, Any]]:
-    """Merge recipe, file, --smoke and flags. Both kinds have the modules settings, smoke, prepare and train.
+def _module(kind: Kind, name: str) -> Any:
+    """A module of this kind of run: both kinds have `settings`, `smoke`, `prepare` and `train`."""
+    return importlib.import_module(f"corral.lab.jobs.{kind}.{name}")
 
-    What is wrong with names and values is said before torch and TRL are imported, where they are not needed to see it.
-    """
-    settings = importlib.import_module(f"corral.lab.jobs.{kind}.settings")
+
+def _resolve(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> Any:
+    """Settings of a new run from recipe, file, --smoke and flags. What is wrong is said before torch and TRL are imported."""
+    source = _module(kind, "settings")
     recipe = arguments.recipe or (None if arguments.config else "demo")
     layers = [read_named(recipe, all_recipes())] if recipe else []
     layers += [read_file(arguments.config)] if arguments.config else []
     unsafe = [("task_config.unsafe_code_execution", "true")] if arguments.unsafe_code_execution else []
-    given = nested([*given_settings(arguments, rest), *unsafe], settings.TABLES)
-    settings.check_early([*layers, given])
+    given = nested([*given_settings(arguments, rest), *unsafe], source.TABLES)
+    layers += _module(kind, "smoke").smoke_layers([*layers, given]) if arguments.smoke else []
+    settings = source.resolve([*layers, given])
     if kind == "robot":
-        settings.check_flags([*layers, given])
-    if arguments.smoke:
-        layers += importlib.import_module(f"corral.lab.jobs.{kind}.smoke").smoke_layers([*layers, given])
-    return [*layers, given]
-
-
-def _start(kind: Kind, layers: Sequence[Mapping[str, Any]], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Start a new run from layers of settings."""
-    if kind == "llm":
-        from corral.lab.jobs.llm.settings import check_packages
-
-        check_packages({key: value for layer in layers for key, value in layer.items()})
-        quiet_libraries()
-    settings, job = (importlib.import_module(f"corral.lab.jobs.{kind}.{name}") for name in ("settings", "train"))
-    resolved = settings.resolve(layers)
-    return job.train(resolved, out=arguments.out, quiet=arguments.quiet, smoke=arguments.smoke).summary
-
-
-def _rehearse(kind: Kind, layers: Sequence[Mapping[str, Any]]) -> int:
-    """Run every check of a run before it begins, and print its settings, downloads and memory."""
-    if kind == "llm":
-        quiet_libraries()
-    settings, preparation = (importlib.import_module(f"corral.lab.jobs.{kind}.{name}") for name in ("settings", "prepare"))
-    say(*preparation.rehearse(settings.resolve(layers)))
-    return 0
+        source.check_flags(settings, given)
+    elif not arguments.dry_run:  # which names missing packages besides everything else
+        for sentence in source.missing_packages(settings.flat()):
+            raise RunError(sentence)
+    return settings
 
 
 def _resume(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
@@ -171,8 +156,8 @@ def _resume(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> dict[
     elif arguments.changed_data:
         raise RunError(f"--changed-data is for language models, and {arguments.resume} is a robot's run, which has no data.")
     more = {"changed_data": arguments.changed_data} if kind == "llm" else {}
-    job = importlib.import_module(f"corral.lab.jobs.{kind}.train")
-    return job.resume(arguments.resume, quiet=arguments.quiet, **changes, **more).summary
+    summary: dict[str, Any] = _module(kind, "train").resume(arguments.resume, quiet=arguments.quiet, **changes, **more).summary
+    return summary
 
 
 def given_settings(arguments: argparse.Namespace, rest: list[str]) -> list[tuple[str, Any]]:

@@ -59,9 +59,10 @@ def resolve_run(kind: Kind, training: Training, run: PlannedRun, config: Path | 
     layers += [read_file(config)] if config is not None else []
     given = nested(run_settings(kind, training, run).items(), settings.TABLES)
     layers += smoke.smoke_layers([*layers, given]) if training.smoke else []
+    resolved = settings.resolve([*layers, given])
     if kind == "robot":
-        settings.check_flags([*layers, given])
-    return settings.resolve([*layers, given])
+        settings.check_flags(resolved, given)
+    return resolved
 
 
 def _budget(kind: Kind, settings: Any) -> Budget:

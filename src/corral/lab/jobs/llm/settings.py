@@ -1,7 +1,9 @@
 """Settings of a run of a language model: recipe, file and flags, checked before torch is imported."""
 
 import ast
+import builtins
 import dataclasses
+import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -15,7 +17,7 @@ from packaging.version import Version
 
 from corral.lab.jobs.llm.own_objective import find_objective
 from corral.lab.jobs.llm.rewards import Reward, as_functions, as_rewards, path_of
-from corral.lab.run.settings import MAX_SEED, GuardMode, add_layer, coerce, guess, read_named, recipes
+from corral.lab.run.settings import MAX_SEED, GuardMode, add_layer, coerce, read_named, recipes
 from corral.lab.tasks import TASKS, make_task
 from corral.lab.tasks.dataset import FiniteTask
 from corral.lab.tasks.imports import make_tool
@@ -69,23 +71,6 @@ def refuse_unknown(key: str, known: list[str], objective: str, task: str) -> str
     return f"there is no setting `{key}`.{suggest(key, known)} {where}"
 
 
-def trainer_names() -> list[str] | None:
-    """Settings of CorralConfig; None if TRL is missing, older than the tested releases, or has moved its source."""
-    types = _trainer_types()
-    return None if types is None else list(types)
-
-
-def check_numbers(given: Mapping[str, Any]) -> None:
-    """Refuse CorralConfig settings of the wrong type where the source declares a number or a switch."""
-    types = _trainer_types() or {}
-    for key, value in given.items():
-        hint = _PLAIN.get(types.get(key, ""))
-        if key == "learning_rate":
-            read_rate(value)
-        elif hint is not None:
-            coerce(key, value, hint)
-
-
 def read_rate(value: Any) -> float | str:
     """Read a learning rate: a number, `auto`, or text such as 1e-4."""
     if value == "auto":
@@ -97,30 +82,34 @@ def read_rate(value: Any) -> float | str:
     return rate
 
 
-_PLAIN: dict[str, Any] = {hint.__name__: hint for hint in (int, float, bool)}
-_PLAIN |= {f"{name} | None": hint | None for name, hint in _PLAIN.items()}
-"""Types that can be recognised in the source text."""
-
-
 @cache
-def _trainer_types() -> dict[str, str] | None:
-    """CorralConfig's settings with their types in the source. Its own fields precede inherited fields."""
+def trainer_types() -> dict[str, Any]:
+    """CorralConfig's settings with their types, read from source: importing TRL takes seconds. Empty without a supported TRL.
+
+    Its own fields precede inherited fields. A type that only TRL or transformers knows is `object`.
+    """
     try:
         if Version(version("trl")).release[:2] < Version(TRL_RANGE[0]).release:
-            return None
+            return {}
     except PackageNotFoundError:
-        return None
+        return {}
     types = class_fields(_PACKAGE / "trl" / "config.py").get("CorralConfig", {})
     for package, path, name in _CONFIGS:
         spec = find_spec(package)
         if spec is None or spec.origin is None:
-            return None
+            return {}
         try:
-            inherited = class_fields(Path(spec.origin).parent / path)[name]
-        except (OSError, SyntaxError, KeyError):
-            return None
-        types |= {key: hint for key, hint in inherited.items() if key not in types}
-    return types
+            types = class_fields(Path(spec.origin).parent / path)[name] | types
+        except (OSError, SyntaxError, KeyError):  # a release that has moved its source
+            return {}
+    return {key: eval(hint, {}, _Names()) for key, hint in types.items()}
+
+
+class _Names(dict[str, Any]):
+    """Names inside a type's text: Python's own, those of `typing`, and `object` for any other."""
+
+    def __missing__(self, name: str) -> Any:
+        return vars(builtins).get(name) or vars(typing).get(name, object)
 
 
 def class_fields(path: Path) -> dict[str, dict[str, str]]:
@@ -143,18 +132,12 @@ _PACKAGES = {"use_vllm": "vllm", "deepspeed": "deepspeed"}
 
 def missing_packages(settings: Mapping[str, Any]) -> Iterator[str]:
     """Sentences on packages that settings of the run or of TRL need and that are not installed."""
-    names = str(settings.get("report_to") or "").split(",")
+    names = settings["report_to"].split(",")
     reports = [(f"report_to={name}", name) for name in names if name in ("wandb", "trackio", "tensorboard")]
-    asked = [(key, package) for key, package in _PACKAGES.items() if guess(settings.get(key)) not in (None, False, "")]
+    asked = [(key, package) for key, package in _PACKAGES.items() if settings.get(key)]
     for setting, package in reports + asked:
         if find_spec(package) is None:
             yield f"`{setting}` needs the package {package}, which is not installed: pip install {package}, or leave it out."
-
-
-def check_packages(settings: Mapping[str, Any]) -> None:
-    """Refuse settings that need a missing package, before a library fails minutes later with a traceback."""
-    for sentence in missing_packages(settings):
-        raise RunError(sentence)
 
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "llm"
@@ -267,12 +250,32 @@ class Settings:
         require(self, "seed", at_least=0, at_most=MAX_SEED, integer=True, name="", error=RunError)
         if "{problem}" not in self.instruction:
             raise RunError(f"`instruction` must contain {{problem}}, where the task's prompt goes; got {self.instruction!r}.")
-        if self.task not in TASKS and ":" not in self.task:  # a user's own task, module:Class
+        if self.task not in TASKS and ":" not in self.task:
             raise RunError(f"there is no task {self.task!r}.{nearest(self.task, TASKS)}")
         if self.tool and (self.tools or self.environment_factory):
             raise RunError(ONE_OF_TOOLS)
-        if ":" not in self.objective:  # one's own is imported later
-            find_objective(self.objective)
+        self._check_named()
+
+    def _check_named(self) -> None:
+        """Refuse wrong settings of a packaged objective, task or tool. A path, module:Class, is imported when it is used."""
+        task, config, task_cls = self.task, self.task_config, TASKS.get(self.task)
+        try:
+            if ":" not in self.objective:
+                find_objective(self.objective)
+                make_config(self.objective, self.objective_config)
+            if is_dataclass(task_cls):
+                check_keys(task, task_cls, config)
+                if issubclass(task_cls, ProceduralTask):  # others may take their data from the hub
+                    make_task(task, **config)
+            if self.tool and ":" not in self.tool:
+                make_tool(self.tool)
+        except ValueError as error:
+            raise RunError(str(error)) from error
+        if is_dataclass(task_cls) and issubclass(task_cls, FiniteTask) and config.get("held_out", task_cls.held_out) == 1:
+            raise RunError(
+                f"{task} is for evaluation: all of its problems are held out, and none is left to train on. Train on a file "
+                f"(--set task_config.path=FILE) with these held out (--set task_config.held_out=FILE), or hold out a share."
+            )
 
     def flat(self) -> dict[str, Any]:
         """All settings as in a file: keys of the run and the trainer side by side."""
@@ -282,88 +285,55 @@ class Settings:
 
 
 def resolve(layers: Iterable[Mapping[str, Any]]) -> Settings:
-    """Merge layers key by key; later layers win. A layer that changes the objective or task drops its earlier settings.
+    """Merge layers key by key and check every name and type; later layers win. Neither torch nor TRL is imported.
 
-    A reduction that came before the objective holds only if it is one of that objective's own.
+    A layer that changes the objective or task drops its earlier settings. A reduction that came before the objective holds
+    only if it is one of that objective's own.
     """
-    from corral.trl.api import REDUCTIONS
-    from corral.trl.config import CorralConfig
-
-    merged, inherited = _merge(layers)
-    known = {item.name for item in dataclasses.fields(CorralConfig) if item.init}
-    hints = {key: hint for key, hint in get_type_hints(CorralConfig).items() if key in known}
-    own = _own_settings(merged, list(hints))
-    given = {key: value for key, value in merged.items() if key not in own}
-    # A learning rate may be a text, and would stay one where it is a number on a command line.
-    trainer = {
-        key: read_rate(value) if key == "learning_rate" else coerce(key, value, hints[key]) for key, value in given.items()
-    }
-    settings = Settings(**own, trainer=trainer)
-    if inherited and (reduction := REDUCTIONS.get(str(trainer.get("loss_type")))) is not None:
-        with suppress(ValueError):  # which is raised later
-            find_objective(settings.objective)
-            if reduction not in make_config(settings.objective, settings.objective_config).reductions:
-                del settings.trainer["loss_type"]
-    return settings
-
-
-def check_early(layers: Iterable[Mapping[str, Any]]) -> None:
-    """Refuse unknown names, wrong values of the run's own settings, and a run without anything to train, before TRL is
-    imported."""
-    merged, _ = _merge(layers)
-    names = trainer_names()
-    if names is None:
-        return
-    for key, flags in _OF_OBJECTIVES.items():
-        if key in merged:
-            raise RunError(f"`{key}` is a setting of TRL's own loss, and here the objective has it. Use {flags}.")
-    own = _own_settings(merged, names)
-    check_numbers({key: value for key, value in merged.items() if key not in own})
-    settings = Settings(**own)
-    task, config, task_cls = settings.task, settings.task_config, TASKS.get(settings.task)
-    try:
-        if ":" not in settings.objective:  # one's own is imported later
-            make_config(settings.objective, settings.objective_config)
-        if is_dataclass(task_cls):
-            check_keys(task, task_cls, config)
-            if issubclass(task_cls, ProceduralTask):
-                make_task(task, **config)
-        if settings.tool and ":" not in settings.tool:  # one's own is imported later
-            make_tool(settings.tool)
-    except ValueError as error:
-        raise RunError(str(error)) from error
-    if is_dataclass(task_cls) and issubclass(task_cls, FiniteTask) and config.get("held_out", task_cls.held_out) == 1:
-        raise RunError(
-            f"{task} is for evaluation: all of its problems are held out, and none is left to train on. Train on "
-            f"a file (--set task_config.path=FILE) with these held out (--set task_config.held_out=FILE), or hold out a share."
-        )
-
-
-def _merge(layers: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], bool]:
-    """Merge all layers. Also returns whether the reduction was set before the objective."""
-    merged: dict[str, Any] = {}
-    inherited = False
+    merged, inherited = dict[str, Any](), False
     for layer in layers:
         inherited = "loss_type" not in layer and (inherited or not layer.keys().isdisjoint(("objective", "objective_config")))
         for name in ("objective", "task"):
             if name in layer and layer[name] != merged.get(name, layer[name]):
                 merged.pop(f"{name}_config", None)
         add_layer(merged, layer, TABLES)
-    return merged, inherited
-
-
-def _own_settings(merged: Mapping[str, Any], trainer: list[str]) -> dict[str, Any]:
-    """The run's own settings, converted to their types. RunError for a name that neither the run nor the trainer has."""
-    hints, found = get_type_hints(Settings), dict[str, Any]()
+    hints, types = get_type_hints(Settings), trainer_types() or _imported_types()
+    del hints["trainer"]
+    own, trainer = dict[str, Any](), dict[str, Any]()
     for key, value in merged.items():
         if key in DECIDED:
             raise RunError(f"`{key}` is decided by the run. Use {DECIDED[key]}.")
-        if key == "trainer" or (key not in hints and key not in trainer):
+        if key in _OF_OBJECTIVES:
+            raise RunError(f"`{key}` is a setting of TRL's own loss, and here the objective has it. Use {_OF_OBJECTIVES[key]}.")
+        if key in FUNCTIONS:
+            own[key] = FUNCTIONS[key](value)
+        elif key in hints:
+            own[key] = coerce(key, value, hints[key])
+        elif key == "learning_rate":  # a number or a text, and a number on a command line is a text too
+            trainer[key] = read_rate(value)
+        elif key in types:
+            trainer[key] = coerce(key, value, types[key])
+        else:
             about = (str(merged.get(name, vars(Settings)[name])) for name in ("objective", "task"))
-            raise RunError(refuse_unknown(key, [*hints, *trainer], *about))
-        if key in hints:
-            found[key] = FUNCTIONS[key](value) if key in FUNCTIONS else coerce(key, value, hints[key])
-    return found
+            raise RunError(refuse_unknown(key, [*hints, *types], *about))
+    settings = Settings(**own, trainer=trainer)
+    if inherited and "loss_type" in trainer:
+        from corral.trl.api import REDUCTIONS
+
+        with suppress(ValueError):  # of an objective's own settings, which is raised when it is made
+            find_objective(settings.objective)
+            reduction = REDUCTIONS.get(trainer["loss_type"])  # None for an unknown name, which CorralConfig refuses
+            if reduction is not None and reduction not in make_config(settings.objective, settings.objective_config).reductions:
+                del trainer["loss_type"]
+    return settings
+
+
+def _imported_types() -> dict[str, Any]:
+    """CorralConfig's settings with their types, where they cannot be read from source. An unsupported TRL is refused."""
+    from corral.trl.config import CorralConfig
+
+    known, hints = fields(CorralConfig), get_type_hints(CorralConfig)
+    return {item.name: hints[item.name] for item in known if item.init}
 
 
 def _as_environment(given: Any) -> Any:

@@ -54,7 +54,7 @@ EVALUATION: dict[str, Any] = {
 def smoke_layers(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Layers of --smoke on top of a recipe and a file: small numbers, and packaged problems for the chosen task."""
     task = next((layer["task"] for layer in reversed(layers) if "task" in layer), "countdown")
-    return [_TRAINING, {"task": task, "task_config": TASK_CONFIG.get(task, {})}]
+    return [_TRAINING, {"task": task, "task_config": TASK_CONFIG.get(str(task), {})}]
 
 
 def letters(completions: list[Any], **_: Any) -> list[float]:

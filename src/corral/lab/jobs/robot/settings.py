@@ -106,17 +106,11 @@ def resolve(layers: Sequence[Mapping[str, Any]]) -> Settings:
     return Settings(**{key: coerce(key, value, hints[key]) for key, value in merged.items()})
 
 
-def check_early(layers: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse wrong settings before torch is imported, by calling `resolve`."""
-    resolve(layers)
-
-
-def check_flags(layers: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse flags on the command line that this run would never read.
+def check_flags(settings: Settings, given: Mapping[str, Any]) -> None:
+    """Refuse flags on the command line, the layer `given`, that a run with these settings would never read.
 
     A recipe or a file serves several algorithms and ways to run them, so it may hold such things; a flag means this run.
     """
-    settings, given = resolve(layers), layers[-1]
     named = [f"{table}.{key}" for table in ("prodmp", "learner") for key in given.get(table, {})]
     plans, algorithm = settings.learner.get("plans_per_context", 1), settings.algorithm
     for key in named:
