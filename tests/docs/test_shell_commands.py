@@ -4,6 +4,7 @@ import argparse
 import importlib
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from corral.lab.cli import COMMANDS, main
 from corral.lab.cli.kind import all_recipes
 from corral.lab.jobs.llm.smoke import TASK_CONFIG
 from corral.lab.models.smoke import build_smoke
+from corral.objective import OBJECTIVES
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -58,6 +60,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     own = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "tasks.md").read_text(), re.MULTILINE | re.DOTALL)
     (here / "my_tasks.py").write_text(next(block for block in own if "class Sorting" in block))
     (here / "my_tools.py").write_text("\n".join(block for block in own if "class Judge" in block or "class Guess" in block))
+    tutorial = (ROOT / "docs" / "tutorials" / "own-objective.md").read_text()
+    (here / "mine.py").write_text(re.findall(r"^```python\n(.*?)^```", tutorial, re.MULTILINE | re.DOTALL)[0])
     data = Path(str(TASK_CONFIG["gsm8k"]["path"]))
     (here / "data").mkdir()
     (here / "data" / "gsm8k").symlink_to(data)
@@ -82,7 +86,17 @@ def on_this_machine(line: str, page: str) -> list[str]:
     return words
 
 
+@pytest.fixture
+def registry() -> Iterator[None]:
+    """Objectives as they were before the test: one of the commands registers its own."""
+    before = dict(OBJECTIVES)
+    yield
+    OBJECTIVES.clear()
+    OBJECTIVES.update(before)
+
+
 @pytest.mark.filterwarnings("ignore")  # of libraries, about settings that the docs do not care for
+@pytest.mark.usefixtures("registry")
 @pytest.mark.parametrize("line", TRAININGS)
 def test_trainings_are_ready_to_begin(
     line: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
