@@ -18,7 +18,7 @@ from torch import Tensor
 import corral
 from corral.engines import nemo_rl, prime_rl, rllm, skyrl, slime, tinker
 from corral.engines.adapter import EngineObjective
-from corral.engines.verl.policy_loss import BatchExtras, batch_extras, make_policy_loss
+from corral.engines.verl.policy_loss import BatchExtras, add_extras, make_policy_loss
 from corral.engines.verl.settings import VerlSettings
 
 HOW: Literal["seq-mean-token-mean"] = "seq-mean-token-mean"
@@ -114,13 +114,14 @@ def by_verl(objective: str, settings: dict[str, Any], batch: Batch, weights: Ten
     wanted = EngineObjective.of("verl", objective, settings, support=True)
     bypass = wanted.anchor == "rollout"
     given = VerlSettings(loss_mode=f"corral_{objective}", objective=settings, bypass_mode=bypass)
-    config = SimpleNamespace(policy_loss=SimpleNamespace(corral=given), global_batch_info={})
+    config = SimpleNamespace(policy_loss=given, global_batch_info={})
     seen = token_batch(wanted.objective, batch, wanted.anchor)
-    with batch_extras(BatchExtras(seen.dist_new, seen.dist_old, seen.logp_rollout)):
-        loss, _ = make_policy_loss(f"corral_{objective}", aggregate)(
-            seen.logp_old, seen.logp_new, seen.advantages, seen.mask.int(), loss_agg_mode=HOW, config=config,
-            rollout_is_weights=weights,
-        )  # fmt: skip
+    dists = (None if dist is None else dist[seen.mask] for dist in (seen.dist_new, seen.dist_old))
+    config = add_extras(config, BatchExtras(*dists, seen.logp_rollout))
+    loss, _ = make_policy_loss(f"corral_{objective}", aggregate)(
+        seen.logp_old, seen.logp_new, seen.advantages, seen.mask.int(), loss_agg_mode=HOW, config=config,
+        rollout_is_weights=weights,
+    )  # fmt: skip
     return batch.gradient(loss)
 
 

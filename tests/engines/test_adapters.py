@@ -457,8 +457,8 @@ def test_nemo_rl_counts_what_the_projection_did_not_solve(monkeypatch: pytest.Mo
 
 
 def test_a_tail_of_one_minus_the_rest_has_a_floor() -> None:
-    dist = dist_from_top(torch.tensor([[3, 1, -1]]), torch.tensor([[0.75, 0.25, 0.9]]).log())
-    assert_close(dist.rest, torch.tensor([1e-8]).log())
+    dist = dist_from_top(torch.tensor([[3, 1, -1]]), torch.tensor([[0.75, 0.25, 0.9]], dtype=torch.float64).log())
+    assert_close(dist.rest, torch.tensor([1e-8], dtype=torch.float64).log())
     assert dist.logp[0, 2] == -torch.inf
     dist = dist_from_top(torch.tensor([[3, 1]]), torch.tensor([[0.5, 0.25]]).log())
     assert_close(dist.rest, torch.tensor([0.25]).log())

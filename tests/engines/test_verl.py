@@ -56,7 +56,7 @@ def composed(lines: str, *more: str) -> Any:
 def test_the_lines_that_doctor_prints_are_verls_configuration(what: str) -> None:
     actor = check_config(composed(LINES[what]))
     assert isinstance(actor.policy_loss, CorralPolicyLossConfig)
-    assert actor.policy_loss.corral.resolve().needs_support == (what in ("TROLL", "DPPO, on a support"))
+    assert actor.policy_loss.resolve().needs_support == (what in ("TROLL", "DPPO, on a support"))
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "verl.md").read_text()
@@ -68,7 +68,7 @@ def test_the_recipes_of_the_page_are_verls_configuration(name: str, command: str
     overrides = shlex.split(command.partition("main_ppo")[2].replace("\\\n", " ").replace("$DATA", "/data"))
     config = composed("\n".join(overrides))
     actor = check_config(config)
-    assert actor.policy_loss.corral.resolve().name == ("troll" if name == "first" else name)
+    assert actor.policy_loss.resolve().name == ("troll" if name == "first" else name)
     assert config.trainer.nnodes == (1 if name == "first" else 2)
     validate_config(config, use_reference_policy=False, use_critic=False)
 
@@ -124,7 +124,7 @@ def test_what_cannot_work_is_refused_by_the_driver(what: str, override: str, mat
 @pytest.mark.supports("anchor: `old` and `rollout`, compared with bypass_mode at start-up", door="verl")
 def test_settings_are_checked_where_verl_makes_them_in_a_worker() -> None:
     made = fixture.actor_config("corral_dppo", bypass_mode=True, objective={"bound": 0.15})
-    assert made.policy_loss.corral.resolve().objective.config.bound == 0.15
+    assert made.policy_loss.resolve().objective.config.bound == 0.15
     with pytest.raises(ValueError, match="Set bypass_mode=true"):
         fixture.actor_config("corral_dppo", bypass_mode=False)
 
@@ -155,7 +155,7 @@ def test_a_trainer_refuses_before_anything_starts_and_then_sets_the_loss(monkeyp
     made._setup()
     assert started == [made]
     assert given[0].func is corral_ppo_loss
-    assert given[0].keywords["config"].policy_loss.corral.support_size == 64
+    assert given[0].keywords["config"].policy_loss.support_size == 64
 
 
 @pytest.mark.parametrize(("name", "batches"), [("sync", 1), ("colocate_async", 1), ("separate_async", 4)])

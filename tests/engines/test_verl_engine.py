@@ -65,7 +65,7 @@ def train(rank: int, folder: Path) -> None:
 def run_case(worker: Any, mine: slice, config: Any, agg: str, *, batches: int = 1) -> dict[str, Any]:
     """The old pass, then two updates: of one batch, or one each of two, after which the sampler gets the weights."""
     worker.reset()
-    old = worker.infer_batch(fixture.batch_of(mine, calculate_entropy=True, **config.policy_loss.corral.support_request()))
+    old = worker.infer_batch(fixture.batch_of(mine, calculate_entropy=True, **config.policy_loss.support_request()))
     if worker.engine.use_ulysses_sp:  # of ranks that share sequences one reports, and the driver hands it to all
         box = [old]
         torch.distributed.broadcast_object_list(box, src=0)
@@ -75,7 +75,7 @@ def run_case(worker: Any, mine: slice, config: Any, agg: str, *, batches: int = 
         for group in worker.engine.optimizer.param_groups:  # verl's schedule sets it after every batch
             group["lr"] = fixture.RATES[agg]
         batch = fixture.with_old(fixture.batch_of(mine), old)
-        settings = config.policy_loss.corral
+        settings = config.policy_loss
         request = settings.deployed_request(sync=index == batches - 1) | settings.support_request()
         fixture.tensordict_utils.assign_non_tensor(batch, **request, epochs=2 // batches)
         out = worker.train_mini_batch(batch)

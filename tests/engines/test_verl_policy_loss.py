@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import corral
-from corral.engines.verl.policy_loss import BatchExtras, batch_extras, make_policy_loss
+from corral.engines.verl.policy_loss import BatchExtras, add_extras, make_policy_loss
 from corral.engines.verl.settings import (
     DEPLOYED_BOUND,
     DEPLOYED_STATISTIC,
@@ -29,9 +29,7 @@ def aggregate(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, **info: A
 
 def config_of(loss_mode: str, **given: Any) -> Any:
     settings = VerlSettings(loss_mode=loss_mode, **{"bypass_mode": False, **given})
-    return SimpleNamespace(
-        policy_loss=SimpleNamespace(corral=settings), global_batch_info={"dp_size": 2, "batch_num_tokens": 8}
-    )
+    return SimpleNamespace(policy_loss=settings, global_batch_info={"dp_size": 2, "batch_num_tokens": 8})
 
 
 def tokens() -> dict[str, Tensor]:
@@ -75,8 +73,7 @@ def test_what_verl_has_no_argument_for_is_read_from_the_batch_at_hand() -> None:
         ValueError, match=r"corral_troll reads a support.*model_type=corral_language_model.*trainer_mode=corral_sync"
     ):
         loss_fn(**given, config=config)
-    with batch_extras(BatchExtras(old[0], old[0], logp[..., 0])):
-        loss, metrics = loss_fn(**given, config=config)
+    loss, metrics = loss_fn(**given, config=add_extras(config, BatchExtras(old[0], old[0], logp[..., 0])))
     assert_close(loss, torch.tensor(-2 / 8))
     assert metrics["tr/mismatch"] == 0
     with pytest.raises(ValueError, match="reads a support"):  # it was of that batch alone
@@ -95,14 +92,14 @@ def test_packed_supports_have_the_loss_and_gradient_of_the_padded_batch(
     rows = [corral.gather_support(x.log_softmax(-1), old.ids) for x in moved]
     given = {"old_log_prob": old.logp[..., 0], "advantages": torch.randn(2, 4, dtype=torch.float64), "response_mask": mask}
     config = config_of("corral_troll", objective={"bound": 0.01, "regression": 0.5})
-    wanted = config.policy_loss.corral.resolve()
+    wanted = config.policy_loss.resolve()
     expected, _ = wanted.token_loss(corral.TokenBatch.on_support(rows[0], old, given["advantages"], mask.bool()), weights)
     (expected.sum() / 4).backward()  # aggregate: over 8 tokens, times 2 ranks
     monkeypatch.setattr(type(wanted.objective.config), "tokenwise", tokenwise)
-    with batch_extras(BatchExtras(rows[1][mask.bool()], old[mask.bool()])):
-        loss, _ = make_policy_loss("corral_troll", aggregate)(
-            **given, log_prob=rows[1].logp[..., 0], config=config, rollout_is_weights=weights
-        )
+    config = add_extras(config, BatchExtras(rows[1][mask.bool()], old[mask.bool()]))
+    loss, _ = make_policy_loss("corral_troll", aggregate)(
+        **given, log_prob=rows[1].logp[..., 0], config=config, rollout_is_weights=weights
+    )
     loss.backward()
     assert_close(loss, expected.sum() / 4)
     assert_close(moved[1].grad, moved[0].grad)
@@ -114,12 +111,11 @@ def test_a_deployed_bound_that_verls_own_trainer_would_not_hold_is_refused() -> 
     given = tokens() | {"advantages": torch.ones(1, 4)}
     with pytest.raises(ValueError, match=r"deployed_bound is held by corral's trainers.*trainer_mode=corral_sync"):
         loss_fn(**given, config=config)
-    with batch_extras(BatchExtras()):  # as corral's trainers call it
-        loss_fn(**given, config=config)
-    assert config.policy_loss.corral.deployed_request(sync=True) == {
+    loss_fn(**given, config=add_extras(config, BatchExtras()))  # as corral's trainers call it
+    assert config.policy_loss.deployed_request(sync=True) == {
         DEPLOYED_BOUND: 0.02, DEPLOYED_STATISTIC: "mean", DEPLOYED_SYNC: True,
     }  # fmt: skip
-    assert config_of("corral_spo").policy_loss.corral.deployed_request(sync=True) == {}
+    assert config_of("corral_spo").policy_loss.deployed_request(sync=True) == {}
 
 
 def test_verls_own_settings_are_refused() -> None:

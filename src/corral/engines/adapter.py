@@ -1,10 +1,9 @@
 """Functions shared by the adapters: settings → an objective with its anchor; log-probs → a loss per token."""
 
+import functools
 import logging
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast, get_args
 
@@ -21,10 +20,6 @@ from corral.tensors import SparseDist, TokenBatch
 _Logp = TypeVar("_Logp")
 
 logger = logging.getLogger(__name__)
-_warned: set[tuple[str, str]] = set()
-_first_calls: dict[str, FirstCall] = {}
-"""First-batch checks by engine. They are kept here because some engines make a new objective for every batch."""
-_policies_differ: ContextVar[bool] = ContextVar("corral_policies_differ", default=False)
 
 POLICY = {"old": "old policy, recomputed by the trainer", "rollout": "sampler's log-probs"}
 """Names of the anchors in messages."""
@@ -32,14 +27,10 @@ LEAST_TAIL = 1e-8
 """Lower bound on a tail mass that is computed as 1 − Σ p."""
 
 
-@contextmanager
-def policies_differ() -> Iterator[None]:
-    """Context without the first-batch check, for checkups, where old and new policies differ on purpose."""
-    token = _policies_differ.set(True)
-    try:
-        yield
-    finally:
-        _policies_differ.reset(token)
+@functools.cache
+def first_call(engine: str) -> FirstCall:
+    """Return the engine's check of its first batch: one in a process, as some engines make a new objective for every batch."""
+    return FirstCall()
 
 
 @dataclass(frozen=True)
@@ -109,8 +100,7 @@ class EngineObjective:
         if not bool(batch.mask.any()):
             zero = batch.logp_new.new_zeros(())
             return torch.where(batch.mask, batch.logp_new, 0.0), dict.fromkeys(self.objective(_one_token(batch)).metrics, zero)
-        if not _policies_differ.get():
-            _first_calls.setdefault(self.engine, FirstCall()).look(f"{self.engine}: {self.name}", batch)
+        first_call(self.engine).look(f"{self.engine}: {self.name}", batch)
         # A kernel knows the sum of policy term and regression alone.
         apart = policy_weights is not None and self.objective.config.regresses
         out = self.objective(batch) if apart else batch_loss(self.objective, batch)
@@ -166,10 +156,10 @@ def read_metrics(metrics: dict[str, Tensor]) -> dict[str, float]:
     return dict(zip(metrics, values, strict=True))
 
 
+@functools.cache
 def warn_once(engine: str, sentence: str | None) -> None:
     """Log a sentence, if there is one, once per engine."""
-    if sentence is not None and (engine, sentence) not in _warned:
-        _warned.add((engine, sentence))
+    if sentence is not None:
         logger.warning("%s: %s", engine, sentence)
 
 

@@ -4,32 +4,23 @@ import importlib
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pkgutil import resolve_name
-from typing import Any, NamedTuple
+from typing import Any
 
 from corral.validate import nearest
-
-
-class EngineAdapter(NamedTuple):
-    """An engine that corral has an adapter for; `corral.engines.NAME` is the adapter, and its docstring says how to use it."""
-
-    package: str
-    """The distribution that is installed."""
-    names: tuple[str, ...]
-    """Names of the engine's that the adapter uses; () where the adapter has a `checkup` of its own."""
-
 
 _NEMO = "nemo_rl.algorithms.loss.interfaces"
 _PRIME = "prime_rl.trainer.rl.loss"
 _SLIME = "slime.backends.megatron_utils.loss"
-ENGINES = {
-    "verl": EngineAdapter("verl", ()),
-    "nemo_rl": EngineAdapter("nemo-rl", (f"{_NEMO}:LossType", f"{_NEMO}:LossInputType", f"{_NEMO}:LossFunction")),
-    "prime_rl": EngineAdapter("prime-rl", (f"{_PRIME}:LossInputs", f"{_PRIME}:LossOutputs")),
-    "rllm": EngineAdapter("rllm", ("rllm:register_loss", "rllm:LossContext")),
-    "skyrl": EngineAdapter("skyrl", ("skyrl.backends.skyrl_train.utils.ppo_utils:PolicyLossRegistry",)),
-    "slime": EngineAdapter("slime", (f"{_SLIME}:get_log_probs_and_entropy", f"{_SLIME}:get_rollout_top_p_logprob_kwargs")),
-    "tinker": EngineAdapter("tinker", ("tinker:Datum", "tinker:TrainingClient.forward_backward_custom")),
+ENGINES: dict[str, tuple[str, ...]] = {
+    "verl": (),  # its adapter has a checkup of its own
+    "nemo_rl": (f"{_NEMO}:LossType", f"{_NEMO}:LossInputType", f"{_NEMO}:LossFunction"),
+    "prime_rl": (f"{_PRIME}:LossInputs", f"{_PRIME}:LossOutputs"),
+    "rllm": ("rllm:register_loss", "rllm:LossContext"),
+    "skyrl": ("skyrl.backends.skyrl_train.utils.ppo_utils:PolicyLossRegistry",),
+    "slime": (f"{_SLIME}:get_log_probs_and_entropy", f"{_SLIME}:get_rollout_top_p_logprob_kwargs"),
+    "tinker": ("tinker:Datum", "tinker:TrainingClient.forward_backward_custom"),
 }
+"""Names in each engine that its adapter uses. `corral.engines.NAME` is the adapter, and its docstring says how to use it."""
 
 
 @dataclass
@@ -43,19 +34,19 @@ class Checkup:
     verdict: str = "corral is active."
     """The sentence if nothing is wrong."""
 
-    def check_release(self, package: str, low: str = "", high: str = "") -> bool:
-        """A row on a package's release; trouble if it is not there, or not in a range."""
-        wanted = f"{package} >={low},<{high}" if high else package
+    def check_release(self, package: str, wanted: str = "") -> bool:
+        """Add a row on a package's release; trouble if it is not there, or not among those wanted, such as ">=0.9,<0.10"."""
+        name = f"{package} {wanted}".rstrip()
         try:
             found = version(package)
         except PackageNotFoundError:
             self.rows.append((package, "–"))
-            self.trouble.append(f"{wanted} is not installed")
+            self.trouble.append(f"{name} is not installed")
             return False
         self.rows.append((package, found))
-        fits = not high or release_in(found, low, high)
+        fits = not wanted or release_in(found, wanted)
         if not fits:
-            self.trouble.append(f"{wanted} is needed; found {found}")
+            self.trouble.append(f"{name} is needed; found {found}")
         return fits
 
 
@@ -69,9 +60,9 @@ def run_checkup(engine: str) -> Checkup:
         return own
     how = str(importlib.import_module(f"corral.engines.{engine}").__doc__)
     found = Checkup(lines={"how": how.strip()}, verdict="The engine has what the adapter uses.")
-    if not found.check_release(ENGINES[engine].package):
+    if not found.check_release(engine.replace("_", "-")):
         return found
-    for name in ENGINES[engine].names:
+    for name in ENGINES[engine]:
         try:
             resolve_name(name)
             found.rows.append(("found", name))
@@ -81,12 +72,12 @@ def run_checkup(engine: str) -> Checkup:
     return found
 
 
-def release_in(release: str, low: str, high: str = "") -> bool:
-    """True if a release is at least `low` and below `high`. Pre-releases count as their release, other texts never fit."""
-    from packaging.version import InvalidVersion, Version  # comes with every engine, and not with torch
+def release_in(release: str, wanted: str) -> bool:
+    """True if a release is in a range such as ">=0.9,<0.10". Pre-releases count as their release, other texts never fit."""
+    from packaging.specifiers import SpecifierSet  # packaging comes with every engine, and not with torch
+    from packaging.version import InvalidVersion, Version
 
     try:
-        found = Version(Version(release).base_version)
+        return SpecifierSet(wanted).contains(Version(release).base_version)
     except InvalidVersion:
         return False
-    return Version(low) <= found and (not high or found < Version(high))

@@ -1,6 +1,7 @@
 """Language-model head: hidden states → log-probs, entropy and a sparse support, one block of logits at a time."""
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,13 +13,15 @@ from corral.head.rows import HeadInput, HeadRequest
 from corral.head.torch.stream import Shard, TorchHead
 from corral.numerics import require_tensors
 from corral.support import check_id_dtype
-from corral.tensors import SparseDist
+from corral.tensors import SparseDist, Tensors
 from corral.validate import number_in
 
 
 @dataclass(frozen=True, eq=False)
-class HeadOutput:
+class HeadOutput(Tensors):
     """Results of the head for the next-token distribution at each position."""
+
+    SHARED: ClassVar[tuple[str, ...]] = ("report",)
 
     logp: Float[Tensor, "*b"]
     """Log-probability of the sampled token."""

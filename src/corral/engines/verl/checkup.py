@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from corral.engines.adapter import policies_differ, sampled_token_names
+from corral.engines.adapter import sampled_token_names
 from corral.engines.checkup import Checkup
 from corral.engines.verl.settings import CONFIG, MODEL_TYPE, PREFIX, TRAINERS, VERL_RANGE, VerlSettings, loss_modes
 from corral.objective import make_objective
@@ -51,7 +51,7 @@ SDPA = "+actor_rollout_ref.model.override_config.attn_implementation=sdpa"
 def checkup() -> Checkup:
     """Import verl as a worker does, and report what corral registered."""
     found = Checkup(lines=LINES)
-    if not found.check_release("verl", *VERL_RANGE):
+    if not found.check_release("verl", VERL_RANGE):
         return found
     _check_entry_point(found)
     try:
@@ -96,7 +96,8 @@ def _check_entry_point(found: Checkup) -> None:
 
 def self_test(get_policy_loss: Any) -> float:
     """The largest difference in gradients between verl's path and corral alone, over the losses of sampled tokens."""
-    logp = torch.tensor([[-0.1, -2.0, -0.7], [-1.1, -0.4, -3.0]])
+    # Half a nat apart on average, or the first batch's policies would be said to differ.
+    logp = torch.tensor([[-0.1, -2.0, -0.7], [-1.1, -0.4, -1.0]])
     old = torch.tensor([[-0.9, -1.2, -0.7], [-1.5, -0.2, -1.0]])
     credit, mask = torch.tensor([[1.0, -1.0, 0.5], [-0.5, 2.0, 1.0]]), torch.tensor([[True, True, False], [True] * 3])
     worst = 0.0
@@ -104,13 +105,12 @@ def self_test(get_policy_loss: Any) -> float:
         mode, objective = PREFIX + name, make_objective(name)
         settings = VerlSettings(loss_mode=mode, bypass_mode=objective.config.anchor == "rollout")
         info = {"dp_size": 1, "batch_num_tokens": 5, "global_batch_size": 2, "loss_scale_factor": None}
-        config = SimpleNamespace(policy_loss=SimpleNamespace(corral=settings), global_batch_info=info)
+        config = SimpleNamespace(policy_loss=settings, global_batch_info=info)
         how: Reduction = "seq-mean-token-mean"
         here, alone = (logp.clone().requires_grad_() for _ in range(2))
-        with policies_differ():
-            loss, _ = get_policy_loss(mode)(
-                old_log_prob=old, log_prob=here, advantages=credit, response_mask=mask, loss_agg_mode=how, config=config
-            )
+        loss, _ = get_policy_loss(mode)(
+            old_log_prob=old, log_prob=here, advantages=credit, response_mask=mask, loss_agg_mode=how, config=config
+        )
         reduced = reduce_loss(objective(TokenBatch(alone, old, credit, mask)).loss, mask, how)
         gradients = [torch.autograd.grad(value, x)[0] for value, x in ((loss, here), (reduced, alone))]
         worst = max(worst, float((gradients[0] - gradients[1]).abs().max()))

@@ -102,6 +102,7 @@ class SupportFSDPEngine(FSDPEngineWithLMHead):
         offsets = micro_batch["input_ids"].offsets()
         found = {"log_probs": torch.nested.nested_tensor_from_jagged(rows.logp, offsets)}
         if tensordict_utils.get_non_tensor_data(micro_batch, "calculate_entropy", False):
+            assert rows.entropy is not None  # a column of every pass
             found["entropy"] = torch.nested.nested_tensor_from_jagged(rows.entropy, offsets)
         if rows.dist is not None:
             found |= (write_new if torch.is_grad_enabled() else write_support)(rows.dist, micro_batch)

@@ -5,7 +5,6 @@ head runs inside the forward of the model's own, and everything that a gradient 
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from corral.head import lm_head
+from corral.head import HeadOutput, lm_head
 from corral.head.dispatch import choose
 from corral.head.logits import LogitSpec
 from corral.head.policy_loss import TOLERANCE
@@ -66,20 +65,6 @@ class HeadCall:
     """Records hidden states and head."""
 
 
-@dataclass(frozen=True, eq=False)
-class PackedRows:
-    """Result of a pass over packed positions [N]; differentiable except for the ids."""
-
-    logp: Tensor
-    entropy: Tensor
-    dist: SparseDist | None
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> "PackedRows":
-        """Apply a function to every tensor, such as a gather over sequence-parallel ranks."""
-        dist = None if self.dist is None else self.dist.map(change)
-        return PackedRows(change(self.logp), change(self.entropy), dist)
-
-
 class SupportHead:
     """Replaces the end of a causal model's forward by corral's head; `expect` sets what the next pass computes."""
 
@@ -103,13 +88,13 @@ class SupportHead:
         """Set the request that the next forward pass answers."""
         self._call, self._ids = call, None
 
-    def read(self, output: CausalLMOutputWithPast) -> PackedRows:
-        """The answer, from what forward returned."""
+    def read(self, output: CausalLMOutputWithPast) -> HeadOutput:
+        """Results at packed positions [N] from what forward returned, differentiable except for the ids."""
         assert output.logits is not None
         found = output.logits.squeeze(0)
         ids, self._ids = self._ids, None
         dist = None if ids is None else SparseDist(ids, found[:, _SUPPORT:], found[:, _REST], found[:, _REST_MAX].detach())
-        return PackedRows(found[:, _LOGP], found[:, _ENTROPY], dist)
+        return HeadOutput(found[:, _LOGP], found[:, _ENTROPY], dist)
 
     def _forward(self, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast:
         """The base model, and the head on packed positions; whatever a family does behind its head is in `logit_spec`."""

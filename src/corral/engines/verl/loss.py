@@ -8,7 +8,7 @@ from verl.utils.metric import AggregationType, Metric
 from verl.workers.utils.losses import ppo_loss
 
 from corral.engines.verl.head import take_dists
-from corral.engines.verl.policy_loss import BatchExtras, batch_extras
+from corral.engines.verl.policy_loss import BatchExtras, add_extras
 from corral.tensors import metric_kind
 
 _AGGREGATION = {"max": AggregationType.MAX, "sum": AggregationType.SUM}
@@ -22,11 +22,11 @@ def corral_ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = N
     """
     dists = take_dists(model_output, data)
     logp_rollout = _padded(data, "rollout_log_probs") if "rollout_log_probs" in data else None
-    if config.policy_loss.corral.resolve().anchor == "rollout":
+    if config.policy_loss.resolve().anchor == "rollout":
         _check_anchor(config.policy_loss.loss_mode, data, logp_rollout)
     new, old = dists or (None, None)
-    with batch_extras(BatchExtras(new, old, logp_rollout)):
-        loss, metrics = ppo_loss(config=config, model_output=model_output, data=data, dp_group=dp_group)
+    config = add_extras(config, BatchExtras(new, old, logp_rollout))
+    loss, metrics = ppo_loss(config=config, model_output=model_output, data=data, dp_group=dp_group)
     return loss, {name: _aggregated(name, metric, data["dp_size"]) for name, metric in metrics.items()}
 
 

@@ -48,8 +48,8 @@ def _register() -> None:
         release = version("verl")
     except PackageNotFoundError:
         release = "a source tree without a release"
-    if not release_in(release, *VERL_RANGE):
-        wanted = f"corral works with verl >={VERL_RANGE[0]},<{VERL_RANGE[1]}; found {release}"
+    if not release_in(release, VERL_RANGE):
+        wanted = f"corral works with verl {VERL_RANGE}; found {release}"
         FAILED.update({"policy losses": wanted, "engine": wanted, "trainers": wanted})
     else:
         parts = {

@@ -1,8 +1,7 @@
 """corral's objectives as verl's policy losses: verl's tensors → TokenBatch → objective → verl's aggregation."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +23,7 @@ Aggregate = Callable[..., Tensor]
 
 @dataclass(frozen=True, eq=False)
 class BatchExtras:
-    """Tensors of a micro-batch that verl's loss has no argument for."""
+    """Tensors of a micro-batch that verl's loss has no argument for: corral's trainers add them to its configuration."""
 
     dist_new: SparseDist | None = None
     dist_old: SparseDist | None = None
@@ -33,17 +32,11 @@ class BatchExtras:
     """[B T]"""
 
 
-_EXTRAS: ContextVar[BatchExtras | None] = ContextVar("corral_verl_extras", default=None)
-
-
-@contextmanager
-def batch_extras(extras: BatchExtras) -> Iterator[None]:
-    """Context in which policy losses read `extras` besides verl's arguments."""
-    token = _EXTRAS.set(extras)
-    try:
-        yield
-    finally:
-        _EXTRAS.reset(token)
+def add_extras(config: Any, extras: BatchExtras) -> Any:
+    """Return a copy of verl's ActorConfig from which policy losses read `extras`."""
+    config = copy.copy(config)
+    config.corral_extras = extras
+    return config
 
 
 def make_policy_loss(loss_mode: str, aggregate: Aggregate) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
@@ -59,7 +52,7 @@ def make_policy_loss(loss_mode: str, aggregate: Aggregate) -> Callable[..., tupl
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
         settings = _settings_of(loss_mode, config)
-        wanted, extras = settings.resolve(), _EXTRAS.get()
+        wanted, extras = settings.resolve(), vars(config).get("corral_extras")
         if wanted.needs_support and (extras is None or extras.dist_new is None):
             raise ValueError(
                 f"corral for verl: {loss_mode} reads a support, and verl's own engine keeps none. Set "
@@ -102,8 +95,8 @@ def _token_loss(
 
 def _settings_of(loss_mode: str, config: Any) -> VerlSettings:
     """corral's settings in verl's ActorConfig; refused where they are not there, or of another loss."""
-    found = getattr(getattr(config, "policy_loss", None), "corral", None)  # verl's own PolicyLossConfig has none
-    if not isinstance(found, VerlSettings):
+    found = config.policy_loss
+    if not isinstance(found, VerlSettings):  # verl's own PolicyLossConfig
         raise ValueError(
             f"corral for verl: {loss_mode} finds no settings. Add actor_rollout_ref.actor.policy_loss._target_={CONFIG}; "
             f"`corral doctor --engine verl` prints every line."

@@ -10,8 +10,8 @@ from corral.engines.adapter import POLICY, EngineObjective
 from corral.objective import make_objective, objective_names
 from corral.validate import require
 
-VERL_RANGE = ("0.9", "0.10")
-"""First release of verl that works, and the first that is unknown."""
+VERL_RANGE = ">=0.9,<0.10"
+"""Releases of verl that work; the next one is unknown."""
 PREFIX = "corral_"
 """Prefix of every name that is registered with verl."""
 MODEL_TYPE = "corral_language_model"
@@ -36,9 +36,9 @@ def loss_modes() -> list[str]:
     return [PREFIX + name for name in objective_names() if "dist_teacher" not in make_objective(name).needs]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class VerlSettings:
-    """Settings in `actor.policy_loss` beyond verl's own keys."""
+    """Settings in `actor.policy_loss` beyond verl's own keys, checked when they are made."""
 
     loss_mode: str
     objective: Mapping[str, Any] = field(default_factory=dict)
@@ -70,7 +70,26 @@ class VerlSettings:
             raise ValueError(
                 f"corral for verl: `deployed_statistic` is one of {', '.join(STATISTICS)}; got {self.deployed_statistic!r}."
             )
-        self._check_anchor()
+        wanted = self.resolve()
+        if self.bypass_mode is None:
+            raise ValueError(
+                f"corral for verl: {self.loss_mode} is anchored on the {POLICY[wanted.anchor]}, and nothing says whose "
+                f"log-probs verl will pass as old_log_prob. Add actor_rollout_ref.actor.policy_loss.bypass_mode="
+                f"'${{algorithm.rollout_correction.bypass_mode}}'."
+            )
+        if self.bypass_mode and wanted.needs_support:
+            raise ValueError(
+                f"corral for verl: {self.loss_mode} needs the support of the old policy, and bypass_mode makes no pass that "
+                f"could keep it. Set algorithm.rollout_correction.bypass_mode=false."
+            )
+        if self.bypass_mode != (wanted.anchor == "rollout"):
+            raise ValueError(
+                f"corral for verl: {self.loss_mode} is anchored on the {POLICY[wanted.anchor]}, but with "
+                f"algorithm.rollout_correction.bypass_mode={str(self.bypass_mode).lower()} verl passes the "
+                f"{POLICY['rollout' if self.bypass_mode else 'old']} as old_log_prob. Set bypass_mode="
+                f"{str(not self.bypass_mode).lower()}, or, if that is what you mean, policy_loss.anchor="
+                f"{'rollout' if self.bypass_mode else 'old'}."
+            )
 
     def resolve(self) -> EngineObjective:
         """The objective, with its anchor."""
@@ -95,26 +114,3 @@ class VerlSettings:
         if self.deployed_bound is None:
             return {}
         return {DEPLOYED_BOUND: self.deployed_bound, DEPLOYED_STATISTIC: self.deployed_statistic, DEPLOYED_SYNC: sync}
-
-    def _check_anchor(self) -> None:
-        """Refuse an anchor that is not what verl will hand over."""
-        wanted = self.resolve()
-        if self.bypass_mode is None:
-            raise ValueError(
-                f"corral for verl: {self.loss_mode} is anchored on the {POLICY[wanted.anchor]}, and nothing says whose "
-                f"log-probs verl will pass as old_log_prob. Add actor_rollout_ref.actor.policy_loss.bypass_mode="
-                f"'${{algorithm.rollout_correction.bypass_mode}}'."
-            )
-        if self.bypass_mode and wanted.needs_support:
-            raise ValueError(
-                f"corral for verl: {self.loss_mode} needs the support of the old policy, and bypass_mode makes no pass that "
-                f"could keep it. Set algorithm.rollout_correction.bypass_mode=false."
-            )
-        if self.bypass_mode != (wanted.anchor == "rollout"):
-            raise ValueError(
-                f"corral for verl: {self.loss_mode} is anchored on the {POLICY[wanted.anchor]}, but with "
-                f"algorithm.rollout_correction.bypass_mode={str(self.bypass_mode).lower()} verl passes the "
-                f"{POLICY['rollout' if self.bypass_mode else 'old']} as old_log_prob. Set bypass_mode="
-                f"{str(not self.bypass_mode).lower()}, or, if that is what you mean, policy_loss.anchor="
-                f"{'rollout' if self.bypass_mode else 'old'}."
-            )

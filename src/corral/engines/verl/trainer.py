@@ -36,7 +36,7 @@ class _WithRegion:
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
         """Run verl's pass, which also keeps a support if the objective needs one; the queue carries it beside log-probs."""
-        request = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor.policy_loss).corral.support_request()
+        request = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor.policy_loss).support_request()
         batch.extra_info |= request
         result = super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]  # of verl's trainer
         for name in request:  # a reference's pass through the same engine must not take its place
@@ -54,7 +54,7 @@ class _WithRegion:
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         """Run verl's update; with a deployed bound the workers bound the network before the sampler gets it."""
-        settings = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor.policy_loss).corral
+        settings = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor.policy_loss)
         sync = self.local_trigger_step == self.parameter_sync_step - 1
         batch.extra_info |= settings.deployed_request(sync=sync) | settings.support_request()
         return super()._update_actor(batch, metrics)  # type: ignore[misc]  # of verl's trainer
@@ -73,10 +73,9 @@ def _without_support(compute: Callable[[Any, dict[str, Any]], Any], batch: Any, 
 
 def check_config(config: Any) -> Any:
     """verl's ActorConfig, if corral's trainers can run this configuration; a ValueError that says what to set if not."""
-    policy_loss = omega_conf_to_dataclass(config.actor_rollout_ref.actor.policy_loss)
-    if not isinstance(policy_loss, CorralPolicyLossConfig):
+    settings = omega_conf_to_dataclass(config.actor_rollout_ref.actor.policy_loss)
+    if not isinstance(settings, CorralPolicyLossConfig):
         raise ValueError(f"corral for verl: set actor_rollout_ref.actor.policy_loss._target_={CONFIG}.")
-    settings = policy_loss.corral
     bypass = bool(config.algorithm.rollout_correction.bypass_mode)
     if bypass != settings.bypass_mode:
         raise ValueError(

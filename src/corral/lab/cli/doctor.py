@@ -139,8 +139,7 @@ def _check_package(name: str, wanted: str, remedy: str, trouble: list[str]) -> t
         return "–", f"missing: {remedy}"
     if find_spec("packaging") is None:  # torch alone does not bring it
         return have, f"not compared with {wanted}: pip install packaging"
-    low, _, high = wanted.removeprefix(">=").partition(",<")
-    if not release_in(have, low, high):
+    if not release_in(have, wanted):
         trouble.append(f"{name}{wanted}, found {have}: {remedy}")
         return have, f"{wanted} is needed: {remedy}"
     if name != "trl":
