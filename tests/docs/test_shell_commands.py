@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -57,6 +58,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (here / "robot.toml").write_text('environment = "corral/ViaPointReacher-v0"\n')
     (here / "rewards.py").write_text("def boxed(completions, **columns):\n    return [0.0] * len(completions)\nshort = boxed\n")
     (here / "my_rewards.py").write_text((here / "rewards.py").read_text())
+    objective = (ROOT / "docs" / "tutorials" / "own-objective.md").read_text()
+    (here / "mine.py").write_text(objective.partition("```python\n")[2].partition("corral.register_objective")[0])
     own = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "tasks.md").read_text(), re.MULTILINE | re.DOTALL)
     (here / "my_tasks.py").write_text(next(block for block in own if "class Sorting" in block))
     (here / "my_tools.py").write_text("\n".join(block for block in own if "class Judge" in block or "class Guess" in block))
@@ -106,9 +109,10 @@ def test_trainings_are_ready_to_begin(
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     words = on_this_machine(line, COMMAND_LINES[line])
-    assert main(["train", *words, "--dry-run"]) == 0, f"{COMMAND_LINES[line]}: {capsys.readouterr().err}"
-    if any(name in line for name in ("jsonl", "Sorting", "spell_backward", "Judge")):  # and against a chat model
-        assert main(["train", *words, "--model", "chat", "--dry-run"]) == 0, capsys.readouterr().err
+    with mock.patch.dict(OBJECTIVES):  # one registers an objective
+        assert main(["train", *words, "--dry-run"]) == 0, f"{COMMAND_LINES[line]}: {capsys.readouterr().err}"
+        if any(name in line for name in ("jsonl", "Sorting", "spell_backward", "Judge")):  # and against a chat model
+            assert main(["train", *words, "--model", "chat", "--dry-run"]) == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize("line", [line for line in COMMAND_LINES if line not in TRAININGS])
