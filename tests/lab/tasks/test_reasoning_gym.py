@@ -230,5 +230,5 @@ def test_any_text_is_graded(completion: str) -> None:
 
 
 def test_a_prompt_of_another_task_is_an_error_and_not_a_zero() -> None:
-    with pytest.raises(ValueError, match="reasoning_gym: '3 7 12>22:' was not drawn from this task"):
+    with pytest.raises(ValueError, match="reasoning_gym: '3 7 12>22:' is no prompt of this task"):
         TASK.verify("3 7 12>22:", "1")

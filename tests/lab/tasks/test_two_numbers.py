@@ -69,7 +69,7 @@ def test_golden_draws_are_pinned() -> None:
     "prompt", ["", "47+85:", SHELF.format(17, 48), SHELF.format(100, 2), SHELF.format("081", 27), SHELF.format(5, 1)]
 )
 def test_a_prompt_of_another_task_is_an_error_and_not_a_zero(prompt: str) -> None:
-    with pytest.raises(ValueError, match=r"two_numbers: .* is no problem of TwoNumbers"):
+    with pytest.raises(ValueError, match=r"two_numbers: .* is no prompt of this task. .* settings than TwoNumbers"):
         TASK.verify(prompt, "1")
 
 

@@ -4,18 +4,17 @@ import functools
 import json
 import math
 import warnings
+from abc import abstractmethod
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
-from itertools import count as from_zero
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from corral.lab.run.files import read_regular, require_regular
 from corral.lab.run.text import visible
 from corral.lab.tasks.imports import library
-from corral.lab.tasks.procedural import digest, quote, require_count, shuffled
-from corral.validate import require
+from corral.lab.tasks.procedural import SeededTask, digest, epochs, shuffled
+from corral.validate import limited
 
 Row = dict[str, Any]
 
@@ -167,10 +166,9 @@ class _Slots:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FiniteTask(_Slots):
+class FiniteTask(_Slots, SeededTask):
     """Base of tasks with a data set. A subclass gives `name`, `HUB`, `problem` (a row → prompt and answer) and a `verify`."""
 
-    name: ClassVar[str]
     HUB: ClassVar[Hub | None] = None
 
     path: str | None = None
@@ -179,7 +177,7 @@ class FiniteTask(_Slots):
     """A file of held-out problems, or the share of `path`'s problems that is held out; None: the data's own test split."""
     skip_malformed: bool = False
     """Go on without the rows that cannot be used, with a warning that counts and names them. By default they are an error."""
-    max_completion_length: int = 1024
+    max_completion_length: int = limited(1024, at_least=1, at_most=1_000_000)
     """Tokens that a right completion may need."""
 
     @classmethod
@@ -188,7 +186,7 @@ class FiniteTask(_Slots):
         return () if cls.HUB is None else (cls.HUB.name,)
 
     def __post_init__(self) -> None:
-        require(self, "max_completion_length", at_least=1, at_most=1_000_000, integer=True)
+        super().__post_init__()
         if isinstance(self.held_out, int | float) and (self.held_out is True or not 0 < self.held_out <= 1):
             raise ValueError(f"{self.name}: `held_out` is a file, or a share above 0 and up to 1; got {self.held_out!r}.")
         if isinstance(self.held_out, int | float):
@@ -213,9 +211,9 @@ class FiniteTask(_Slots):
         """Pickle the settings alone: a copy reads its files anew."""
         return functools.partial(type(self), **vars(self)), ()
 
+    @abstractmethod
     def problem(self, row: Row) -> tuple[str, Any]:
-        """The prompt and the answer of a row; Malformed where it has none."""
-        raise NotImplementedError(f"{type(self).__name__} must say what a row's prompt and answer are.")
+        """The prompt and the answer of a row; Malformed if it has none."""
 
     def reward_columns(self, row: Row) -> Row:
         """The columns of a row that reward functions get: all, unless a task's rows are too large."""
@@ -231,19 +229,17 @@ class FiniteTask(_Slots):
         """Numbers of training problems and of held-out problems."""
         return len(self._train), len(self._held_out)
 
-    def train_prompts(self, count: int, seed: int) -> list[str]:
-        """`count` prompts to learn from: all problems once, then all again in another order, as long as needed."""
-        if require_count(self.name, count) and not self._train:
+    def _prompts(self, seed: int, *, held_out: bool) -> Iterator[str]:
+        """Held-out prompts, each once; or training prompts, all once, then all again in another order, and so on."""
+        if held_out:
+            yield from shuffled(self._held_out, self.name, seed, held_out=True)
+            return
+        if not self._train:
             raise ValueError(
                 f"{self.name}: every problem is held out, as the data are for evaluation. To train, give `held_out` as a "
                 f"share, 0.2 say, or other problems as `path` and these as `held_out`."
             )
-        epochs = (shuffled(self._train, f"{self.name} epoch {epoch}", seed, held_out=False) for epoch in from_zero())
-        return list(islice(chain.from_iterable(epochs), count)) if count else []
-
-    def held_out_prompts(self, count: int, seed: int) -> list[str]:
-        """`count` prompts to evaluate on, each at most once: fewer where there are fewer."""
-        return shuffled(self._held_out, self.name, seed, held_out=True)[: require_count(self.name, count)]
+        yield from epochs(self._train, f"{self.name} epoch", seed)
 
     def answer(self, prompt: str) -> Any:
         """The right answer to one of the task's prompts."""
@@ -255,9 +251,7 @@ class FiniteTask(_Slots):
 
     def _problem(self, prompt: str) -> _KnownProblem:
         if prompt not in self._problems:
-            raise ValueError(
-                f"{self.name}: {quote(prompt)} is no prompt of this task. Is it another task's, or another file's?"
-            )
+            raise self.foreign(prompt)
         return self._problems[prompt]
 
     def columns(self, prompt: str) -> Row:

@@ -13,7 +13,7 @@ from corral.lab.tasks.dataset import Malformed, Row, text_column
 from corral.lab.tasks.imports import by_path
 from corral.lab.tasks.math import MathTask, one_number, same_number
 from corral.lab.tasks.messages import Message, conversation
-from corral.validate import nearest, require
+from corral.validate import limited, nearest
 
 _VERIFIERS = ("math", "number", "exact", "code")
 _HOW = "`verifier` is math, number, exact, code or module:function"
@@ -41,7 +41,7 @@ class Jsonl(MathTask):
     """Column of the prompt: a text, or a chat that ends with a user message."""
     answer_column: str = "answer"
     """Column of the answer: a text or a number; tests for `code`; any JSON for a verifier of your own."""
-    unsafe_code_execution: bool = False
+    unsafe_code_execution: bool = limited(False, one_of=(True, False))
     """For `code`, where the system offers no sandbox: run programs as yourself instead of refusing. See docs/safety.md."""
 
     def __post_init__(self) -> None:
@@ -51,7 +51,6 @@ class Jsonl(MathTask):
             raise ValueError(
                 f"jsonl: there is no verifier {self.verifier!r}.{nearest(self.verifier, _VERIFIERS)} Or module:function."
             )
-        require(self, "unsafe_code_execution", one_of=(True, False))
         if self.verifier not in ("math", "number") and self.format_weight:
             raise ValueError(f"jsonl: `format_weight` is for the verifiers math and number; got {self.verifier!r}.")
         super().__post_init__()

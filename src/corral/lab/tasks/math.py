@@ -12,7 +12,7 @@ from typing import Literal
 
 from corral.lab.tasks.dataset import FiniteTask
 from corral.lab.tasks.grader import grader_pool
-from corral.validate import pip_install, require
+from corral.validate import limited, pip_install
 
 # ------------------------------------------------------------------------------------------------- where is the answer?
 
@@ -238,27 +238,17 @@ class MathTask(FiniteTask):
 
     form: Literal["boxed", "####"] = "boxed"
     """The form that the instruction asks for."""
-    format_weight: float = 0.0
+    format_weight: float = limited(0.0, at_least=0, at_most=1)
     """The share of the reward for the form alone, 0 to 1. With 0, any form will do."""
-    time_limit: float = 2.0
+    time_limit: float = limited(2.0, above=0, at_most=3600, what="a number of seconds")
     """Seconds of processor time for one answer; whatever takes longer is wrong. Ordinary ones take milliseconds."""
-
-    def __post_init__(self) -> None:
-        require(self, "form", one_of=("boxed", "####"))
-        require(self, "format_weight", at_least=0, at_most=1)
-        require(self, "time_limit", above=0, at_most=3600, what="a number of seconds")
-        super().__post_init__()
 
     def right(self, golds: Sequence[str], answers: Sequence[str]) -> list[bool]:
         """True for each right answer, by math-verify unless a task overrides this."""
         return same_mathematics(golds, answers, self.time_limit)
 
-    def verify(self, prompt: str, completion: str) -> float:
-        """The reward of a completion, which may be any text; ValueError where the prompt is not this task's."""
-        return self.verify_all([prompt], [completion])[0]
-
     def verify_all(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
-        """`verify` of many at once, by several graders beside each other."""
+        """Rewards of many completions, by several graders in parallel."""
         golds = [self.answer(prompt) for prompt in prompts]
         found = [extract(completion) for completion in completions]
         right = self.right(golds, ["" if answer is None else answer.text for answer in found])

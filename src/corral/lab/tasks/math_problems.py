@@ -5,13 +5,12 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 from corral.lab.tasks.dataset import Hub, Malformed, Row, Rows, find_split, read_file, read_hub, text_column
 from corral.lab.tasks.math import MathTask, last_box, one_number, same_number
 from corral.lab.tasks.messages import conversation
 from corral.lab.tasks.procedural import digest
-from corral.validate import require
 
 # -------------------------------------------------------------------------------------------------------- word problems
 
@@ -45,8 +44,6 @@ class GSM8K(MathTask):
         return list(map(same_number, golds, answers))
 
 
-_Part = Literal["all", "sft", "rl"]
-
 TRAIN = {"asdiv": ("MU-NLPC/Calc-asdiv_a", "test"), "mawps": ("MU-NLPC/Calc-mawps", "train")}
 HELD_OUT = {"svamp": ("MU-NLPC/Calc-svamp", "test")}
 """Files of a folder by name, and where the same problems are on the hub: data set and split."""
@@ -69,7 +66,7 @@ class WordProblems(GSM8K):
     name: ClassVar[str] = "words"
     HUB: ClassVar[Hub | None] = None  # there are three, named above
 
-    part: _Part = "all"
+    part: Literal["all", "sft", "rl"] = "all"
     """Training problems to use: all, or one of two halves, so that supervised warm-up and reinforcement share none."""
     max_completion_length: int = 128
     """Tokens that a right completion may need."""
@@ -77,10 +74,6 @@ class WordProblems(GSM8K):
     @classmethod
     def hub_names(cls) -> tuple[str, ...]:
         return tuple(hub for hub, _ in (*TRAIN.values(), *HELD_OUT.values()))
-
-    def __post_init__(self) -> None:
-        require(self, "part", one_of=get_args(_Part))
-        super().__post_init__()
 
     def problem(self, row: Row) -> tuple[str, str]:
         """The story with its question, and the number; ASDiv's unit in brackets is dropped."""

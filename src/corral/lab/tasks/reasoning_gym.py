@@ -6,14 +6,12 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain, islice
-from itertools import count as from_zero
 from typing import Any, ClassVar
 
 from corral.lab.tasks.grader import grader_pool
 from corral.lab.tasks.imports import library
-from corral.lab.tasks.procedural import digest, in_held_out_share, quote, require_count, shuffled
-from corral.validate import nearest, require
+from corral.lab.tasks.procedural import SeededTask, digest, epochs, in_held_out_share
+from corral.validate import limited, nearest
 
 LITERALS = {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"}
 """Generators whose scorers pass an answer to eval(). Here they get nothing but literals, and right answers."""
@@ -50,7 +48,7 @@ class _Slots:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReasoningGym(_Slots):
+class ReasoningGym(_Slots, SeededTask):
     """Questions of one generator. `corral train --task reasoning_gym --set task_config.generator=chain_sum`
 
     The answer is what stands in the last <answer>…</answer>, else the whole completion without the space around it. The reward
@@ -66,14 +64,13 @@ class ReasoningGym(_Slots):
     """A name from reasoning_gym.factory.DATASETS: chain_sum, spell_backward, basic_arithmetic, …"""
     settings: dict[str, Any] = field(default_factory=dict)
     """The generator's own settings, as in {"min_terms": 2}; neither `seed` nor `size`."""
-    max_completion_length: int = 512
+    max_completion_length: int = limited(512, at_least=1, at_most=1_000_000)
     """Tokens that a right completion may need."""
-    time_limit: float = 2.0
+    time_limit: float = limited(2.0, above=0, at_most=3600, what="a number of seconds")
     """Seconds of processor time for one answer; whatever takes longer scores 0."""
 
     def __post_init__(self) -> None:
-        require(self, "max_completion_length", at_least=1, at_most=1_000_000, integer=True)
-        require(self, "time_limit", above=0, at_most=3600, what="a number of seconds")
+        super().__post_init__()
         object.__setattr__(self, "_drawn", {})
         known = library("reasoning_gym.factory", "the task reasoning_gym").DATASETS
         if self.generator not in known:
@@ -96,51 +93,36 @@ class ReasoningGym(_Slots):
         """Characters of the longest question drawn so far; no generator says how long they can be."""
         return max(map(len, self._drawn), default=0)
 
-    def train_prompts(self, count: int, seed: int) -> list[str]:
-        """`count` questions to learn from: different ones as long as there are any, then all again in another order."""
-        drawn: list[str] = list(islice(self._questions(seed, held_out=False), require_count(self.name, count)))
-        if len(drawn) == count:
-            return drawn
-        if not drawn:
+    def _prompts(self, seed: int, *, held_out: bool) -> Iterator[str]:
+        """Different questions of one split as long as new ones come; to train on, then all again in another order."""
+        start = digest(f"{self.generator} {seed}") % (HALF // _CHUNK) * _CHUNK
+        seen, misses, chunk = dict[str, None](), 0, 0
+        while misses <= MAX_MISSES:
+            for entry in self._entries((start + chunk * _CHUNK) % HALF + HALF * held_out):
+                question = entry["question"]
+                misses += 1
+                if question not in seen and in_held_out_share(question, _SHARE) is held_out:
+                    seen[question], misses = None, 0
+                    self._drawn.setdefault(question, entry)
+                    yield question
+            chunk += 1
+        if held_out:
+            return
+        if not seen:
             raise ValueError(f"reasoning_gym: {self.generator} with {self.settings} has no question to train on.")
-        again = (shuffled(drawn, f"{self.name} {epoch}", seed, held_out=False) for epoch in from_zero())
-        return [*drawn, *islice(chain.from_iterable(again), count - len(drawn))]
-
-    def held_out_prompts(self, count: int, seed: int) -> list[str]:
-        """`count` questions to evaluate on, all different: fewer where there are fewer. None occurs in training."""
-        return list(islice(self._questions(seed, held_out=True), require_count(self.name, count)))
-
-    def verify(self, prompt: str, completion: str) -> float:
-        """The generator's score, 0 to 1, of any text; ValueError where the prompt was not drawn from this task before."""
-        return self.verify_all([prompt], [completion])[0]
+        yield from epochs(list(seen), self.name, seed)
 
     def verify_all(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
-        """`verify` of many at once, by several scorers beside each other."""
-        entries = [self._entry(prompt) for prompt in prompts]
+        """The generator's scores, 0 to 1, by several scorers in parallel; ValueError for a prompt that was never drawn."""
+        if unknown := [prompt for prompt in prompts if prompt not in self._drawn]:
+            raise self.foreign(unknown[0])
+        entries = [self._drawn[prompt] for prompt in prompts]
         answers = [answer_of(completion) for completion in completions]
         harmless = [is_harmless(one, entry, self.generator) for one, entry in zip(answers, entries, strict=True)]
         rows = zip(entries, answers, harmless, strict=True)
         requests = [(self.generator, self.settings, entry, answer) for entry, answer, ok in rows if ok]
         scores = iter(grader_pool("reasoning_gym").grade(requests, self.time_limit) if requests else ())
         return [min(max(next(scores).score, 0.0), 1.0) if ok else 0.0 for ok in harmless]
-
-    def _questions(self, seed: int, *, held_out: bool) -> Iterator[str]:
-        """Different questions of one split, until no new one comes."""
-        start = digest(f"{self.generator} {seed}") % (HALF // _CHUNK) * _CHUNK
-        seen: set[str] = set()
-        misses = 0
-        for chunk in from_zero():
-            offset = (start + chunk * _CHUNK) % HALF
-            for entry in self._entries(offset + HALF * held_out):
-                question = entry["question"]
-                misses += 1
-                if question not in seen and in_held_out_share(question, _SHARE) is held_out:
-                    seen.add(question)
-                    misses = 0
-                    self._drawn.setdefault(question, entry)
-                    yield question
-            if misses > MAX_MISSES:
-                return
 
     def _entries(self, seed: int) -> Iterator[dict[str, Any]]:
         """Entries of the seeds `seed` to `seed` + CHUNK − 1."""
@@ -150,11 +132,6 @@ class ReasoningGym(_Slots):
             with _own_random_state(seed + index):
                 entry = made[index]
             yield entry
-
-    def _entry(self, prompt: str) -> dict[str, Any]:
-        if prompt not in self._drawn:
-            raise ValueError(f"reasoning_gym: {quote(prompt)} was not drawn from this task. Is it another task's?")
-        return self._drawn[prompt]
 
 
 def _copy(task_cls: type[ReasoningGym], settings: dict[str, Any], drawn: dict[str, dict[str, Any]]) -> ReasoningGym:

@@ -10,7 +10,7 @@ from corral.lab.sandbox.pool import SandboxPool, shared_pool
 from corral.lab.tasks.code.problem import Problem, grade_all
 from corral.lab.tasks.code.rows import apps_row, human_eval_row, mbpp_row, own_row
 from corral.lab.tasks.dataset import FiniteTask, Hub, Row, Rows, read_file
-from corral.validate import require
+from corral.validate import limited
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,20 +21,18 @@ class CodeTask(FiniteTask):
     (corral.lab.tasks.code.problem).
     """
 
-    partial: bool = False
+    partial: bool = limited(False, one_of=(True, False))
     """Reward the share of tests that pass instead of all or nothing."""
     timeout: float = 5.0
     """Seconds for each run of a program, or for all calls of a function."""
     memory_mb: int = 512
     """Memory for each program, in MiB."""
-    workers: int = 0
+    workers: int = limited(0, at_least=0, at_most=1024)
     """Programs at a time; 0 for one per core."""
-    unsafe_code_execution: bool = False
+    unsafe_code_execution: bool = limited(False, one_of=(True, False))
     """Where the system offers no sandbox, run programs as yourself instead of refusing. See docs/safety.md."""
 
     def __post_init__(self) -> None:
-        require(self, "partial", "unsafe_code_execution", one_of=(True, False))
-        require(self, "workers", at_least=0, at_most=1024, integer=True)
         self.limits  # noqa: B018 - refuses impossible ones
         super().__post_init__()
 
@@ -51,10 +49,6 @@ class CodeTask(FiniteTask):
     def pool(self) -> SandboxPool:
         """The pool that runs programs, shared by all tasks with the same settings and started at the first use."""
         return shared_pool(self.workers or None, unsafe_code_execution=self.unsafe_code_execution)
-
-    def verify(self, prompt: str, completion: str) -> float:
-        """The reward of a completion, which may be any text; ValueError where the prompt is not this task's."""
-        return self.verify_all([prompt], [completion])[0]
 
     def verify_all(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
         """`verify` of many at once, several programs at a time."""
@@ -107,12 +101,8 @@ class MBPP(CodeTask):
 
     held_out: str | float | int | None = 0.2
     """A file of held-out problems, or the share of `path`'s problems that is held out."""
-    shown_tests: int = 1
+    shown_tests: int = limited(1, at_least=1, at_most=1000)
     """Assertions that the prompt shows, at least one: they name the function."""
-
-    def __post_init__(self) -> None:
-        require(self, "shown_tests", at_least=1, at_most=1000, integer=True)
-        super().__post_init__()
 
     def problem(self, row: Row) -> tuple[str, Problem]:
         """The sentence with the first assertions, and the tests."""
