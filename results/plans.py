@@ -20,6 +20,8 @@ BOUNDS = (0.01, 0.1, 0.03, 0.003, 0.3)
 """Half decades of the mean KL, the most telling first."""
 HELD: dict[str, Any] = {"rate": "auto", "bound": None}
 """`learning_rate="auto"` with the bound .02."""
+AUTO_BOUNDS = (0.01, 0.02, 0.03)
+"""Bounds between which "auto" was decided; with one pass it has the last."""
 HELD_CONSTANT: dict[str, Any] = {"rate": "auto", "bound": 0.03, "schedule": "constant"}
 _REUSED = ("troll", "ppo_clip", "dppo")
 _REUSE: dict[str, Any] = {"steps": 10, "eval_size": 1024}
@@ -147,27 +149,42 @@ def elsewhere() -> list[Run]:
     )
 
 
-def auto_start(tuned: Mapping[tuple[str, int], float], **same: Any) -> list[Run]:
+def auto_start(tuned: Mapping[tuple[str, int], float]) -> list[Run]:
     """Five batches each at "auto", with its bound from 1e-3 without a search, and at a tuned rate."""
     how = []
     for (objective, passes), rate in tuned.items():
         about, bound = {"objective": objective, "passes": passes}, 0.03 if passes == 1 else 0.01
         how += [{**about, "rate": "auto", "bound": bound}, {**about, "rate": 1e-3, "bound": bound}, {**about, "rate": rate}]
-    return grid({"seed": range(501, 509), "how": how}, steps=5, eval_every=5, schedule="constant", **same)
+    return grid({"seed": range(501, 509), "how": how}, steps=5, eval_every=5, eval_size=8, schedule="constant")
 
 
 def auto_start_four() -> list[Run]:
     """Bounds at "auto" with four passes, beside tuned rates: ten batches, of which the first five show what the start costs."""
-    bounds: list[dict[str, Any]] = [{"rate": "auto", "bound": bound} for bound in (0.01, 0.02, 0.03)]
+    bounds: list[dict[str, Any]] = [{"rate": "auto", "bound": bound} for bound in AUTO_BOUNDS]
     axes = {"seed": range(501, 509), "how": [*bounds, {"rate": 2e-4}], "objective": ("ppo_clip", "troll")}
     return grid(axes, passes=4, steps=10, eval_every=5, eval_size=1024, schedule="constant")
 
 
-def qwen_start() -> list[Run]:
-    """Runs of Qwen at "auto" and at every rate of its grid, five batches each; `--only` picks the rate that the grid chose."""
-    how: list[dict[str, Any]] = [{"rate": "auto", "bound": 0.03}, *({"rate": rate} for rate in QWEN_RATES)]
-    axes = {"seed": range(501, 506), "how": how, "objective": ("troll", "ppo_clip")}
-    return words(axes, base="qwen", passes=1, steps=5, eval_every=5, schedule="constant")
+def smollm2_start() -> list[Run]:
+    """Five batches of SmolLM2 at "auto" and at the rate that a grid chose; with four passes at three bounds."""
+    how: list[dict[str, Any]] = []
+    for arm in (("ppo_clip", 1), ("troll", 1), ("ppo_clip", 4), ("troll", 4)):
+        how += [{"arm": arm, "rate": "auto", "bound": bound} for bound in (AUTO_BOUNDS if arm[1] > 1 else AUTO_BOUNDS[-1:])]
+        how += [{"arm": arm, "rate": BEST["smollm2"][arm]}]
+    return words({"seed": range(501, 507), "how": how}, steps=5, eval_every=5, eval_size=8, schedule="constant")
+
+
+def qwen(objectives: Sequence[str], rates: Sequence[float | str], seeds: Sequence[int], steps: int) -> list[Run]:
+    """A few batches of Qwen, used once; "auto" is bounded."""
+    axes = {"seed": seeds, "rate": rates, "objective": objectives}
+    return words(axes, base="qwen", passes=1, steps=steps, eval_every=steps, eval_size=8, schedule="constant")
+
+
+def auto_again() -> list[Run]:
+    """Published runs of the embedded model at "auto", now with the search on the first batch; those of the headline first."""
+    names = ("confirm-reuse", "confirm-many", "confirm-constant", "confirm-rates", "confirm-rates-more", "confirm-more")
+    names += ("elsewhere", "bound-constant", "bound-many", "bound", "reuse", "reuse-auto")
+    return [spec for name in names for spec in PLANS[name]() if spec.rate == "auto"]
 
 
 def rates(seeds: Sequence[int]) -> list[Run]:
@@ -303,7 +320,7 @@ PLANS: dict[str, Callable[[], Sequence[Run]]] = {
     "rates": lambda: rates(TUNING[:2]),
     "rates-more": lambda: rates(TUNING[2:]),
     "elsewhere": elsewhere,
-    "auto-start": lambda: auto_start(AUTO_START, eval_size=8),
+    "auto-start": lambda: auto_start(AUTO_START),
     "claims": claims,
     "first": first,
     # Seven contestants × four rates at 8 updates per batch, 15 batches; the best of every objective is inside.
@@ -326,20 +343,11 @@ PLANS: dict[str, Callable[[], Sequence[Run]]] = {
     "b-gemma-confirm": lambda: confirmed("gemma"),
     "b-books": lambda: other_problems("books"),
     "b-gsm8k": lambda: other_problems("gsm8k"),
-    "b-auto-start": lambda: auto_start(
-        {arm: rate for arm, rate in BEST["smollm2"].items() if arm[0] != "dppo"}, kind=pretrained
-    ),
+    "b-auto-start": smollm2_start,
     "auto-start-four": auto_start_four,
-    "qwen-tune": lambda: words(
-        {"rate": QWEN_RATES, "objective": ("troll", "ppo_clip")},
-        base="qwen",
-        passes=1,
-        seed=401,
-        steps=10,
-        eval_every=10,
-        schedule="constant",
-    ),
-    "qwen-auto-start": qwen_start,
+    "auto-again": auto_again,
+    "qwen-tune": lambda: qwen(("ppo_clip",), QWEN_RATES, (401,), 8) + qwen(("troll",), QWEN_RATES[:3], (401,), 8),
+    "qwen-auto-start": lambda: qwen(("troll", "ppo_clip"), ("auto", *QWEN_RATES), range(501, 506), 5),
     # DPPO with smaller bounds, beside .2 and clipping's ε of the map.
     "f-bounds": lambda: plan({"seed": SEEDS[:3], "rate": (HOT, TUNED), "arm": [("dppo", x) for x in ("", "δ=.1", "δ=.15")]}),
     "c": estimators,

@@ -141,7 +141,7 @@ def test_a_row_that_misses_its_bound_says_by_how_much(dtype):
         worst = max(worst, kl_mean, kl_cov)
         assert_close(out.after_mean.double(), real(kl_mean), rtol=0.3)
         assert_close(out.after_cov.double(), real(kl_cov), rtol=0.3)
-    assert worst > 10 * 5e-4
+    assert worst > 5 * 5e-4  # 8 to 12 by machine
 
 
 @pytest.mark.parametrize("dtype", DIGITS)

@@ -69,7 +69,6 @@ TRAIN = {
     "--advantage gae": "needs a critic",
     "--advantage ppo": "`advantage` is one of grpo, dr_grpo, rloo, reinforce++",
     "--anchor middle": "`anchor` is one of auto, old, rollout",
-    "--correction tis": "needs the sampler's log-probs",
     "--correction nope": "there is no correction 'nope'",
     "--support half": "`support` is one of old, union",
     "--support-size 0": "`support_size` is a whole number ≥ 1",
