@@ -86,7 +86,8 @@ def _token_loss(
         return wanted.token_loss(batch, weights)
     packing = Packing(batch.mask)
     if wanted.objective.config.tokenwise and packing.count:
-        rows = replace(batch.map(packing.pack), dist_new=extras.dist_new, dist_old=extras.dist_old).map(lambda x: x[None])
+        rows = batch.map(lambda x: packing.pack(x)[None])
+        rows = replace(rows, dist_new=extras.dist_new.map(lambda x: x[None]), dist_old=extras.dist_old.map(lambda x: x[None]))
         loss, metrics = wanted.token_loss(rows, None if weights is None else packing.pack(weights)[None])
         return packing.unpack(loss[0]), metrics
     whole = replace(batch, dist_new=packing.unpack_dist(extras.dist_new), dist_old=packing.unpack_dist(extras.dist_old))
