@@ -1,7 +1,6 @@
 """`corral bench`: a name, a script of the source checkout, and sentences where there is none."""
 
 import runpy
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -42,16 +41,3 @@ def test_outside_a_source_checkout_it_says_so(
     monkeypatch.setattr(bench, "_FOLDER", tmp_path)
     assert main(["bench", "head"]) == 1
     assert "runs from a source checkout" in capsys.readouterr().err
-
-
-def test_bench_gpu_is_the_head_s_for_a_release(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    commands: list[list[str]] = []
-
-    def run(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
-        commands.append(command)
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(bench.subprocess, "run", run)
-    assert main(["bench", "gpu", "--minutes", "3"]) == 0
-    assert commands[0][1:] == [str(bench._FOLDER / "head.py"), "--out", bench._GPU_ROWS, "--minutes", "3"]
-    assert "is now corral bench head" in capsys.readouterr().err

@@ -266,13 +266,13 @@ def test_doctor_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(doctor, "installed_version", lambda name: known.get(name, found(name)))
     assert main(["doctor"]) == 1
     text = capsys.readouterr().out
-    assert f"missing: trl{doctor.TRAINING['trl']}: {pip_install('llm')}" in text
-    assert "missing: transformers>=5.17,<6, found 5.1.0" in text
+    assert f"missing: trl<2,>=1.7: {pip_install('llm')}" in text
+    assert "missing: transformers<6,>=5.17, found 5.1.0" in text
     known |= {"transformers": "6.0.0", "trl": "2.0.0"}
     assert main(["doctor"]) == 1
     text = capsys.readouterr().out
-    assert "missing: transformers>=5.17,<6, found 6.0.0" in text
-    assert f"missing: trl{doctor.TRAINING['trl']}, found 2.0.0" in text
+    assert "missing: transformers<6,>=5.17, found 6.0.0" in text
+    assert "missing: trl<2,>=1.7, found 2.0.0" in text
     known |= {"trl": "1.17.0"}
     main(["doctor"])
     assert "\ntrl               1.17.0         newer than 1.7 to 1.16, which were tested\n" in capsys.readouterr().out
@@ -287,13 +287,13 @@ def test_a_trl_that_does_not_fit_is_a_sentence(monkeypatch: pytest.MonkeyPatch, 
     assert capsys.readouterr().err == "corral: tested with others.\n"
 
 
-def test_doctor_and_the_project_want_the_same() -> None:
+def test_doctor_wants_what_the_project_wants() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
-    pairs = (doctor.NEEDED, project["dependencies"]), (doctor.TRAINING, project["optional-dependencies"]["llm"])
-    for wanted, listed in pairs:
-        asked = dict(re.fullmatch(r"([\w-]+)(.*)", one).groups() for one in listed)
-        asked.pop("tensorboard", None)  # nothing needs it
-        assert wanted == asked
+    listed = {None: project["dependencies"], **project["optional-dependencies"]}
+    for extra in (None, "llm", "robot"):
+        found = {name: sorted(wanted.split(",")) for name, wanted in doctor.requirements(extra).items()}
+        asked = dict(re.fullmatch(r"([\w-]+)(.*)", one).groups() for one in listed[extra])
+        assert found == {name: sorted(wanted.split(",")) for name, wanted in asked.items()}
 
 
 def test_the_front_door(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,17 +1,15 @@
 """`corral doctor` where robots alone, language models alone, or neither can be trained."""
 
-import re
-import tomllib
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 
 from corral.lab.cli import doctor, main
 from corral.validate import pip_install
 
-LANGUAGE = {name: None for name in doctor.TRAINING if name not in doctor.ROBOTS}
-ROBOTS = {name: None for name in doctor.ROBOTS if name not in doctor.TRAINING}
+OF_LANGUAGE, OF_ROBOTS = doctor.requirements("llm"), doctor.requirements("robot")
+LANGUAGE = {name: None for name in OF_LANGUAGE if name not in OF_ROBOTS}
+ROBOTS = {name: None for name in OF_ROBOTS if name not in OF_LANGUAGE}
 
 
 def said(
@@ -51,7 +49,7 @@ def test_neither_is_trouble_and_both_are_offered(monkeypatch: pytest.MonkeyPatch
     status, text = said(monkeypatch, capsys, LANGUAGE | ROBOTS)
     assert status == 1
     assert f"missing: gymnasium>=1.1: {pip_install('robot')}" in text
-    assert f"missing: trl{doctor.TRAINING['trl']}: {pip_install('llm')}" in text
+    assert f"missing: trl{OF_LANGUAGE['trl']}: {pip_install('llm')}" in text
 
 
 def test_without_packaging_releases_are_shown_and_not_compared(
@@ -60,10 +58,4 @@ def test_without_packaging_releases_are_shown_and_not_compared(
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)
     status, text = said(monkeypatch, capsys, LANGUAGE | ROBOTS)
     assert status == 1
-    assert f"not compared with {doctor.NEEDED['torch']}: pip install packaging" in text
-
-
-def test_doctor_and_the_project_want_the_same_for_robots() -> None:
-    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
-    asked = dict(re.fullmatch(r"([\w-]+)(.*)", one).groups() for one in project["optional-dependencies"]["robot"])
-    assert asked == doctor.ROBOTS
+    assert f"not compared with {doctor.requirements(None)['torch']}: pip install packaging" in text

@@ -24,7 +24,7 @@ def test_in_a_pipe_it_prints_plain_lines_and_a_table(model: str, tmp_path: Path,
     assert "\x1b" not in printed, "no colours, no cursor moves"
     rows = printed.splitlines()
     assert [row.split()[0] for row in rows[:5]] == ["model", "task", "answers", "device", "results"]
-    assert [row.split()[0] for row in rows if "completions  " in row] == ["4/12", "8/12", "12/12"]
+    assert [row.split()[1] for row in rows if row.startswith("completions ")] == ["4/12", "8/12", "12/12"]
     assert "95% interval" in printed
     for name in ("greedy", "pass@1", "avg@2", "pass@2"):
         assert any(row.split()[:1] == [name] for row in rows)

@@ -172,7 +172,7 @@ def test_a_dry_run_of_every_recipe_and_task_names_what_is_fetched_and_the_memory
             assert main(["train", "--recipe", recipe, "--dry-run"]) == 0, recipe
             text = capsys.readouterr().out
             assert "# would fetch " in text, recipe
-            assert re.search("^# memory (about )?[0-9.]+ [MG]B", text, re.MULTILINE), recipe
+            assert re.search("^# memory ([0-9.]+ [MG]B|unknown)", text, re.MULTILINE), recipe
     for task, task_cls in TASKS.items():
         if issubclass(task_cls, FiniteTask) and task_cls.hub_names():
             assert main(["train", "--task", task, "--dry-run"]) == int(task_cls.held_out == 1), task
@@ -181,9 +181,7 @@ def test_a_dry_run_of_every_recipe_and_task_names_what_is_fetched_and_the_memory
     assert main(["train", "--task", "words", "--dry-run"]) == 0
     assert re.findall(r"MU-NLPC/Calc-(\w+)", capsys.readouterr().out) == ["asdiv_a", "mawps", "svamp"]
     assert main(["train", "--model", "smollm2", "--dry-run"]) == 0
-    assert (
-        "would fetch SmolLM2, which is not installed: `make smollm2`, 93 MB\n# memory about 2.15 GB" in capsys.readouterr().out
-    )
+    assert "would fetch SmolLM2, which is not installed: `make smollm2`, 93 MB\n# memory unknown" in capsys.readouterr().out
 
 
 def test_a_dry_run_counts_an_adapter(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from corral.lab.audit.models import audit_run
 from corral.lab.audit.rules import Rules
-from corral.lab.jobs.llm.eval_results import make_eval_view
 from corral.lab.jobs.llm.evaluate import EvalSettings, evaluate, prepare_evaluation
 from corral.lab.jobs.llm.prepare import prepare
 from corral.lab.jobs.llm.problems import Problems, Sampling
@@ -161,7 +160,7 @@ def test_a_run_with_tools_is_evaluated_and_audited_with_them(model: str, tmp_pat
     job = prepare_evaluation(EvalSettings(model=str(run), tools=ours, problems=4, samples=2, device="cpu"))
     assert isinstance(job.turns, FunctionCalls)
     assert (job.turns.max_turns, job.plan()["tools"]) == (2, [f"{__file__}:double"])
-    done = evaluate(EvalSettings(model=str(run), tools=ours, problems=4, samples=2, device="cpu"), make_eval_view(quiet=True))
+    done = evaluate(EvalSettings(model=str(run), tools=ours, problems=4, samples=2, device="cpu"), quiet=True)
     shown = [row["completion"] for row in read_rows(done.path)]
     assert any('→ double({"number": 7})\n← 14' in text for text in shown)
     assert FUNCTIONS["tools"]([""]) == (), "corral eval RUN --tools ''"

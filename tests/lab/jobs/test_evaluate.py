@@ -19,19 +19,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from corral.lab.jobs.llm.eval_results import (
     Estimate,
     EvalFolder,
-    EvalView,
-    LiveEvalView,
-    PlainEvalView,
     compare,
-    make_eval_view,
     summarise,
 )
+from corral.lab.jobs.llm.eval_settings import find_subject
 from corral.lab.jobs.llm.evaluate import EvalSettings, Evaluation, default_problems, draw_seed, evaluate, prepare_evaluation
 from corral.lab.jobs.llm.problems import Sampling, cut_at_end, end_tokens, generate
 from corral.lab.jobs.llm.sampler import TransformersSampler, choose_backend, choose_dtype
 from corral.lab.jobs.llm.train import train
 from corral.lab.models.smoke import build_smoke
-from corral.lab.models.subject import find_subject
 from corral.lab.tasks import TASKS
 from corral.validate import RewardError, RunError
 from small_runs import Digits, save_model, small
@@ -84,7 +80,7 @@ def asked(model: str, **changes: Any) -> EvalSettings:
 
 
 def done(settings: EvalSettings, out: Path) -> Evaluation:
-    return evaluate(settings, make_eval_view(quiet=True), out=out)
+    return evaluate(settings, out=out, quiet=True)
 
 
 def rows(out: Path) -> list[dict[str, Any]]:
@@ -230,11 +226,11 @@ def test_what_else_cannot_be_an_evaluation(tmp_path: Path) -> None:
 
 def test_the_default_folder_is_found_again(model: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    one, same, other = (evaluate(asked(model, seed=seed), make_eval_view(quiet=True)).path for seed in (0, 0, 1))
+    one, same, other = (evaluate(asked(model, seed=seed), quiet=True).path for seed in (0, 0, 1))
     assert one == same != other
     assert one.parent == Path("evals")
     assert one.name.startswith("letters-")
-    of_run = evaluate(asked(str(run), problems=2, samples=1), make_eval_view(quiet=True)).path
+    of_run = evaluate(asked(str(run), problems=2, samples=1), quiet=True).path
     assert of_run.parent == run / "evals"
     assert of_run.name.startswith("letters-step3-")
 
@@ -478,14 +474,10 @@ def test_two_evaluations_of_the_same_problems_are_compared(model: str, run: Path
 
 
 def test_views(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert type(make_eval_view(quiet=True)) is EvalView
-    assert type(make_eval_view(quiet=False)) is PlainEvalView
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
-    view = make_eval_view(quiet=False)
-    assert type(view) is LiveEvalView
-    evaluate(asked(model), view, out=tmp_path / "e")
+    evaluate(asked(model), out=tmp_path / "e")
     printed = capsys.readouterr().out
     assert "20/20" in printed
     assert "pass@3" in printed

@@ -19,12 +19,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from corral.lab.jobs.llm.eval_settings import find_subject
 from corral.lab.jobs.llm.prepare import prepare
 from corral.lab.jobs.llm.rewards import verifier
 from corral.lab.jobs.llm.sampler import Sampling, TransformersSampler
 from corral.lab.jobs.llm.train import banner, resume, train, why_inactive
 from corral.lab.jobs.llm.trainer import GuardCallback, RunTrainer
-from corral.lab.models.subject import find_subject
 from corral.lab.tasks import TASKS
 from corral.llm import CorralConfig
 from corral.objective import make_objective

@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from corral.lab.audit.folder import read_audit
 from corral.lab.audit.models import audit_run
 from corral.lab.audit.rules import Rules
-from corral.lab.jobs.llm.eval_results import make_eval_view
 from corral.lab.jobs.llm.evaluate import EvalSettings, evaluate
 from corral.lab.jobs.llm.prepare import prepare
 from corral.lab.jobs.llm.problems import Sampling
@@ -86,9 +85,7 @@ def test_a_run_with_a_tool(model: str, tmp_path: Path, objective: str) -> None:
     assert line["tools/replies"] > 0
     assert line["completions/mean_length"] < 5, "what the tool wrote does not count"
     if objective == "troll":
-        found = evaluate(
-            EvalSettings(model=str(done.path), tool=settings.tool, problems=8, samples=1), make_eval_view(quiet=True)
-        )
+        found = evaluate(EvalSettings(model=str(done.path), tool=settings.tool, problems=8, samples=1), quiet=True)
         assert found.result["settings"]["tool"].endswith(":Shout")
         page = audit_run(
             done.path, EvalSettings(model="", tool=settings.tool, problems=4, samples=2), Rules(), tmp_path / "audit", print

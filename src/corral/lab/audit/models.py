@@ -19,14 +19,14 @@ from corral.lab.audit.measure import measure
 from corral.lab.audit.rules import CLIPPING, Rules, read_objective
 from corral.lab.audit.scoring import logp_at
 from corral.lab.audit.words import percent
-from corral.lab.jobs.llm.eval_settings import EvalSettings
+from corral.lab.jobs.llm.eval_settings import EvalSettings, Subject, find_subject
 from corral.lab.jobs.llm.evaluate import EvalJob, prepare_evaluation
 from corral.lab.jobs.llm.problems import Problems, Sampling, generate
 from corral.lab.jobs.llm.rewards import verifier
 from corral.lab.jobs.llm.sampler import set_pad_token
 from corral.lab.jobs.llm.turns import Dialogue
+from corral.lab.models import BUILT_IN
 from corral.lab.models.load import NO_CODE, choose_device, load_model
-from corral.lab.models.subject import BUILT_IN, Subject, find_subject
 from corral.lab.run.folder import RunFolder
 from corral.lab.run.text import count
 from corral.validate import RunError

@@ -14,7 +14,6 @@ BENCHMARKS = {
     "projection": ("projection_steps.py", "the KL projection: evaluations, time and accuracy against bracketing"),
 }
 """Name → script, and its description."""
-_GPU_ROWS = "runs/bench-gpu.jsonl"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,9 +28,6 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.name is None:
         sys.stdout.write("".join(f"{name:<12} {what}\n" for name, (_, what) in BENCHMARKS.items()))
         return 0
-    if arguments.name == "gpu":  # its old name, for one release
-        sys.stderr.write(f"corral bench gpu is now corral bench head --out FILE; rows go to {_GPU_ROWS}.\n")
-        arguments.name, rest = "head", ["--out", _GPU_ROWS, *rest]
     if arguments.name not in BENCHMARKS:
         return refuse(f"there is no benchmark {arguments.name!r}.{nearest(arguments.name, BENCHMARKS)}")
     script = _FOLDER / BENCHMARKS[arguments.name][0]

@@ -121,7 +121,7 @@ def _compare(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def _say_imports(comparison: Any, config: Path | None) -> None:
     """Print the user code that a resumed comparison is about to import from its folder."""
-    from corral.lab.models.subject import named_code
+    from corral.lab.jobs.llm.eval_settings import named_code
 
     settings = importlib.import_module(f"corral.lab.jobs.{comparison.plan.kind}.settings")
     layers = [

@@ -4,8 +4,9 @@ import argparse
 import importlib
 import os
 import platform
+import re
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,29 +22,8 @@ from corral.trl import LAST_TESTED, TRL_RANGE, is_untested
 from corral.validate import RunError, pip_install
 
 _PACKAGE = Path(__file__).parents[2]
-NEEDED = {"torch": ">=2.6,<3", "jaxtyping": ">=0.3"}
-TRAINING = {
-    "trl": f">={TRL_RANGE[0]},<2",
-    "transformers": ">=5.17,<6",
-    "accelerate": ">=1.10",
-    "datasets": ">=4",
-    "peft": ">=0.18",
-    "rich": ">=14",
-    "scipy": ">=1.15",
-}
-ROBOTS = {
-    "gymnasium": ">=1.1",
-    "mujoco": ">=3.3",
-    "stable-baselines3": ">=2.7",
-    "matplotlib": ">=3.10",
-    "imageio": ">=2.37",
-    "rich": ">=14",
-    "pyarrow": ">=20",
-    "pyyaml": ">=6",
-}
-"""Supported releases, as in pyproject.toml."""
-_KINDS = {"language models": (TRAINING, pip_install("llm")), "robots": (ROBOTS, pip_install("robot"))}
-"""Kinds of training: packages needed, and how to install them."""
+_KINDS = {"language models": "llm", "robots": "robot"}
+"""Kinds of training, and the extra that each needs."""
 _TELLTALE = {
     "language models": ("trl", "transformers", "accelerate", "peft"),
     "robots": ("gymnasium", "mujoco", "stable-baselines3"),
@@ -75,12 +55,12 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         return _run_checkup(arguments)
     trouble: list[str] = []
     rows = [("corral", corral.__version__, str(_PACKAGE)), ("python", platform.python_version(), "")]
-    rows += [(name, *_check_package(name, wanted, "pip install corral", trouble)) for name, wanted in NEEDED.items()]
     meant = [kind for kind, names in _TELLTALE.items() if any(installed_version(name) for name in names)]
-    for kind in meant or _KINDS:
-        packages, remedy = _KINDS[kind]
-        missing = packages.keys() - {name for name, *_ in rows}  # rich is for both kinds
-        rows += [(name, *_check_package(name, packages[name], remedy, trouble)) for name in packages if name in missing]
+    for extra in (None, *(_KINDS[kind] for kind in meant or _KINDS)):
+        there = {name for name, *_ in rows} | _OPTIONAL.keys()  # rich is for both kinds
+        remedy = "pip install corral" if extra is None else pip_install(extra)
+        packages = {name: wanted for name, wanted in requirements(extra).items() if name not in there}
+        rows += [(name, *_check_package(name, wanted, remedy, trouble)) for name, wanted in packages.items()]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     rows += [("device", *_device()), ("memory", f"{memory:.0f} GB", ""), sandbox()]
     for name, what in _OPTIONAL.items():  # some are there under the name of another distribution
@@ -91,7 +71,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         sys.stdout.write(f"{name:<17} {what:<14} {note}".rstrip() + "\n")
     sys.stdout.write("\n" + "".join(f"missing: {line}\n" for line in trouble) if trouble else "\n`corral train` can run.\n")
     for kind in set(_KINDS) - set(meant or _KINDS):
-        sys.stdout.write(f"{kind}: {_KINDS[kind][1]}\n")
+        sys.stdout.write(f"{kind}: {pip_install(_KINDS[kind])}\n")
     return 1 if trouble else 0
 
 
@@ -114,13 +94,23 @@ def _check_model(name: str) -> Checkup:
     try:
         check = importlib.import_module("corral.lab.jobs.llm.model_check").check_model
     except ImportError as error:
-        raise RunError(f"--model needs {error.name}: {_KINDS['language models'][1]}") from error
+        raise RunError(f"--model needs {error.name}: {pip_install('llm')}") from error
     rows, trouble = check(name)
     return Checkup(
         rows,
         trouble,
         verdict="Padded batches give what float32 gives, one prompt at a time, and the tokenizer survives saving.",
     )
+
+
+def requirements(extra: str | None) -> dict[str, str]:
+    """Packages that corral itself or one of its extras needs, with their supported releases, from corral's metadata."""
+    try:
+        listed = requires("corral") or []
+    except PackageNotFoundError:
+        raise RunError("corral is not installed, and so lists no packages: pip install -e . in its checkout.") from None
+    found = [re.fullmatch(r"([\w.-]+)([^;]*)(?:; extra == '(\w+)')?", line) for line in listed]
+    return {one[1]: one[2] for one in found if one is not None and one[3] == extra}
 
 
 def installed_version(name: str) -> str | None:

@@ -94,16 +94,16 @@ def _evaluate_model(arguments: argparse.Namespace) -> None:
     settings = _settings(arguments)
     settings.find()  # what is not there is said before torch is imported
     quiet_libraries()
-    from corral.lab.jobs.llm.eval_results import compare, comparison, make_eval_view, read_evaluation
+    from corral.lab.jobs.llm.eval_results import compare, comparison, read_evaluation
     from corral.lab.jobs.llm.evaluate import evaluate
     from corral.lab.run.interval import LEVEL
+    from corral.lab.run.view import PatientConsole
 
     if arguments.against is not None:
         read_evaluation(arguments.against)  # an error is better now than hours later
-    view = make_eval_view(quiet=arguments.quiet)
-    outcome = evaluate(settings, view, out=arguments.out)
+    outcome = evaluate(settings, out=arguments.out, quiet=arguments.quiet)
     if arguments.against is not None:
-        view.console.print(comparison(compare(arguments.against, outcome.path), LEVEL))
+        PatientConsole().print(comparison(compare(arguments.against, outcome.path), LEVEL))
 
 
 def eval_settings(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:

@@ -1,1 +1,4 @@
-"""Models by name: the embedded model, packaged models, folders, runs and the hub."""
+"""Models by name: the embedded one, packaged ones, folders, and the hub."""
+
+BUILT_IN = ("tiny", "smollm2", "gemma", "smoke")
+"""Names of models that need neither a folder nor the hub."""

@@ -10,9 +10,9 @@ from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.peft_utils import find_adapter_config_file
 
+from corral.lab.models import BUILT_IN
 from corral.lab.models.packaged import PACKAGED, load_packaged, load_packaged_skeleton
 from corral.lab.models.smoke import build_smoke
-from corral.lab.models.subject import BUILT_IN
 from corral.lab.models.tiny import load_tiny
 from corral.lab.run.files import read_json, require_regular
 from corral.trl.processes import base_model

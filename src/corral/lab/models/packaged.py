@@ -29,7 +29,6 @@ class PackagedModel:
     make: str
     """Make target that installs the package."""
     megabytes: int
-    parameters: int
     begins: bool = False
     """True if texts begin with <bos>, which the tokenizer built from the file leaves out."""
 
@@ -41,7 +40,6 @@ PACKAGED = {
         file="SmolLM2-135M-Instruct.Q4_1.gguf",
         make="make smollm2",
         megabytes=93,
-        parameters=134_515_008,
     ),
     "gemma": PackagedModel(
         title="Gemma 3",
@@ -49,7 +47,6 @@ PACKAGED = {
         file="gemma-3-270m-q4_k_m.gguf",
         make="make gemma",
         megabytes=253,
-        parameters=268_098_176,
         begins=True,
     ),
 }

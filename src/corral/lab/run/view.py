@@ -53,10 +53,10 @@ class View:
 
 
 class RunView(View):
-    """The view of a quiet run, with warnings and the end only, and the base class of the other views."""
+    """The view of a quiet run or evaluation, with warnings and the end only, and the base class of the other views."""
 
-    def begin(self, banner: Sequence[tuple[str, str]], steps: int, done: int) -> None:
-        """Called when the run starts or resumes after `done` steps."""
+    def begin(self, banner: Sequence[tuple[str, str]], steps: int, done: int, what: str = "step") -> None:
+        """Called when the job starts or resumes after `done` steps; `what` names a step."""
 
     def line(self, line: _Line) -> None:
         """Called after every training step."""
@@ -80,8 +80,8 @@ class PlainView(RunView):
 
     quiet = False
 
-    def begin(self, banner: Sequence[tuple[str, str]], steps: int, done: int) -> None:
-        self.steps, self.clock = steps, Clock(steps, done)
+    def begin(self, banner: Sequence[tuple[str, str]], steps: int, done: int, what: str = "step") -> None:
+        self.steps, self.clock, self.what = steps, Clock(steps, done), what
         for name, text in banner:
             self.print(f"{name:<10} {text}")
 
@@ -89,7 +89,7 @@ class PlainView(RunView):
         left = self.clock.left(line["step"])
         shown = {key: value for key, value in line.items() if not key.startswith("tr/") or key in _IN_A_LINE}
         values = [f"{name} {text}" for name, text in readable(shown)]
-        self.print("  ".join([f"step {line['step']}/{self.steps}", *values, *([f"{left} left"] if left else [])]))
+        self.print("  ".join([f"{self.what} {line['step']}/{self.steps}", *values, *([f"{left} left"] if left else [])]))
 
     def completions(self, rows: Sequence[_Row], *, verified: bool = True) -> None:
         for row in rows:
@@ -102,14 +102,14 @@ class LiveView(RunView):
     quiet = False
     live: Live | None = None
 
-    def begin(self, banner: Sequence[tuple[str, str]], steps: int, done: int) -> None:
+    def begin(self, banner: Sequence[tuple[str, str]], steps: int, done: int, what: str = "step") -> None:
         self.clock = Clock(steps, done)
         for name, text in banner:
             self.console.print(f"[bold]{name:<10}[/] {escape(text)}", highlight=False)
         self.progress = Progress(
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TimeLeft(self.clock), expand=True
+            TextColumn(what), MofNCompleteColumn(), BarColumn(bar_width=None), TimeLeft(self.clock), expand=True
         )
-        self.task = self.progress.add_task("steps", total=steps, completed=done)
+        self.task = self.progress.add_task(what, total=steps, completed=done)
         self.newest: dict[str, Any] = {}
         self.rows: Sequence[_Row] = ()
         self.last = Text(style="yellow")

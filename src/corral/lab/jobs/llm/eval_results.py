@@ -12,13 +12,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from rich import box
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 from scipy.special import stdtrit
 
 from corral.lab.run.files import LockedFolder, disk_errors, read_settings, require_regular, write_json, write_whole
 from corral.lab.run.interval import LEVEL, Estimate, wilson
-from corral.lab.run.view import Clock, TimeLeft, View, choose_view
+from corral.lab.run.view import View
 from corral.validate import RunError
 
 RIGHT = 1.0 - 1e-6
@@ -246,90 +245,22 @@ def compare(first: Path, second: Path) -> dict[str, Estimate]:
     return {name: difference(before, after) for name, (before, after) in pairs}
 
 
-_LINES = 20
-"""Approximate number of progress lines when there is no terminal."""
-
-
-class EvalView(View):
-    """The view of a quiet evaluation, with warnings and a final sentence, and the base class of the other views."""
-
-    def begin(self, heading: Sequence[tuple[str, str]], total: int, done: int) -> None:
-        """Called when the evaluation starts or resumes, with `done` of `total` completions."""
-
-    def advance(self, done: int, name: str, right: float) -> None:
-        """Called after each batch: `done` completions exist, and the share `right` of the `name` completions is correct so
-        far."""
-
-    def end(self, result: Mapping[str, Any], where: Path) -> None:
-        """Show the results and their folder. This base class prints the two most important numbers in a sentence."""
-        parts = []
-        for name in ("greedy", "pass@1"):
-            found = result["estimates"][name]
-            parts.append(f"{name} {found['value']:.3f} ({found['low']:.3f}–{found['high']:.3f})")
-        self.print(f"{', '.join(parts)}; {_remarks(result, where)}")
-
-
-class PlainEvalView(EvalView):
-    """Occasional progress lines for pipes, files and batch systems."""
-
-    quiet = False
-
-    def begin(self, heading: Sequence[tuple[str, str]], total: int, done: int) -> None:
-        self.total, self.clock, self.shown = total, Clock(total, done), done
-        for name, text in heading:
-            self.print(f"{name:<10} {text}")
-
-    def advance(self, done: int, name: str, right: float) -> None:
-        left = self.clock.left(done)
-        if done < self.total and done - self.shown < self.total / _LINES:
-            return
-        self.shown = done
-        self.print(f"{done:,}/{self.total:,} completions  {name} {right:.3f}" + (f"  {left} left" if left else ""))
-
-    def end(self, result: Mapping[str, Any], where: Path) -> None:
-        rows = Table(
-            "", Column("value", justify="right"), f"{result['level']:.0%} interval", box=box.SIMPLE_HEAD, pad_edge=False
-        )
-        for name, found in result["estimates"].items():
-            rows.add_row(name, f"{found['value']:.3f}", f"{found['low']:.3f} – {found['high']:.3f}")
-        self.console.print(rows)
-        self.print(_remarks(result, where))
-
-
-class LiveEvalView(PlainEvalView):
-    """A progress bar for a terminal."""
-
-    progress: Progress | None = None
-
-    def begin(self, heading: Sequence[tuple[str, str]], total: int, done: int) -> None:
-        super().begin(heading, total, done)
-        columns = (TextColumn("completions"), MofNCompleteColumn(), BarColumn(bar_width=None), TextColumn("{task.description}"))
-        self.progress = Progress(*columns, TimeLeft(self.clock), console=self.console, expand=True)
-        self.task = self.progress.add_task("", total=total, completed=done)
-        self.progress.start()
-
-    def advance(self, done: int, name: str, right: float) -> None:
-        self.clock.left(done)
-        assert self.progress is not None  # `begin` comes first
-        self.progress.update(self.task, completed=done, description=f"{name} {right:.3f}")
-
-    def close(self) -> None:
-        if self.progress is not None:  # it may fail before it begins
-            self.progress.stop()
-
-
-def make_eval_view(*, quiet: bool) -> EvalView:
-    """Choose the view of an evaluation for this output."""
-    return choose_view(EvalView, PlainEvalView, LiveEvalView, quiet=quiet)
-
-
-def _remarks(result: Mapping[str, Any], where: Path) -> str:
-    """Remarks on results that the table leaves out."""
-    tokens, plan = result["tokens"], result["settings"]
-    text = f"{result['problems']:,} problems of {plan['task']['name']}; {tokens['mean']:.0f} tokens a completion"
-    if tokens["cut"]:
-        text += f", {tokens['cut']:.1%} cut off at {plan['max_tokens']}"
-    return f"{text}. Results and completions are in {where}"
+def show(view: View, result: Mapping[str, Any], where: Path) -> None:
+    """Print the results as a table, or the two most important ones in a sentence if the view is quiet, with their folder."""
+    estimates, tokens, plan = result["estimates"], result["tokens"], result["settings"]
+    last = f"{result['problems']:,} problems of {plan['task']['name']}; {tokens['mean']:.0f} tokens a completion"
+    last += f", {tokens['cut']:.1%} cut off at {plan['max_tokens']}" if tokens["cut"] else ""
+    last += f". Results and completions are in {where}"
+    if view.quiet:
+        best = [(name, estimates[name]) for name in ("greedy", "pass@1")]
+        view.print("; ".join([", ".join(f"{n} {x['value']:.3f} ({x['low']:.3f}–{x['high']:.3f})" for n, x in best), last]))
+        return
+    columns = "", Column("value", justify="right"), f"{result['level']:.0%} interval"
+    rows = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
+    for name, found in estimates.items():
+        rows.add_row(name, f"{found['value']:.3f}", f"{found['low']:.3f} – {found['high']:.3f}")
+    view.console.print(rows)
+    view.print(last)
 
 
 def comparison(found: Mapping[str, Estimate], level: float) -> Table:

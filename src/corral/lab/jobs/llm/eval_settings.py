@@ -1,14 +1,74 @@
-"""Settings of an evaluation, checked before torch or TRL is imported, so that errors appear at once."""
+"""Settings of an evaluation and its subject, a model or a run; both are checked before torch or TRL is imported."""
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
-from corral.lab.jobs.llm.settings import ONE_OF_TOOLS
-from corral.lab.models.subject import Subject, find_subject, named_code
+import corral
+from corral.lab.jobs.llm.settings import ONE_OF_TOOLS, Settings, resolve
+from corral.lab.models import BUILT_IN
+from corral.lab.run.files import read_json
+from corral.lab.run.folder import RunFolder, choose_checkpoint
+from corral.lab.run.settings import coerce
 from corral.lab.tasks import TASKS
 from corral.validate import RunError, nearest, require
+
+_WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
+
+MULTI_TURN = ("environment_factory", "tool", "tools")
+"""Settings that choose the tool, functions or environment that answer within completions."""
+
+_OF_RUN = ("task", "task_config", "instruction", *MULTI_TURN)
+"""Settings of a run that its evaluation inherits."""
+
+_OF_TRAINER: dict[str, Any] = {
+    "max_completion_length": int,
+    "max_tool_calling_iterations": int | None,
+    "chat_template_kwargs": dict | None,
+    "bf16": bool | None,
+}
+"""Settings of a run's trainer that its evaluation inherits, with their types in config.json."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model to evaluate; for a run's checkpoint also the run's own settings."""
+
+    name: str
+    """Name as the user gave it."""
+    model: str
+    """Name or path for `load_model`."""
+    identity: dict[str, Any]
+    """Fingerprint that distinguishes these weights from others of equal name."""
+    run: Path | None = None
+    step: int | None = None
+    settings: Settings | None = None
+    """Task, instruction and tools of the run; every other setting has its default."""
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the run's trainer that an evaluation inherits."""
+    complaints: tuple[str, ...] = ()
+    """Sentences on damaged newer checkpoints, if an older checkpoint had to be used."""
+
+    @property
+    def half(self) -> bool:
+        """True if a GPU computes the model in bfloat16; a run's checkpoint uses the type of its training."""
+        return self.trainer.get("bf16") is not False
+
+    @property
+    def instruction(self) -> str:
+        """The run's instruction, or the bare problem."""
+        return "{problem}" if self.settings is None else self.settings.instruction
+
+    def settings_of(self, task: str) -> dict[str, Any]:
+        """The run's own settings of this task; none for another task. `unsafe_code_execution` is not inherited.
+
+        Programs that a model writes run unconfined only where the command line allows it.
+        """
+        if self.settings is None or self.settings.task != task:
+            return {}
+        return {key: value for key, value in self.settings.task_config.items() if key != "unsafe_code_execution"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +123,7 @@ class EvalSettings:
     def find(self) -> tuple[Subject, str]:
         """The subject of the evaluation and its task."""
         subject = find_subject(self.model, self.checkpoint)
-        task = self.task or subject.defaults.get("task")
+        task = self.task or (None if subject.settings is None else subject.settings.task)
         if task is None:
             what = "is no folder here, and a model of the hub" if "hub" in subject.identity else "is a model, and"
             raise RunError(f"{self.model} {what} has no task of its own: say which with --task.")
@@ -73,9 +133,8 @@ class EvalSettings:
     def _refuse_unrepeated(self, subject: Subject, task: str) -> None:
         """Refuse user code that the run's settings name and the command line does not repeat: a stranger's run may name its own
         files."""
-        own = {"task": task, "task_config": {**self.inherited(subject, task), **self.task_config}, **self.multi_turn(subject)}
-        given = {"task": self.task, "task_config": self.task_config, **{name: vars(self)[name] for name in MULTI_TURN}}
-        repeated = set(named_code(given))
+        own = {"task": task, "task_config": {**subject.settings_of(task), **self.task_config}, **self.multi_turn(subject)}
+        repeated = set(named_code(vars(self)))
         missing = [code for code in named_code(own) if code not in repeated]
         if missing:
             paths = ", ".join(path for _, path in missing)
@@ -85,23 +144,93 @@ class EvalSettings:
                 f"that code, type it yourself: {flags}"
             )
 
-    def inherited(self, subject: Subject, task: str) -> dict[str, Any]:
-        """The run's own settings of its task, or none if another task was chosen."""
-        found: dict[str, Any] = subject.defaults.get("task_config", {}) if task == subject.defaults.get("task") else {}
-        return found
-
     def multi_turn(self, subject: Subject) -> dict[str, Any]:
         """The tool or environment that answers within completions, and the chat template's arguments; a run's own by
         default."""
-        own = subject.defaults
         given = {name: vars(self)[name] for name in MULTI_TURN if vars(self)[name] is not None}
-        if any(given.values()):  # another one takes the place of the run's
-            own = {name: value for name, value in own.items() if name not in MULTI_TURN}
-        chosen = {name: own.get(name) for name in (*MULTI_TURN, "max_turns", "chat_template_kwargs")} | given
-        if chosen["tool"] and (chosen["tools"] or chosen["environment_factory"]):
+        inherits = subject.settings is not None and not any(given.values())  # else another one takes the place of the run's
+        chosen = ({name: vars(subject.settings)[name] for name in MULTI_TURN} if inherits else {}) | given
+        if chosen.get("tool") and (chosen.get("tools") or chosen.get("environment_factory")):
             raise RunError(ONE_OF_TOOLS)
+        chosen["max_turns"] = subject.trainer.get("max_tool_calling_iterations")
+        chosen["chat_template_kwargs"] = subject.trainer.get("chat_template_kwargs")
         return {name: value for name, value in chosen.items() if value}
 
 
-MULTI_TURN = ("environment_factory", "tool", "tools")
-"""Settings that choose the tool, functions or environment that answer within completions."""
+def find_subject(name: str, checkpoint: str | None) -> Subject:
+    """Find a run's checkpoint (`latest` by default), or a model: tiny, smollm2, a folder, or a name on the hub."""
+    path = Path(name)
+    if name not in BUILT_IN and path.is_dir() and (content := _run_config(path)) is not None:
+        return _of_run(name, path, content, checkpoint or "latest")
+    if checkpoint is not None:
+        raise RunError(f"--checkpoint chooses among those of a run, and {name} is no run.")
+    if name in BUILT_IN:
+        return Subject(name=name, model=name, identity={"corral": corral.__version__})
+    if path.is_dir():
+        if not any((path / file).is_file() for file in ("config.json", "adapter_config.json")):
+            raise RunError(f"{name} is neither a run nor a model: it has no config.json, nor an adapter_config.json.")
+        found = sorted(file for pattern in _WEIGHTS for file in path.glob(pattern))
+        files = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in found}
+        return Subject(name=name, model=name, identity={"files": files})
+    if name.startswith((".", "/", "runs/")) or name.count("/") > 1 or path.exists():
+        raise RunError(f"there is no run or model folder {name}.")
+    return Subject(name=name, model=name, identity={"hub": name})
+
+
+def is_run(path: Path) -> bool:
+    """Return True if a folder is a run of a language model."""
+    return _run_config(path) is not None
+
+
+def _run_config(path: Path) -> dict[str, Any] | None:
+    """The content of a run's config.json; None if the folder holds a model or no config.json."""
+    try:
+        content = read_json(path / "config.json")
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) and {"settings", "objective"} <= content.keys() else None
+
+
+def named_code(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Flags and values of settings that import user code, or run model-written code outside the sandbox.
+
+    These are imported, and so executed, when they are used: a run that comes from a stranger may name its own files.
+    """
+    for name in ("task", "objective", "tool", "tools", "environment_factory", "reward"):
+        given = settings.get(name) or ()
+        paths = given if isinstance(given, list | tuple) else [given]
+        yield from ((f"--{name.replace('_', '-')}", str(path)) for path in paths if ":" in str(path))
+    config = settings.get("task_config")
+    verifier = config.get("verifier") if isinstance(config, Mapping) else None  # of `jsonl`
+    if ":" in str(verifier):
+        yield "--set", f"task_config.verifier={verifier}"
+
+
+def _of_run(name: str, path: Path, content: dict[str, Any], which: str) -> Subject:
+    folder = RunFolder.open(path, write=False)
+    chosen, complaints = choose_checkpoint(folder, which)
+    own, trainer = content["settings"], content.get("trainer")
+    try:
+        if not isinstance(own, Mapping) or own.get("task") is None:
+            raise RunError("`settings` names no task.")
+        if not isinstance(trainer, Mapping):
+            raise RunError("it has no table `trainer`.")
+        return Subject(
+            name=name,
+            model=str(chosen.path),
+            identity={file: sha for file, (_, sha) in chosen.files().items() if Path(file).suffix == ".safetensors"},
+            run=path,
+            step=chosen.step,
+            settings=resolve([{key: own[key] for key in _OF_RUN if own.get(key) is not None}]),
+            trainer={key: coerce(key, trainer.get(key), hint) for key, hint in _OF_TRAINER.items()},
+            complaints=tuple(complaints),
+        )
+    except RunError as error:
+        raise RunError(f"{folder.config} is not what a run writes: {error}") from error
+
+
+def newest_checkpoint(name: str) -> str | None:
+    """The newest intact checkpoint of a run's folder; None if the folder is no run."""
+    if name in BUILT_IN or not Path(name).is_dir():
+        return None
+    return find_subject(name, None).model if is_run(Path(name)) else None

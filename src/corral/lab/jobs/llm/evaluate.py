@@ -12,15 +12,15 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from corral.lab.jobs.llm.eval_results import RIGHT, EvalFolder, EvalView, Row, summarise
-from corral.lab.jobs.llm.eval_settings import MULTI_TURN, EvalSettings
+from corral.lab.jobs.llm.eval_results import RIGHT, EvalFolder, Row, show, summarise
+from corral.lab.jobs.llm.eval_settings import MULTI_TURN, EvalSettings, Subject
 from corral.lab.jobs.llm.problems import Problems, Sampling
 from corral.lab.jobs.llm.rewards import Reward, path_of, verifier
 from corral.lab.jobs.llm.sampler import Backend, Sampler, TransformersSampler, choose_backend, make_sampler
 from corral.lab.jobs.llm.turns import MultiTurn, make_multi_turn
 from corral.lab.models.load import choose_device
-from corral.lab.models.subject import Subject
 from corral.lab.run.life import Evaluation
+from corral.lab.run.view import RunView, make_view
 from corral.lab.tasks import Task, make_task
 from corral.provenance import commit, plain, versions
 from corral.validate import RewardError, RunError
@@ -92,9 +92,9 @@ class EvalJob:
                 yield wanted[start : start + self.batch_size]
 
 
-def evaluate(settings: EvalSettings, view: EvalView, *, out: Path | str | None = None) -> Evaluation:
+def evaluate(settings: EvalSettings, *, out: Path | str | None = None, quiet: bool = False) -> Evaluation:
     """Run the evaluation. An incomplete one with an equal plan is resumed, and the result of a finished one is returned."""
-    job = prepare_evaluation(settings)
+    job, view = prepare_evaluation(settings), make_view(quiet=quiet)
     plan = job.plan()
     if out is None:  # beside a run's checkpoints or under evals/, named by the plan, so that the same command finds it again
         key, run = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:8], job.subject.run
@@ -116,14 +116,14 @@ def evaluate(settings: EvalSettings, view: EvalView, *, out: Path | str | None =
             folder.close()
     else:
         view.say(f"{folder.path} has this evaluation already.")
-    view.end(done, folder.path)
+    show(view, done, folder.path)
     return Evaluation(folder.path, done)
 
 
 def prepare_evaluation(settings: EvalSettings) -> EvalJob:
     """Resolve and validate everything that the settings name."""
     subject, name = settings.find()
-    own = name == subject.defaults.get("task")
+    own = subject.settings is not None and subject.settings.task == name
     device = choose_device(settings.device)
     how = settings.multi_turn(subject)
     backend = choose_backend(settings.backend, subject, device, played=not how.keys().isdisjoint(MULTI_TURN))
@@ -131,18 +131,18 @@ def prepare_evaluation(settings: EvalSettings) -> EvalJob:
         turns = make_multi_turn(
             how.get("tool", ""), how.get("tools", ()), how.get("environment_factory", ""), how.get("max_turns")
         )
-        task = make_task(name, **{**settings.inherited(subject, name), **settings.task_config})
+        task = make_task(name, **{**subject.settings_of(name), **settings.task_config})
         held_out = task.held_out_prompts(settings.problems or default_problems(task), settings.seed)
     except ValueError as error:
         raise RunError(str(error)) from error
     if not held_out:
         raise RunError(f"the task {task.name} has no held-out problems to evaluate on.")
-    needed, trained = task.max_completion_length + 1, subject.defaults.get("max_tokens", 0)
+    needed, trained = task.max_completion_length + 1, subject.trainer.get("max_completion_length", 0)
     longest = settings.max_tokens or (trained if own else max(needed, trained))  # another task's answers may be longer
     return EvalJob(
         subject=subject,
         task=task,
-        instruction=settings.instruction or subject.defaults.get("instruction", "{problem}"),
+        instruction=settings.instruction or subject.instruction,
         held_out=held_out,
         samples=settings.samples,
         sampling=Sampling(temperature=settings.temperature, top_p=settings.top_p, max_tokens=longest),
@@ -161,7 +161,7 @@ def default_problems(task: Task) -> int:
     return _PROCEDURAL if sizes is None else max(1, sizes[1])
 
 
-def _run(job: EvalJob, problems: Problems, sampler: Sampler, folder: EvalFolder, view: EvalView) -> dict[str, Any]:
+def _run(job: EvalJob, problems: Problems, sampler: Sampler, folder: EvalFolder, view: RunView) -> dict[str, Any]:
     """Generate and grade the missing batches, then summarise."""
     score = verifier(job.task)
     ids = problems.tokens(job.held_out)
@@ -177,7 +177,7 @@ def _run(job: EvalJob, problems: Problems, sampler: Sampler, folder: EvalFolder,
         ("device", f"{job.device}, {job.backend}, {job.batch_size} at a time"),
         ("results", str(folder.path)),
     ]
-    view.begin(heading, sum(map(len, batches)), sum(map(len, kept.values())))
+    view.begin(heading, sum(map(len, batches)), sum(map(len, kept.values())), "completions")
     if kept:
         view.say(f"resuming after {len(kept)} of {len(batches)} batches, kept in {folder.parts}")
     started = time.monotonic()
@@ -193,7 +193,7 @@ def _run(job: EvalJob, problems: Problems, sampler: Sampler, folder: EvalFolder,
         rows += found
         marks = right[found[0]["greedy"]]
         marks += [row["reward"] >= RIGHT for row in found]
-        view.advance(len(rows), "greedy" if found[0]["greedy"] else "pass@1", sum(marks) / len(marks))
+        view.line({"step": len(rows), "greedy" if found[0]["greedy"] else "success": sum(marks) / len(marks)})
     result = {
         **summarise(rows),
         "settings": job.plan(),

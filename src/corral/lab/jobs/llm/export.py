@@ -6,8 +6,8 @@ from pathlib import Path
 
 from peft import PeftModel
 
+from corral.lab.models import BUILT_IN
 from corral.lab.models.load import adapter_base, load_trainable
-from corral.lab.models.subject import BUILT_IN
 from corral.lab.run.files import disk_errors
 from corral.lab.run.folder import RunFolder, choose_checkpoint
 from corral.validate import RunError

@@ -17,10 +17,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from corral.lab.jobs.llm.eval_settings import find_subject
 from corral.lab.jobs.llm.problems import Sampling, cut_at_end, end_tokens, own_settings_aside, plain_sampling
 from corral.lab.jobs.llm.sampler import set_pad_token
 from corral.lab.models.load import choose_device, load_model
-from corral.lab.models.subject import find_subject
 from corral.lab.tasks import Task
 from corral.lab.tasks.procedural import Countdown, TwoNumbers
 

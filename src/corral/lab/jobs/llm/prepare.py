@@ -21,6 +21,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
+from corral.lab.jobs.llm.eval_settings import newest_checkpoint
 from corral.lab.jobs.llm.own_objective import find_objective, try_objective
 from corral.lab.jobs.llm.problems import Problems
 from corral.lab.jobs.llm.rewards import Reward, check_columns, make_rewards, verifier
@@ -28,7 +29,6 @@ from corral.lab.jobs.llm.settings import Settings, missing_packages
 from corral.lab.jobs.llm.turns import FunctionCalls, MultiTurn, TextTool, make_multi_turn
 from corral.lab.models.load import choose_device, is_local, load_model, load_skeleton, load_trainable
 from corral.lab.models.packaged import PACKAGED, is_installed
-from corral.lab.models.subject import newest_checkpoint
 from corral.lab.run.settings import coerce, toml_lines
 from corral.lab.tasks import Task, columns_of, find_task, make_task
 from corral.lab.tasks.dataset import FiniteTask
@@ -290,9 +290,9 @@ def rehearse(settings: Settings) -> list[str]:
             config, about = trainer_config(settings, 1024), missing
         except ValueError as error:
             raise RunError(str(error)) from error
-    weights = model_to_fetch(settings.model, reachable=skeleton is not None)
+    weights = model_to_fetch(settings.model)
     about += [f"would fetch {line}" for line in ([weights] if weights else []) + data or ["nothing"]]
-    about += memory(settings, config, skeleton[0]) if skeleton is not None else memory_by_name(settings)
+    about += ["memory unknown: the model is not here"] if skeleton is None else memory(settings, config, skeleton[0])
     return [*(f"# {line}" for line in about), *toml_lines(settings.flat())]
 
 
@@ -310,10 +310,9 @@ def data_to_fetch(settings: Settings) -> list[str]:
     return [f"the data set {name}, unless it is cached; --set task_config.path={where} instead" for name in names]
 
 
-def model_to_fetch(name: str, *, reachable: bool = True) -> str | None:
-    """The weights that transformers would download from the hub, with their size if the hub reports it; None without a
-    download."""
-    if name in PACKAGED and not reachable:
+def model_to_fetch(name: str) -> str | None:
+    """The weights that would be downloaded, with their size if the hub reports it; None without a download."""
+    if name in PACKAGED and not is_installed(name):
         about = PACKAGED[name]
         return f"{about.title}, which is not installed: `{about.make}`, {about.megabytes} MB"
     try:
@@ -322,13 +321,10 @@ def model_to_fetch(name: str, *, reachable: bool = True) -> str | None:
         cached = []
     if is_local(name) or any(isinstance(file, str) for file in cached):
         return None
-    unknown = f"the weights of {name}; their size is unknown, as the hub does not answer"
-    if not reachable:  # to ask again would be to wait again
-        return unknown
     try:
-        files = HfApi().model_info(name, files_metadata=True).siblings or []
+        files = HfApi().model_info(name, files_metadata=True, timeout=10).siblings or []
     except Exception as error:  # the hub's, httpx's, and those of being offline
-        return f"{unknown} ({type(error).__name__})"
+        return f"the weights of {name}; their size is unknown, as the hub does not answer ({type(error).__name__})"
     sizes = {suffix: sum(file.size or 0 for file in files if file.rfilename.endswith(suffix)) for suffix in _WEIGHTS}
     return f"the weights of {name}: {_gigabytes(next((size for size in sizes.values() if size), 0))}"
 
@@ -354,30 +350,6 @@ def memory(settings: Settings, config: CorralConfig, model: PreTrainedModel) -> 
     sizes = ", ".join(f"{name} {_gigabytes(size)}" for name, size in parts.items() if size)
     yield f"memory {_gigabytes(sum(parts.values()))} and activations: {sizes}"
     yield f"this machine has {_available()}"
-
-
-def memory_by_name(settings: Settings) -> list[str]:
-    """Estimated bytes from the size in a model's name, such as 0.5B, for a model that is not available locally."""
-    found = _SIZE.search(settings.model)
-    if settings.model in PACKAGED:
-        total, said = PACKAGED[settings.model].parameters, ""
-    elif found is not None:
-        total = round(float(found[1]) * {"B": 1e9, "M": 1e6}[found[2].upper()])
-        said = f", if {found[0]} is the number of parameters"
-    else:
-        return ["memory unknown: so is the model's size"]
-    weights, moments = _gigabytes(4 * total), _gigabytes(8 * total)
-    whole, trained = _gigabytes(16 * total), f"gradients {weights}, AdamW {moments}"
-    if settings.lora:
-        whole, trained = weights, "and those of an adapter"
-    return [
-        f"memory about {whole}, activations and cache{said}: weights {weights}, {trained}",
-        f"this machine has {_available()}",
-    ]
-
-
-_SIZE = re.compile(r"(?<![\d.])(\d+(?:\.\d+)?)([BM])(?![a-z])", re.IGNORECASE)
-"""Pattern for the number of parameters in a model's name."""
 
 
 def _cache(config: CorralConfig, model: PreTrainedModel) -> int:

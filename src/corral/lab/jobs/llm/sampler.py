@@ -11,10 +11,11 @@ from typing import Any, Literal
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
+from corral.lab.jobs.llm.eval_settings import Subject
 from corral.lab.jobs.llm.problems import Problems, Sampling, end_tokens, generate
 from corral.lab.jobs.llm.turns import MultiTurn
+from corral.lab.models import BUILT_IN
 from corral.lab.models.load import NO_CODE, load_model
-from corral.lab.models.subject import BUILT_IN, Subject
 from corral.validate import RunError
 
 Backend = Literal["transformers", "vllm"]

@@ -15,11 +15,11 @@ from accelerate.utils import broadcast_object_list, is_peft_model
 from transformers import PrinterCallback, set_seed
 
 import corral
+from corral.lab.jobs.llm.eval_settings import named_code
 from corral.lab.jobs.llm.prepare import Parts, changed_data, config_content, pin_model, prepare
 from corral.lab.jobs.llm.rewards import path_of
 from corral.lab.jobs.llm.settings import Settings, resolve
 from corral.lab.jobs.llm.trainer import GuardCallback, RunCallback, RunTrainer, cannot_resume
-from corral.lab.models.subject import named_code
 from corral.lab.run import life
 from corral.lab.run.life import Job, Outcome, Recorder
 from corral.lab.run.text import count

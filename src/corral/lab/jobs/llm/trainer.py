@@ -25,7 +25,7 @@ from corral.numerics import drop_gradients, gradient_state
 from corral.objective import Objective
 from corral.objective.metrics import token_kl
 from corral.objective.ratio import log_ratio
-from corral.tensors import SparseDist, TokenBatch
+from corral.tensors import Tensors, TokenBatch
 from corral.trl.api import updates_per_step
 from corral.trl.callbacks import on_any_process
 from corral.trl.deployed import COMPLETIONS, TOKENS
@@ -43,9 +43,9 @@ _BUDGET = 200_000
 """Number of tokens kept per run; above it, every second step is dropped."""
 
 
-@dataclass(frozen=True)
-class CompletionSample:
-    """Copies of the first completions of a batch, so that the memory of the others is freed."""
+@dataclass(frozen=True, eq=False)
+class CompletionSample(Tensors):
+    """The first completions of a batch."""
 
     batch: TokenBatch
     ids: Int[Tensor, "B T"]
@@ -53,15 +53,8 @@ class CompletionSample:
 
     @classmethod
     def of(cls, batch: TokenBatch, ids: Tensor, rewards: Tensor | None, count: int = _COMPLETIONS) -> "CompletionSample":
-        """Copy completions without gradients."""
-
-        def first(x: Any) -> Any:
-            if isinstance(x, SparseDist):
-                return x.map(first)
-            return x if x is None else x[:count].detach().clone()
-
-        fields = {name: first(value) for name, value in vars(batch).items()}
-        return cls(TokenBatch(**fields), first(ids), first(rewards))
+        """Copy completions without gradients, so that the memory of the others is freed."""
+        return cls(batch, ids, rewards).map(lambda x: x[:count].detach().clone())
 
 
 @torch.no_grad()
