@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from corral.lab.audit.dump import auditable, find_dump
 from corral.lab.audit.rules import Rules
 from corral.lab.audit.tally import Audit, DumpAudit
-from corral.lab.audit.tokens import Floats, Tokens
+from corral.lab.audit.tokens import Floats
 
 LINE = {
     "step": 3,
@@ -65,7 +66,7 @@ def drawn_line(seed: int, length: int = 40, step: int = 1, size: float = 0.4, **
     }
 
 
-def logged(advantage: Floats, logp_old: Floats, logp_new: Floats, logp_rollout: Floats | None = None) -> Tokens:
+def logged(advantage: Floats, logp_old: Floats, logp_new: Floats, logp_rollout: Floats | None = None) -> pd.DataFrame:
     """A completion of logged tokens."""
     count = len(advantage)
     found = {"token": np.arange(count), "mask": np.ones(count, dtype=np.bool_), "step": 1, "advantage": advantage}

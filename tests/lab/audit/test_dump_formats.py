@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from audit.dumps import EXPORT, LINE, write_exports, write_lines
 from audit.four_tokens import EXPECTED, NEW, OLD
 
 from corral.lab.audit.dump import Dump, DumpRecord, find_dump, read_completions
-from corral.lab.audit.tokens import Tokens
 from corral.validate import RunError
 
 
-def read(path: Path) -> tuple[Dump, list[Tokens], dict[str, int]]:
+def read(path: Path) -> tuple[Dump, list[pd.DataFrame], dict[str, int]]:
     """The dump, the tokens of each completion, and the number of things left out by reason."""
     dump, left_out = find_dump(path), Counter[str]()
     sizes: list[int] = []
@@ -33,7 +33,6 @@ class TestOwn:
         assert found.token.tolist() == [5, 6, 7], "the fourth is masked, and may hold null"
         assert found.advantage.tolist() == [1.0, 1.0, 1.0]
         assert (found.logp_new - found.logp_old).tolist() == [0.5, 0.0, -1.0]
-        assert found.measure == "sampled"
         for column in (found.logp_rollout, found.support_tv, found.reward, found.age):
             assert np.isnan(column).all()
 
@@ -45,7 +44,7 @@ class TestOwn:
         assert found.advantage.tolist() == [1, -1, 0.5], "the fourth has no log-prob"
         assert left_out == {"tokens with a log-prob that is null or not finite": 1}
         assert np.isnan(found.logp_rollout).tolist() == [False, True, False]
-        assert (found.reward[0], found.age[0]) == (2.0, 2)
+        assert (found.reward.iloc[0], found.age.iloc[0]) == (2.0, 2)
 
     def test_numbers_that_are_not_finite_are_left_out(self, tmp_path: Path) -> None:
         path = tmp_path / "run.jsonl"
@@ -89,13 +88,13 @@ class TestOwn:
         write_lines(tmp_path / "elsewhere.jsonl", [{**LINE, "step": 99}])
         (tmp_path / "dump" / "link.jsonl").symlink_to(tmp_path / "elsewhere.jsonl")
         _, found, _ = read(tmp_path / "dump")
-        assert [one.step[0] for one in found] == [1, 9, 10]
+        assert [one.step.iloc[0] for one in found] == [1, 9, 10]
 
 
 class TestPrimeRL:
     def test_golden(self, tmp_path: Path) -> None:
         dump, (found,), left_out = read(write_exports(tmp_path / "out", [4]))
-        assert (dump.format, found.step[0]) == ("prime-rl", 4), "the run's own step, not the trainer's"
+        assert (dump.format, found.step.iloc[0]) == ("prime-rl", 4), "the run's own step, not the trainer's"
         assert "The old policy here is the sampler" in dump.remarks[0]
         assert found.token.tolist() == [2], "of the others one is a prompt's, one has a null log-prob, one no advantage"
         assert (found.logp_old.tolist(), found.logp_new.tolist()) == ([-1.0], [-1.5])
@@ -115,7 +114,7 @@ class TestPrimeRL:
         write_exports(tmp_path, [1, 2])
         write_exports(tmp_path, [3], stable=False)
         dump, found, _ = read(tmp_path)
-        assert [one.step[0] for one in found] == [1, 2]
+        assert [one.step.iloc[0] for one in found] == [1, 2]
         assert dump.remarks[-1] == "1 step without a file STABLE, still being written, left out."
         (tmp_path / "token_exports" / "step_1" / "STABLE").unlink()
         (tmp_path / "token_exports" / "step_2" / "STABLE").unlink()
@@ -139,7 +138,7 @@ def test_open_instruct(tmp_path: Path) -> None:
     }  # fmt: skip
     path = tmp_path / "run_trainer_logprobs_step000002_rank00000.jsonl"
     dump, (found,), _ = read(write_lines(path, [line]))
-    assert (dump.format, found.step[0], found.age[0], found.token.tolist()) == ("open-instruct", 2, 2, [5, 6])
+    assert (dump.format, found.step.iloc[0], found.age.iloc[0], found.token.tolist()) == ("open-instruct", 2, 2, [5, 6])
     assert found.advantage.tolist() == [-1.0, -1.0], "both fell: without advantages each is pushed the way it went"
     assert "upper bounds" in dump.remarks[0]
     _, (found,), _ = read(write_lines(path, [{**line, "advantages": [0.0, 2.0, 3.0]}]))
@@ -159,7 +158,7 @@ def test_slime(tmp_path: Path, version: int) -> None:
     content = {"rollout_id": 6, "rank": 0, **({"format_version": 2, "samples": [SAMPLE]} if version == 2 else columns)}
     torch.save(content, tmp_path / "data_6.pt")
     dump, (found,), _ = read(tmp_path)
-    assert (dump.format, found.step[0], found.token.tolist()) == ("slime", 6, [1])
+    assert (dump.format, found.step.iloc[0], found.token.tolist()) == ("slime", 6, [1])
     assert (found.logp_old.tolist(), found.logp_new.tolist(), found.advantage.tolist()) == ([-1.5], [-1.0], [0.5])
 
 

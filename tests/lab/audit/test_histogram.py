@@ -1,6 +1,7 @@
 """Spreads of values: percentiles within 0.1 % of the exact ones, whatever the values, in pieces as at once, key by key."""
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +19,7 @@ PERCENTILES = {"p50": 0.5, "p99": 0.99, "p999": 0.999}
 def filled(*pieces: list[float], key: int = 0) -> dict[str, float]:
     spreads = Spreads()
     for values in pieces:
-        spreads.add(np.full(len(values), key), np.array(values))
+        spreads.add(pd.Series(key, range(len(values))), pd.Series(values))
     found = spreads.row(key)
     assert found is not None
     return found
@@ -48,7 +49,7 @@ def test_pieces_make_no_difference(first: list[float], second: list[float]) -> N
 @given(VALUES, VALUES)
 def test_keys_are_apart(first: list[float], second: list[float]) -> None:
     spreads = Spreads()
-    spreads.add(np.array([10**17] * len(first) + [-3] * len(second)), np.array(first + second))
+    spreads.add(pd.Series([10**17] * len(first) + [-3] * len(second)), pd.Series(first + second))
     assert spreads.row(10**17) == pytest.approx(filled(first))
     assert spreads.row(-3) == pytest.approx(filled(second))
 
@@ -56,6 +57,6 @@ def test_keys_are_apart(first: list[float], second: list[float]) -> None:
 def test_infinities_and_nothing() -> None:
     spreads = Spreads()
     assert spreads.row() is None
-    spreads.add(np.array([0]), np.array([np.nan]))
+    spreads.add(pd.Series([0]), pd.Series([np.nan]))
     assert spreads.row() is None, "NaN is no value"
     assert filled([0.0, np.inf]) == {"mean": np.inf, "p50": np.inf, "p99": np.inf, "p999": np.inf, "max": np.inf}

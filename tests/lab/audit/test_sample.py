@@ -1,20 +1,19 @@
 """Completions that are kept to be looked at: those with the most errors, whole and in order."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
+import pandas as pd
 import pytest
-from audit.dumps import LINE, audit_dump, drawn_line, logged, write_lines
+from audit.dumps import LINE, audit_dump, drawn_line, write_lines
 
 from corral.lab.audit.dump import find_dump
 from corral.lab.audit.rules import Rules
-from corral.lab.audit.tally import DumpAudit, Sample
-from corral.lab.audit.tokens import Tokens, join_tokens
+from corral.lab.audit.tally import DumpAudit
+from corral.lab.audit.tokens import kinds
 
 
-def sample(path: Path) -> list[Tokens]:
+def sample(path: Path) -> list[pd.DataFrame]:
     return [tokens for _, tokens in audit_dump(path).completions]
 
 
@@ -25,8 +24,8 @@ def test_golden(tmp_path: Path) -> None:
     (found,) = sample(path)
     assert found.token.tolist() == [5, 6, 7]
     assert found.position.tolist() == [0, 1, 2], "from the first token that counts"
-    assert found.verdicts["clipped"].tolist() == [True, False, False]
-    assert found.kinds("kl", 0.05).tolist() == ["right", "passed", "back"]
+    assert found["clipped"].tolist() == [True, False, False]
+    assert kinds(found, "kl", 0.05).tolist() == ["right", "passed", "back"]
     audit = DumpAudit(Rules())
     audit.read(find_dump(path), lambda _: None)
     texts = {5: "a", 6: "b", 7: "c"}
@@ -51,16 +50,5 @@ def test_those_with_the_most_errors_are_kept(tmp_path: Path, monkeypatch: pytest
     # A drift of one size on each token; the seeds 8, 9 and 11 drift furthest.
     lines = [drawn_line(2, step=seed, size=1.0 if seed in (8, 9, 11) else 0.01) for seed in range(12)]
     audit = audit_dump(write_lines(tmp_path / "run.jsonl", lines))
-    assert [tokens.step[0] for _, tokens in audit.completions] == [8, 9, 11]
+    assert [tokens.step.iloc[0] for _, tokens in audit.completions] == [8, 9, 11]
     assert [(length, len(tokens)) for length, tokens in audit.completions] == 3 * [(40, 30)]
-
-
-def test_what_is_kept_does_not_keep_its_batch() -> None:
-    tokens = replace(
-        join_tokens([logged(*(np.full(4, x) for x in (1.0, -1.0, -0.5)))] * 3),
-        verdicts={"clipped": np.zeros(12, dtype=np.bool_)},
-    )
-    kept = Sample(0.05)
-    kept.add(tokens)
-    columns = [column for _, one in kept.completions() for column in (*vars(one).values(), *one.verdicts.values())]
-    assert all(column.base is None for column in columns if isinstance(column, np.ndarray)), "copies, not views"

@@ -1,17 +1,18 @@
 """From rows to numbers and sentences: by hand on four tokens, and as a partition on any."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
+import pandas as pd
 import pytest
 from audit.four_tokens import EXPECTED, RULES, completion
 from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.lab.audit.folder import SCHEMA, AuditFolder, read_audit
-from corral.lab.audit.tally import PROBABILITY, PROBABILITY_NAMES, Summary, audit_table
+from corral.lab.audit.tally import PROBABILITY, PROBABILITY_NAMES, Audit, audit_table
 from corral.lab.audit.tokens import VERDICTS, token_kinds
 from corral.lab.audit.words import clip_range, number, percent, sentences
 
@@ -19,37 +20,37 @@ INFO = {"what": "compared after one update", "rules": {**RULES.as_dict(), "own":
 
 
 @pytest.fixture
-def four(tmp_path: Path) -> Summary:
+def four(tmp_path: Path) -> Audit:
     folder = AuditFolder(tmp_path / "audit")
     folder.begin(INFO)
     folder.add(1, [completion()])
     folder.close()
-    return audit_table(*read_audit(tmp_path / "audit")).summary
+    return audit_table(*read_audit(tmp_path / "audit"))
 
 
 class TestGolden:
     """The four tokens of four_tokens.py: A false alarm, B missed, C right, D on its way back."""
 
-    def test_totals(self, four: Summary) -> None:
+    def test_totals(self, four: Audit) -> None:
         assert (four.tokens, four.sequences, four.steps, four.measure) == (4, 1, 1, "whole")
         assert four.distances["kl"]["mean"] == pytest.approx(sum(EXPECTED["kl"]) / 4, abs=1e-5)
         assert four.distances["tv"]["max"] == pytest.approx(0.24, abs=1e-6)
         assert "mismatch" not in four.distances
 
     @pytest.mark.parametrize("ball", ["kl", "tv"])
-    def test_clipping_against_both_balls(self, four: Summary, ball: str) -> None:
+    def test_clipping_against_both_balls(self, four: Audit, ball: str) -> None:
         found = four.verdicts["clipped"][ball]
         assert (found.blocked_inside, found.blocked_outside, found.passed_inside) == (1, 1, 0)
         assert (found.passed_outside, found.passed_outward) == (2, 1)
 
-    def test_the_others(self, four: Summary) -> None:
+    def test_the_others(self, four: Audit) -> None:
         shares = {name: four.verdicts[name]["share"] for name in VERDICTS}
         assert shares == {"clipped": 0.5, "dppo_binary": 0.25, "dppo_topk": 0.5, "troll": 0.75}
         # DPPO on the sampled token misses B; on its support it misses nothing.
         assert four.verdicts["dppo_binary"]["tv"].passed_outward == 1
         assert four.verdicts["dppo_topk"]["tv"].passed_outward == 0
 
-    def test_buckets(self, four: Summary) -> None:
+    def test_buckets(self, four: Audit) -> None:
         # p_old is .005 for A and .4 for the others, of which C alone is clipped; all but A are projected.
         rare, likely = four.by_probability
         assert (rare["name"], rare["tokens"], rare["clipped"], rare["troll"]) == ("1e-3 … .01", 1, 1.0, 0.0)
@@ -58,16 +59,16 @@ class TestGolden:
         assert likely["tv"] == pytest.approx((0.22 + 0.24 + 0.24) / 3, abs=1e-6)
         assert [(row["name"], row["tokens"]) for row in four.by_sign] == [("negative", 1), ("positive", 3)]
 
-    def test_rare_tokens(self, four: Summary) -> None:
+    def test_rare_tokens(self, four: Audit) -> None:
         assert four.rare == {"tokens": 1, "blocked": 1, "tv": pytest.approx(0.005, abs=1e-6)}
 
-    def test_blocked_tokens(self, four: Summary) -> None:
+    def test_blocked_tokens(self, four: Audit) -> None:
         (row,) = four.blocked_tokens
         assert (row["token"], row["seen"], row["blocked"], row["inside"]) == (0, 4, 2, 1)
         assert row["p_old"] == pytest.approx((0.005 + 0.4) / 2, abs=1e-6)
 
-    def test_sentences(self, four: Summary) -> None:
-        said = sentences(four, INFO)
+    def test_sentences(self, four: Audit) -> None:
+        said = sentences(replace(four, info=INFO))
         assert said[0] == "4 tokens of 1 completion, compared after one update."
         assert said[2] == (
             "On one more update on these completions, clipping (ratio 0.8 … 1.2) would block 50 % of tokens; 50 % of these are "
@@ -105,16 +106,17 @@ class TestGolden:
         ids=["several", "one", "one per batch", "one per batch, off-policy", "not recorded", "another loss"],
     )
     def test_what_clipping_did_is_told_apart_from_what_it_would_do(
-        self, four: Summary, given: dict[str, Any], expected: str
+        self, four: Audit, given: dict[str, Any], expected: str
     ) -> None:
-        said = sentences(four, {**INFO, "kind": "trainer", **given})
+        said = sentences(replace(four, info={**INFO, "kind": "trainer", **given}))
         assert said[2] == expected
         assert said[3].startswith("On one more update on these completions, clipping (ratio 0.8 … 1.2) would block 50 %")
 
-    def test_a_ratio_of_completions_is_trls_of_completions(self, four: Summary) -> None:
+    def test_a_ratio_of_completions_is_trls_of_completions(self, four: Audit) -> None:
         clip = {"name": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}
         made = {"updates": 2, "blocked": 0.1, "trl": 0.2}
-        said = sentences(four, {"kind": "trainer", "updates_made": made, "rules": {**INFO["rules"], "clip": clip}})
+        info = {"kind": "trainer", "updates_made": made, "rules": {**INFO["rules"], "clip": clip}}
+        said = sentences(replace(four, info=info))
         assert said[2].endswith("blocked 10 % of tokens; TRL's own clip ratio, of completions, is 20 %.")
 
 
@@ -167,7 +169,6 @@ class TestMismatch:
         columns = {name: [float(value) for value in np.log(column)] for name, column in (
             ("logp_old", [0.5, 0.5, 0.5, 0.5]), ("logp_rollout", [0.5, 0.6, 0.4, 0.9]))}  # fmt: skip
         rows |= {**columns, "text": ["x"] * 4, **{name: [False] * 4 for name in VERDICTS}}
-        table = pa.table({name: pa.array(rows[name], type=SCHEMA.field(name).type) for name in SCHEMA.names})
-        found = audit_table({"rules": {"kl_bound": 0.05, "tv_bound": 0.2}}, table).summary.distances["mismatch"]
+        found = audit_table({"rules": {"kl_bound": 0.05, "tv_bound": 0.2}}, pd.DataFrame(rows)).distances["mismatch"]
         assert found["mean"] == pytest.approx((0 + 0.1 + 0.1 + 0.4) / 4, abs=1e-6)
         assert found["max"] == pytest.approx(0.4, abs=1e-6)

@@ -8,30 +8,27 @@ import numpy as np
 import pytest
 from audit.dumps import LINE, audit_dump, drawn_line, write_exports, write_lines
 
-from corral.lab.audit.rules import Rules
-from corral.lab.audit.tally import Summary
+from corral.lab.audit.tally import Audit
 from corral.lab.audit.words import sentences
 from corral.validate import RunError
 
-INFO = {"what": "compared", "rules": {**Rules().as_dict()}}
 
-
-def audit(path: Path) -> Summary:
-    return audit_dump(path).summary
+def audit(path: Path) -> Audit:
+    return audit_dump(path)
 
 
 class TestGolden:
     """LINE: p_old = e⁻¹, e⁻², e^−½ and log ρ = ½, 0, −1, with Â = 1."""
 
     @pytest.fixture
-    def three(self, tmp_path: Path) -> Summary:
+    def three(self, tmp_path: Path) -> Audit:
         return audit(write_lines(tmp_path / "run.jsonl", [LINE]))
 
-    def test_effective_samples(self, three: Summary) -> None:
+    def test_effective_samples(self, three: Audit) -> None:
         weights = [math.exp(0.5), 1.0, math.exp(-1)]
         assert three.ess == pytest.approx(sum(weights) ** 2 / (3 * sum(w * w for w in weights)))
 
-    def test_estimates(self, three: Summary) -> None:
+    def test_estimates(self, three: Audit) -> None:
         # k1 = −½, 0, 1; k2 = ⅛, 0, ½; k3 = e^½ − 1 − ½, 0, e⁻¹ − 1 + 1.
         assert three.k1 == pytest.approx(0.5 / 3)
         assert three.distances["k1"]["mean"] == pytest.approx(0.5), "of the absolute values"
@@ -39,21 +36,21 @@ class TestGolden:
         assert three.distances["k3"]["mean"] == pytest.approx((math.exp(0.5) - 1.5 + math.exp(-1)) / 3)
         assert three.distances["tv"]["max"] == pytest.approx(math.exp(-0.5) - math.exp(-1.5))
 
-    def test_divergences_are_lower_bounds_and_said_to_be(self, three: Summary) -> None:
+    def test_divergences_are_lower_bounds_and_said_to_be(self, three: Audit) -> None:
         p, q = math.exp(-0.5), math.exp(-1.0)  # of the first token, new and old
         kl = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
         assert three.distances["kl"]["max"] >= kl
         assert three.measure == "sampled"
-        said = sentences(three, INFO)
-        assert said[0] == "3 tokens of 1 completion in 1 step, compared."
+        said = sentences(three)
+        assert said[0] == "3 tokens of 1 completion in 1 step, compared under the old and the new policy as logged."
         assert "a lower bound of the true one" in said[1]
         # ρ = e^½ > 1.2 with Â > 0 is blocked; e⁻¹ is on its way against its advantage.
         assert "would block 33 % of tokens; 0 % of these are inside the KL ball" in said[2]
         assert "passes" not in said[2]
 
-    def test_no_mismatch_without_a_sampler(self, three: Summary) -> None:
+    def test_no_mismatch_without_a_sampler(self, three: Audit) -> None:
         assert "mismatch" not in three.distances
-        assert any("The sampler reported no log-probs" in sentence for sentence in sentences(three, INFO))
+        assert any("The sampler reported no log-probs" in sentence for sentence in sentences(three))
 
 
 def test_mismatch_and_behaviour(tmp_path: Path) -> None:
@@ -107,11 +104,11 @@ def collapsing(step: int) -> dict[str, Any]:
 def test_the_step_at_which_a_collapse_announces_itself(tmp_path: Path) -> None:
     found = audit(write_lines(tmp_path / "run.jsonl", [collapsing(step) for step in range(1, 12)]))
     assert found.alarms[0]["step"] == 6
-    said = sentences(found, INFO)
+    said = sentences(found)
     assert any(sentence.startswith("At step 6 it announces itself: tr/ess is") for sentence in said)
     calm = audit(write_lines(tmp_path / "calm.jsonl", [collapsing(step) for step in range(1, 6)]))
     assert calm.alarms == []
-    assert "No step shows a sign of collapse in KL, effective samples, entropy or reward." in sentences(calm, INFO)
+    assert "No step shows a sign of collapse in KL, effective samples, entropy or reward." in sentences(calm)
 
 
 def test_what_was_left_out_is_said(tmp_path: Path) -> None:
@@ -121,7 +118,7 @@ def test_what_was_left_out_is_said(tmp_path: Path) -> None:
         "tokens with a log-prob that is null or not finite": 4,
         "trained tokens without an advantage": 4,
     }
-    assert sentences(found, INFO)[-1].startswith("Left out: 4 tokens with a log-prob that is null")
+    assert sentences(found)[-1].startswith("Left out: 4 tokens with a log-prob that is null")
 
 
 @pytest.mark.parametrize("at_once", [1, 1 << 16])
@@ -136,7 +133,7 @@ def test_a_support_brings_the_rules_that_need_it(tmp_path: Path) -> None:
     top = {"top_ids": [[1]] * 4, "top_logp_old": [[-3.0]] * 4, "top_logp_new": [[-2.5]] * 4}
     found = audit(write_lines(tmp_path / "run.jsonl", [{**LINE, **top}]))
     assert found.measure == "support"
-    assert {"dppo_topk_tv", "dppo_topk_kl", "troll"} <= {row.family for row in found.thresholds}
+    assert {"dppo_topk_tv", "dppo_topk_kl", "troll"} <= {row.rule.name for row in found.thresholds}
 
 
 def test_steps_are_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,9 @@
 """Which threshold? By hand on the four tokens, and every rule against the objective that it stands for."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from audit.dumps import logged
@@ -12,24 +12,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corral.lab.audit.measure import measure
-from corral.lab.audit.threshold import FAMILIES, Ball, Threshold, ThresholdTally, fewest_errors, outside_range
-from corral.lab.audit.tokens import Tokens, audit_tokens, join_tokens
+from corral.lab.audit.threshold import FAMILIES, Ball, Threshold, ThresholdTally, fewest_errors, range_rule
+from corral.lab.audit.tokens import make_tokens
 from corral.objective import make_objective
 from corral.tensors import TokenBatch
 
 BY_NAME = {family.name: family for family in FAMILIES}
 
 
-def four_tokens() -> Tokens:
+def four_tokens() -> pd.DataFrame:
     found = {name: column.numpy() for name, column in measure(TOKENS, OLD, NEW, ADVANTAGES, RULES).items()}
-    fixed = {name: np.ones(4, dtype=np.int64) for name in ("update", "sequence", "position")}
-    return audit_tokens({**found, **fixed, "token": TOKENS.numpy(), "advantage": ADVANTAGES.numpy()})
+    fixed = dict.fromkeys(("step", "sequence", "position", "token"), 1)
+    return make_tokens(pd.DataFrame({**found, **fixed, "support_tv": found["tv_topk"], "advantage": ADVANTAGES.numpy()}))
 
 
-def rows_of(tokens: Tokens) -> dict[tuple[str, float], Threshold]:
+def rows_of(tokens: pd.DataFrame) -> dict[tuple[str, float], Threshold]:
     tally = ThresholdTally(kl_bound=0.05, tv_bound=0.2)
     tally.add(tokens)
-    return {(row.family, row.bound): row for row in tally.rows()}
+    return {(row.rule.name, row.bound): row for row in tally.rows()}
 
 
 class TestGolden:
@@ -63,13 +63,13 @@ class TestGolden:
         assert families == BY_NAME.keys() - {"gspo", "dppo_topk_kl"}
 
     def test_fewest_errors(self) -> None:
-        best = fewest_errors(list(rows_of(four_tokens()).values()))
+        best = {row.rule.name: row for row in fewest_errors(list(rows_of(four_tokens()).values()))}
         assert best["clip"].bound == 0.1, "one error; .05 has as many and is tighter"
-        assert best["dppo_tv"].errors == 0
+        assert best["dppo_tv"].kl.errors == 0
 
 
 @st.composite
-def drawn(draw: st.DrawFn) -> list[Tokens]:
+def drawn(draw: st.DrawFn) -> list[pd.DataFrame]:
     rng = np.random.default_rng(draw(st.integers(0, 10**6)))
     completions = []
     for _ in range(draw(st.integers(1, 4))):
@@ -107,7 +107,7 @@ def padded(columns: list[np.ndarray]) -> torch.Tensor:
 @pytest.mark.parametrize("family", [name for name in BY_NAME if "topk" not in name and name != "troll"])
 @given(completions=drawn(), data=st.data())
 @settings(max_examples=15)
-def test_rules_are_the_objectives(family: str, completions: list[Tokens], data: st.DataObject) -> None:
+def test_rules_are_the_objectives(family: str, completions: list[pd.DataFrame], data: st.DataObject) -> None:
     bound = data.draw(st.sampled_from(BY_NAME[family].bounds))
     name, config = objective_of(family, bound)
     # DPPO is anchored on the sampler where it reported, everything else on the old policy.
@@ -118,15 +118,15 @@ def test_rules_are_the_objectives(family: str, completions: list[Tokens], data: 
     mask = ~old.isnan()
     acted = make_objective(name, **config)(TokenBatch(new, old, advantages, mask)).acted
     assert acted is not None
-    score = BY_NAME[family].score(join_tokens(completions))
+    score = BY_NAME[family].score(pd.concat(completions, ignore_index=True))
     sure = np.abs(score - bound) > 1e-9
     assert ((score > bound) == acted[mask].numpy())[sure].all()
 
 
 @given(completions=drawn())
 @settings(max_examples=20)
-def test_every_row_is_a_partition(completions: list[Tokens]) -> None:
-    tokens = join_tokens(completions)
+def test_every_row_is_a_partition(completions: list[pd.DataFrame]) -> None:
+    tokens = pd.concat(completions, ignore_index=True)
     outward = (tokens.logp_new - tokens.logp_old) * tokens.advantage > 0
     rows = rows_of(tokens)
     for (family, bound), row in rows.items():
@@ -142,15 +142,15 @@ def test_every_row_is_a_partition(completions: list[Tokens]) -> None:
             )
             assert ball.tokens == len(tokens)
     for family in {family for family, _ in rows}:
-        shares = [row.share for row in rows.values() if row.family == family]
+        shares = [row.kl.share for row in rows.values() if row.rule.name == family]
         assert shares == sorted(shares, reverse=True), "a wider bound blocks no more"
 
 
 @given(completions=drawn())
 @settings(max_examples=10)
-def test_the_audited_range_is_clipping(completions: list[Tokens]) -> None:
-    tokens = join_tokens(completions)
+def test_the_audited_range_is_clipping(completions: list[pd.DataFrame]) -> None:
+    tokens = pd.concat(completions, ignore_index=True)
     tally = ThresholdTally(0.05, 0.2)
-    tally.add(replace(tokens, verdicts={"clipped": outside_range(tokens, 0.2, 0.2)}))
-    clip = next(row for row in tally.rows() if (row.family, row.bound) == ("clip", 0.2))
-    assert tally.verdict("clipped") == {"kl": clip.kl, "tv": clip.tv}
+    tally.add(tokens.assign(clipped=range_rule(0.2, 0.2).score(tokens) > 0))
+    clip = next(row for row in tally.rows() if (row.rule.name, row.bound) == ("clip", 0.2))
+    assert tally.balls("clipped acts") == (clip.kl, clip.tv)

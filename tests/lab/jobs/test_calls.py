@@ -174,7 +174,7 @@ def test_a_run_with_tools_is_evaluated_and_audited_with_them(model: str, tmp_pat
     )
     from corral.lab.audit.folder import read_audit
 
-    columns = read_audit(audited)[1].to_pydict()
+    columns = read_audit(audited)[1].to_dict("list")
     assert not any("tool_response" in text or "im_start" in text for text in columns["text"]), "what TRL masks is not judged"
     assert any(after > before + 1 for before, after in zip(columns["position"], columns["position"][1:], strict=False))
 

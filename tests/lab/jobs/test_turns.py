@@ -90,7 +90,7 @@ def test_a_run_with_a_tool(model: str, tmp_path: Path, objective: str) -> None:
         page = audit_run(
             done.path, EvalSettings(model="", tool=settings.tool, problems=4, samples=2), Rules(), tmp_path / "audit", print
         )
-        assert "!" not in read_audit(page)[1]["text"].to_pylist(), "what the tool wrote is not judged"
+        assert "!" not in read_audit(page)[1]["text"].tolist(), "what the tool wrote is not judged"
 
 
 def test_the_recipe_is_what_it_says() -> None:

@@ -12,9 +12,10 @@ from audit.four_tokens import RULES, completion
 
 from corral.lab.audit.folder import AuditFolder, read_audit
 from corral.lab.audit.measure import measure
-from corral.lab.audit.page import audit_page, render_token, write_page
+from corral.lab.audit.page import audit_page, write_page
 from corral.lab.audit.rules import Rules
 from corral.lab.audit.tally import audit_table
+from corral.lab.audit.words import render_token
 from corral.objective import make_objective
 from corral.validate import RunError
 

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
@@ -24,7 +23,6 @@ from corral.lab.audit.folder import AuditFolder, MicroBatch
 from corral.lab.audit.measure import measure
 from corral.lab.audit.rules import CLIPPING, Rules
 from corral.lab.audit.scoring import AuditedCompletion, choose_completions, logp_at
-from corral.lab.audit.tokens import token_kinds
 from corral.objective import Objective, make_objective
 from corral.tensors import TokenBatch
 from corral.trl.api import steps_per_batch
@@ -310,18 +308,17 @@ class AuditCallback(TrainerCallback):
         self.folder.add(update, completions)
         if self.alert_above is None:
             return
-        columns = {
-            name: np.concatenate([one[name].numpy() for one in completions])
-            for name in ("clipped", "kl", "logp_new", "logp_old", "advantage")
-        }
-        outward = (columns["logp_new"] - columns["logp_old"]) * columns["advantage"] > 0
-        kinds = token_kinds(columns["clipped"], columns["kl"] > self.rules.kl_bound, outward)
-        share = 100 * float(np.isin(kinds, ("false", "missed")).mean())
+        clipped, kl, new, old, advantage = (
+            torch.cat([one[name] for one in completions]) for name in ("clipped", "kl", "logp_new", "logp_old", "advantage")
+        )
+        outside = kl > self.rules.kl_bound
+        false, missed = clipped & ~outside, ~clipped & outside & ((new - old) * advantage > 0)
+        share = 100 * float((false | missed).float().mean())
         if share > self.alert_above:
             _send_alert(
                 f"clipping would be wrong about {share:.2g} % of the audited tokens",
-                f"On one more update after update {update}, {(kinds == 'false').sum()} of {len(kinds)} would be blocked inside "
-                f"the KL ball of {self.rules.kl_bound:g}, and {(kinds == 'missed').sum()} missed outside it. corral audit "
+                f"On one more update after update {update}, {int(false.sum())} of {len(kl)} would be blocked inside "
+                f"the KL ball of {self.rules.kl_bound:g}, and {int(missed.sum())} missed outside it. corral audit "
                 f"{self.folder.path}",
             )
 

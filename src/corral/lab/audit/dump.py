@@ -6,17 +6,19 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import NoneType
+from reprlib import repr as short
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from pyarrow.types import is_boolean, is_floating, is_integer, is_null
 
 from corral.divergence import categorical_kl, categorical_tv
 from corral.lab.audit.folder import NothingYet
-from corral.lab.audit.tokens import Bools, Floats, Ints, Tokens, make_tokens, sampled_kl, sampled_tv
+from corral.lab.audit.tokens import Bools, Floats, Ints, make_tokens, sampled_kl, sampled_tv
 from corral.lab.run.text import count
 from corral.validate import RunError
 
@@ -35,7 +37,7 @@ class DumpRecord:
     def __init__(self, content: Any, where: str) -> None:
         self.where = where
         if not isinstance(content, dict):
-            raise self.error(f"should be a JSON object with the fields of one completion; it is {_kind(content)}.")
+            raise self.error(f"should be a JSON object with the fields of one completion; got {short(content)}.")
         self.content: Mapping[str, Any] = content
 
     def error(self, sentence: str) -> RunError:
@@ -46,26 +48,30 @@ class DumpRecord:
         """Return True if a field exists and is not null."""
         return self.content.get(name) is not None
 
-    def items(self, name: str, length: int | None, what: str, *types: type) -> list[Any]:
-        """A list with one entry per token, each of one of these types."""
+    def items(self, name: str, length: int | None) -> list[Any]:
+        """A list with one entry per token."""
         value = self.content.get(name)
         if not isinstance(value, list):
-            found = "it is missing" if name not in self.content else f"it is {_kind(value)}"
+            found = f"got {short(value)}" if name in self.content else "it is missing"
             raise self.error(f"`{name}` should be a list with one entry per token; {found}.")
         if length is not None and len(value) != length:
             raise self.error(f"`{name}` has {len(value)} entries and the completion {length} tokens. Was one shifted twice?")
-        if not set(map(type, value)) <= set(types):
-            place = next(index for index, item in enumerate(value) if type(item) not in types)
-            raise self.error(f"`{name}` should hold {what}; at token {place} it holds {_short(value[place])}.")
         return value
+
+    def column(self, name: str, length: int | None, what: str, *kinds: Callable[[pa.DataType], bool]) -> Floats:
+        """A list with one entry of these kinds per token, as numbers; NaN for null."""
+        values = self.items(name, length)
+        try:
+            found = pa.array(values, from_pandas=True)
+        except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
+            raise self.error(f"`{name}` should hold {what}. {str(error)[:200]}") from None
+        if not any(is_kind(found.type) for is_kind in (is_null, *kinds)):
+            raise self.error(f"`{name}` should hold {what}; it holds {str(found.type).partition('<')[0]} values.")
+        return np.array(found.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False))
 
     def numbers(self, name: str, length: int | None = None) -> Floats:
         """A list of numbers, with NaN for null, NaN and numbers too large for a sum."""
-        values = self.items(name, length, "numbers", float, int, NoneType)
-        try:
-            found = np.array(values, dtype=np.float64)  # null becomes NaN
-        except OverflowError:
-            raise self.error(f"`{name}` holds an integer that no floating-point number can hold.") from None
+        found = self.column(name, length, "numbers", is_floating, is_integer)
         found[np.abs(found) > _LARGEST] = np.nan
         return found
 
@@ -83,43 +89,37 @@ class DumpRecord:
 
     def ids(self, name: str, length: int | None = None) -> Ints:
         """Token ids."""
-        values = self.items(name, length, "token ids, whole numbers", int)
-        wrong = next((value for value in values if not -1 <= value <= _LARGEST_ID), None)
-        if wrong is not None:
-            raise self.error(f"`{name}` holds {_short(wrong)}, which is no token id.")
-        return np.array(values, dtype=np.int64)
+        found = self.column(name, length, "token ids, whole numbers", is_integer)
+        if not ((found >= -1) & (found <= _LARGEST_ID)).all():
+            raise self.error(f"`{name}` should hold token ids, from -1 to {_LARGEST_ID}; got {short(self.content[name])}.")
+        return found.astype(np.int64)
 
     def flags(self, name: str, length: int | None = None) -> Bools:
         """A mask of true and false or 1 and 0; null is false."""
-        values = self.items(name, length, "true and false, or 1 and 0", bool, int, float, NoneType)
-        wrong = [value for value in values if value not in (0, 1, None)]
-        if wrong:
-            raise self.error(f"`{name}` holds {_short(wrong[0])}; a mask holds true and false, or 1 and 0.")
-        return np.array(values, dtype=np.bool_)
+        found = np.nan_to_num(self.column(name, length, "true and false, or 1 and 0", is_boolean, is_integer, is_floating))
+        if not np.isin(found, (0, 1)).all():
+            raise self.error(f"`{name}` should hold true and false, or 1 and 0; got {short(self.content[name])}.")
+        return found.astype(np.bool_)
 
     def credit(self, name: str, length: int | None = None) -> Floats:
         """Advantages per token, from a list or from a number for all tokens."""
         if isinstance(self.content.get(name), list) or length is None:
             return self.numbers(name, length)
-        value = self.number(name)
-        if value is None:
+        if np.isnan(value := self.number(name)):
             raise self.error(f"`{name}` should be a number, or a list with one per token.")
         return np.full(length, value)
 
     def table(self, name: str, length: int) -> Floats:
         """A list of equally long lists of numbers, [length, K]."""
-        lines = self.items(name, length, "one list per token", list)
-        if len(set(map(len, lines))) != 1 or not lines[0]:
+        lines = self.items(name, length)
+        if not all(isinstance(line, list) for line in lines) or len(set(map(len, lines))) != 1 or not lines[0]:
             raise self.error(f"`{name}` should hold one list per token, all equally long.")
         flat = DumpRecord({name: [value for line in lines for value in line]}, self.where)
         return flat.numbers(name).reshape(length, -1)
 
-    def number(self, name: str) -> float | None:
-        """A number, or None if it is missing, null or not finite."""
-        if not self.has(name):
-            return None
-        found = DumpRecord({name: [self.content[name]]}, self.where).numbers(name)[0]
-        return None if np.isnan(found) else float(found)
+    def number(self, name: str) -> float:
+        """A number, or NaN if it is missing, null or not finite."""
+        return float(DumpRecord({name: [self.content.get(name)]}, self.where).numbers(name)[0])
 
     def whole(self, name: str, default: int | None = None) -> int | None:
         """An integer of at most 18 digits."""
@@ -127,28 +127,15 @@ class DumpRecord:
         if value is None:
             return default
         if type(value) is not int or abs(value) >= 10**18:
-            raise self.error(f"`{name}` is a whole number; got {_short(value)}.")
+            raise self.error(f"`{name}` is a whole number; got {short(value)}.")
         return value
 
     def text(self, name: str) -> str:
         """A text."""
         value = self.content.get(name)
         if not isinstance(value, str):
-            raise self.error(f"`{name}` is a text; got {_short(value)}.")
+            raise self.error(f"`{name}` is a text; got {short(value)}.")
         return value
-
-
-def _kind(value: Any) -> str:
-    kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false", int: "a number", float: "a number"}
-    return kinds.get(type(value), "null")
-
-
-def _short(value: Any) -> str:
-    """A value from a file, shortened and safe for a terminal."""
-    if isinstance(value, dict | list):
-        return _kind(value)
-    text = repr(value) if not isinstance(value, int) or abs(value) < 10**30 else "a number with more than 30 digits"
-    return text if len(text) <= 40 else f"{text[:40]}…"
 
 
 _TAIL_FLOOR = 1e-8
@@ -237,15 +224,11 @@ def read_lines(
                 where = f"{path}, line {place.lines}"
                 try:
                     content = json.loads(data)
-                except RecursionError:
-                    raise RunError(f"{where}: is nested too deeply to be a completion.") from None
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     if not data.endswith(b"\n"):
                         note("unfinished last lines")
                         return
-                    digits = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else "a number has too many digits"
-                    reason = error if isinstance(error, json.JSONDecodeError) else digits
-                    raise RunError(f"{where}: is no JSON ({reason}).") from None
+                    raise RunError(f"{where}: is no JSON ({error}).") from None
                 yield DumpRecord(content, where)
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror}.") from error
@@ -282,12 +265,12 @@ def _read_prime_rl(record: DumpRecord, names: Mapping[str, str]) -> Columns:
     found = _read_columns(record, names)
     length = len(found["token"])
     if record.has("losses"):  # losses other than RL's share the mask: only tokens of RL's loss have advantages
-        channels = [entry.get("rl") for entry in record.items("losses", length, "objects", dict)]
+        channels = [entry.get("rl") if isinstance(entry, dict) else None for entry in record.items("losses", length)]
         found["mask"] &= np.array([isinstance(channel, dict) and channel.get("mask") is True for channel in channels], bool)
     rewards = record.numbers("rewards", length)[found["mask"]] if record.has("rewards") else np.empty(0)
     rewards = rewards[~np.isnan(rewards)]
     step = record.whole("export_step", found["step"])
-    return {**found, "step": step, "reward": float(rewards[0]) if len(rewards) else None}
+    return {**found, "step": step, "reward": rewards[0] if len(rewards) else np.nan}
 
 
 def _read_open_instruct(record: DumpRecord, names: Mapping[str, str]) -> Columns:
@@ -317,8 +300,13 @@ def _read_slime(record: DumpRecord, names: Mapping[str, str]) -> Columns:
 _SLIME_FIELDS = ("tokens", "response_lengths", "loss_masks", "advantages", "log_probs", "rollout_log_probs")
 
 
-def read_samples(path: Path) -> Iterator[DumpRecord]:
+def read_samples(path: Path, progress: Callable[[int], object], place: FilePlace, *, growing: bool) -> Iterator[DumpRecord]:
     """Samples of a slime file in the flat form (`samples`) or the older form (`rollout_data`). No code in it is run."""
+    before, place.size = place.size, path.stat().st_size
+    if place.bytes or (growing and before != place.size):
+        return
+    progress(place.size)
+    place.bytes = place.size
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
@@ -397,7 +385,9 @@ FORMATS = {
         {"mask": "loss_masks?", "advantage": "advantages", "logp_old": "rollout_log_probs", "logp_new": "log_probs"},
         lines=False,
     ),
-    "trl": Format(_RESCORED, lines=False),
+    "trl": Format(
+        _RESCORED, fields={"prompt": "prompt", "completion": "completion", "advantage": "advantage"}, lines=False
+    ),
 }  # fmt: skip
 """Formats by name; the first format that fits a file's first line is chosen."""
 
@@ -490,7 +480,7 @@ def read_completions(
     places: dict[Path, FilePlace] | None = None,
     *,
     growing: bool = False,
-) -> Iterator[Tokens]:
+) -> Iterator[pd.DataFrame]:
     """Tokens of each completion of a dump that can be audited; `progress` and `growing` have the meaning of `read_lines`.
 
     Args:
@@ -502,19 +492,15 @@ def read_completions(
     for path in dump.files:
         place = places.setdefault(path, FilePlace())
         if form.lines:
-            for record in read_lines(path, progress, note, place, growing=growing):
-                yield auditable(form.read(record, form.fields), note)
-        elif not place.bytes:
-            before, place.size = place.size, path.stat().st_size
-            if growing and before != place.size:
-                continue
-            for record in read_samples(path):
-                yield auditable(form.read(record, form.fields), note)
-            progress(place.size)
-            place.bytes = place.size
+            records = read_lines(path, progress, note, place, growing=growing)
+        else:
+            records = read_samples(path, progress, place, growing=growing)
+        for record in records:
+            if len(tokens := auditable(form.read(record, form.fields), note)):
+                yield tokens
 
 
-def auditable(found: Columns, note: Note) -> Tokens:
+def auditable(found: Columns, note: Note) -> pd.DataFrame:
     """The unmasked tokens with finite log-probs and an advantage. Masked tokens may hold any values."""
     mask, credited = found["mask"], ~np.isnan(found["advantage"])
     finite = ~(np.isnan(found["logp_old"]) | np.isnan(found["logp_new"]))
@@ -528,54 +514,33 @@ def auditable(found: Columns, note: Note) -> Tokens:
             note(reason, int(lost.sum()))
     columns = {name: value[..., kept] if isinstance(value, np.ndarray) else value for name, value in found.items()}
     old, new, places = columns["logp_old"], columns["logp_new"], np.flatnonzero(kept)
-    far = (sampled_kl(new, old), np.nan, sampled_tv(new, old))
-    kl, kl_old_new, tv = columns.get("support", far)
+    if (support := columns.pop("support", None)) is not None:
+        columns |= dict(zip(("kl", "support_kl_old_new", "tv"), support, strict=True)) | {"support_tv": support[-1]}
+    else:
+        columns |= {"kl": sampled_kl(new, old), "tv": sampled_tv(new, old)}
     reward = np.full(len(places), np.nan)
-    reward[:1] = np.nan if found.get("reward") is None else found["reward"]
-    derived = {"sequence": 0, "position": places - places[:1], "reward": reward, "kl": kl, "tv": tv}
-    derived |= {"sequence_log_ratio": (new - old).sum() / max(len(places), 1), "support_kl_old_new": kl_old_new}
-    if "support" in columns:
-        derived["support_tv"] = tv
-    return make_tokens("support" if "support" in columns else "sampled", {**columns, **derived})
+    reward[:1] = columns.get("reward", np.nan)
+    more = {"sequence": 0, "position": places - places[:1], "reward": reward}
+    more["sequence_log_ratio"] = (new - old).sum() / max(len(places), 1)
+    return make_tokens(pd.DataFrame({**columns, **more}))
 
 
-_ROWS = 256
-"""Rows of a parquet file read at a time."""
+def read_texts(dump: Dump, progress: Callable[[int], object], note: Note) -> Iterator[dict[str, Any]]:
+    """Completions that were logged as text; `progress` and `note` have the meaning of `read_lines`.
 
-
-@dataclass(frozen=True)
-class TextCompletion:
-    """A completion logged as text, without special tokens and without a mask of the sampled tokens."""
-
-    step: int
-    prompt: str | tuple[tuple[str, str], ...]
-    """A text, or messages as pairs of role and content."""
-    completion: str
-    reward: float | None
-    advantage: float | None
-    """Advantage; None to compute it from the rewards of completions with an equal prompt and step."""
-
-
-def read_texts(dump: Dump, progress: Callable[[int], object], note: Note) -> Iterator[TextCompletion]:
-    """Completions of a dump of texts, read one at a time; `progress` and `note` have the meaning of `read_lines`."""
+    Each has its `step`, a `prompt` (a text, or messages as pairs of role and content), a `completion` without special tokens,
+    and a `reward` or an `advantage`.
+    """
+    form = FORMATS[dump.format]
+    prompt, completion, (column, number) = form.fields["prompt"], form.fields["completion"], [*form.fields.items()][-1]
     for path in dump.files:
-        if dump.format == "verl":
-            for record in read_lines(path, progress, note):
-                score = record.number("score")
-                if score is None:
-                    raise record.error("`score` is a number.")
-                step = record.whole("step", 0) or 0
-                yield TextCompletion(step, record.text("input"), record.text("output"), score, None)
-            continue
-        for record in _parquet_rows(path):
-            advantage = record.number("advantage")
-            if advantage is None:
-                raise record.error("`advantage` is a number. TRL logs it with log_completions=True.")
-            prompt, completion = (_messages(record, name) for name in ("prompt", "completion"))
-            if not isinstance(completion, str):
-                completion = "".join(content for role, content in completion if role == "assistant")
-            yield TextCompletion(record.whole("step", 0) or 0, prompt, completion, None, advantage)
-        progress(path.stat().st_size)
+        for record in read_lines(path, progress, note) if form.lines else _parquet_rows(path, progress):
+            if np.isnan(credit := record.number(number)):
+                raise record.error(f"`{number}` is a number. TRL logs `advantage` with log_completions=True.")
+            said = _messages(record, completion)
+            if not isinstance(said, str):
+                said = "".join(content for role, content in said if role == "assistant")
+            yield {"step": record.whole("step", 0), "prompt": _messages(record, prompt), "completion": said, column: credit}
 
 
 def _messages(record: DumpRecord, name: str) -> str | tuple[tuple[str, str], ...]:
@@ -586,15 +551,13 @@ def _messages(record: DumpRecord, name: str) -> str | tuple[tuple[str, str], ...
     return tuple((message.text("role"), message.text("content")) for message in messages)
 
 
-def _parquet_rows(path: Path) -> Iterator[DumpRecord]:
+def _parquet_rows(path: Path, progress: Callable[[int], object]) -> Iterator[DumpRecord]:
     try:
-        with pq.ParquetFile(path) as file:
-            number = 0
-            for batch in file.iter_batches(_ROWS):
-                for row in batch.to_pylist():
-                    number += 1
-                    if isinstance(step := row.get("step"), str) and step.isdecimal() and len(step) < 10:
-                        row["step"] = int(step)  # a text in some releases of TRL
-                    yield DumpRecord(row, f"{path}, row {number}")
+        rows = pq.ParquetFile(path).read().to_pylist()
     except (OSError, pa.ArrowException) as error:
         raise RunError(f"{path} cannot be read as parquet: {str(error).splitlines()[0]}") from error
+    progress(path.stat().st_size)
+    for number, row in enumerate(rows, 1):
+        if isinstance(step := row.get("step"), str) and step.isdecimal() and len(step) < 10:
+            row["step"] = int(step)  # a text in some releases of TRL
+        yield DumpRecord(row, f"{path}, row {number}")

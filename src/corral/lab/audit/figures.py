@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from corral.lab.audit.tally import Row
 from corral.lab.audit.threshold import Threshold
-from corral.lab.audit.tokens import Tokens
+from corral.lab.audit.tokens import kinds
 from corral.lab.audit.words import number, percent
 from corral.lab.report.looks import Look, assign_looks
 from corral.lab.run.text import count
@@ -105,12 +106,12 @@ def threshold_chart(rows: Sequence[Threshold], kl_bound: float, *, certain: bool
     """Share of tokens blocked inside the KL ball (across) against the share missed (up), with a curve for each rule."""
 
     def point(row: Threshold) -> Row:
-        said = f"{row.title}, {row.symbol} = {row.bound:g}: would block {percent(row.share)}, {percent(row.kl.wrong)} of all "
-        said += f"tokens inside the ball, and miss {percent(row.kl.missed)}"
-        name = f"{row.bound:g}" if row.default or row.family == "clip" else None
+        said = f"{row.rule.title}, {row.rule.symbol} = {row.bound:g}: would block {percent(row.kl.share)}, "
+        said += f"{percent(row.kl.wrong)} of all tokens inside the ball, and miss {percent(row.kl.missed)}"
+        name = f"{row.bound:g}" if row.default or row.rule.name == "clip" else None
         return {"x": row.kl.wrong, "y": row.kl.missed, "said": said, "hollow": not row.default, "name": name}
 
-    drawn = {name: own for name in _OBJECTIVES if (own := [row for row in rows if row.family == name])}
+    drawn = {name: own for name in _OBJECTIVES if (own := [row for row in rows if row.rule.name == name])}
     return {
         "title": "Two ways to be wrong",
         "caption": (
@@ -120,7 +121,7 @@ def threshold_chart(rows: Sequence[Threshold], kl_bound: float, *, certain: bool
         "height": 400,
         "x": {"title": "blocked inside the KL ball", "scale": "root"},
         "y": {"title": "missed outside it", "scale": "root"},
-        "series": [_series(own[0].title, LOOKS[name], [*map(point, own)], line=True) for name, own in drawn.items()],
+        "series": [_series(own[0].rule.title, LOOKS[name], [*map(point, own)], line=True) for name, own in drawn.items()],
     }
 
 
@@ -163,34 +164,28 @@ def step_chart(
     }
 
 
-def ratio_chart(tokens: Tokens, rules: Mapping[str, Any]) -> Row:
+def ratio_chart(tokens: pd.DataFrame, rules: Mapping[str, Any]) -> Row:
     """2-d histogram: ratio of the sampled token, across, against the true TV, up. The clip range is in the middle."""
-    log_ratio = np.nan_to_num(tokens.logp_new.clip(-80, 0) - tokens.logp_old.clip(-80, 0))
+    log_ratio = tokens["logp_new"].clip(-80, 0) - tokens["logp_old"].clip(-80, 0)
     edges = clip_edges(rules["clip"])
     # The visible part has 99.5 % of the tokens, within three to twelve clip ranges.
     ends = [math.log(max(edge, 1e-3)) for edge in edges] or [-0.2, 0.2]
     middle, half = (ends[0] + ends[1]) / 2, (ends[1] - ends[0]) / 2
-    reach = min(max(float(np.quantile(np.abs(log_ratio - middle), 0.995)), 3 * half), 12 * half)
+    reach = min(max(float((log_ratio - middle).abs().quantile(0.995)), 3 * half), 12 * half)
     across = (log_ratio - middle + reach) / (2 * reach)
-    up = 1 - np.log10(tokens.tv.clip(_LOWEST_TV, 1)) / math.log10(_LOWEST_TV)
-    columns, rows = (
-        (share.clip(0, 1) * most).astype(int).clip(0, most - 1) for share, most in ((across, _COLUMNS), (up, _ROWS))
-    )
-    kinds, names = tokens.kinds("tv", rules["tv_bound"]), [*REGIONS]
-    counts = np.zeros((_COLUMNS, _ROWS, len(names)), dtype=int)
-    np.add.at(counts, (columns, rows, np.array([names.index(kind) for kind in kinds.tolist()])), 1)
-    totals = counts.sum(-1)
-    cells = []
-    for column, row in np.argwhere(totals).tolist():
-        here = dict(zip(names, counts[column, row].tolist(), strict=True))
-        cells.append(
-            {
-                "place": [column, row],
-                "share": 0.3 + 0.7 * math.log1p(totals[column, row]) / math.log1p(totals.max()),
-                "kind": REGIONS[max(names, key=lambda kind: here[kind])][0],
-                "said": "; ".join(f"{here[kind]:,} {words}" for kind, (_, words) in REGIONS.items() if here[kind]),
-            }
-        )
+    up = 1 - np.log10(tokens["tv"].clip(_LOWEST_TV, 1)) / math.log10(_LOWEST_TV)
+    column, row = ((share.clip(0, 1) * most).astype(int).clip(0, most - 1) for share, most in ((across, _COLUMNS), (up, _ROWS)))
+    counts = pd.crosstab([column, row], kinds(tokens, "tv", rules["tv_bound"])).reindex(columns=[*REGIONS], fill_value=0)
+    most = counts.to_numpy().sum(1).max()
+    cells = [
+        {
+            "place": [*place],
+            "share": 0.3 + 0.7 * math.log1p(here.sum()) / math.log1p(most),
+            "kind": REGIONS[here.idxmax()][0],
+            "said": "; ".join(f"{here[kind]:,} {words}" for kind, (_, words) in REGIONS.items() if here[kind]),
+        }
+        for place, here in counts.iterrows()
+    ]
     return {
         "title": "What clipping sees, and what happened",
         "caption": (

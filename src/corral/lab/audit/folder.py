@@ -4,10 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pandas as pd
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 from torch import Tensor
 
 from corral.lab.audit.rules import read_rules
@@ -96,12 +95,11 @@ class AuditFolder(LockedFolder):
 
     def add(self, update: int, completions: Sequence[Mapping[str, Any]]) -> None:
         """Write the tokens of completions measured after `update` updates into a file of their own."""
-        parts = []
+        frames = []
         for sequence, columns in enumerate(completions):
-            count = len(columns["token"])
-            fixed = {"update": [update] * count, "sequence": [sequence] * count}
-            parts.append(pa.table({name: _array(name, {**columns, **fixed}[name]) for name in SCHEMA.names}, schema=SCHEMA))
-        rows = pa.concat_tables(parts)
+            arrays = {name: one.numpy() if isinstance(one, Tensor) else one for name, one in columns.items()}
+            frames.append(pd.DataFrame({**arrays, "update": update, "sequence": sequence}))
+        rows = pa.Table.from_pandas(pd.concat(frames), SCHEMA, preserve_index=False)  # NaN becomes null
         write_whole(self.table / f"update-{update:08d}.parquet", lambda beside: pq.write_table(rows, beside))
 
     def fill(self, info: Mapping[str, Any], found: Mapping[int, Sequence[Mapping[str, Any]]]) -> Path:
@@ -116,11 +114,11 @@ class AuditFolder(LockedFolder):
 
     def add_updates(self, update: int, made: Sequence[MicroBatch]) -> None:
         """Write the micro-batches of updates up to this update into a file of their own."""
-        rows = pa.table([list(column) for column in zip(*made, strict=True)], schema=UPDATES_SCHEMA)
+        rows = pa.Table.from_pandas(pd.DataFrame(made), UPDATES_SCHEMA, preserve_index=False)
         write_whole(self.updates / f"update-{update:08d}.parquet", lambda beside: pq.write_table(rows, beside))
 
 
-def read_audit(path: Path) -> tuple[dict[str, Any], pa.Table]:
+def read_audit(path: Path) -> tuple[dict[str, Any], pd.DataFrame]:
     """The content of audit.json, and all rows in the order of updates, completions and positions.
 
     Two keys are added: `left_out`, the number of rows that are not whole, by reason, and `updates_made`, what clipping did in
@@ -130,79 +128,59 @@ def read_audit(path: Path) -> tuple[dict[str, Any], pa.Table]:
     if not path.is_dir() or not folder.info.is_file():
         raise RunError(f"{path} holds no audit: it has no audit.json.")
     info = _read_info(folder.info)
-    try:
-        for part in folder.table.iterdir() if folder.table.is_dir() else (folder.table,):
-            require_regular(part)
-        table = pq.read_table(folder.table) if folder.table.exists() else SCHEMA.empty_table()
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise RunError(f"{folder.table} cannot be read: {str(error).splitlines()[0]}") from error
-    if not len(table):
+    rows = _read_rows(folder.table, SCHEMA)
+    if rows.empty:
         raise NothingYet(
             f"the audit in {path} has no tokens yet: it is filled after the updates on the first batch of rollouts."
         )
-    missing = [name for name in SCHEMA.names if name not in table.column_names]
-    if missing:
-        raise RunError(f"{folder.table} has no column {', '.join(missing)}. Was it made by another version of corral?")
-    try:
-        table = table.select(SCHEMA.names).cast(SCHEMA)
-    except pa.ArrowException as error:
-        raise RunError(f"{folder.table} is not what an audit writes: {str(error).splitlines()[0]}") from error
-    whole = table.filter(_is_whole(table))
-    if not len(whole):
+    whole = rows[rows.drop(columns="logp_rollout").notna().all(axis=1)]  # infinities are numbers
+    if whole.empty:
         raise RunError(
             f"{folder.table} has no token with a number in every column, as audits write them: there is nothing to show."
         )
     _refuse_impossible(whole, folder.table)
-    damaged = len(table) - len(whole)
+    damaged = len(rows) - len(whole)
     info["left_out"] = {"tokens without a number in every column": damaged} if damaged else {}
-    info["updates_made"] = _read_updates(folder.updates)
+    info["updates_made"] = _count_updates(_read_rows(folder.updates, UPDATES_SCHEMA), folder.updates)
     info.setdefault("one_update_per_batch", None)
-    return info, whole.sort_by([(name, "ascending") for name in ("update", "sequence", "position")])
+    types = {field.name: field.type.to_pandas_dtype() for field in SCHEMA}  # a column with a null had another one
+    return info, whole.astype(types).sort_values(["update", "sequence", "position"], kind="stable", ignore_index=True)
 
 
-def table_columns(table: pa.Table) -> dict[str, NDArray[Any]]:
-    """NumPy columns of an audit's rows, with NaN for null."""
-    return {name: table[name].to_numpy(zero_copy_only=False) for name in table.column_names}
-
-
-def _read_updates(path: Path) -> dict[str, Any] | None:
-    """Counts of updates and micro-batches, and two means over micro-batches: the share blocked, and TRL's clip ratio."""
-    if not any(path.glob("update-*.parquet")):
-        return None
+def _read_rows(path: Path, schema: pa.Schema) -> pd.DataFrame:
+    """All rows of a folder of parquet files; none if it is missing or empty. A missing column is null."""
     try:
-        rows = pq.read_table(path).select(UPDATES_SCHEMA.names).cast(UPDATES_SCHEMA)
-    except (OSError, KeyError, pa.ArrowException) as error:
-        raise RunError(f"{path} is not what an audit writes: {(str(error).splitlines() or [''])[0]}") from error
-    tokens, clipped, trl = (rows[name].drop_null().to_pylist() for name in ("tokens", "clipped", "trl"))
-    if not len(tokens) == len(clipped) == len(rows) or not len(rows):
+        for part in path.iterdir() if path.is_dir() else (path,):
+            require_regular(part)
+        table = pq.read_table(path, schema=schema) if path.exists() else schema.empty_table()
+        return table.to_pandas()
+    except (OSError, ValueError, pa.ArrowException) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise RunError(f"{path} is not what an audit writes: {reason}") from error
+
+
+def _count_updates(rows: pd.DataFrame, path: Path) -> dict[str, Any] | None:
+    """Counts of updates and micro-batches, and two means over micro-batches: the share blocked, and TRL's clip ratio."""
+    if rows.empty:
+        return None
+    if rows[["update", "tokens", "clipped"]].isna().any(axis=None):
         raise RunError(f"{path} is not what an audit writes: it has rows without a number of tokens.")
-    shares = [part / max(whole, 1) for whole, part in zip(tokens, clipped, strict=True)]
     return {
-        "updates": len(pc.unique(rows["update"])),
+        "updates": rows["update"].nunique(),
         "micro_batches": len(rows),
-        "blocked": sum(shares) / len(shares),
-        "trl": sum(trl) / len(trl) if trl else None,
+        "blocked": float((rows["clipped"] / rows["tokens"].clip(lower=1)).mean()),
+        "trl": float(rows["trl"].mean()) if rows["trl"].notna().any() else None,
     }
 
 
-def _is_whole(table: pa.Table) -> pa.ChunkedArray:
-    """Mark rows with a number in every column. Infinities are numbers, and logp_rollout may be missing."""
-    found = pc.is_valid(table["update"])
-    for field in SCHEMA:
-        if field.name != "logp_rollout":
-            found = pc.and_(found, pc.invert(pc.is_null(table[field.name], nan_is_null=pa.types.is_floating(field.type))))
-    return found
-
-
-def _refuse_impossible(table: pa.Table, path: Path) -> None:
+def _refuse_impossible(rows: pd.DataFrame, path: Path) -> None:
     """Refuse impossible numbers beyond rounding: the file was damaged or changed, and no row of it is trusted."""
     for what, names, least, most in _POSSIBLE:
         for name in names:
-            column = table[name].drop_null()
-            outside = pc.or_(pc.less(column, least - _ROUNDING), pc.greater(column, most + _ROUNDING))
-            if (count := pc.sum(outside).as_py() or 0) > 0:
+            count = int(((rows[name] < least - _ROUNDING) | (rows[name] > most + _ROUNDING)).sum())
+            if count:
                 raise RunError(
-                    f"{path} has {what} in {count} of {len(table)} tokens (column {name}), which no measurement gives: the "
+                    f"{path} has {what} in {count} of {len(rows)} tokens (column {name}), which no measurement gives: the "
                     f"audit was damaged or changed. Measure it again."
                 )
 
@@ -219,11 +197,3 @@ def _read_info(path: Path) -> dict[str, Any]:
         return {**content, "rules": {**rules, **bounds}}
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise RunError(f"{path} is not what an audit writes: its rules cannot be read ({error}).") from error
-
-
-def _array(name: str, values: Any) -> pa.Array:
-    """A column in its declared type; a missing logp_rollout is null."""
-    kind = SCHEMA.field(name).type
-    if isinstance(values, Tensor):
-        values = values.numpy()
-    return pa.array(values, type=kind, from_pandas=name == "logp_rollout")

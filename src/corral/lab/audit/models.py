@@ -2,18 +2,19 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from corral.advantage import group_advantages
 from corral.deployed.state import preserve_state
-from corral.lab.audit.dump import Dump, TextCompletion, read_texts
+from corral.lab.audit.dump import Dump, read_texts
 from corral.lab.audit.folder import AuditFolder
 from corral.lab.audit.measure import measure
 from corral.lab.audit.rules import CLIPPING, Rules, read_objective
@@ -174,21 +175,21 @@ class _Retokenised:
         self.tokenizer = tokenizer
         self.completions = self.other = self.empty = 0
 
-    def __call__(self, text: TextCompletion) -> tuple[list[int], list[int]]:
-        """Tokens of the prompt and the completion; a prompt of messages goes through its chat template."""
-        if isinstance(text.prompt, str):
-            prompt = self.tokenizer(text.prompt)["input_ids"]
+    def __call__(self, said: str | tuple[tuple[str, str], ...], text: str) -> tuple[list[int], list[int]]:
+        """Tokens of a prompt and a completion; a prompt of messages goes through its chat template."""
+        if isinstance(said, str):
+            prompt = self.tokenizer(said)["input_ids"]
         else:
-            messages = [{"role": role, "content": content} for role, content in text.prompt]
+            messages = [{"role": role, "content": content} for role, content in said]
             try:
                 prompt = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
             except Exception as error:  # a template is a program of its own, and raises what it likes
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
                 raise RunError(f"the model's chat template cannot render the logged messages: {reason}") from error
-        completion = self.tokenizer(text.completion, add_special_tokens=False)["input_ids"]
+        completion = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         self.completions += 1
         self.empty += not completion
-        self.other += self.tokenizer.decode(completion, skip_special_tokens=True) != text.completion
+        self.other += self.tokenizer.decode(completion, skip_special_tokens=True) != text
         return prompt or [self.tokenizer.bos_token_id or self.tokenizer.eos_token_id or 0], completion
 
     def remarks(self) -> list[str]:
@@ -223,13 +224,21 @@ def audit_texts(
     pair = load_pair(old, new, choose_device(settings.device), rules, settings.temperature)
     retokenise = _Retokenised(pair.tokenizer)
     notes: list[str] = []
+    logged = pd.DataFrame(read_texts(dump, progress, notes.append))
     found: dict[int, _Rows] = {}
-    for step, texts in _by_step(read_texts(dump, progress, notes.append), settings.problems):
-        if step in found:
-            raise RunError(f"step {step} of {dump.path} comes back after another one: put each step's completions together.")
-        tokens = zip(map(retokenise, texts), _advantages(texts), strict=True)
-        found[step] = [pair.measure(prompt, written, credit) for (prompt, written), credit in tokens if written]
-    found = {step: rows for step, rows in found.items() if rows}
+    for step, texts in logged.groupby("step", sort=False) if len(logged) else ():
+        prompts = pd.factorize(texts["prompt"])[0]  # prompts of the step, in their order
+        if settings.problems is not None:
+            texts, prompts = texts[prompts < settings.problems], prompts[prompts < settings.problems]
+        if "advantage" in texts:
+            credits = texts["advantage"].tolist()
+        else:
+            credits = group_advantages(torch.tensor(texts["reward"].tolist()), torch.tensor(prompts), "grpo").tolist()
+        tokens = map(retokenise, texts["prompt"], texts["completion"])
+        rows = [
+            pair.measure(prompt, written, credit) for (prompt, written), credit in zip(tokens, credits, strict=True) if written
+        ]
+        found |= {int(step): rows} if rows else {}
     if not found:
         raise RunError(f"{dump.path} has no completion with a token.")
     info = {
@@ -247,24 +256,3 @@ def audit_texts(
         "command": sys.argv,
     }
     return folder.fill(info, found)
-
-
-def _by_step(texts: Iterable[TextCompletion], prompts: int | None) -> Iterator[tuple[int, list[TextCompletion]]]:
-    """Completions grouped by step, limited to the first prompts of each step."""
-    for step, group in groupby(texts, key=lambda text: text.step):
-        kept: list[TextCompletion] = []
-        seen: set[Any] = set()
-        for text in group:
-            if prompts is None or len(seen) < prompts or text.prompt in seen:
-                seen.add(text.prompt)
-                kept.append(text)
-        yield step, kept
-
-
-def _advantages(texts: list[TextCompletion]) -> list[float]:
-    """Advantages as logged, or GRPO's from the scores of equal prompts."""
-    if all(text.advantage is not None for text in texts):
-        return [text.advantage or 0.0 for text in texts]
-    places: dict[Any, int] = {}
-    groups = torch.tensor([places.setdefault(text.prompt, len(places)) for text in texts])
-    return group_advantages(torch.tensor([text.reward or 0.0 for text in texts]), groups, "grpo").tolist()

@@ -3,15 +3,16 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
-from corral.lab.audit.tokens import Bools, Floats, Tokens, sampled_kl, sampled_tv
+from corral.lab.audit.tokens import VERDICTS, Floats, sampled_kl, sampled_tv
 
-_Score = Callable[[Tokens], Floats]
+_Score = Callable[[pd.DataFrame], Floats | pd.Series]
 """Score function: a token is blocked at bound b if and only if its score is above b. NaN if a column is missing that the rule
 needs."""
 
@@ -25,61 +26,67 @@ class RuleFamily:
     name: str
     title: str
     symbol: str
-    """Symbol of the bound: ε, δ or c."""
+    """Symbol of the bound: ε, δ or c; empty for the audited clip range, which has no bound to choose."""
     bounds: tuple[float, ...]
     default: float
-    score: _Score
+    """The published bound of the method."""
+    score: _Score = field(compare=False)
 
 
-def _ratio(log_ratio: Floats) -> Floats:
-    return np.exp(np.minimum(log_ratio, 20.0))
+def _ratio(log_ratio: pd.Series) -> pd.Series:
+    return np.exp(log_ratio.clip(upper=20.0))
 
 
-def _directed(rise: Callable[[Floats], Floats], fall: Callable[[Floats], Floats]) -> _Score:
+def _directed(rise: Callable[[pd.Series], Any], fall: Callable[[pd.Series], Any]) -> _Score:
     """A score from the ratio: `rise` for a positive advantage, `fall` for a negative advantage, −inf for 0."""
 
-    def score(tokens: Tokens) -> Floats:
-        ratio = _ratio(tokens.log_ratio)
-        return np.where(tokens.advantage > 0, rise(ratio), np.where(tokens.advantage < 0, fall(ratio), -np.inf))
+    def score(tokens: pd.DataFrame) -> Floats:
+        ratio = _ratio(tokens["log_ratio"])
+        return np.select([tokens["advantage"] > 0, tokens["advantage"] < 0], [rise(ratio), fall(ratio)], -np.inf)
 
     return score
 
 
-def _beyond(far: Bools) -> Floats:
+def _beyond(far: pd.Series) -> Floats:
     """Score of a rule without a bound: blocked at every bound, or at none."""
     return np.where(far, np.inf, -np.inf)
 
 
-def _gspo(tokens: Tokens) -> Floats:
-    score = np.sign(tokens.advantage) * (_ratio(tokens.sequence_log_ratio) - 1)
-    return np.where(tokens.advantage == 0, score - np.inf, score)  # NaN stays NaN
+def _gspo(tokens: pd.DataFrame) -> pd.Series:
+    score = np.sign(tokens["advantage"]) * (_ratio(tokens["sequence_log_ratio"]) - 1)
+    return score.where(tokens["advantage"] != 0, score - np.inf)  # NaN stays NaN
 
 
-def _ripo(tokens: Tokens) -> Floats:
-    ratio = _ratio(tokens.log_ratio)
-    return np.where(tokens.advantage * (ratio - 1) > 0, np.exp(tokens.logp_old) * (ratio - 1) ** 2, -np.inf)
+def _gmpo(tokens: pd.DataFrame) -> pd.Series:
+    return np.sign(tokens["advantage"]) * tokens["log_ratio"]
 
 
-def _dppo(divergence: Callable[[Tokens], Floats], *, symmetric: bool = False) -> _Score:
+def _ripo(tokens: pd.DataFrame) -> pd.Series:
+    ratio = _ratio(tokens["log_ratio"])
+    outward = tokens["advantage"] * (ratio - 1) > 0
+    return (np.exp(tokens["logp_old"]) * (ratio - 1) ** 2).where(outward, -np.inf)
+
+
+def _dppo(divergence: Callable[[pd.DataFrame], Any], *, symmetric: bool = False) -> _Score:
     """DPPO's mask on a divergence from the anchor, for tokens that moved along their advantage or for all with an advantage."""
 
-    def score(tokens: Tokens) -> Floats:
-        moved, outward = divergence(tokens), (tokens.logp_new - tokens.anchor) * tokens.advantage > 0
-        return np.where(np.isnan(moved) | (tokens.advantage != 0 if symmetric else outward), moved, -np.inf)
+    def score(tokens: pd.DataFrame) -> Floats:
+        moved, outward = divergence(tokens), (tokens["logp_new"] - tokens["anchor"]) * tokens["advantage"] > 0
+        return np.where(np.isnan(moved) | (tokens["advantage"] != 0 if symmetric else outward), moved, -np.inf)
 
     return score
 
 
-def _anchor_tv(tokens: Tokens) -> Floats:
-    return sampled_tv(tokens.anchor, tokens.logp_new)
+def _anchor_tv(tokens: pd.DataFrame) -> Floats:
+    return sampled_tv(tokens["anchor"], tokens["logp_new"])
 
 
-def _anchor_kl(tokens: Tokens) -> Floats:
-    return sampled_kl(tokens.anchor, tokens.logp_new)
+def _anchor_kl(tokens: pd.DataFrame) -> Floats:
+    return sampled_kl(tokens["anchor"], tokens["logp_new"])
 
 
-def _troll(tokens: Tokens) -> Floats:
-    return np.full_like(tokens.kl, np.nan) if tokens.measure == "sampled" else tokens.kl
+def _troll(tokens: pd.DataFrame) -> pd.Series:
+    return tokens["kl"].where(tokens["support_tv"].notna())  # the sampled token alone is no distribution to project
 
 
 _TV, _KL = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5), (0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
@@ -92,14 +99,14 @@ FAMILIES = (
     RuleFamily("clip_higher", "Clip-higher, 0.8 … 1 + ε", "ε", (0.24, 0.28, 0.4, 1.0), 0.28, _clip_higher),
     RuleFamily("dual_clip", "Dual clip, 1 ± 0.2 and c", "c", (2.0, 3.0, 5.0, 10.0), 3.0, _dual_clip),
     RuleFamily("gspo", "GSPO, completion's ratio 1 ± ε", "ε", (1e-4, 3e-4, 1e-3, 3e-3, 1e-2), 3e-4, _gspo),
-    RuleFamily("gmpo", "GMPO, log-ratio ± ε", "ε", (0.1, 0.2, 0.4, 0.8), 0.4, lambda t: np.sign(t.advantage) * t.log_ratio),
+    RuleFamily("gmpo", "GMPO, log-ratio ± ε", "ε", (0.1, 0.2, 0.4, 0.8), 0.4, _gmpo),
     RuleFamily("ripo", "RIPO, π_old (ρ − 1)²", "δ", _KL, 0.05, _ripo),
     RuleFamily("dppo_tv", "DPPO, TV of the sampled token", "δ", _TV, 0.2, _dppo(_anchor_tv)),
     RuleFamily("dppo_kl", "DPPO, KL of the sampled token", "δ", _KL, 0.05, _dppo(_anchor_kl)),
     RuleFamily("dppo_tv_symmetric", "DPPO symmetric (IPO), TV", "δ", _TV, 0.2, _dppo(_anchor_tv, symmetric=True)),
     RuleFamily("dppo_kl_symmetric", "DPPO symmetric, KL", "δ", _KL, 0.05, _dppo(_anchor_kl, symmetric=True)),
-    RuleFamily("dppo_topk_tv", "DPPO, TV on the support", "δ", _TV, 0.2, _dppo(lambda t: t.support_tv)),
-    RuleFamily("dppo_topk_kl", "DPPO, KL on the support", "δ", _KL, 0.05, _dppo(lambda t: t.support_kl_old_new)),
+    RuleFamily("dppo_topk_tv", "DPPO, TV on the support", "δ", _TV, 0.2, _dppo(lambda tokens: tokens["support_tv"])),
+    RuleFamily("dppo_topk_kl", "DPPO, KL on the support", "δ", _KL, 0.05, _dppo(lambda tokens: tokens["support_kl_old_new"])),
     RuleFamily("troll", "TROLL, projects", "ε", _KL, 0.05, _troll),
 )
 """Rules that set a token's gradient to zero, or project it, independently of other tokens. Left out are rules that act on the
@@ -107,14 +114,19 @@ tokens of a rule in this list (`spo` and `decoupled_ppo` of `clip`, `drpo` of `d
 that depend on neighbouring tokens (`cppo`, `bapo`, `m2po`, `clip_cov`, `kl_cov`), which a log may lack."""
 
 
-def outside_range(tokens: Tokens, low: float, high: float) -> Bools:
-    """Tokens that the clip range 1 − low … 1 + high blocks."""
-    return _directed(lambda ratio: ratio - (1 + high), lambda ratio: (1 - low) - ratio)(tokens) > 0
+AUDITED = "audited"
+"""Name of the rule that an audit of logged tokens examines."""
+
+
+def range_rule(low: float, high: float) -> RuleFamily:
+    """The clip range 1 − low … 1 + high, which blocks tokens with a score above 0."""
+    score = _directed(lambda ratio: ratio - (1 + high), lambda ratio: (1 - low) - ratio)
+    return RuleFamily(AUDITED, f"Clip, {1 - low:.4g} … {1 + high:.4g}, as audited", "", (0.0,), 0.0, score)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ball:
-    """Counts of tokens inside and outside a divergence ball under a rule. The first four fields cover all tokens."""
+    """Counts of tokens inside and outside a divergence ball under a rule; four of them cover all tokens."""
 
     blocked_inside: int
     """Tokens blocked although near: clipping's false alarms."""
@@ -135,6 +147,16 @@ class Ball:
         return self.blocked + self.passed_inside + self.passed_outside
 
     @property
+    def share(self) -> float:
+        """Share of all tokens that are blocked."""
+        return self.blocked / self.tokens
+
+    @property
+    def inside(self) -> float:
+        """Share of the blocked tokens that are inside the ball; some token must be blocked."""
+        return self.blocked_inside / self.blocked
+
+    @property
     def wrong(self) -> float:
         """Share of all tokens that are blocked inside the ball."""
         return self.blocked_inside / self.tokens
@@ -144,30 +166,25 @@ class Ball:
         """Share of all tokens that are outside the ball, pushed further out and not blocked."""
         return self.passed_outward / self.tokens
 
+    @property
+    def errors(self) -> int:
+        """Tokens blocked inside the ball, and tokens missed outside it."""
+        return self.blocked_inside + self.passed_outward
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True)
 class Threshold:
     """A rule at a single bound, against the balls of KL and of total variation."""
 
-    family: str
-    title: str
-    symbol: str
-    """Symbol of the bound; empty for the audited clip range, which has no bound to choose."""
+    rule: RuleFamily
     bound: float
-    default: bool
-    """True if this is the published bound of the method."""
     kl: Ball
     tv: Ball
 
     @property
-    def share(self) -> float:
-        """Share of tokens that are blocked."""
-        return self.kl.blocked / self.kl.tokens
-
-    @property
-    def errors(self) -> int:
-        """Tokens blocked inside the KL ball, and tokens missed outside it."""
-        return self.kl.blocked_inside + self.kl.passed_outward
+    def default(self) -> bool:
+        """True if this is the published bound of the method."""
+        return math.isclose(self.bound, self.rule.default)
 
     def as_dict(self) -> dict[str, Any]:
         """A mapping for JSON: counts and shares of all tokens."""
@@ -175,7 +192,7 @@ class Threshold:
             name: {**vars(ball), "wrongly_blocked_share": ball.wrong, "missed_share": ball.missed}
             for name, ball in (("kl", self.kl), ("tv", self.tv))
         }
-        return {"rule": self.family, "bound": self.bound, "default": self.default, "blocked_share": self.share, **balls}
+        return {"rule": self.rule.name, "bound": self.bound, "default": self.default, "blocked_share": self.kl.share, **balls}
 
 
 class ThresholdTally:
@@ -184,59 +201,48 @@ class ThresholdTally:
     Bits of a cell: 1 is outside the KL ball, 2 outside the TV ball, 4 pushed further out.
     """
 
-    def __init__(self, kl_bound: float, tv_bound: float) -> None:
-        self.kl_bound, self.tv_bound = kl_bound, tv_bound
+    def __init__(self, kl_bound: float, tv_bound: float, families: Sequence[RuleFamily] = FAMILIES) -> None:
+        self.kl_bound, self.tv_bound, self.families = kl_bound, tv_bound, families
         self._counts: defaultdict[str, NDArray[np.int64]] = defaultdict(lambda: np.zeros((8, 8), dtype=np.int64))
         self.tokens = 0
 
-    def add(self, tokens: Tokens) -> None:
+    def add(self, tokens: pd.DataFrame) -> None:
         """Count these tokens. A rule that cannot be computed on some tokens is left out of the table."""
-        outward = tokens.log_ratio * tokens.advantage > 0
-        cell = (tokens.kl > self.kl_bound) + 2 * (tokens.tv > self.tv_bound) + 4 * outward
+        cell = (tokens["kl"] > self.kl_bound) + 2 * (tokens["tv"] > self.tv_bound) + 4 * tokens["outward"]
         self.tokens += len(tokens)
-        levels = {f"{name} acts": acts.astype(np.int64) for name, acts in tokens.verdicts.items()}
-        for family in FAMILIES:
+        levels = {f"{name} acts": tokens[name].astype(np.int64) for name in VERDICTS if name in tokens}
+        for family in self.families:
             if not np.isnan(score := family.score(tokens)).any():
                 levels[family.name] = np.searchsorted(family.bounds, score, side="left")  # how many bounds it is above
         for name, level in levels.items():
             self._counts[name] += np.bincount(8 * level + cell, minlength=64).reshape(8, 8)
 
-    def verdict(self, name: str) -> dict[str, Ball]:
-        """The `kl` and `tv` balls under a verdict stored with the tokens."""
-        return self._balls(f"{name} acts", 0)
-
-    def rows(self) -> list[Threshold]:
-        """Every rule that could be computed on all tokens, at every bound."""
-        return [
-            Threshold(
-                family=family.name, title=family.title, symbol=family.symbol, bound=bound,
-                default=math.isclose(bound, family.default), **self._balls(family.name, place),
-            )
-            for family in FAMILIES
-            if self.tokens and self._counts[family.name].sum() == self.tokens
-            for place, bound in enumerate(family.bounds)
-        ]  # fmt: skip
-
-    def _balls(self, name: str, place: int) -> dict[str, Ball]:
-        """The balls of KL and TV at the bound with this index."""
+    def balls(self, name: str, place: int = 0) -> tuple[Ball, Ball]:
+        """The balls of KL and TV under a rule at the bound with this index, or under a verdict such as "clipped acts"."""
         blocked, passed = self._counts[name][place + 1 :].sum(0), self._counts[name][: place + 1].sum(0)
-        cell, balls = np.arange(8), {}
-        for ball, bit in (("kl", 1), ("tv", 2)):
-            outside, outward = cell & bit > 0, cell & 4 > 0
-            balls[ball] = Ball(
+        kl, tv = (
+            Ball(
                 blocked_inside=int(blocked[~outside].sum()),
                 blocked_outside=int(blocked[outside].sum()),
                 passed_inside=int(passed[~outside].sum()),
                 passed_outside=int(passed[outside].sum()),
-                passed_outward=int(passed[outside & outward].sum()),
+                passed_outward=int(passed[outside & (np.arange(8) & 4 > 0)].sum()),
             )
-        return balls
+            for outside in (np.arange(8) & 1 > 0, np.arange(8) & 2 > 0)
+        )
+        return kl, tv
+
+    def rows(self) -> list[Threshold]:
+        """Every rule that could be computed on all tokens, at every bound."""
+        return [
+            Threshold(family, bound, *self.balls(family.name, place))
+            for family in self.families
+            if self.tokens and self._counts[family.name].sum() == self.tokens
+            for place, bound in enumerate(family.bounds)
+        ]
 
 
-def fewest_errors(rows: Sequence[Threshold]) -> dict[str, Threshold]:
-    """By rule, the bound with the fewest errors against the KL ball, or the larger bound on a tie. Omits rules with a single
-    bound."""
-    families: dict[str, list[Threshold]] = {}
-    for row in rows:
-        families.setdefault(row.family, []).append(row)
-    return {name: min(own, key=lambda row: (row.errors, -row.bound)) for name, own in families.items() if len(own) > 1}
+def fewest_errors(rows: Sequence[Threshold]) -> list[Threshold]:
+    """For each rule with several bounds, the bound with the fewest errors against the KL ball; the largest one on a tie."""
+    families = {row.rule.name: [one for one in rows if one.rule is row.rule] for row in rows}
+    return [min(own, key=lambda row: (row.kl.errors, -row.bound)) for own in families.values() if len(own) > 1]

@@ -1,45 +1,47 @@
-"""Plain sentences of an audit, for a terminal and for its page."""
+"""Plain sentences and tables of an audit, for a terminal and for its page."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from corral.lab.audit.tally import Summary
-from corral.lab.audit.threshold import Ball, Threshold, fewest_errors
-from corral.lab.run.text import count
+from corral.lab.audit.tally import Audit, Row
+from corral.lab.audit.threshold import AUDITED, Threshold
+from corral.lab.run.text import count, visible
 
 RULES = {"clipped": "clipping", "dppo_binary": "DPPO, sampled token", "dppo_topk": "DPPO, top-K", "troll": "TROLL"}
 """Names of verdicts."""
+
+_LOGGED_RULES = {"clip": "clip 1 ± 0.2", "dppo_tv": "DPPO TV 0.2", "dppo_kl": "DPPO KL 0.05"}
+"""Rules whose shares are shown if DPPO and TROLL could not be computed on full distributions."""
 
 MEASURES = {
     "sampled": "the sampled token against all others, a lower bound of the true one",
     "support": "the logged support and its tail, a lower bound of the true one",
     "whole": "the whole vocabulary",
 }
-"""Names of the distributions that divergences are computed on, by `Summary.measure`."""
+"""Names of the distributions that divergences are computed on, by `Audit.measure`."""
 
 _NAMES = {"clip": "clipping 1 ± ε", "dppo_tv": "DPPO on TV", "dppo_kl": "DPPO on KL", "troll": "TROLL"}
 
 
-def sentences(summary: Summary, info: Mapping[str, Any]) -> list[str]:
+def sentences(audit: Audit) -> list[str]:
     """Sentences on the compared policies, their distances, the effect of clipping, and the effect of other rules."""
-    whole, distances, steps = summary.measure == "whole", summary.distances, summary.steps
-    tokens, remarks = count(summary.tokens, "token"), list(map(str, info.get("remarks") or ()))
-    tokens += f" of {count(summary.sequences, 'completion')}"
-    tokens += ", " if whole else f" in {count(steps, 'step')}, "
-    tokens += f"{info.get('what') or 'compared'}{f', {steps} times' if whole and steps > 1 else ''}."
-    far = "True KL to the old policy" if whole else f"KL to the old policy, on {MEASURES[summary.measure]}"
+    info, whole, distances, steps = audit.info, audit.whole, audit.distances, audit.steps
+    remarks = list(map(str, info.get("remarks") or ()))
+    first = f"{count(audit.tokens, 'token')} of {count(audit.sequences, 'completion')}"
+    first += ", " if whole else f" in {count(steps, 'step')}, "
+    first += f"{info.get('what') or 'compared'}{f', {steps} times' if whole and steps > 1 else ''}."
+    far = "True KL to the old policy" if whole else f"KL to the old policy, on {MEASURES[audit.measure]}"
     far += f": {_spread(distances['kl'])} nats. Total variation: {_spread(distances['tv'])}."
-    found = [tokens, *([] if whole else remarks), far]
     if whole:
-        found += [did] if (did := updates_sentence(info)) is not None else []
-        found += [_clipping(summary, info["rules"]), *_true_distances(summary, info["rules"])]
-        found += [_mismatch(summary, "of its own, so there is no mismatch to measure"), *remarks]
+        did = updates_sentence(info)
+        found = [first, far, *([] if did is None else [did]), _clipping(audit), *_true_distances(audit)]
+        found += [_mismatch(audit, "of its own, so there is no mismatch to measure"), *remarks]
     else:
-        found += [_clipping(summary, info["rules"]), *_fewest(summary), _samples(summary)]
-        found.append(_mismatch(summary, "beside the old policy's, so mismatch is not told apart from the updates"))
-        found += [*_staleness(summary), *_alarms(summary)]
-    left_out = "; ".join(f"{number_of:,} {what}" for what, number_of in summary.left_out.items())
+        found = [first, *remarks, far, _clipping(audit), _fewest(audit), _samples(audit)]
+        found.append(_mismatch(audit, "beside the old policy's, so mismatch is not told apart from the updates"))
+        found += [*_staleness(audit), *_alarms(audit)]
+    left_out = "; ".join(f"{number_of:,} {what}" for what, number_of in audit.left_out.items())
     return [*found, f"Left out: {left_out}."] if left_out else found
 
 
@@ -63,84 +65,80 @@ def updates_sentence(info: Mapping[str, Any]) -> str | None:
     return f"In {did}."
 
 
-def _clipping(summary: Summary, rules: Mapping[str, Any]) -> str:
+def _clipping(audit: Audit) -> str:
     """Sentence on the share of tokens that clipping would block, its part inside the KL ball, and the share it would miss."""
-    whole, ball = summary.measure == "whole", summary.verdicts["clipped"]["kl"]
+    whole, ball = audit.whole, audit.verdicts["clipped"]["kl"]
     moment = "On one more update on these completions" if whole else "In an update at the new policy"
-    missed = percent(ball.passed_outward / ball.tokens) if ball.passed_outward else "none"
-    said, radius = f"{moment}, clipping ({clip_range(rules['clip'])}) would block", f"the KL ball of {number(summary.kl_bound)}"
-    certainly = "" if whole else "certainly "
+    missed = percent(ball.missed) if ball.passed_outward else "none"
+    said = f"{moment}, clipping ({clip_range(audit.info['rules']['clip'])}) would block"
+    radius = f"the KL ball of {number(audit.kl_bound)}"
+    are, certainly = "is" if missed == "none" else "are", "" if whole else "certainly "
     if not ball.blocked:
-        are = "is" if missed == "none" else "are"
         return f"{said} no token, and would pass {missed} {certainly}outside {radius} that {are} pushed further out."
     known = "" if whole else ", as far as these divergences show"
     return (
-        f"{said} {percent(ball.blocked / ball.tokens)} of tokens; {percent(ball.blocked_inside / ball.blocked)} of these are "
-        f"inside {radius}{known}. It would pass {missed} that {'is' if missed == 'none' else 'are'} {certainly}outside and "
-        f"pushed further out."
+        f"{said} {percent(ball.share)} of tokens; {percent(ball.inside)} of these are inside {radius}{known}. It would pass "
+        f"{missed} that {are} {certainly}outside and pushed further out."
     )
 
 
-def _true_distances(summary: Summary, rules: Mapping[str, Any]) -> list[str]:
+def _true_distances(audit: Audit) -> list[str]:
     """Sentences that need true divergences: the ball of total variation, rare tokens, and DPPO and TROLL."""
-    ball, rare, found = summary.verdicts["clipped"]["tv"], summary.rare, []
+    ball, rare, found = audit.verdicts["clipped"]["tv"], audit.rare, []
     if ball.blocked:
         found.append(
-            f"By total variation, {percent(ball.blocked_inside / ball.blocked)} of the blocked tokens are within "
-            f"{number(summary.tv_bound)}, and {percent(ball.passed_outward / ball.tokens)} of all tokens would be passed "
-            f"outside it and pushed further out."
+            f"By total variation, {percent(ball.inside)} of the blocked tokens are within {number(audit.tv_bound)}, and "
+            f"{percent(ball.missed)} of all tokens would be passed outside it and pushed further out."
         )
         found.append(
-            f"Rare tokens, with an old probability of 0.01 or less, are {percent(rare['tokens'] / summary.tokens)} of all and "
+            f"Rare tokens, with an old probability of 0.01 or less, are {percent(rare['tokens'] / audit.tokens)} of all and "
             f"{percent(rare['blocked'] / ball.blocked)} of the blocked ones; where they are blocked, the policy has moved by a "
             f"true TV of {number(rare['tv'])} on average."
             if rare["blocked"]
             else "None of the blocked tokens is rare: all had an old probability above 0.01."
         )
-    shares = {name: percent(row["share"]) for name, row in summary.verdicts.items()}
-    moved = f", and move each of those by a TV of {number(summary.troll_tv)} on average" if summary.troll_tv else ""
+    shares = {name: percent(row["share"]) for name, row in audit.verdicts.items()}
+    moved = f", and move each of those by a TV of {number(audit.troll_tv)} on average" if audit.troll_tv else ""
     return [
         *found,
         f"On the same tokens DPPO would mask {shares['dppo_binary']} (TV of the sampled token above "
-        f"{number(summary.tv_bound)}) or {shares['dppo_topk']} (TV of its {rules['top_k']} likeliest tokens); TROLL would "
-        f"project {shares['troll']} (KL above {number(summary.kl_bound)}){moved}.",
+        f"{number(audit.tv_bound)}) or {shares['dppo_topk']} (TV of its {audit.info['rules']['top_k']} likeliest tokens); "
+        f"TROLL would project {shares['troll']} (KL above {number(audit.kl_bound)}){moved}.",
     ]
 
 
-def _fewest(summary: Summary) -> list[str]:
+def _fewest(audit: Audit) -> str:
     """The bound with the fewest errors, for each of the best-known rules."""
-
-    def errors(row: Threshold) -> str:
-        ball: Ball = row.kl
-        inside, missed = (percent(part / ball.tokens) for part in (ball.blocked_inside, ball.passed_outward))
-        return f"{row.symbol} = {row.bound:g} ({inside} blocked inside, {missed} missed)"
-
-    best = fewest_errors(summary.thresholds)
-    parts = [f"{name} at {errors(best[family])}" for family, name in _NAMES.items() if family in best]
-    return [f"Fewest errors against the KL ball of {number(summary.kl_bound)}, as far as was logged: {'; '.join(parts)}."]
+    best = {row.rule.name: row for row in audit.best}
+    parts = [
+        f"{name} at {row.rule.symbol} = {row.bound:g} ({percent(row.kl.wrong)} blocked inside, {percent(row.kl.missed)} missed)"
+        for family, name in _NAMES.items()
+        if (row := best.get(family)) is not None
+    ]
+    return f"Fewest errors against the KL ball of {number(audit.kl_bound)}, as far as was logged: {'; '.join(parts)}."
 
 
-def _samples(summary: Summary) -> str:
+def _samples(audit: Audit) -> str:
     """Sentence on the effective sample size and the step of its minimum."""
-    text = f"Effective sample size of the tokens' ratios: {percent(summary.ess)} of their number"
-    if summary.steps > 1:
-        lowest = min(summary.by_step, key=lambda row: row["ess"])
+    text = f"Effective sample size of the tokens' ratios: {percent(audit.ess)} of their number"
+    if audit.steps > 1:
+        lowest = min(audit.by_step, key=lambda row: row["ess"])
         text += f"; at step {lowest['step']:,}, where it is lowest, {percent(lowest['ess'])}"
     return f"{text}."
 
 
-def _mismatch(summary: Summary, silent: str) -> str:
+def _mismatch(audit: Audit, silent: str) -> str:
     """Sentence on the distance of sampler and trainer; `silent` gives the reason if the sampler reported nothing."""
-    if "mismatch" not in summary.distances:
+    if "mismatch" not in audit.distances:
         return f"The sampler reported no log-probs {silent}."
-    return f"Sampler and trainer differ on the sampled tokens by a TV of {_spread(summary.distances['mismatch'])}."
+    return f"Sampler and trainer differ on the sampled tokens by a TV of {_spread(audit.distances['mismatch'])}."
 
 
-def _staleness(summary: Summary) -> list[str]:
+def _staleness(audit: Audit) -> list[str]:
     """Sentence on the ages of tokens when they were trained on."""
-    if not summary.by_age:
+    if not audit.by_age:
         return []
-    first, last = summary.by_age[0], summary.by_age[-1]
+    first, last = audit.by_age[0], audit.by_age[-1]
     if first is last:
         return [f"Every token was trained on {count(first['age'], 'step')} after it was sampled."]
     return [
@@ -149,15 +147,97 @@ def _staleness(summary: Summary) -> list[str]:
     ]
 
 
-def _alarms(summary: Summary) -> list[str]:
-    """Sentence on the step of the first sign of collapse."""
-    if summary.steps < 2:
+def _alarms(audit: Audit) -> list[str]:
+    """Sentences on the steps of the first sign of collapse and of the first collapse."""
+    if audit.steps < 2:
         return []
-    if not summary.alarms:
+    if not audit.alarms:
         return ["No step shows a sign of collapse in KL, effective samples, entropy or reward."]
-    first, collapse = summary.alarms[0], next((alarm for alarm in summary.alarms if alarm["collapse"]), summary.alarms[0])
+    first, collapse = audit.alarms[0], next((alarm for alarm in audit.alarms if alarm["collapse"]), audit.alarms[0])
     said = [f"At step {first['step']:,} it announces itself: {first['sentence']}"]
     return said if collapse is first else [*said, f"At step {collapse['step']:,}: {collapse['sentence']}"]
+
+
+def shown_rules(audit: Audit) -> Mapping[str, str]:
+    """Names of the rules whose shares are shown by bucket."""
+    return RULES if audit.whole else _LOGGED_RULES
+
+
+def verdict_rows(audit: Audit, ball: str) -> list[Row]:
+    """Table of each rule against the `kl` or `tv` ball."""
+    found = {RULES[rule]: row[ball] for rule, row in audit.verdicts.items()}
+    return [
+        {
+            "Rule": rule,
+            "Would act on": percent(one.share),
+            "…of which outside": _part(one.blocked_outside, one.blocked),
+            "…of which inside": _part(one.blocked_inside, one.blocked),
+            "Would miss": _part(one.passed_outward, one.tokens),
+        }
+        for rule, one in found.items()
+    ]
+
+
+def threshold_row(row: Threshold, audit: Audit) -> Row:
+    """Row of a rule at a bound: the share it blocks, and for each ball the shares it blocks inside and misses outside."""
+    bound = "—" if row.rule.name == AUDITED else f"{row.rule.symbol} = {row.bound:g}{' ●' if row.default else ''}"
+    found = {"Rule": row.rule.title, "Bound": bound, "Would block": _exact(row.kl.share)}
+    for name, ball, radius in (("KL", row.kl, audit.kl_bound), ("TV", row.tv, audit.tv_bound)):
+        found[f"blocked inside {name} ≤ {number(radius)}"] = _exact(ball.wrong)
+        found[f"missed, {name} > {number(radius)}"] = _exact(ball.missed)
+    return found
+
+
+def bucket_rows(title: str, rows: Sequence[Row], audit: Audit) -> list[Row]:
+    """Table by bucket: the distances of its tokens, and the share of tokens on which each rule would act."""
+    outside = {} if audit.whole else {"outside": f"outside KL ≤ {number(audit.kl_bound)}"}
+    shares = {**outside, **shown_rules(audit)}
+    return [
+        {
+            title: row["name"],
+            "Tokens": f"{row['tokens']:,}",
+            "mean TV": number(row["tv"]),
+            "99.9 %, largest TV": f"{number(row['tv_p999'])}, {number(row['tv_max'])}",
+            "mean KL": number(row["kl"]),
+            "99.9 %, largest KL": f"{number(row['kl_p999'])}, {number(row['kl_max'])}",
+            **{words: percent(row[name]) for name, words in shares.items()},
+        }
+        for row in rows
+    ]
+
+
+def blocked_rows(audit: Audit) -> list[Row]:
+    """Table of the tokens most often blocked."""
+    return [
+        {
+            "Token": render_token(audit.texts[row["token"]]) if row["token"] in audit.texts else "—",
+            "Id": f"{row['token']:,}",
+            "Seen": f"{row['seen']:,}",
+            "Would be blocked": f"{row['blocked']:,}",
+            "…inside the KL ball": _part(row["inside"], row["blocked"]),
+            "Mean probability before": number(row["p_old"]),
+            "Mean true TV" if audit.whole else "Mean TV": number(row["tv"]),
+        }
+        for row in audit.blocked_tokens
+    ]
+
+
+def render_token(text: str, most: int = 60) -> str:
+    """A readable form of a token: hidden characters written out, white space made visible."""
+    text = visible(text if len(text) <= most else f"{text[:most]} …").replace("\n", "⏎").replace("\t", "⇥")
+    inner = text.strip(" ")
+    before, _, after = text.partition(inner) if inner else (text, "", "")
+    return f"{'␣' * len(before)}{inner}{'␣' * len(after)}" or "∅"
+
+
+def _part(tokens: int, of: int) -> str:
+    """A number of tokens with its share."""
+    return f"{tokens:,} ({percent(tokens / of)})" if of else "—"
+
+
+def _exact(share: float) -> str:
+    """A percentage with enough digits to compare a column of numbers."""
+    return f"{100 * share:.4f} %" if 0 < share < 1e-4 else percent(share)
 
 
 def clip_range(clip: Mapping[str, Any]) -> str:

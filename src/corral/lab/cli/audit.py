@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _ABOVE = 3
 """Exit status if more tokens would be wrongly blocked than --fail-above allows."""
 
-_NEEDED = ("numpy", "pyarrow", "rich", "jinja2")
+_NEEDED = ("numpy", "pandas", "pyarrow", "rich", "jinja2")
 """Packages that showing an audit needs; comparing models needs more."""
 
 _INTERVAL = 10.0
@@ -321,8 +321,8 @@ def _finish(audit: "Audit", page: Path, arguments: argparse.Namespace) -> int:
         sys.stdout.write(json.dumps(plain(audit.as_dict()), indent=2, allow_nan=False) + "\n")
     else:
         show(audit, last, quiet=arguments.quiet)
-    ball, limit = audit.summary.verdicts["clipped"]["kl"], arguments.fail_above
-    share = 100 * ball.blocked_inside / ball.tokens
+    ball, limit = audit.verdicts["clipped"]["kl"], arguments.fail_above
+    share = 100 * ball.wrong
     if limit is None or share <= limit:
         return 0
     sys.stderr.write(
@@ -402,10 +402,10 @@ def _status(audit: "Audit") -> str:
     """Training progress and the audit's findings so far, in 80 columns for a terminal."""
     from corral.lab.audit.words import percent
 
-    summary, ball = audit.summary, audit.summary.verdicts["clipped"]["kl"]
-    newest = f"{'update' if summary.measure == 'whole' else 'step'} {summary.by_step[-1]['step']:,}"
-    inside = f", {percent(ball.blocked_inside / ball.blocked)} of these inside the KL ball" if ball.blocked else ""
-    clipped = percent(ball.blocked / ball.tokens)
+    ball = audit.verdicts["clipped"]["kl"]
+    newest = f"{'update' if audit.whole else 'step'} {audit.by_step[-1]['step']:,}"
+    inside = f", {percent(ball.inside)} of these inside the KL ball" if ball.blocked else ""
+    clipped = percent(ball.share)
     return f"{time.strftime('%H:%M:%S')}  {newest}, {count(ball.tokens, 'token')}: would clip {clipped}{inside}"
 
 
