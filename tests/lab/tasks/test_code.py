@@ -21,14 +21,29 @@ from corral.lab.tasks import Task
 from corral.lab.tasks.code import APPS, MBPP, Code, CodeTask, HumanEval
 from corral.lab.tasks.code import tests as code_tests
 from corral.lab.tasks.code.problem import Agreement, Calls, Checks, Problem, Runs, defines, extract_program, grade_all, harness
-from corral.lab.tasks.code.rows import apps_row, human_eval_row, mbpp_row, own_row
 from corral.lab.tasks.code.tests import called_function
 from corral.lab.tasks.code.value import Opaque, dumps, loads, same
-from corral.lab.tasks.dataset import Malformed
+from corral.lab.tasks.dataset import Malformed, Row
 from corral.lab.tasks.math_problems import GSM8K, MATH500, DAPOMath
 
 TASK = Code()
 QUICK = SandboxLimits(timeout=2.0)
+
+
+def own_row(row: Row) -> tuple[str, Problem]:
+    return Code.problem(TASK, row)
+
+
+def human_eval_row(row: Row) -> tuple[str, Problem]:
+    return HumanEval.problem(object.__new__(HumanEval), row)  # without data
+
+
+def mbpp_row(row: Row) -> tuple[str, Problem]:
+    return MBPP.problem(object.__new__(MBPP), row)
+
+
+def apps_row(row: Row) -> tuple[str, Problem]:
+    return APPS.problem(object.__new__(APPS), row)
 
 
 def grade(problem: Problem, completion: str, partial: bool = False) -> float:

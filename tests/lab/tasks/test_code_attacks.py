@@ -7,16 +7,16 @@ from collections.abc import Callable
 from typing import ClassVar
 
 import pytest
-from sandboxes import EVERY_BACKEND, needs_a_sandbox, pool
+from sandboxes import needs_a_sandbox
 
 from corral.lab.sandbox import SandboxJob, SandboxLimits, SandboxResult, SandboxStatus
 from corral.lab.sandbox.pool import SandboxPool, shared_pool
 from corral.lab.tasks.code import Code
 from corral.lab.tasks.code import problem as code_problem
 from corral.lab.tasks.code import tests as code_tests
-from corral.lab.tasks.code.compare import same_output
 from corral.lab.tasks.code.problem import Agreement, Calls, Checks, Problem, grade_all
-from corral.lab.tasks.code.value import dumps
+from corral.lab.tasks.code.value import dumps, same_output
+from corral.lab.tasks.dataset import Malformed
 from corral.lab.tasks.grader import grader_counts
 
 pytestmark = needs_a_sandbox
@@ -191,61 +191,20 @@ EVALUATES = {
 }
 """Tests that evaluate what a completion returned, which has in its hands the process in which it runs."""
 
-WRITES_A_VERDICT = [
-    "__import__('os').write({file}, b'junk')",
-    "__import__('os').write({file}, b'{{\"unable\": \"x\"}}')",
-    "__import__('os').write({file}, b'[]\\n')",
-    "(__import__('os').write({file}, b'{{\"passed\": 1}}\\n'), __import__('os')._exit(0))",
-    "(__import__('os').write({file}, b'passed 1\\n'), __import__('os')._exit(0))",
-    "(__import__('os').write({file}, b'0' * 32 + b' passed 1\\n'), __import__('os')._exit(0))",
-    "__import__('os')._exit(0)",
-    "__import__('os').kill(__import__('os').getppid(), 9)",
-    "exit(0)",
-]
-
 
 @pytest.mark.parametrize("test", EVALUATES)
-@pytest.mark.parametrize("text", WRITES_A_VERDICT)
-@pytest.mark.parametrize("backend", EVERY_BACKEND)
-def test_no_text_that_a_test_evaluates_writes_the_verdict(backend: str, text: str, test: str) -> None:
+def test_a_test_that_evaluates_text_is_refused_and_evaluates_none(test: str) -> None:
+    """A row is malformed; and were such a test there, it would have neither `eval` nor `exec`."""
+    with pytest.raises(Malformed, match=r"uses (eval|exec), which would run a completion's text among the tests"):
+        code_tests.tests_from_asserts([EVALUATES[test]], "f", "")
     problem = Problem(tests=Checks("f", "", (EVALUATES[test],)))
-    on_every_file = "".join(f"\ntry: {text.format(file=file)}\nexcept OSError: pass" for file in range(2, 12))
-    for attack in (text.format(file=2), f"exec({on_every_file!r})"):
-        assert grade_all([problem], [f"def f(n): return {attack!r}"], pool(backend), QUICK) == [0.0], attack
     right = {"a program": "x = 1 + 1", "an expression with names": "one + one"}.get(test, "1 + 1")
-    assert grade_all([problem], [f"def f(n): return {right!r}"], pool(backend), QUICK) == [1.0]
-
-
-@pytest.mark.parametrize("text", WRITES_A_VERDICT)
-def test_no_text_writes_the_verdict_without_isolation_either(text: str) -> None:
-    problem = Problem(tests=Checks("f", "", (EVALUATES["an expression"],)))
-    with SandboxPool(1) as bare:
-        bare.backend = None
-        completions = [f"def f(n): return {answer!r}" for answer in (text.format(file=2), "1 + 1")]
-        assert grade_all([problem] * 2, completions, bare, QUICK) == [0.0, 1.0]
-
-
-@pytest.mark.parametrize("test", EVALUATES)
-def test_the_right_text_passes_and_knows_nothing_of_the_tests(test: str) -> None:
-    problem = Problem(tests=Checks("f", "expected = 2", (EVALUATES[test],)))
-    right = {"a program": "x = 1 + 1", "an expression with names": "one + one"}.get(test, "1 + 1")
-    assert grade(problem, f"def f(n): return {right!r}") == 1.0
-    wrong = ["3", "expected", "type('E', (int,), {'__eq__': lambda *_: True})()", "lambda: 2"]
-    looks = """[c for frame in __import__('sys')._current_frames().values() for c in frame.f_code.co_consts]
-             + [type(o) for o in __import__('gc').get_objects() if 'expect' + 'ed' in str(o)[:10_000]]"""
-    for text in (*wrong, f"2 if any(str(o).startswith('assert') for o in {looks}) else 3".replace("\n", " ")):
-        text = f"x = {text}" if test == "a program" else text
-        assert grade(problem, f"def f(n): return {text!r}") == 0.0, text
-
-
-def test_a_text_of_the_tests_is_evaluated_out_of_the_functions_reach() -> None:
-    """The process under test could give any value for it; so could a process that an earlier text was evaluated in."""
-    test = "for text in ['1 + 1', '2 + 2', '3 + 3']:\n    assert f(text) == eval(text)"
-    problem = Problem(tests=Checks("f", "", (test,)))
-    assert grade(problem, "def f(text): return eval(text)") == 1.0
-    assert grade(problem, "import builtins, sys\nbuiltins.eval = lambda *_: 7\ndef f(text): return 7") == 0.0
-    early = Problem(tests=Checks("f", "double = eval('lambda x: 2 * x')", ("assert f(3) == double(3)",)))
-    assert grade(early, "def f(n): return 2 * n") == 1.0  # before the call any value may come of it
+    for text in (right, "exit(0)", "__import__('os')._exit(0)"):
+        if test == "an expression in a function":  # it has called f by then
+            assert grade(problem, f"def f(n): return {text!r}") == 0.0, text
+            continue
+        with pytest.raises(ValueError, match="the tests of f cannot run: NameError: name '(eval|exec)' is not defined"):
+            grade(problem, f"def f(n): return {text!r}")
 
 
 class Verdicts(SandboxPool):
@@ -258,7 +217,7 @@ class Verdicts(SandboxPool):
         self.written, self.status = written, status
 
     def run_connected(self, first: SandboxJob, second: SandboxJob) -> tuple[SandboxResult, SandboxResult]:
-        nonce = re.search(r"check\(.*'([0-9a-f]{32})', HARNESS\)", second.code)
+        nonce = re.search(r"check\(.*'([0-9a-f]{32})'\)", second.code)
         assert nonce is not None
         assert nonce[1] not in first.code
         self.nonces.append(nonce[1])

@@ -5,9 +5,8 @@ import json
 import random
 
 from corral.lab.tasks.code import harness as code_harness
-from corral.lab.tasks.code.compare import COMPARISONS, same_output
 from corral.lab.tasks.code.problem import defines, extract_program
-from corral.lab.tasks.code.value import dumps
+from corral.lab.tasks.code.value import COMPARISONS, dumps, same_output
 from corral.lab.tasks.grader import grader_pool
 from corral.lab.tasks.math import extract, one_number, same_number
 from corral.lab.tasks.procedural import Arithmetic, Countdown, Expression
@@ -113,7 +112,7 @@ def test_no_forged_answer_passes_a_test_or_keeps_it_from_its_verdict() -> None:
         answers = "".join(line(draw).replace("\n", " ") + "\n" for _ in range(4))
         if len(answers) > 50_000:
             continue
-        verdict = code_harness.run_tests("", tests, "f", io.StringIO(), io.StringIO(answers), b"")
+        verdict = code_harness.run_tests("", tests, "f", io.StringIO(), io.StringIO(answers))
         assert verdict == "passed 0", number
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from corral.lab.sandbox import SandboxLimits
 from corral.lab.sandbox.pool import shared_pool
 from corral.lab.tasks.code.problem import grade_all
-from corral.lab.tasks.code.rows import problem_from_tests
+from corral.lab.tasks.code.task import problem_from_tests
 from corral.lab.tasks.dataset import Malformed, Row, text_column
 from corral.lab.tasks.imports import by_path
 from corral.lab.tasks.math import MathTask, one_number, same_number

@@ -2,8 +2,7 @@
 
 This file is run there after `value.py`, whose names it uses without importing them; it needs the standard library alone. The
 function's side is in the hands of the function: all it can forge are its own results. The tests' side never shares a process
-with it, nor with a text that the function returned and a test evaluates. So no result has a method of its own, and success
-cannot be claimed but by the tests.
+with it. So no result has a method of its own, and success cannot be claimed but by the tests.
 """
 
 import builtins
@@ -61,7 +60,7 @@ def _write(file: int, line: str) -> None:
 
 
 class RemoteError(Exception):
-    """An exception of the function under test, or of a text that a test evaluates.
+    """An exception of the function under test.
 
     Python itself never catches this class. So an exception whose class ends a loop (StopIteration, IndexError) or stands for a
     missing attribute or key passes no test that does not expect it.
@@ -160,67 +159,11 @@ class _RemoteFunction:
         return value
 
 
-_EVALUATOR = "import marshal, sys\nexec(marshal.loads(bytes.fromhex(sys.stdin.readline())))\nevaluate()\n"
+_BUILTINS = {name: value for name, value in vars(builtins).items() if name not in ("eval", "exec")}
+"""What tests may use: a text that they evaluate may be the function's, which would then be among the tests."""
 
 
-def evaluate() -> None:
-    """Evaluate the text in one line of standard input, and write its value, or the names it defined, as an answer."""
-    kind, text, names = decode(json.loads(sys.stdin.readline()))
-    answers = os.dup(1)
-    _lead_nowhere(0, 1)
-    try:
-        value = eval(compile(text, "<text>", kind, dont_inherit=True), names)
-        names.pop("__builtins__", None)
-        answer = {"value": encode(names if kind == "exec" else value)}
-    except BaseException as error:
-        answer = {"error": type(error).__name__, "text": str(error)[:200]}
-    _write(answers, json.dumps(answer))
-
-
-class _Evaluator:
-    """The tests' own `eval` and `exec`: once the function has been called, a text may be the function's, and is run apart.
-
-    It runs in a new interpreter, in which there is nothing of the tests: neither what they expect nor their verdict. What comes
-    back is plain data. Of the namespace that a test gives, the text gets the plain data; without one it gets nothing.
-    """
-
-    def __init__(self, function: _RemoteFunction, harness: bytes) -> None:
-        self.function, self.harness = function, harness
-
-    def eval(self, source: Any, names: Any = None, local: Any = None, /) -> Any:
-        """Stand in for `eval`."""
-        return self._run("eval", source, names, local)
-
-    def exec(self, source: Any, names: Any = None, local: Any = None, /) -> None:
-        """Stand in for `exec`."""
-        self._run("exec", source, names, local)
-
-    def _run(self, kind: str, source: Any, names: Any, local: Any) -> Any:
-        if not self.function.called:  # the tests' own text
-            caller = sys._getframe(2)
-            spaces = (caller.f_globals, caller.f_locals) if names is None else (names, names if local is None else local)
-            return vars(builtins)[kind](source, *spaces)
-        if not isinstance(source, str):
-            raise NotPlainData(f"once the function has been called, {kind} takes text alone")
-        import subprocess  # few tests need it
-
-        passed = {name: value for name, value in {**(names or {}), **(local or {})}.items() if not _is_opaque(encode(value))}
-        done = subprocess.run(
-            [sys.executable, "-P", "-s", "-S", "-B", "-X", "utf8", "-c", _EVALUATOR],
-            input=f"{self.harness.hex()}\n{json.dumps(encode([kind, source, passed]))}\n".encode(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        value, _ = _read_answer(done.stdout.decode(errors="replace"), self.function.expected)
-        if kind == "eval":
-            return value
-        target = names if local is None else local
-        if target is not None and isinstance(value, dict):
-            target.update(value)
-        return None
-
-
-def check(setup: str, tests: list[str], entry: str, nonce: str, harness: bytes) -> None:
+def check(setup: str, tests: list[str], entry: str, nonce: str) -> None:
     """Run tests that are programs; write the nonce and the verdict, as one line, to what was standard error.
 
     Standard input and output, on which the function is called, and standard error are moved to files of their own, which no
@@ -228,10 +171,10 @@ def check(setup: str, tests: list[str], entry: str, nonce: str, harness: bytes) 
     """
     answers, calls, verdicts = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w"), os.dup(2)
     _lead_nowhere(0, 1, 2)
-    _write(verdicts, f"{nonce} {run_tests(setup, tests, entry, calls, answers, harness)}")
+    _write(verdicts, f"{nonce} {run_tests(setup, tests, entry, calls, answers)}")
 
 
-def run_tests(setup: str, tests: list[str], entry: str, calls: TextIOBase, answers: TextIOBase, harness: bytes) -> str:
+def run_tests(setup: str, tests: list[str], entry: str, calls: TextIOBase, answers: TextIOBase) -> str:
     """Run tests one after another: "passed" and how many of them pass, or "unable" and why they cannot run.
 
     A test passes if it does whether or not it sees what calls that gave something back did to their arguments. What is raised
@@ -245,9 +188,7 @@ def run_tests(setup: str, tests: list[str], entry: str, calls: TextIOBase, answe
     passed = [True] * len(codes)
     for show_changes in (True, False):
         function = _RemoteFunction(calls, answers, expected, show_changes)
-        evaluator = _Evaluator(function, harness)
-        own = {**vars(builtins), "eval": evaluator.eval, "exec": evaluator.exec}
-        namespace = {"__name__": "tests", "__builtins__": own, entry: function, "candidate": function}
+        namespace = {"__name__": "tests", "__builtins__": _BUILTINS, entry: function, "candidate": function}
         for number, code in enumerate(codes):
             try:
                 exec(code, namespace)

@@ -15,7 +15,7 @@ from typing import Literal
 from corral.lab.sandbox import SandboxJob, SandboxLimits
 from corral.lab.sandbox.pool import SandboxPool
 from corral.lab.sandbox.result import MAX_TIMEOUT, encode
-from corral.lab.tasks.code.compare import same_output
+from corral.lab.tasks.code.value import same_output
 from corral.lab.tasks.grader import grader_pool
 
 # ---------------------------------------------------------------------------------------------- programs in completions
@@ -118,7 +118,7 @@ class Checks:
     def pass_rate(self, program: str, pool: SandboxPool, limits: SandboxLimits, stop: bool) -> float:
         """The share of tests that pass; 0, and counted as an error, without a verdict that carries this run's nonce."""
         nonce = secrets.token_hex(16)
-        last_line = f"check({self.setup!r}, {list(self.tests)!r}, {self.entry!r}, {nonce!r}, HARNESS)"
+        last_line = f"check({self.setup!r}, {list(self.tests)!r}, {self.entry!r}, {nonce!r})"
         _, result = pool.run_connected(
             SandboxJob(code=harness(f"serve({program!r}, {self.entry!r}, True)"), limits=limits),
             SandboxJob(code=harness(last_line), limits=limits),
@@ -209,7 +209,7 @@ def _harness() -> bytes:
 
 def harness(last_line: str) -> str:
     """A program for the sandbox: the harness, compiled, and the one line that starts it."""
-    return f"import marshal\nHARNESS = {_harness()!r}\nexec(marshal.loads(HARNESS))\n{last_line}\n"
+    return f"import marshal\nexec(marshal.loads({_harness()!r}))\n{last_line}\n"
 
 
 # ----------------------------------------------------------------------------------------------------------- references

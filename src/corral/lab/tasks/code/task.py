@@ -1,16 +1,21 @@
-"""The code tasks: packaged problems, HumanEval, MBPP, APPS."""
+"""The code tasks: packaged problems, HumanEval, MBPP, APPS. Each reads the rows of its data set as prompts and problems."""
 
+import json
+import re
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from corral.lab.sandbox import SandboxLimits
 from corral.lab.sandbox.pool import SandboxPool, shared_pool
-from corral.lab.tasks.code.problem import Problem, grade_all
-from corral.lab.tasks.code.rows import apps_row, human_eval_row, mbpp_row, own_row
-from corral.lab.tasks.dataset import FiniteTask, Hub, Row, Rows, read_file
-from corral.validate import limited
+from corral.lab.tasks.code.problem import Agreement, Calls, Problem, Runs, Tests, grade_all
+from corral.lab.tasks.code.tests import FLOAT_TOLERANCE, called_function, tests_from_asserts, tests_from_code
+from corral.lab.tasks.code.value import dumps
+from corral.lab.tasks.dataset import FiniteTask, Hub, Malformed, Row, Rows, read_file, text_column
+from corral.validate import limited, number_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +74,8 @@ class Code(CodeTask):
 
     def problem(self, row: Row) -> tuple[str, Problem]:
         """The prompt and its tests."""
-        return own_row(row)
+        problem = problem_from_tests({key: row[key] for key in ("tests", "entry", "tolerance") if key in row})
+        return text_column(row, "prompt"), Problem(tests=problem.tests, reference=_column(row, "reference", str, ""))
 
     def _rows(self, split: Literal["train", "test"]) -> Rows | None:
         if self.path is None and self.held_out is None:
@@ -88,8 +94,22 @@ class HumanEval(CodeTask):
     """A file of held-out problems, or the share of `path`'s problems that is held out: by default all of them."""
 
     def problem(self, row: Row) -> tuple[str, Problem]:
-        """The function's head and its tests."""
-        return human_eval_row(row)
+        """The function's head, and its tests: `test`, or `base_input` and `plus_input` with the reference's results."""
+        prompt, entry = text_column(row, "prompt"), text_column(row, "entry_point")
+        solution = _column(row, "canonical_solution", str, "")
+        if "base_input" in row and solution:
+            inputs = [*_column(row, "base_input", list), *_column(row, "plus_input", list, [])]
+            if not inputs or not all(isinstance(arguments, list) for arguments in inputs):
+                raise Malformed("`base_input` and `plus_input` should be lists of lists of arguments")
+            tolerance = max(_tolerance(row, "atol"), FLOAT_TOLERANCE)
+            tests: Tests = Agreement(entry, tuple(map(dumps, inputs)), prompt + solution, entry, tolerance)
+        else:
+            tests = tests_from_code(text_column(row, "test"), entry)
+        head = re.search(rf"^(?:async )?def {re.escape(entry)}\b", prompt, re.M)
+        if head is None:
+            raise Malformed(f"`prompt` should have the head of {entry}, the `entry_point`")
+        reference = prompt + solution if solution else ""
+        return prompt, Problem(tests=tests, stem=prompt, preamble=prompt[: head.start()], reference=reference)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +125,16 @@ class MBPP(CodeTask):
     """Assertions that the prompt shows, at least one: they name the function."""
 
     def problem(self, row: Row) -> tuple[str, Problem]:
-        """The sentence with the first assertions, and the tests."""
-        return mbpp_row(row, self.shown_tests)
+        """The sentence with the first assertions, and the tests: `test_list`, or `test` of MBPP+."""
+        text, asserts = text_column(row, "prompt", "text"), _column(row, "test_list", list)
+        if not asserts or not all(isinstance(test, str) for test in asserts):
+            raise Malformed("`test_list` should be a list of assertions, not empty")
+        entry = called_function(asserts[0])
+        setup = _column(row, "test_setup_code", str, "") or "\n".join(map(str, _column(row, "test_imports", list, [])))
+        test = _column(row, "test", str, "")
+        tests = tests_from_code(test, entry) if test else tests_from_asserts(asserts, entry, setup)
+        prompt = f"{text.strip()}\nYour code should pass tests like these:\n" + "\n".join(asserts[: self.shown_tests])
+        return prompt, Problem(tests=tests, reference=_column(row, "code", str, ""))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,5 +152,74 @@ class APPS(CodeTask):
     """Tokens that a right completion may need."""
 
     def problem(self, row: Row) -> tuple[str, Problem]:
-        """The question and its tests."""
-        return apps_row(row)
+        """The question and its tests: `input_output` with `inputs`, `outputs` and, for functions, `fn_name`."""
+        question, starter = text_column(row, "question", "prompt"), _column(row, "starter_code", str, "")
+        if row.get("input_output") == "":
+            raise Malformed("`input_output` is empty: there are no tests")
+        cases = _column(row, "input_output", dict)
+        inputs, outputs = _column(cases, "inputs", list), _column(cases, "outputs", list)
+        if not inputs or len(inputs) != len(outputs):
+            raise Malformed(f"there are {len(inputs)} inputs and {len(outputs)} outputs")
+        if name := _column(cases, "fn_name", str, ""):
+            if not all(isinstance(arguments, list) for arguments in inputs):
+                raise Malformed("`inputs` of a function should be lists of arguments")
+            arguments, results = ([dumps(_with_int_keys(one)) for one in values] for values in (inputs, outputs))
+            tests: Tests = Calls(name, tuple(zip(arguments, results, strict=True)), FLOAT_TOLERANCE, "apps")
+        else:
+            # A program's input or output is sometimes a list of lines.
+            joined = ["\n".join(map(str, one)) if isinstance(one, list) else one for one in (*inputs, *outputs)]
+            if wrong := [one for one in joined if not isinstance(one, str)]:
+                raise Malformed(f"inputs and outputs of programs should be texts; got {wrong[0]!r:.60}")
+            tests = Runs(tuple(zip(joined[: len(inputs)], joined[len(inputs) :], strict=True)), FLOAT_TOLERANCE)
+        reference = ""
+        with suppress(Malformed, IndexError):  # a reference is welcome and not needed
+            reference = _column({"first": _column(row, "solutions", list, [])[0]}, "first", str, "")
+        return question + (f"\n\n{starter}" if starter.strip() else ""), Problem(tests=tests, reference=reference)
+
+
+def problem_from_tests(answer: Any) -> Problem:
+    """A problem from its tests alone: {"tests": […], "entry": …}, or the list of tests."""
+    answer = answer if isinstance(answer, dict) else {"tests": answer}
+    tests, entry = answer.get("tests"), answer.get("entry")
+    if not isinstance(tests, list) or not tests or not all(isinstance(test, dict) for test in tests):
+        raise Malformed("`tests` should be a list, not empty, of {stdin, stdout} or of {args, result}")
+    if entry is None:
+        return Problem(tests=Runs(tuple((_column(test, "stdin", str), _column(test, "stdout", str)) for test in tests)))
+    if not isinstance(entry, str) or not entry.isidentifier():
+        raise Malformed(f"`entry` should be the name of a function; got {entry!r:.60}")
+    if not all(isinstance(test.get("args"), list) and "result" in test for test in tests):
+        raise Malformed("every test of a function should have `args`, a list, and `result`")
+    cases = tuple((dumps(test["args"]), dumps(test["result"])) for test in tests)
+    return Problem(tests=Calls(entry, cases, _tolerance(answer, "tolerance")))
+
+
+_KINDS: dict[type, str] = {str: "a text", list: "a list", dict: "an object"}
+
+
+def _column(row: Row, name: str, kind: type, default: Any = None) -> Any:
+    """A column of this kind, or the default in place of None. A text is read as JSON where it should be a list or an object."""
+    value = default if row.get(name) is None else row[name]
+    if isinstance(value, str) and kind is not str:
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise Malformed(f"`{name}` is not JSON: {error}") from error
+    if not isinstance(value, kind):
+        raise Malformed(f"`{name}` should be {_KINDS[kind]}; got {value!r:.60}")
+    return value
+
+
+def _tolerance(row: Row, name: str) -> float:
+    value = 0.0 if row.get(name) is None else row[name]
+    if not number_in(value, 0, sys.float_info.max):
+        raise Malformed(f"`{name}` should be a number, 0 or above; got {value!r:.60}")
+    return float(value)
+
+
+def _with_int_keys(value: Any) -> Any:
+    """A value whose dicts get integer keys where all keys are integers: JSON has texts for APPS' integers."""
+    if isinstance(value, list):
+        return [_with_int_keys(item) if isinstance(item, dict) else item for item in value]
+    with suppress(ValueError):
+        return {int(key): item for key, item in value.items()} if isinstance(value, dict) else value
+    return value

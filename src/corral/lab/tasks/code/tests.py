@@ -3,6 +3,7 @@
 import ast
 import builtins
 import copy
+import symtable
 import sys
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ a root; where a polynomial is so steep that the reference's own is none within t
 
 
 _LOADERS = {"pickle", "marshal", "shelve", "runpy", "code", "codeop", "ctypes"}
-"""Modules that run what they are given in their own process; for `eval` and `exec`, see `harness._Evaluator`."""
+"""Modules that run what they are given in their own process, as `eval` and `exec` do."""
 
 
 def tests_from_code(source: str, entry: str) -> Tests:
@@ -97,17 +98,28 @@ def _plain_asserts(body: list[ast.stmt], names: set[str]) -> tuple[tuple[str, st
 
 def _checks(entry: str, setup: str, tests: tuple[str, ...]) -> Checks:
     """Tests to run, if they can: of modules and names they may use the standard library's and their own, and the function."""
-    tree = _parse("\n".join((setup, *tests)))
+    source = "\n".join((setup, *tests))
+    tree = _parse(source)
     modules = [module for node in ast.walk(tree) for module in _modules(node)]
     if foreign := [module for module in modules if module not in sys.stdlib_module_names]:
         raise Malformed(f"the test imports {foreign[0]}, and the sandbox has the standard library alone")
     if loaders := [module for module in modules if module in _LOADERS]:
         raise Malformed(f"the test imports {loaders[0]}, which would run a completion's text among the tests")
+    if runners := _names(tree) & {"eval", "exec"}:
+        raise Malformed(f"the test uses {min(runners)}, which would run a completion's text among the tests")
     # The function has to be used anywhere but as the argument of check(…).
     known = {entry, "candidate", *(argument.arg for node in _functions(tree, "check") for argument in node.args.args)}
-    if not known & _names(ast.Module([node for node in tree.body if _called(node) != "check"], []), ast.Load):
+    if not known & _names(ast.Module([node for node in tree.body if _called(node) != "check"], [])):
         raise Malformed(f"the test never calls {entry}, so every program would pass it")
-    if unknown := sorted(_names(tree, ast.Load) - _defined_names(tree) - set(dir(builtins)) - {entry, "candidate", "__name__"}):
+    try:
+        tables = [symtable.symtable(source, "<test>", "exec")]
+    except (SyntaxError, RecursionError) as error:  # which the compiler alone finds: `return` outside of a function
+        raise Malformed(f"the test is not Python: {error}") from error
+    for table in tables:
+        tables += table.get_children()
+    symbols = [symbol for table in tables for symbol in table.get_symbols()]
+    bound = {one.get_name() for one in symbols if one.is_assigned() or one.is_imported() or one.is_parameter()}
+    if unknown := sorted(_names(tree) - bound - {*dir(builtins), entry, "candidate", "__name__"}):
         raise Malformed(f"the test uses {unknown[0]}, which neither it nor Python defines")
     return Checks(entry, setup, tests)
 
@@ -132,23 +144,9 @@ def _modules(node: ast.AST) -> list[str]:
     return [name.partition(".")[0] for name in names]
 
 
-def _names(tree: ast.Module, context: type[ast.expr_context]) -> set[str]:
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, context)}
-
-
-def _defined_names(tree: ast.Module) -> set[str]:
-    """Every name that is bound anywhere in the tests."""
-    found = _names(tree, ast.Store)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
-        elif isinstance(node, ast.arg):
-            found.add(node.arg)
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            found.add(node.name)
-        elif isinstance(node, ast.alias):
-            found.add(_import_name(node))
-    return found
+def _names(tree: ast.Module) -> set[str]:
+    """The names that are read anywhere in a tree."""
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
 
 
 def _assertions(tree: ast.Module) -> list[list[ast.expr]]:
@@ -174,7 +172,7 @@ def _equality(tree: ast.Module) -> Literal["same", "sets", "presence"]:
 def _without_unused_imports(source: str) -> str:
     """The source without unused imports: EvalPlus imports numpy into every test."""
     tree = _parse(source)
-    used = _names(tree, ast.Load)
+    used = _names(tree)
     unused = [
         node for node in tree.body if isinstance(node, ast.Import) and not used & {_import_name(alias) for alias in node.names}
     ]

@@ -1,11 +1,14 @@
-"""Serialization across the sandbox: JSON that tells a list from a tuple. What comes back is plain data, whatever it was inside.
+"""Serialization across the sandbox, as JSON that tells a list from a tuple, and comparison with what a test expects.
 
-This file is also run inside the sandbox, before `harness.py`; it needs the standard library alone.
+This file is also run inside the sandbox, before `harness.py`, and by graders: it needs the standard library alone.
 """
 
 import json
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
+
+# -------------------------------------------------------------------------------------------------------- serialization
 
 _CONTAINERS: dict[str, type[Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
@@ -75,6 +78,9 @@ def loads(line: str | bytes) -> Any:
     return decode(json.loads(line))
 
 
+# ----------------------------------------------------------------------------------------------------------- comparison
+
+
 def same(got: Any, expected: Any, tolerance: float = 0.0) -> bool:
     """Equality as Python's ==, except that a float may differ by `tolerance`, absolute or relative.
 
@@ -97,3 +103,77 @@ def same(got: Any, expected: Any, tolerance: float = 0.0) -> bool:
             and all(same(got[k], expected[k], tolerance) for k in expected)
         )
     return bool(got == expected)
+
+
+def _lines(text: str) -> list[str]:
+    """Lines without the spaces at their ends, without empty ones at the end."""
+    return [line.rstrip() for line in text.rstrip().split("\n")]
+
+
+def same_output(got: str, expected: str, tolerance: float) -> bool:
+    """Equal lines; with a tolerance, equal words on lines that are not empty, where numbers with a decimal point may differ."""
+    if _lines(got) == _lines(expected):
+        return True
+    if not tolerance:
+        return False
+    ours, theirs = ([line.split() for line in text.split("\n") if line.strip()] for text in (got, expected))
+    return [len(line) for line in ours] == [len(line) for line in theirs] and all(
+        a == b or _close(a, b, tolerance)
+        for line, other in zip(ours, theirs, strict=True)
+        for a, b in zip(line, other, strict=True)
+    )
+
+
+def _close(got: str, expected: str, tolerance: float) -> bool:
+    if expected.lstrip("+-").isdecimal():
+        return False  # whole numbers are counted, not measured
+    try:
+        pair = float(got), float(expected)
+    except ValueError:
+        return False
+    return all(map(math.isfinite, pair)) and math.isclose(*pair, rel_tol=tolerance, abs_tol=tolerance)
+
+
+def _as_apps(got: object, expected: object, tolerance: float) -> bool:
+    """APPS' equality: a tuple equals a list of the same items, and x is right where [x] is expected."""
+    got = _tuples_to_lists(got)
+    wrapped = isinstance(expected, list) and len(expected) == 1 and same(got, expected[0], tolerance)
+    return wrapped or same(got, expected, tolerance)
+
+
+def _tuples_to_lists(value: object) -> object:
+    return [_tuples_to_lists(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _as_sets(got: Any, expected: Any, tolerance: float) -> bool:
+    """EvalPlus' equality for some functions: equal sets of elements, in any order and number."""
+    try:
+        return set(got) == set(expected)
+    except TypeError:  # not a collection, or of things that no set can hold
+        return False
+
+
+def _presence(got: object, expected: object, tolerance: float) -> bool:
+    """EvalPlus' equality for matches of patterns: whether there is a result at all. Booleans are compared as they are."""
+    return got == expected if isinstance(got, bool) else expected == (got is not None)
+
+
+COMPARISONS: dict[str, Callable[[Any, Any, float], bool]] = {
+    "same": same, "apps": _as_apps, "sets": _as_sets, "presence": _presence,
+}  # fmt: skip
+
+
+def count_right(how: str, tolerance: float, output: str, expected: Sequence[str]) -> float:
+    """Number of expected results among those that the harness wrote for a function, one line per call.
+
+    The function may have written the lines itself. So this runs in a grader's process, which has limits of its own: whatever
+    a line provokes is wrong, and a line that takes for ever costs no more than the reward of the program that wrote it.
+    """
+    right = 0
+    for line, wanted in zip(output.splitlines(), expected, strict=False):
+        want = loads(wanted)
+        try:
+            right += COMPARISONS[how](decode(json.loads(line)["value"]), want, tolerance)
+        except Exception:  # whatever it is, it is the line's doing: `want` has been read
+            continue
+    return float(right)
