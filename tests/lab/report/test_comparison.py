@@ -67,7 +67,7 @@ def test_one_contestant_with_two_chosen_settings_has_two_names(compared: Path, t
 
 def test_the_sweep_of_a_comparison(report: RunReport) -> None:
     (sweep,) = report.sweeps
-    assert (sweep.key, sweep.planned, sweep.chosen) == ("learning_rate", True, CHOSEN)
+    assert (sweep.key, sweep.comparison, sweep.chosen) == ("learning_rate", report.comparisons[0], CHOSEN)
     assert len(sweep.rows) == 32
     failed = [row for row in sweep.rows if (row.contestant, row.setting["learning_rate"], row.seed) == ("ppo_clip", 3e-3, 1)]
     assert [row.final for row in failed if row.setting["num_iterations"] == 4] == [0.0]
@@ -188,7 +188,7 @@ def test_a_sweep_is_found_in_the_settings_of_runs(tmp_path: Path) -> None:
     write_run(tmp_path / "going on", "troll", 2, learning_rate=1e-4, stopped=None)
     report = report_of(tmp_path)
     (sweep,) = report.sweeps
-    assert not sweep.planned
+    assert sweep.comparison is None
     assert [found.sentence for found in sweep.ranges] == [
         "dppo: none (0 of 2 rates)",
         "troll: none (0 of 2 rates), 0.0 to 1.0 decades",
@@ -215,7 +215,7 @@ def test_auto_is_a_value_of_a_learning_rate(tmp_path: Path) -> None:
     assert drawn["values"] == [1e-4, 1e-3, "auto"]
     assert (drawn["names"], drawn["lines"][0]["usable"]) == (["1e-4", "1e-3", "auto"], [0, 2])
     axes = Figure().subplots()
-    draw_sweep(axes, report.sweeps[0], report.measure, report.looks)
+    draw_sweep(drawn, page_data(report)["measure"], axes)
     assert [label.get_text() for label in axes.get_xticklabels()] == ["1e-4", "1e-3", "auto"]
     # A quarter of the axis to the right of its numbers, where no line leads.
     assert axes.get_xticks()[-1] == pytest.approx(1e-3 * 10**0.25)
@@ -297,9 +297,11 @@ def test_golden_threshold_of_returns_and_of_nothing(tmp_path: Path) -> None:
     rows = [{"step": 0, "return": -70.0, "success": 0.0}, {"step": 1, "return": -16.0, "success": 0.0}]
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     groups = group_runs(read_runs([tmp_path]))
-    assert outcomes.default_threshold(groups, "return") == pytest.approx(-21.4)
-    assert outcomes.default_threshold(groups, "success") is None
-    assert not outcomes.results(groups, "return", None)[0]["collapsed"]
+    scores = outcomes.score_runs(groups, outcomes.RETURN)
+    assert outcomes.default_threshold(scores, outcomes.RETURN) == pytest.approx(-21.4)
+    success = outcomes.main_metric(read_runs([tmp_path]))
+    assert outcomes.default_threshold(outcomes.score_runs(groups, success), success) is None
+    assert not outcomes.results(groups, scores, None)[0]["collapsed"]
 
 
 def test_environments_with_other_settings_are_other_problems(tmp_path: Path) -> None:
@@ -325,7 +327,7 @@ def test_all_tasks_together(moving: RunReport) -> None:
     assert {name: (row["tasks"], row["seeds"]) for name, row in rows.items()} == {"tce": (2, 3), "sb3-ppo": (2, 3)}
     assert rows["tce"]["chance"] == 1.0
     assert rows["sb3-ppo"]["chance"] == 0.0
-    ends = [value for group in moving.groups if group.label == "tce" for value in outcomes.finals(group, "success").values()]
+    ends = [end for group in moving.groups if group.label == "tce" for end in outcomes.by_seed(moving.scores, group).values()]
     assert rows["tce"]["mean"] == pytest.approx(sum(ends) / 6)
     assert rows["tce"]["mean_low"] < rows["tce"]["mean"] < rows["tce"]["mean_high"]
     assert "All tasks together" in page(moving)
@@ -337,11 +339,12 @@ def test_returns_are_put_on_one_scale(tmp_path: Path) -> None:
             for seed in range(2):
                 write_robot_run(tmp_path / f"{task[7:]}{algorithm}{seed}", algorithm, seed, task=task, solved=False)
     report = report_of(tmp_path)
-    scores = outcomes.normalise_scores(report.groups, report.measure)
+    scores = outcomes.normalise_scores(report.scores, report.measure)
     # The best group of a task has mean 1 by construction; the other began where it began and reached half as far.
-    for found in scores["tce"].values():
-        assert sum(found.values()) / 2 == pytest.approx(1.0)
-    assert all(0.4 < value < 0.7 for found in scores["sb3-ppo"].values() for value in found.values())
+    for _, found in scores[scores["objective"] == "tce"].groupby("problem"):
+        assert found["score"].mean() == pytest.approx(1.0)
+    assert all(0.4 < value < 0.7 for value in scores[scores["objective"] == "sb3-ppo"]["score"])
+    assert len(scores) == 8
 
 
 def test_one_task_or_one_contestant_has_no_overall(robots: Path, tmp_path: Path) -> None:

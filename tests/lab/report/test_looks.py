@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 import corral
 from corral.lab.audit.figures import REGIONS
-from corral.lab.report.looks import DARK, LIGHT, MARKERS, SHAPES, assign_looks, palette_css, short_labels
+from corral.lab.report.looks import DARK, LIGHT, MARKERS, SHAPES, assign_looks, fit, palette_css
 
 # Machado, Oliveira & Fernandes 2009, severity 1: linear RGB as it is seen.
 SEEN = {
@@ -65,11 +65,6 @@ def test_the_kinds_of_an_audit_have_colours_of_their_own() -> None:
     assert len({colour for colour, _ in REGIONS.values()}) == len(REGIONS)
 
 
-def test_labels_are_shortened_where_they_do_not_differ() -> None:
-    assert short_labels(["troll", "dppo"]) == ["troll", "dppo"]
-    long = [f"troll a_rather_long_name_of_a_setting=some/long/path rate={rate}" for rate in (1, 2)]
-    assert short_labels(long) == ["troll rate=1", "troll rate=2"]
-    assert short_labels([f"troll a_rather_long_name_of_a_setting={rate}e-4" for rate in (1, 2)], 30) == [
-        "troll a_rat…ting=1e-4",
-        "troll a_rat…ting=2e-4",
-    ]
+def test_labels_are_shortened_in_their_middle() -> None:
+    assert fit("troll") == "troll"
+    assert fit("troll a_rather_long_name_of_a_setting=1e-4", 24) == "troll a_rath…etting=1e-4"

@@ -57,13 +57,12 @@ def test_every_figure_and_every_table(tmp_path: Path) -> None:
     assert rows_of(tmp_path / "out/results.csv")[1]["objective"] == "troll"
 
 
-def test_sweeps_ends_tokens_and_robots_are_exported_too(tmp_path: Path) -> None:
+def test_sweeps_ends_and_robots_are_exported_too(tmp_path: Path) -> None:
     for rate in (1e-4, 1e-3):
         for objective in ("troll", "dppo"):
-            few_metrics(write_run(tmp_path / f"runs/{objective}{rate}", objective, tokens=rate == 1e-4, learning_rate=rate))
+            few_metrics(write_run(tmp_path / f"runs/{objective}{rate}", objective, learning_rate=rate))
     names = {path.name for path in export(make_report(read_runs([tmp_path / "runs"])), tmp_path / "out")}
     assert {"sweep.csv", "sweep.svg", "sweep.png", "final.svg"} <= names
-    assert {"kl-per-token-troll-learning-rate-0-0001.png", "kl-per-token-dppo-learning-rate-0-0001.svg"} <= names
     assert rows_of(tmp_path / "out/sweep.csv")[0]["axis"] == "learning_rate"
     write_robot_run(tmp_path / "robots/a")
     names = {path.name for path in export(make_report(read_runs([tmp_path / "robots"])), tmp_path / "robot")}

@@ -1,18 +1,36 @@
 """Groups, results, comparisons, events, configuration, commands: every table of a report."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from report.synthetic import write_run, write_small_set
 
-from corral.lab.report import outcomes, tables
-from corral.lab.report.content import make_report
+from corral.lab.report.content import command, commands, configuration, events, make_report, versions
 from corral.lab.report.figures import kl_bound, select_metrics
-from corral.lab.report.groups import group_runs, pairs
-from corral.lab.report.outcomes import areas, comparisons, default_threshold, finals, main_metric, results
+from corral.lab.report.groups import Group, group_runs, pairs
+from corral.lab.report.outcomes import (
+    RUN_COLUMNS,
+    Measure,
+    by_seed,
+    comparisons,
+    default_threshold,
+    main_metric,
+    results,
+    score_runs,
+)
 from corral.lab.report.page import page
 from corral.lab.report.read import flatten, read_run, read_runs
+
+SUCCESS = Measure(key="success", name="success", unit="points", factor=100.0)
+
+
+def compared(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """Comparisons of groups by their main metric."""
+    measure = main_metric([run for group in groups for run in group.runs])
+    return comparisons(groups, score_runs(groups, measure), measure)
 
 
 @pytest.fixture
@@ -73,10 +91,8 @@ def test_a_report_does_not_open_on_smoke_runs(tmp_path: Path) -> None:
 def test_figures_say_how_a_kl_was_estimated(small: Path) -> None:
     """dppo and ppo_clip log no mass outside a support, for they have none: their mean is k3's, their largest a lower bound."""
     captions = {metric.key: metric.caption for metric in select_metrics(read_runs([small]))}
-    assert captions["tr/kl_before"].endswith(
-        "; dppo, ppo_clip: k3's estimate from the sampled tokens, not to be compared with the largest KL"
-    )
-    assert captions["tr/kl_max"].endswith("; dppo, ppo_clip: of the sampled token against all others, a lower bound")
+    assert captions["tr/kl_before"].endswith("k3's estimate from the sampled tokens, not to be compared with the largest KL")
+    assert captions["tr/kl_max"].endswith("that of the sampled token against all others, a lower bound")
     assert {group.label: kl_bound(group) for group in group_runs(read_runs([small]))} == {
         "dppo": None,
         "ppo_clip": None,
@@ -97,7 +113,7 @@ def test_a_difference_that_was_not_varied_is_said(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "troll", learning_rate=1e-3)
     write_run(tmp_path / "b", "dppo", learning_rate=1e-4)
     groups = group_runs(read_runs([tmp_path]))
-    (row, _) = comparisons(groups, main_metric(read_runs([tmp_path])))
+    (row, _) = compared(groups)
     assert row["sentence"].endswith("one seed; that is too few. They also differ in learning_rate.")
 
 
@@ -105,21 +121,22 @@ def test_a_difference_is_said_though_a_setting_with_a_longer_name_was_varied(tmp
     for warm in (1, 2):
         write_run(tmp_path / f"a{warm}", "troll", steps=8, warmup_steps=warm)
         write_run(tmp_path / f"b{warm}", "dppo", steps=12, warmup_steps=warm)
-    runs = read_runs([tmp_path])
-    said = [row["sentence"] for row in comparisons(group_runs(runs), main_metric(runs))]
+    said = [row["sentence"] for row in compared(group_runs(read_runs([tmp_path])))]
     assert len(said) == 4
     assert all(sentence.endswith("They also differ in steps.") for sentence in said)
 
 
 def test_only_runs_that_ended_count(small: Path) -> None:
     dppo = group_runs(read_runs([small]))[0]
-    assert sorted(finals(dppo, "success")) == sorted(areas(dppo, "success")) == ["0", "1", "2"]
+    scores = score_runs([dppo], SUCCESS)
+    assert sorted(by_seed(scores, dppo)) == sorted(by_seed(scores, dppo, "area")) == ["0", "1", "2"]
 
 
 def test_results(small: Path) -> None:
     groups = group_runs(read_runs([small]))
-    threshold = default_threshold(groups, "success")
-    dppo, ppo, troll = results(groups, "success", threshold)
+    scores = score_runs(groups, SUCCESS)
+    threshold = default_threshold(scores, SUCCESS)
+    dppo, ppo, troll = results(groups, scores, threshold)
     assert (dppo["runs"], dppo["counted"], dppo["collapsed"], ppo["collapsed"]) == (4, 3, 0, 1)
     ends = sorted(json.loads((small / f"troll-{seed}/summary.json").read_text())["success_final"] for seed in range(3))
     assert troll["final"] == pytest.approx(sum(ends) / 3)  # a quarter of three runs is none: the mean
@@ -130,8 +147,7 @@ def test_results(small: Path) -> None:
 
 
 def test_comparisons(small: Path) -> None:
-    runs = read_runs([small])
-    rows = comparisons(group_runs(runs), main_metric(runs))
+    rows = compared(group_runs(read_runs([small])))
     assert [row["measure"] for row in rows] == ["final"] * 3 + ["area"] * 3
     assert rows[1]["sentence"].startswith("troll beats dppo on final success: +13.6 points, 95 % interval 10.8…16.4, 3 seeds.")
     assert rows[0]["sentence"].startswith("No difference can be claimed between dppo and ppo_clip on final success: +20.0")
@@ -158,8 +174,7 @@ def test_a_claim_between_objectives_needs_one_reduction_and_advantage(
         config["trainer"] |= mine
         config["reduction"] = {"own": own or config["objective"]["name"] != "dppo"}
         (run / "config.json").write_text(json.dumps(config))
-    runs = read_runs([small])
-    row = comparisons(group_runs(runs), main_metric(runs))[1]
+    row = compared(group_runs(read_runs([small])))[1]
     assert (row["ours"], row["theirs"], row["claimed"]) == ("troll", "dppo", why is None)
     if why is None:
         assert row["sentence"].startswith("troll beats dppo on final success: +13.6 points")
@@ -175,8 +190,7 @@ def test_settings_of_one_objective_may_differ_in_their_reduction(tmp_path: Path)
             folder = write_run(tmp_path / f"{how}{seed}", "troll", seed, gain=gain, loss_type=how)
             config = json.loads((folder / "config.json").read_text())
             (folder / "config.json").write_text(json.dumps({**config, "trainer": {"loss_type": how}}))
-    runs = read_runs([tmp_path])
-    assert comparisons(group_runs(runs), main_metric(runs))[0]["claimed"], "that is what was compared"
+    assert compared(group_runs(read_runs([tmp_path])))[0]["claimed"], "that is what was compared"
 
 
 def test_a_run_without_success_is_judged_by_its_reward(tmp_path: Path) -> None:
@@ -190,19 +204,20 @@ def test_a_run_without_success_is_judged_by_its_reward(tmp_path: Path) -> None:
     run = read_run(path)
     measure = main_metric([run])
     assert (measure.key, measure.unit) == ("reward", "")
-    (row,) = results(group_runs([run]), "reward", None)
+    groups = group_runs([run])
+    (row,) = results(groups, score_runs(groups, measure), None)
     assert (row["final"], row["area"], row["seconds"]) == (-1.0, -2.0, 0.0)
 
 
 def test_runs_table(small: Path) -> None:
-    rows = tables.run_table(group_runs(read_runs([small])), "success")
+    rows = score_runs(group_runs(read_runs([small])), SUCCESS)[[*RUN_COLUMNS]].to_dict("records")
     assert len(rows) == 10
     assert (rows[3]["stopped"], rows[3]["steps"], rows[3]["planned"]) == ("not ended", 4, 8)
     assert rows[-1]["tokens"] == 96000.0
 
 
 def test_events(small: Path) -> None:
-    rows = tables.events(group_runs(read_runs([small])))
+    rows = events(group_runs(read_runs([small])))
     kinds = [(row["objective"], row["seed"], row["step"], row["kind"]) for row in rows]
     assert ("ppo_clip", "1", 7, "guard") in kinds
     assert ("dppo", "3", 4, "left out") in kinds
@@ -212,7 +227,7 @@ def test_events(small: Path) -> None:
 def test_two_runs_with_the_same_seed(tmp_path: Path) -> None:
     write_run(tmp_path / "a")
     write_run(tmp_path / "b")
-    rows = tables.events(group_runs(read_runs([tmp_path])))
+    rows = events(group_runs(read_runs([tmp_path])))
     assert [row["kind"] for row in rows] == ["twice", "twice"]
 
 
@@ -220,14 +235,14 @@ def test_two_runs_with_the_same_seed(tmp_path: Path) -> None:
 def test_a_run_that_failed_says_why_and_is_left_out(tmp_path: Path, stopped: str) -> None:
     write_run(tmp_path / "a", stopped=stopped)
     groups = group_runs(read_runs([tmp_path]))
-    rows = tables.events(groups)
+    rows = events(groups)
     assert (rows[0]["kind"], rows[0]["what"]) == (stopped, f"it was {stopped}")
     assert rows[1]["what"] == f"{stopped} after 8 of 8 steps: not in the statistics."
-    assert outcomes.finals(groups[0], "success") == {}
+    assert by_seed(score_runs(groups, SUCCESS), groups[0]) == {}
 
 
 def test_configuration(small: Path) -> None:
-    differ, same = tables.configuration(group_runs(read_runs([small])))
+    differ, same = configuration(group_runs(read_runs([small])))
     assert {"setting": "objective.bound", "dppo": "—", "ppo_clip": "—", "troll": "0.05"} in differ
     assert {"setting": "settings.learning_rate", "value": "0.0008"} in same
     text = json.dumps([differ, same])
@@ -242,8 +257,8 @@ def test_versions_and_commands(small: Path) -> None:
     config["command"] = ["-c"]
     (small / "troll-0/config.json").write_text(json.dumps(config))
     groups = group_runs(read_runs([small]))
-    assert {"package": "torch", "versions": "2.12.0, 2.13.0", "differ": True} in tables.versions(groups)
-    rows = tables.commands(groups)
+    assert {"package": "torch", "versions": "2.12.0, 2.13.0", "differ": True} in versions(groups)
+    rows = commands(groups)
     assert rows[0]["command"] == "corral train --objective dppo --seed 0"
     assert rows[7]["command"] is None
     assert json.loads(rows[7]["settings"])["objective"] == "troll"
@@ -266,7 +281,7 @@ def test_commands_hide_secrets_and_quote_the_rest(tmp_path: Path, words: object,
     path = write_run(tmp_path / "run")
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "command": words}))
-    assert tables.command(read_run(path)) == expected
+    assert command(read_run(path)) == expected
 
 
 def test_secrets_within_settings_are_left_out(tmp_path: Path) -> None:

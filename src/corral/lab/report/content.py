@@ -1,18 +1,24 @@
 """Content of a report, computed once for the page and the exports."""
 
+import json
 import math
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from corral.lab.report import figures, outcomes, tables
-from corral.lab.report.groups import Group, group_runs, split_runs
+import pandas as pd
+
+from corral.lab.report import figures, outcomes
+from corral.lab.report.groups import SECRET, Group, group_runs, split_runs
 from corral.lab.report.html import shorten
 from corral.lab.report.looks import Look, assign_looks
-from corral.lab.report.read import Run, SavedComparison
+from corral.lab.report.read import Run, SavedComparison, flatten, setting_text, table_in
 from corral.lab.report.sweep import Sweep, find_sweeps, sweep_table
 from corral.validate import RunError
+
+_Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +38,9 @@ class RunReport:
     metrics: Sequence[figures.Metric]
     every: int
     """Steps per point of a figure."""
-    tables: Mapping[str, list[dict[str, Any]]]
+    scores: pd.DataFrame
+    """Scores of every run, from `score_runs`."""
+    tables: Mapping[str, list[_Row]]
 
     @property
     def runs(self) -> list[Run]:
@@ -94,11 +102,16 @@ def make_report(
         raise RunError(f"a threshold is a number; got {threshold}.")
     if threshold is not None and measure.key == "success" and not 0 <= threshold <= 1:
         raise RunError(f"a threshold of success lies between 0 and 1; got {threshold:g}. For 60 %, give 0.6.")
-    by_problem = [[group for group in groups if group.problem == name] for name in dict.fromkeys(g.problem for g in groups)]
-    thresholds = [outcomes.default_threshold(own, measure.key) if threshold is None else threshold for own in by_problem]
+    scores = outcomes.score_runs([*groups, *swept], measure)
+    counted = scores[scores["group"] < len(groups)]
+    thresholds, results = [], []
+    for name in dict.fromkeys(group.problem for group in groups):
+        here = counted[counted["problem"] == name]
+        thresholds.append(outcomes.default_threshold(here, measure) if threshold is None else threshold)
+        results += outcomes.results([group for group in groups if group.problem == name], here, thresholds[-1])
     metrics = figures.select_metrics(shown)
     found = find_sweeps(runs, comparisons, measure)
-    differ, same = tables.configuration(groups)
+    differ, same = configuration(groups)
     return RunReport(
         title=title or _headline(groups),
         groups=groups,
@@ -109,21 +122,22 @@ def make_report(
         threshold=thresholds[0] if len(set(thresholds)) == 1 else None,
         metrics=metrics,
         every=figures.stride(shown, metrics),
+        scores=counted,
         tables={
-            "results": [
-                row
-                for own, reach in zip(by_problem, thresholds, strict=True)
-                for row in outcomes.results(own, measure.key, reach)
-            ],
-            "comparisons": outcomes.comparisons(groups, measure),
-            "overall": outcomes.overall(groups, measure),
+            "results": results,
+            "comparisons": outcomes.comparisons(groups, counted, measure),
+            "overall": outcomes.overall(counted, measure),
             "sweep": sweep_table(found),
-            "runs": tables.run_table([*groups, *swept], measure.key),
-            "events": [*tables.events([*groups, *swept]), *tables.plan_events(comparisons, runs), *tables.file_events(notes)],
+            "runs": scores[[*outcomes.RUN_COLUMNS]].to_dict("records"),
+            "events": [
+                *events([*groups, *swept]),
+                *plan_events(comparisons, runs),
+                *(_event("", "", "file", note) for note in notes),
+            ],
             "differences": differ,
             "settings": same,
-            "versions": tables.versions([*groups, *swept]),
-            "commands": tables.commands(groups),
+            "versions": versions([*groups, *swept]),
+            "commands": commands(groups),
         },
     )
 
@@ -134,3 +148,146 @@ def _headline(groups: Sequence[Group]) -> str:
     names = list(dict.fromkeys(group.objective for group in groups))
     what = problems[0] if len(problems) == 1 else f"{len(problems)} problems"
     return shorten(f"{what}: {', '.join(names) if len(names) <= 6 else f'{len(names)} objectives'}", 120)
+
+
+# --------------------------------------------------------------------------------------------- events, settings, commands
+
+
+def events(groups: Sequence[Group]) -> list[_Row]:
+    """Build a table of problems: guard warnings, incomplete runs, and missing or damaged files."""
+    found: dict[tuple[Any, ...], list[str]] = {}
+    for group in groups:
+        for run in group.runs:
+            again = sum(other.seed == run.seed for other in group.runs)
+            for step, kind, what in _events(run, again):
+                # What is wrong with the files of several seeds is said once.
+                key = (group.label, step, kind, what, "" if kind == "file" else id(run))
+                found.setdefault(key, []).append(run.seed)
+    return [_event(label, ", ".join(seeds), kind, what, step) for (label, step, kind, what, _), seeds in found.items()]
+
+
+def _event(objective: str, seed: str, kind: str, what: str, step: int | None = None) -> _Row:
+    return {"objective": objective, "seed": seed, "step": step, "kind": kind, "what": what}
+
+
+def _events(run: Run, again: int) -> Iterator[tuple[int | None, str, str]]:
+    """Step, kind and sentence of every problem of one run; `again` has the runs with its settings and seed."""
+    for line in run.lines:
+        warnings = line.get("warnings")
+        for text in warnings if isinstance(warnings, list) else ():
+            yield int(line["step"]), "guard", str(text)
+    if run.stopped not in ("finished", "not ended"):
+        yield run.steps, run.stopped, str(run.summary.get("why") or f"the run was {run.stopped}.")
+    if run.stopped not in outcomes.COUNTED:
+        yield run.steps, "left out", f"{run.stopped} after {run.steps} of {run.planned_steps} steps: not in the statistics."
+    elif again > 1:
+        yield None, "twice", f"{again} runs have the same settings and seed; the last of them that finished counts."
+    for note in run.notes:
+        yield None, "file", note
+
+
+def plan_events(comparisons: Sequence[SavedComparison], runs: Sequence[Run]) -> list[_Row]:
+    """Planned runs without a folder here: not started, failed at once, or not given to the report."""
+    there = {run.path.resolve() for run in runs}
+    rows = []
+    for entry in (entry for comparison in comparisons for path, entry in comparison.places() if path not in there):
+        kind, what = "left out", f"planned, and {entry.state}: not in the statistics."
+        if entry.state == "failed":
+            kind, what = "failed", entry.error or "it failed before it began."
+        elif entry.state == "finished":
+            kind, what = "elsewhere", "finished, and not among the folders of this report."
+        rows.append(_event(f"{entry.contestant} {setting_text(entry.setting)}".strip(), str(entry.seed), kind, what))
+    return rows
+
+
+def configuration(groups: Sequence[Group]) -> tuple[list[_Row], list[_Row]]:
+    """Settings in which groups differ, one column per group, and settings that all groups share."""
+    several = len({group.problem for group in groups}) > 1
+    columns: dict[str, dict[str, str]] = {}
+    for group in groups:
+        name = f"{group.label} ({group.problem})" if several else group.label
+        columns[name if name not in columns else f"{name} {group.setting}"] = _settings(group)
+    differ, same = [], []
+    for key in sorted({key for column in columns.values() for key in column}):
+        values = {name: column.get(key, "—") for name, column in columns.items()}
+        if len(set(values.values())) > 1:
+            differ.append({"setting": key, **values})
+        else:
+            same.append({"setting": key, "value": next(iter(values.values()))})
+    return differ, same
+
+
+def _settings(group: Group) -> dict[str, str]:
+    """Resolved settings of a group, without secrets; a setting that varies over seeds is shown as `…`."""
+    parts = ("objective", "task", "model", "settings", "trainer")
+    columns = [flatten({part: run.config[part] for part in parts if part in run.config}) for run in group.runs]
+    found = {}
+    for key in {key for column in columns for key in column}:
+        part, _, name = key.partition(".")
+        told = (part == "settings" and name in group.runs[0].config) or (part == "trainer" and f"settings.{name}" in columns[0])
+        if told or name == "seed" or SECRET.search(key):
+            continue
+        values = sorted({column.get(key, "—") for column in columns})
+        found[key] = values[0] if len(values) == 1 else "… (differs between seeds)"
+    return found
+
+
+def versions(groups: Sequence[Group]) -> list[_Row]:
+    """Versions of packages in the runs; several if runs differ."""
+    found: dict[str, set[str]] = {}
+    for group in groups:
+        for run in group.runs:
+            for key, value in {**table_in(run.config, "versions"), "commit": run.config.get("commit")}.items():
+                if value is not None:
+                    found.setdefault(key, set()).add(str(value))
+    return [{"package": key, "versions": ", ".join(sorted(values)), "differ": len(values) > 1} for key, values in found.items()]
+
+
+def commands(groups: Sequence[Group]) -> list[_Row]:
+    """Commands and files of settings that repeat each run."""
+    return [
+        {
+            "objective": group.label, "seed": run.seed, "command": command(run), "script": run.config.get("script"),
+            "settings": json.dumps(_drop_secrets(run.settings), indent=2, default=str),
+        }
+        for group in groups
+        for run in group.runs
+    ]  # fmt: skip
+
+
+def _drop_secrets(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Remove secrets from nested settings."""
+    kept = {key: value for key, value in tree.items() if not SECRET.search(key)}
+    return {key: _drop_secrets(value) if isinstance(value, Mapping) else value for key, value in kept.items()}
+
+
+def command(run: Run) -> str | None:
+    """Command `corral train …` as given, without its output folder; None if the run was started from Python."""
+    said = run.config.get("command")
+    return _render_command([str(word) for word in said], "train") if isinstance(said, list) else None
+
+
+def compare_command(text: str) -> str | None:
+    """Command `corral compare …` as given, without its output folder; None if it was started from Python."""
+    try:
+        return _render_command(shlex.split(text), "compare")
+    except ValueError:  # a quote that is not closed
+        return None
+
+
+def _render_command(words: Sequence[str], name: str) -> str | None:
+    """Format `corral` and the words from `name` on, without output folder and secrets; None if `name` is missing."""
+    if name not in words[1:]:
+        return None
+    kept, words = [], words[words.index(name, 1) :]
+    for index, word in enumerate(words):
+        before = words[index - 1] if index else ""
+        if word in ("--out", "--resume") or before in ("--out", "--resume") or word.startswith(("--out=", "--resume=")):
+            continue
+        flag, equals, value = word.rpartition("=") if word.startswith("--set=") else word.partition("=")
+        if before.startswith("--") and "=" not in before and SECRET.search(before):
+            word = "…"
+        elif equals and value and SECRET.search(flag):
+            word = f"{flag}=…"
+        kept.append(word)
+    return "corral " + shlex.join(kept)

@@ -18,11 +18,13 @@ BUDGET = 250_000
 """Largest number of values on a page, over all runs and metrics: about two megabytes."""
 
 
+Section = Literal["learning", "region", "motion"]
+
+
 @dataclass(frozen=True)
 class Metric:
     """Figure of one metric in metrics.jsonl."""
 
-    section: Literal["learning", "region", "motion"]
     key: str
     title: str
     caption: str
@@ -31,53 +33,52 @@ class Metric:
     """True for a logarithmic axis: values span decades."""
     largest: bool = False
     """True if several steps are combined by their maximum instead of their mean."""
+    section: Section = "region"
 
 
-METRICS = (
-    Metric("learning", "success", "Success", "held-out problems solved by one sample at temperature 1", percent=True),
-    Metric("learning", "greedy", "Greedy success", "held-out problems solved by the likeliest tokens", percent=True),
-    Metric("learning", "return", "Return", "mean over held-out contexts, without exploration"),
-    Metric("learning", "reward", "Training reward", "mean reward of the rollouts"),
-    Metric("region", "entropy", "Entropy", "nats per token of the policy"),
-    Metric("region", "tr/active_frac", "Active fraction", "share of tokens on which the trust region acted", percent=True),
-    Metric("region", "tr/kl_before", "Mean KL", "to the old policy, nats per token, as the network wants it", log=True),
-    Metric(
-        "region", "tr/kl_after", "Mean KL after projection", "the same once projected; other objectives have none", log=True
-    ),
-    Metric("region", "tr/kl_max", "Largest KL", "of any token in the batch; ▲ marks infinite values", log=True, largest=True),
-    Metric("region", "tr/ratio_max", "Largest ratio", "new over old probability of any sampled token", log=True, largest=True),
-    Metric("region", "tr/dual", "Dual variable", "η, mean over the projected tokens: how hard the region pulls back"),
-    Metric(
-        "region", "tr/mismatch", "Sampler mismatch", "total variation between sampler and trainer on sampled tokens", log=True
-    ),
-    Metric(
-        "region", "tr/rest_mass", "Mass outside the support", "old probability of tokens that are not kept one by one", log=True
-    ),
-    Metric("region", "tr/unconverged", "Unconverged projections", "tokens per update whose projection did not converge"),
-    Metric("region", "tr/deployed_kl_mean", "Deployed KL", "mean KL to the network before the step, nats per token", log=True),
-    Metric(
-        "region", "learning_rate", "Learning rate", "of a step; where a bound holds, the next follows the deployed KL", log=True
-    ),
-    Metric("region", "tr/active_cov", "Active covariances", "share of Gaussians whose covariance was projected", percent=True),
-    Metric("region", "skipped", "Skipped updates", "updates with a non-finite loss or gradient so far", largest=True),
-    Metric("region", "grad_norm", "Gradient norm", "before clipping", log=True),
-    Metric("region", "completions/mean_length", "Completion length", "mean, in tokens"),
-    Metric("region", "tokens_per_second", "Speed", "tokens per second"),
-    Metric("region", "steps_per_second", "Speed", "environment steps per second"),
-    Metric("motion", "motion/jerk", "Jerk", "minus the log of the dimensionless jerk: higher is smoother"),
-    Metric("motion", "explore/jerk", "Jerk while exploring", "the same with the noise of training"),
-    Metric("motion", "motion/spectrum", "Spectral arc length", "negative: nearer to 0 is smoother"),
-    Metric("motion", "explore/spectrum", "Spectral arc length while exploring", "the same with the noise of training"),
-    Metric("motion", "motion/torque_rate", "Torque rate", "how fast actions change: nearer to 0 is smoother", log=True),
-    Metric("motion", "explore/torque_rate", "Torque rate while exploring", "the same with the noise of training", log=True),
-    Metric(
-        "motion",
-        "explore/autocorrelation",
-        "Autocorrelation of exploration",
-        "of what noise adds to actions, .1 s apart; white noise: 0",
-    ),
-)
+_SAMPLED = "of objectives without a support k3's estimate from the sampled tokens, not to be compared with the largest KL"
+_BOUND = "of objectives without a support that of the sampled token against all others, a lower bound"
+"""Mean and maximum are different estimates there, and the mean may exceed the maximum."""
 
+
+_SECTIONS: dict[Section, tuple[Metric, ...]] = {
+    "learning": (
+        Metric("success", "Success", "held-out problems solved by one sample at temperature 1", percent=True),
+        Metric("greedy", "Greedy success", "held-out problems solved by the likeliest tokens", percent=True),
+        Metric("return", "Return", "mean over held-out contexts, without exploration"),
+        Metric("reward", "Training reward", "mean reward of the rollouts"),
+    ),
+    "region": (
+        Metric("entropy", "Entropy", "nats per token of the policy"),
+        Metric("tr/active_frac", "Active fraction", "share of tokens on which the trust region acted", percent=True),
+        Metric("tr/kl_before", "Mean KL", f"to the old policy, nats per token, as the network wants it; {_SAMPLED}", log=True),
+        Metric("tr/kl_after", "Mean KL after projection", "the same once projected; other objectives have none", log=True),
+        Metric("tr/kl_max", "Largest KL", f"of any token in the batch; ▲: infinite; {_BOUND}", log=True, largest=True),
+        Metric("tr/ratio_max", "Largest ratio", "new over old probability of any sampled token", log=True, largest=True),
+        Metric("tr/dual", "Dual variable", "η, mean over the projected tokens: how hard the region pulls back"),
+        Metric("tr/mismatch", "Sampler mismatch", "total variation between sampler and trainer on sampled tokens", log=True),
+        Metric("tr/rest_mass", "Mass outside the support", "old probability of tokens that are not kept one by one", log=True),
+        Metric("tr/unconverged", "Unconverged projections", "tokens per update whose projection did not converge"),
+        Metric("tr/deployed_kl_mean", "Deployed KL", "mean KL to the network before the step, nats per token", log=True),
+        Metric("learning_rate", "Learning rate", "of a step; where a bound holds, the next follows the deployed KL", log=True),
+        Metric("tr/active_cov", "Active covariances", "share of Gaussians whose covariance was projected", percent=True),
+        Metric("skipped", "Skipped updates", "updates with a non-finite loss or gradient so far", largest=True),
+        Metric("grad_norm", "Gradient norm", "before clipping", log=True),
+        Metric("completions/mean_length", "Completion length", "mean, in tokens"),
+        Metric("tokens_per_second", "Speed", "tokens per second"),
+        Metric("steps_per_second", "Speed", "environment steps per second"),
+    ),
+    "motion": (
+        Metric("motion/jerk", "Jerk", "minus the log of the dimensionless jerk: higher is smoother"),
+        Metric("explore/jerk", "Jerk while exploring", "the same with the noise of training"),
+        Metric("motion/spectrum", "Spectral arc length", "negative: nearer to 0 is smoother"),
+        Metric("explore/spectrum", "Spectral arc length while exploring", "the same with the noise of training"),
+        Metric("motion/torque_rate", "Torque rate", "how fast actions change: nearer to 0 is smoother", log=True),
+        Metric("explore/torque_rate", "Torque rate while exploring", "the same with the noise of training", log=True),
+        Metric("explore/autocorrelation", "Autocorrelation of exploration", "of noise in actions, .1 s apart; white noise: 0"),
+    ),
+}
+METRICS = [replace(metric, section=section) for section, metrics in _SECTIONS.items() for metric in metrics]
 
 _ROBOTS = {
     "success": "held-out contexts solved, without exploration",
@@ -89,34 +90,16 @@ _ROBOTS = {
 }
 """Captions of metrics with another meaning for robots."""
 
-_SAMPLED = {
-    "tr/kl_before": "; {names}: k3's estimate from the sampled tokens, not to be compared with the largest KL",
-    "tr/kl_max": "; {names}: of the sampled token against all others, a lower bound",
-}
-"""Additional captions for objectives that read the sampled token only. Mean and maximum are different estimates there, and the
-mean may exceed the maximum."""
-
 
 def select_metrics(runs: Sequence[Run]) -> list[Metric]:
     """Metrics that at least one run has. Counters must be nonzero, and the learning rate needs a deployed KL beside it."""
-    found, robots = [], all(run.is_robot for run in runs)
-    logged = {key for run in runs for line in run.lines for key in line}
-    for metric in METRICS:
-        if metric.key == "learning_rate" and "tr/deployed_kl_mean" not in logged:
-            continue
-        metric = replace(metric, caption=_ROBOTS[metric.key]) if robots and metric.key in _ROBOTS else metric
-        if metric.key in _SAMPLED and (names := _without_support(runs)):
-            metric = replace(metric, caption=metric.caption + _SAMPLED[metric.key].format(names=names))
-        values = [value for run in runs for line in run.lines if isinstance(value := line.get(metric.key), float)]
-        if values and (metric.key not in ("skipped", "tr/unconverged") or any(values)):
-            found.append(metric)
-    return found
-
-
-def _without_support(runs: Sequence[Run]) -> str:
-    """Objectives of language models that log a KL and no tail mass, since they have no support."""
-    found = [run for run in runs if not run.is_robot and any("tr/kl_before" in line for line in run.lines)]
-    return ", ".join(dict.fromkeys(run.objective for run in found if not any("tr/rest_mass" in line for line in run.lines)))
+    lines = [line for run in runs for line in run.lines]
+    found = [metric for metric in METRICS if any(isinstance(line.get(metric.key), float) for line in lines)]
+    empty = {key for key in ("skipped", "tr/unconverged") if not any(line.get(key) for line in lines)}
+    empty |= {"learning_rate"} if not any("tr/deployed_kl_mean" in line for line in lines) else set()
+    captions = _ROBOTS if all(run.is_robot for run in runs) else {}
+    shown = [metric for metric in found if metric.key not in empty]
+    return [replace(metric, caption=captions.get(metric.key, metric.caption)) for metric in shown]
 
 
 def kl_bound(group: Group) -> float | None:

@@ -65,8 +65,8 @@ _PARTS = macros("parts.html")
 
 Row = dict[str, Any]
 
-Columns = dict[str, Callable[[Row], object]]
-"""Heading of each table column → function that makes its cell from a row."""
+Columns = dict[str, str | Callable[[Row], object]]
+"""Heading of each table column → the key of its values in a row, or a function that makes a cell from a row."""
 
 
 def cell(key: str, form: Callable[[Any], object] = str) -> Callable[[Row], object]:
@@ -85,7 +85,8 @@ def table(rows: Sequence[Row], columns: Columns, label: str, data: str | None = 
     Args:
         data: name of the rows in the page's data, from which a reader saves them.
     """
-    made = ([show(row) for show in columns.values()] for row in rows[:MOST_ROWS])
+    shows = [cell(column) if isinstance(column, str) else column for column in columns.values()]
+    made = ([show(row) for show in shows] for row in rows[:MOST_ROWS])
     cells = [[one if isinstance(one, Safe) else shorten(str(one), _LONGEST_CELL) for one in line] for line in made]
     head = []
     for index, heading in enumerate(columns):

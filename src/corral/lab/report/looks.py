@@ -1,6 +1,6 @@
 """Colours and markers of objectives, equal on every page and in every exported figure, safe for colour-blind readers."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from zlib import crc32
 
 from corral.objective import OBJECTIVES
@@ -66,23 +66,6 @@ def palette_css() -> str:
     )
 
 
-def short_labels(labels: Sequence[str], most: int = 40) -> list[str]:
-    """Shorten labels that are too long: first omit words that all labels share, then the middles of words."""
-    if not labels or max(map(len, labels)) <= most:
-        return list(labels)
-    words = [label.split(" ") for label in labels]
-    common = set.intersection(*map(set, words)) if len(labels) > 1 else set()
-    kept = [" ".join(word for index, word in enumerate(own) if index == 0 or word not in common) for own in words]
-    return [_shorten_word_by_word(own, most) for own in kept]
-
-
-def _shorten_word_by_word(label: str, most: int) -> str:
-    """Shorten `a_long_name=value` to `a_lo…me=value`: names lose their middle before values do."""
-    if len(label) <= most:
-        return label
-    words = [word.partition("=") for word in label.split(" ")]
-    return " ".join(f"{_ends(name, 10)}{equals}{_ends(value, 14)}" for name, equals, value in words)
-
-
-def _ends(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most // 2]}…{text[len(text) - most // 2 + 1 :]}"
+def fit(label: str, most: int = 40) -> str:
+    """Shorten a label in its middle: labels mostly begin and end in what tells them apart."""
+    return label if len(label) <= most else f"{label[: most // 2]}…{label[len(label) - most // 2 + 1 :]}"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from corral.lab.report import statistics
 from corral.lab.report.groups import Group, pairs
@@ -66,38 +67,65 @@ def main_metric(runs: Sequence[Run]) -> Measure:
     return _MEASURES[-1]
 
 
-def _counted_runs(group: Group, metric: str) -> dict[str, Run]:
-    """Runs of a group that count, by seed; the latest run of each seed."""
-    return {run.seed: run for run in group.runs if run.stopped in COUNTED and run.values(metric)}
+RUN_COLUMNS = (
+    "run", "objective", "problem", "seed", "stopped", "steps", "planned", "start", "best", "final", "greedy", "return",
+    "seconds", "tokens", "env_steps", "skipped",
+)  # fmt: skip
+"""Columns of `score_runs` that the table of runs shows."""
 
 
-def finals(group: Group, metric: str) -> dict[str, float]:
-    """Last measurement of each run that counts."""
-    return {seed: run.values(metric)[-1][1] for seed, run in _counted_runs(group, metric).items()}
+def score_runs(groups: Sequence[Group], measure: Measure) -> pd.DataFrame:
+    """Score every run: a row each, with None where nothing was measured.
+
+    Beside RUN_COLUMNS: `group`, the place of its group; `counts`, whether it is in the statistics; `points`, its measurements;
+    `area`, their mean over the run; `collapsed`.
+    """
+    rows = []
+    for place, group in enumerate(groups):
+        for run in group.runs:
+            points = run.values(measure.key)
+            values = [value for _, value in points]
+            rows.append(
+                {
+                    "group": place, "counts": run.stopped in COUNTED, "points": points,
+                    "area": statistics.area_under_curve(points, run.planned_steps),
+                    "collapsed": statistics.has_collapsed(points, run.stopped),
+                    "run": str(run.path), "objective": group.label, "problem": group.problem, "seed": run.seed,
+                    "stopped": run.stopped, "steps": run.steps, "planned": run.planned_steps,
+                    "start": values[0] if values else None, "best": max(values, default=None), "final": run.final(measure.key),
+                    **{name: run.final(name) for name in BESIDE}, "seconds": run.last("seconds"),
+                    "tokens": run.last("num_tokens"), "env_steps": run.last("env_steps"), "skipped": run.last("skipped"),
+                }
+            )  # fmt: skip
+    return pd.DataFrame(rows, dtype=object)  # or None would become NaN, and steps beside it 8.0
 
 
-def areas(group: Group, metric: str) -> dict[str, float]:
-    """Mean of the metric over each run that counts."""
-    runs = _counted_runs(group, metric)
-    found = {seed: statistics.area_under_curve(run.values(metric), run.planned_steps) for seed, run in runs.items()}
-    return {seed: area for seed, area in found.items() if area is not None}
+def _counted(scores: pd.DataFrame, column: str = "final") -> pd.DataFrame:
+    """Runs that count and have a number in this column; the latest run of each seed of a group."""
+    known = scores[scores["counts"].astype(bool)].dropna(subset=[column])
+    return known.drop_duplicates(["group", "seed"], keep="last")
 
 
-def _mean_start(groups: Sequence[Group], metric: str) -> float | None:
-    """Mean of the first measurements of all runs; None without any."""
-    starts = [values[0][1] for group in groups for run in group.runs if (values := run.values(metric))]
-    return float(np.mean(starts)) if starts else None
+def by_seed(scores: pd.DataFrame, group: Group, column: str = "final") -> dict[str, float]:
+    """Numbers of the runs of a group that count, by seed."""
+    return _counted(scores[scores["group"] == group.key], column).set_index("seed")[column].to_dict()
 
 
-def default_threshold(groups: Sequence[Group], metric: str) -> float | None:
-    """Nine tenths of the best objective's final value; None without any.
+def _mean(values: pd.Series) -> float | None:
+    """Mean of the numbers in a column; None without any."""
+    known = values.dropna().to_numpy(float)
+    return float(np.mean(known)) if len(known) else None
+
+
+def default_threshold(scores: pd.DataFrame, measure: Measure) -> float | None:
+    """Nine tenths of the best objective's final value on one problem; None without any.
 
     For returns, nine tenths of the way from the mean start to the best final value.
     """
-    ends = [np.array([*found.values()])[:, None] for group in groups if (found := finals(group, metric))]
-    best = max((float(statistics.middle_mean(found)[0]) for found in ends), default=0.0)
-    start = 0.0 if metric == "success" else _mean_start(groups, metric) or 0.0
-    return start + 0.9 * (best - start) if ends and best > start else None
+    ends = _counted(scores).groupby("group")["final"]
+    best = max((float(statistics.middle_mean(found.to_numpy(float)[:, None])[0]) for _, found in ends), default=0.0)
+    start = 0.0 if measure.key == "success" else _mean(scores["start"]) or 0.0
+    return start + 0.9 * (best - start) if len(ends) and best > start else None
 
 
 def _columns(name: str, estimate: Estimate | None) -> _Row:
@@ -106,40 +134,41 @@ def _columns(name: str, estimate: Estimate | None) -> _Row:
     return {name: value, f"{name}_low": low, f"{name}_high": high}
 
 
-def results(groups: Sequence[Group], metric: str, threshold: float | None) -> list[_Row]:
+def results(groups: Sequence[Group], scores: pd.DataFrame, threshold: float | None) -> list[_Row]:
     """Compute one row per group: final, area, greedy, steps to the threshold, collapses, time."""
     rows = []
     for group in groups:
-        runs = _counted_runs(group, metric)
+        runs = _counted(scores[scores["group"] == group.key])
         row: _Row = {"objective": group.objective, "setting": group.setting, "problem": group.problem}
         row |= {"runs": len(group.runs), "counted": len(runs)}
-        beside = {name: {seed: run.final(name) for seed, run in runs.items() if run.values(name)} for name in BESIDE}
-        numbers: dict[str, dict[str, float | None]] = {"final": {**finals(group, metric)}, "area": {**areas(group, metric)}}
-        for name, found in {**numbers, **beside}.items():
-            row |= _columns(name, statistics.interquartile_mean(np.array([*found.values()])) if found else None)
-        reached = [statistics.steps_to(run.values(metric), threshold) for run in runs.values()] if threshold is not None else []
+        for name in ("final", "area", *BESIDE):
+            known = runs[name].dropna().to_numpy(float)
+            row |= _columns(name, statistics.interquartile_mean(known) if len(known) else None)
+        reached = [] if threshold is None else [statistics.steps_to(points, threshold) for points in runs["points"]]
         median = float(np.median(reached)) if reached else math.inf
         row |= {
             "steps_to_threshold": median if math.isfinite(median) else None,
             "reached": sum(map(math.isfinite, reached)),
-            "collapsed": sum(statistics.has_collapsed(run.values(metric), run.stopped) for run in runs.values()),
-            "seconds": float(np.mean([run.last("seconds") or 0.0 for run in runs.values()])) if runs else None,
+            "collapsed": int(runs["collapsed"].sum()),
+            "seconds": _mean(runs["seconds"].where(runs["seconds"].notna(), 0.0)),
         }
         rows.append(row)
     return rows
 
 
-def comparisons(groups: Sequence[Group], measure: Measure) -> list[_Row]:
+def comparisons(groups: Sequence[Group], scores: pd.DataFrame, measure: Measure) -> list[_Row]:
     """Compute one row per pair and measure, with its sentence. Claims are corrected over all pairs of a measure."""
     rows = []
-    judged = {"final": (finals, measure), "area": (areas, measure)}
+    judged = {"final": measure, "area": measure}
     if measure.key == "success":
-        judged["return"] = finals, RETURN  # what robots have besides
+        judged["return"] = RETURN  # what robots have besides
     several = len({group.problem for group in groups}) > 1
-    for name, (read, by) in judged.items():
+    for name, by in judged.items():
         found = []
         for ours, theirs in pairs(groups):
-            sides = [{seed: value * by.factor for seed, value in read(side, by.key).items()} for side in (ours, theirs)]
+            sides = [
+                {seed: value * by.factor for seed, value in by_seed(scores, side, name).items()} for side in (ours, theirs)
+            ]
             if all(sides):
                 found.append((ours, theirs, statistics.difference(*sides), [np.array([*side.values()]) for side in sides]))
         holds = statistics.holm([difference.p for _, _, difference, _ in found])
@@ -157,7 +186,7 @@ def comparisons(groups: Sequence[Group], measure: Measure) -> list[_Row]:
                     "our_objective": ours.objective, "their_objective": theirs.objective,
                     "difference": difference.mean.value, "low": difference.mean.low, "high": difference.mean.high,
                     "unit": by.unit, "p": difference.p, "seeds": difference.seeds, "paired": difference.paired,
-                    "claimed": statistics.can_claim(difference, held),
+                    "claimed": held,
                     **_columns("probability", statistics.probability_of_improvement(*ends)),
                     "sentence": words + (f" They also differ in {other}." if other else ""),
                 }
@@ -206,54 +235,51 @@ def _other_differences(ours: Group, theirs: Group) -> str:
     return ", ".join(names)
 
 
-def overall(groups: Sequence[Group], measure: Measure) -> list[_Row]:
+def overall(scores: pd.DataFrame, measure: Measure) -> list[_Row]:
     """Compute one row per contestant with runs on every problem: interquartile mean, and mean over tasks and seeds.
 
     Runs are resampled within each task (rliable's stratified bootstrap). Nothing if there are fewer than two problems, or
     fewer than two contestants with runs on all of them.
     """
-    problems = {group.problem for group in groups}
+    problems = scores["problem"].nunique()
+    found = normalise_scores(scores, measure)
     matrices = {}
-    for name, found in normalise_scores(groups, measure).items():
+    for name, own in found.groupby("objective", sort=False):
         # [R T] of the seeds that every problem has.
-        shared = [seed for seed in next(iter(found.values())) if all(seed in seeds for seeds in found.values())]
-        if found.keys() == problems and shared:
-            matrices[name] = np.array([[found[problem][seed] for problem in sorted(found)] for seed in shared], dtype=float)
-    if len(problems) < 2 or len(matrices) < 2:
+        latest = own.drop_duplicates(["problem", "seed"], keep="last")
+        table = latest.pivot(index="seed", columns="problem", values="score").reindex(latest["seed"].unique()).dropna()
+        if table.shape[1] == problems and len(table):
+            matrices[name] = table.to_numpy(float)
+    if problems < 2 or len(matrices) < 2:
         return []
     rows = []
-    for name, scores in matrices.items():
-        beaten = [statistics.chance_over_tasks(scores, other) for rival, other in matrices.items() if rival != name]
+    for name, values in matrices.items():
+        beaten = [statistics.chance_over_tasks(values, other) for rival, other in matrices.items() if rival != name]
         rows.append(
             {
-                "objective": name, "tasks": scores.shape[1], "seeds": scores.shape[0],
-                **_columns("middle", statistics.interquartile_mean(scores)),
-                **_columns("mean", statistics.mean_over_tasks(scores)),
+                "objective": name, "tasks": values.shape[1], "seeds": values.shape[0],
+                **_columns("middle", statistics.interquartile_mean(values)),
+                **_columns("mean", statistics.mean_over_tasks(values)),
                 "chance": float(np.mean(beaten)),
             }
         )  # fmt: skip
     return rows
 
 
-def normalise_scores(groups: Sequence[Group], measure: Measure) -> dict[str, dict[str, dict[str, float]]]:
-    """Normalise final values to one scale, by contestant, problem and seed.
+def normalise_scores(scores: pd.DataFrame, measure: Measure) -> pd.DataFrame:
+    """Normalise final values to one scale: the runs that count, with a column `score`.
 
         success as it is; of returns: score = (final − start) / (best − start)
 
     start is the mean over the task's runs, best the highest group mean: 0 is where runs of the task began.
     """
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    for problem in dict.fromkeys(group.problem for group in groups):
-        here = [group for group in groups if group.problem == problem]
-        ends = {group.label: finals(group, measure.key) for group in here}
-        low, high = 0.0, 1.0
-        if measure.key != "success":
-            low = _mean_start(here, measure.key) or 0.0
-            high = max((float(np.mean([*values.values()])) for values in ends.values() if values), default=low)
-        for label, values in ends.items():
-            if values and high > low:
-                found.setdefault(label, {})[problem] = {seed: (value - low) / (high - low) for seed, value in values.items()}
-    return found
+    found = _counted(scores).assign(score=lambda frame: frame["final"])
+    if measure.key == "success":
+        return found
+    start = found["problem"].map(scores.groupby("problem")["start"].apply(_mean))
+    means = found.groupby(["problem", "group"])["final"].apply(_mean)
+    room = found["problem"].map(means.groupby("problem").max()) - start
+    return found.assign(score=(found["final"] - start) / room)[room > 0]
 
 
 def sort_pairs(rows: Sequence[_Row]) -> list[_Row]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import corral
 from corral.lab.report import figures, outcomes
-from corral.lab.report.content import RunReport
+from corral.lab.report.content import RunReport, compare_command
 from corral.lab.report.html import (
     MOST_ROWS,
     Columns,
@@ -24,12 +24,11 @@ from corral.lab.report.html import (
     table,
     write_document,
 )
-from corral.lab.report.looks import short_labels
+from corral.lab.report.looks import fit
 from corral.lab.report.outcomes import BESIDE, sort_pairs
 from corral.lab.report.read import setting_text, value_text
 from corral.lab.report.statistics import ENOUGH, plain, signed
 from corral.lab.report.sweep import RULE, Sweep, ordered, value_at, without
-from corral.lab.report.tables import compare_command
 from corral.lab.run.text import count, visible
 
 _SCRIPTS = ("base.js", "curves.js", "sweep.js", "tokens.js", "page.js")
@@ -207,7 +206,7 @@ def _comparison_table(report: RunReport) -> Safe | None:
 
     columns: Columns = {
         "Difference": "{ours} − {theirs}".format_map,
-        "Of": cell("measure"),
+        "Of": "measure",
         report.measure.unit.capitalize() or "Value": cell("difference", signed),
         "95 % interval": lambda row: "—" if row["low"] is None else f"{plain(row['low'])}…{plain(row['high'])}",
         "p": cell("p", "{:.2g}".format),
@@ -227,8 +226,8 @@ def _result_table(report: RunReport) -> Safe:
         return lambda row: measure.estimate(row[key], row[f"{key}_low"], row[f"{key}_high"])
 
     columns: Columns = {"Objective": lambda row: row["objective"] if chosen else f"{row['objective']} {row['setting']}".strip()}
-    columns |= {"Chosen setting": cell("setting")} if chosen else {}
-    columns |= {"Problem": cell("problem")} if len(report.problems) > 1 else {}
+    columns |= {"Chosen setting": "setting"} if chosen else {}
+    columns |= {"Problem": "problem"} if len(report.problems) > 1 else {}
     columns |= {
         "Runs": lambda row: f"{row['counted']:,} of {row['runs']}",
         f"Final {measure.name}": estimate("final"),
@@ -251,7 +250,7 @@ def _overall_table(report: RunReport) -> Safe | None:
     """Build the table over several tasks, one row per contestant; None for a single task."""
     rows = report.tables["overall"]
     columns: Columns = {
-        "Objective": cell("objective"), "Tasks": cell("tasks"), "Seeds": cell("seeds"),
+        "Objective": "objective", "Tasks": "tasks", "Seeds": "seeds",
         "Interquartile mean": _spread("middle", 3), "Mean": _spread("mean", 3),
         "Chance to be better": cell("chance", "{:.2f}".format),
     }  # fmt: skip
@@ -262,8 +261,7 @@ def _event_table(rows: list[Row]) -> Safe:
     """Build the table of guard warnings, incomplete runs, and unreadable files."""
     if not rows:
         return note("None: every run finished, the guard had nothing to say, and every file could be read.", good=True)
-    names = {"Objective": "objective", "Seed": "seed", "Step": "step", "Kind": "kind", "What happened": "what"}
-    columns: Columns = {heading: cell(key) for heading, key in names.items()}
+    columns: Columns = {"Objective": "objective", "Seed": "seed", "Step": "step", "Kind": "kind", "What happened": "what"}
     return table(rows, columns, "Failures and warnings", "events")
 
 
@@ -271,12 +269,12 @@ def _run_table(report: RunReport) -> Safe:
     """Build the table of runs, one row per run."""
     rows, text = report.tables["runs"], report.measure.text
     columns: Columns = {
-        "Objective": cell("objective"), "Seed": cell("seed"), "Ended": cell("stopped"),
+        "Objective": "objective", "Seed": "seed", "Ended": "stopped",
         "Steps": lambda row: f"{row['steps']} of {row['planned']}",
         "Start": cell("start", text), "Best": cell("best", text), "Final": cell("final", text),
         "Greedy": cell("greedy", text), "Return": _spread("return"),
         "Seconds": cell("seconds", _whole), "Tokens": cell("tokens", _whole),
-        "Environment steps": cell("env_steps", _whole), "Skipped updates": cell("skipped", _whole), "Folder": cell("run"),
+        "Environment steps": cell("env_steps", _whole), "Skipped updates": cell("skipped", _whole), "Folder": "run",
     }  # fmt: skip
     for heading, key in {"Greedy": "greedy", "Return": "return", "Tokens": "tokens", "Environment steps": "env_steps"}.items():
         if all(row[key] is None for row in rows):
@@ -289,16 +287,16 @@ def _configuration(report: RunReport) -> Safe:
     differ, same = report.tables["differences"], report.tables["settings"]
     shown = None
     if differ:
-        columns: Columns = {"Setting": cell("setting"), **{key: cell(key) for key in differ[0] if key != "setting"}}
+        columns: Columns = {"Setting": "setting", **{key: key for key in differ[0] if key != "setting"}}
         shown = table(differ, columns, "Settings that differ")
-    shared = table(same, {"Setting": cell("setting"), "Value": cell("value")}, "Settings that all share")
+    shared = table(same, {"Setting": "setting", "Value": "value"}, "Settings that all share")
     return _HTML.configuration(shown, f"{count(len(same), 'setting')} that all share" if same else None, shared)
 
 
 def _reproduce(report: RunReport) -> Safe:
     """List versions, and a command or a file of settings per run."""
     compared = [text for plan in report.comparisons if (text := compare_command(plan.command))]
-    versions = table(report.tables["versions"], {"Package": cell("package"), "Version": cell("versions")}, "Versions")
+    versions = table(report.tables["versions"], {"Package": "package", "Version": "versions"}, "Versions")
     return _HTML.reproduce(report, compared, versions)
 
 
@@ -313,14 +311,15 @@ def _sweep_part(report: RunReport, index: int, sweep: Sweep) -> Safe:
         "kl": ("Mean KL", value_text),
     }
     kept = {key: found for key, found in measures.items() if any(row[key] is not None for row in rows)}
-    columns: Columns = {"Objective": cell("objective"), sweep.key: cell("value", value_text)}
-    columns |= {"Other settings": cell("other")} if any(row["other"] for row in rows) else {}
-    columns |= {"Seeds": cell("seeds"), **{heading: cell(key, form) for key, (heading, form) in kept.items()}}
+    columns: Columns = {"Objective": "objective", sweep.key: cell("value", value_text)}
+    columns |= {"Other settings": "other"} if any(row["other"] for row in rows) else {}
+    columns |= {"Seeds": "seeds", **{heading: cell(key, form) for key, (heading, form) in kept.items()}}
     columns |= {"Usable": _yes("usable"), "By the best of all": _yes("usable_of_all")}
     columns |= {"Chosen": _yes("chosen")} if any(row["chosen"] is not None for row in rows) else {}
+    plan = sweep.comparison
     tried, reported = (
         f"seed{'' if len(seeds) == 1 else 's'} {', '.join(map(str, seeds))}"
-        for seeds in (sweep.choose_seeds, sweep.report_seeds)
+        for seeds in ((plan.choose_seeds, plan.report_seeds) if plan is not None else ((), ()))
     )
     chosen = "; ".join(f"{name} {setting_text(setting)}" for name, setting in sweep.chosen.items())
     title = sweep.problem if len(report.sweeps) > 1 else None
@@ -343,56 +342,50 @@ _LONGEST = 600
 """Largest number of tokens shown of one completion."""
 
 
-_FEW_PAIRS, _MOST_TIES = 8, 40
-"""Largest number of pairs that are all drawn unfolded, and of ties that are drawn; the table has all of them."""
+_MOST_PAIRS = 40
+"""Largest number of pairs in a figure; the table has all of them."""
 
 
 def _forest(report: RunReport) -> list[Row]:
-    """Figures of who is ahead of whom, for each problem: claims, and a folded figure of the ties if there are many."""
+    """Figure of who is ahead of whom, for each problem: claims first, then ties."""
     made: list[Row] = []
     for problem in report.problems:
         compared = report.tables["comparisons"]
-        rows = sort_pairs([row for row in compared if (row["measure"], row["problem"]) == ("final", problem)])
-        names = list(dict.fromkeys(row[side] for row in rows for side in ("ours", "theirs")))
-        short = dict(zip(names, short_labels(names, 24), strict=True))
         pairs = []
-        for row in rows:
+        for row in sort_pairs([row for row in compared if (row["measure"], row["problem"]) == ("final", problem)]):
             colour, marker = report.looks[row["our_objective"]]
             interval = "" if row["low"] is None else f" [{plain(row['low'])}…{plain(row['high'])}]"
             pairs.append(
                 {
-                    "name": visible(f"{short[row['ours']]} − {short[row['theirs']]}"), "colour": colour, "marker": marker,
+                    "name": visible(f"{fit(row['ours'], 24)} − {fit(row['theirs'], 24)}"), "colour": colour, "marker": marker,
                     "value": row["difference"], "low": row["low"], "high": row["high"], "hollow": not row["claimed"],
                     "numbers": signed(row["difference"]) + interval, "said": visible(row["sentence"]),
                     "kind": f"pair {'claim' if row['claimed'] else 'tie'}",
                 }
             )  # fmt: skip
-        claims = sum(row["claimed"] for row in rows)
-        first = len(pairs) if len(pairs) <= _FEW_PAIRS else claims or _FEW_PAIRS
-        title = "Who is better, and by how much" + (f": {shorten(problem, 60)}" if len(report.problems) > 1 else "")
-        unit = f", {report.measure.unit}" if report.measure.unit else ""
-        figure = {
-            "of": f"final {report.measure.name}{unit}",
-            # One axis for both figures, which holds every interval and 0.
-            "ends": [0.0, *(end for pair in pairs for end in (pair["value"], pair["low"], pair["high"]) if end is not None)],
-        }
-        made += [{**figure, "title": visible(title), "rows": pairs[:first]}] if pairs else []
-        if ties := pairs[first:]:
-            drawn = ties[:_MOST_TIES]
-            folded = f"The figure of {len(drawn)} of {len(ties)} pairs between which no difference can be claimed"
-            made.append({**figure, "title": visible(f"{title}: ties"), "rows": drawn, "folded": folded})
+        if pairs:
+            where = f": {shorten(problem, 60)}" if len(report.problems) > 1 else ""
+            unit = f", {report.measure.unit}" if report.measure.unit else ""
+            ends = [end for pair in pairs for end in (pair["value"], pair["low"], pair["high"]) if end is not None]
+            made.append(
+                {
+                    "title": visible(f"Who is better, and by how much{where}"), "problem": _text(problem, 200),
+                    "of": f"final {report.measure.name}{unit}", "ends": [0.0, *ends], "rows": pairs[:_MOST_PAIRS],
+                }
+            )  # fmt: skip
     return made
 
 
 def page_data(report: RunReport) -> dict[str, Any]:
     """Data for the scripts to draw and save."""
     groups = []
-    for group, short in zip(report.groups, short_labels([group.label for group in report.groups]), strict=True):
+    for group in report.groups:
         colour, marker, dash = report.styles[group.key]
         groups.append(
             {
-                "key": group.key, "label": visible(group.label), "problem": _text(group.problem, 200), "short": visible(short),
-                "colour": colour, "marker": marker, "dash": dash, "bound": figures.kl_bound(group),
+                "key": group.key, "label": visible(group.label), "short": visible(fit(group.label)),
+                "problem": _text(group.problem, 200), "bound": figures.kl_bound(group),
+                "colour": colour, "marker": marker, "dash": dash,
             }
         )  # fmt: skip
     seeds = f"seed{'' if len(report.seeds) == 1 else 's'} {', '.join(report.seeds)}"
@@ -425,7 +418,7 @@ def page_data(report: RunReport) -> dict[str, Any]:
                 "value": row["final"], "low": row["final_low"], "high": row["final_high"],
             }
             for group, row in zip(report.groups, report.tables["results"], strict=True)
-            if (ends := outcomes.finals(group, report.measure.key))
+            if (ends := outcomes.by_seed(report.scores, group))
         ],
         "forest": _forest(report),
         "sweeps": [_sweep_data(report, sweep) for sweep in report.sweeps],

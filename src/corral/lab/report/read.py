@@ -2,9 +2,9 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -255,15 +255,16 @@ def read_run(path: Path) -> Run:
     if state is not None:
         return _read_trainer(path, state)
     notes: list[str] = []
-    config, summary = (
-        _object(path / "config.json", notes),
-        _object(path / "summary.json", notes, "it has not ended, or was killed"),
-    )
+    config = _object(path / "config.json", notes)
+    summary = _object(path / "summary.json", notes, "it has not ended, or was killed")
     settings = table_in(config, "settings")
-    notes += [f"config.json: `{key}` is no table of settings." for key in _TABLES if not _is_table(config.get(key))]
+    notes += [
+        f"config.json: `{key}` is no table of settings." for key in _TABLES if not isinstance(config.get(key), Mapping | None)
+    ]
     for name, content in (("config.json", settings), ("summary.json", summary)):
         notes += [f"{name}: `{key}` is neither a name nor a number." for key in _NAMES if not _is_name(content.get(key))]
-    lines = _lines(path / "metrics.jsonl", notes)
+    content = _read(path / "metrics.jsonl", notes, "nothing was measured yet", partial(read_regular, most=MOST_METRICS), b"")
+    lines = [line for line in content.split(b"\n") if line.strip()]
     completions = _rows(path / "completions.parquet", _COMPLETIONS, 2, notes, optional="environment" in settings)
     tokens = _rows(path / "tokens.parquet", _TOKENS, 4, notes, optional=True)
     whole = [row for row in tokens if _aligned(row)]
@@ -271,8 +272,15 @@ def read_run(path: Path) -> Run:
         notes.append(
             f"tokens.parquet: {len(tokens) - len(whole)} of {len(tokens)} rows have lists of unlike lengths: left out."
         )
-    shown = {"completions": _evenly(completions), "tokens": _evenly(whole)}
-    return Run(path=path, config=config, summary=summary, lines=lines, notes=notes, **shown)
+    return Run(
+        path=path,
+        config=config,
+        summary=summary,
+        lines=_lines_by_step(lines, notes, "metrics.jsonl"),
+        completions=_evenly(completions),
+        tokens=_evenly(whole),
+        notes=notes,
+    )
 
 
 def _read_trainer(path: Path, file: Path) -> Run:
@@ -300,19 +308,29 @@ def _read_trainer(path: Path, file: Path) -> Run:
     )
 
 
+def _read(path: Path, notes: list[str], missing: str, read: Callable[[Path], Any], empty: Any) -> Any:
+    """Read a file of a run; if that fails, add a note and return `empty`. A link out of the run's folder is not followed."""
+    if not path.exists():
+        notes.append(f"{path.name} is missing: {missing}.")
+    elif not path.resolve().is_relative_to(path.parent.resolve()):
+        notes.append(f"{path.name} is a link to a file outside the run's folder, which is not followed. Copy it there.")
+    elif not path.is_file():
+        notes.append(f"{path.name} cannot be read: it is no file.")
+    else:
+        try:
+            return read(path)
+        except (OSError, ValueError, RecursionError, pa.ArrowException) as error:
+            notes.append(f"{path.name} cannot be read: {_first_line(error)}")
+    return empty
+
+
 def _object(path: Path, notes: list[str], missing: str = "its settings are unknown") -> Mapping[str, Any]:
     """Read a JSON file that contains an object."""
-    if not _is_readable(path, notes, missing):
-        return {}
-    try:
-        content = read_json(path)
-    except (OSError, ValueError, RecursionError) as error:
-        notes.append(f"{path.name} cannot be read: {error}")
-        return {}
-    if not isinstance(content, dict):
-        notes.append(f"{path.name} holds no settings.")
-        return {}
-    return content
+    content = _read(path, notes, missing, read_json, {})
+    if isinstance(content, dict):
+        return content
+    notes.append(f"{path.name} holds no settings.")
+    return {}
 
 
 def read_json(path: Path) -> Any:
@@ -333,31 +351,6 @@ def _check_values(content: Any) -> None:
         if not level:
             return
     raise ValueError(f"its values are nested more than {_DEEPEST} deep.")
-
-
-def _is_readable(path: Path, notes: list[str], missing: str) -> bool:
-    """True if a file of a run can be opened; otherwise adds a note. A link out of the run's folder is not followed."""
-    if not path.exists():
-        notes.append(f"{path.name} is missing: {missing}.")
-    elif not path.resolve().is_relative_to(path.parent.resolve()):
-        notes.append(f"{path.name} is a link to a file outside the run's folder, which is not followed. Copy it there.")
-    elif not path.is_file():
-        notes.append(f"{path.name} cannot be read: it is no file.")
-    else:
-        return True
-    return False
-
-
-def _lines(path: Path, notes: list[str]) -> list[Mapping[str, Any]]:
-    """Read lines of metrics by step; of two lines with the same step the later one counts."""
-    if not _is_readable(path, notes, "nothing was measured yet"):
-        return []
-    try:
-        texts = [text for text in read_regular(path, MOST_METRICS).split(b"\n") if text.strip()]
-    except (OSError, ValueError) as error:
-        notes.append(f"{path.name} cannot be read: {error}")
-        return []
-    return _lines_by_step(texts, notes, path.name)
 
 
 def _lines_by_step(entries: Sequence[bytes | Mapping[str, Any]], notes: list[str], name: str) -> list[Mapping[str, Any]]:
@@ -402,13 +395,15 @@ def _rows(
     path: Path, types: Mapping[str, pa.DataType], needed: int, notes: list[str], *, optional: bool
 ) -> list[Mapping[str, Any]]:
     """Read the known columns of a parquet file in their types; no rows if a column among the first `needed` is missing."""
-    if (optional and not path.exists()) or not _is_readable(path, notes, "there are no completions to show"):
+    if optional and not path.exists():
         return []
-    try:
+
+    def read(path: Path) -> pa.Table:
         with path.open("rb") as file:  # a path may be no UTF-8
-            table = pq.read_table(file)
-    except (OSError, pa.ArrowException) as error:
-        notes.append(f"{path.name} cannot be read: {_first_line(error)}")
+            return pq.read_table(file)
+
+    table = _read(path, notes, "there are no completions to show", read, None)
+    if table is None:
         return []
     columns = {}
     for name in [name for name in types if name in table.column_names]:
@@ -446,10 +441,6 @@ def _evenly(rows: Sequence[Mapping[str, Any]], most: int = _KEPT_COMPLETIONS) ->
     count = min(len(steps), max(most // each, 1))
     chosen = {steps[round(index * (len(steps) - 1) / max(count - 1, 1))] for index in range(count)} if steps else set()
     return [row for step in sorted(chosen) for row in by_step[step][:each]]
-
-
-def _is_table(value: Any) -> bool:
-    return value is None or isinstance(value, Mapping)
 
 
 def _is_name(value: Any) -> bool:

@@ -9,8 +9,7 @@ Ref: Agarwal et al. 2021, arXiv:2108.13264; Holm 1979.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -152,34 +151,22 @@ def sentence(
     """
     mean = found.mean
     if mean.value < 0:
-        ours, theirs, mean = theirs, ours, _reverse(mean)
+        ours, theirs = theirs, ours
+        mean = Estimate(-mean.value, *(None if end is None else -end for end in (mean.high, mean.low)))
     apart = "" if found.paired else " or more each, none of them shared"
     seeds = ("one seed" if found.seeds == 1 else f"{found.seeds} seeds") + apart
     interval = "" if mean.low is None or mean.high is None else f", 95 % interval {plain(mean.low)}…{plain(mean.high)}"
     numbers = f"{signed(mean.value)} {unit}".strip() + f"{interval}, {seeds}"
-    if can_claim(found, holds):
+    if holds and mean.low is not None:
         return f"{ours} beats {theirs} on {measure}: {numbers}."
-    why = ""
-    if uneven:
-        why = uneven
-    elif found.seeds < ENOUGH:
-        why = "that is too few"
-    elif mean.low is None and mean.value:
-        why = "all seeds differ by the same amount, so chance cannot be judged"
-    elif found.p is not None and found.p <= 1 - LEVEL:
-        why = f"among {among} comparisons one may stray as far"
+    reasons = {  # the first that applies
+        uneven: bool(uneven),
+        "that is too few": found.seeds < ENOUGH,
+        "all seeds differ by the same amount, so chance cannot be judged": mean.low is None and mean.value != 0,
+        f"among {among} comparisons one may stray as far": found.p is not None and found.p <= 1 - LEVEL,
+    }
+    why = next((reason for reason, applies in reasons.items() if applies), "")
     return f"No difference can be claimed between {ours} and {theirs} on {measure}: {'; '.join(filter(None, (numbers, why)))}."
-
-
-def _reverse(estimate: Estimate) -> Estimate:
-    """Swap the two sides of a difference."""
-    low, high = (None if end is None else -end for end in (estimate.high, estimate.low))
-    return Estimate(-estimate.value, low, high)
-
-
-def can_claim(found: Difference, holds: bool) -> bool:
-    """True if a difference may be claimed: it has an interval, and is significant after Holm's correction."""
-    return holds and found.mean.low is not None
 
 
 def area_under_curve(points: Sequence[tuple[float, float]], end: float) -> float | None:
@@ -235,17 +222,10 @@ def _bootstrap(scores: list[_Array], func: Callable[..., _Array]) -> Estimate:
 def _interval(scores: list[_Array], func: Callable[..., _Array], repetitions: int = _REPETITIONS) -> tuple[_Array, _Array]:
     """Compute rliable's percentile interval from the same draws every time."""
     given = scores[0] if len(scores) == 1 else scores
-    with _same_draws():
-        _, interval = library.get_interval_estimates({"": given}, func, reps=repetitions, confidence_interval_size=LEVEL)
-    return interval[""][0], interval[""][1]
-
-
-@contextmanager
-def _same_draws() -> Iterator[None]:
-    """Context that seeds NumPy's global generator, from which rliable draws, and restores it."""
-    before = np.random.get_state()
+    before = np.random.get_state()  # rliable draws from NumPy's global generator, whatever `random_state` it is given
     np.random.seed(0)
     try:
-        yield
+        _, interval = library.get_interval_estimates({"": given}, func, reps=repetitions, confidence_interval_size=LEVEL)
     finally:
         np.random.set_state(before)
+    return interval[""][0], interval[""][1]

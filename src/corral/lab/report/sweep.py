@@ -4,10 +4,10 @@ A comparison at one learning rate mostly tells whose rate it was. So every conte
 is chosen on some seeds and reported on others.
 """
 
-import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from statistics import fmean
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from corral.lab.report.outcomes import COUNTED, Measure
 from corral.lab.report.read import Run, SavedComparison, setting_pairs, setting_text, value_text
 from corral.lab.report.statistics import area_under_curve, has_collapsed
 from corral.lab.run.interval import LEVEL
+from corral.lab.run.settings import guess
 from corral.lab.run.text import count
 
 AUTO = "auto"
@@ -36,7 +37,7 @@ class SweepRow:
     """Name of the objective or algorithm."""
     setting: Mapping[str, object]
     """Swept settings with their values in this run."""
-    seed: int
+    seed: int | str
     final: float
     """Final value. A collapsed run counts with its last value, a failed run with 0; −inf is allowed."""
     auc: float
@@ -47,14 +48,6 @@ class SweepRow:
     fell_below_start: bool = False
     """True if a measurement was below the value before training."""
 
-    def __post_init__(self) -> None:
-        for name, value in (("final", self.final), ("auc", self.auc)):
-            if math.isnan(value) or value == math.inf:
-                raise ValueError(
-                    f"SweepRow: `{name}` of {self.contestant}, seed {self.seed}, is {value}: no best could be told. A run that "
-                    f"failed counts with 0."
-                )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
@@ -63,13 +56,12 @@ class Cell:
     contestant: str
     setting: Mapping[str, object]
     rows: Sequence[SweepRow]
-    seeds: tuple[int, ...]
     final: float
     auc: float
     collapsed: float
     """Share of runs that collapsed."""
     greedy: float | None
-    """Mean over the runs that measured greedy success; likewise for `kl`."""
+    """Mean over the runs that measured greedy success, and None if none did; likewise for `kl`."""
     kl: float | None
 
     @property
@@ -82,75 +74,54 @@ def cells(rows: Sequence[SweepRow]) -> list[Cell]:
     """Compute means over seeds, with contestants in their order and settings ascending."""
     found: dict[str, dict[tuple[object, ...], list[SweepRow]]] = {}
     for row in rows:
-        members = found.setdefault(row.contestant, {}).setdefault(_sort_key(row.setting), [])
-        if any(row.seed == other.seed for other in members):
-            raise ValueError(
-                f"sweep: {row.contestant} with {dict(row.setting)} has seed {row.seed} twice: count each run once."
-            )
-        members.append(row)
+        found.setdefault(row.contestant, {}).setdefault(_sort_key(row.setting), []).append(row)
 
-    def mean(values: Iterable[float | None]) -> float | None:
-        known = [value for value in values if value is not None and math.isfinite(value)]
+    def mean(members: Sequence[SweepRow], score: str) -> Any:
+        known = [value for row in members if (value := getattr(row, score)) is not None]
         return fmean(known) if known else None
 
+    scores = ("final", "auc", "collapsed", "greedy", "kl")
     return [
         Cell(
-            contestant=contestant,
-            setting=dict(members[0].setting),
-            rows=members,
-            seeds=tuple(sorted(row.seed for row in members)),
-            final=fmean(row.final for row in members),
-            auc=fmean(row.auc for row in members),
-            collapsed=fmean(row.collapsed for row in members),
-            greedy=mean(row.greedy for row in members),
-            kl=mean(row.kl for row in members),
+            contestant=contestant, setting=members[0].setting, rows=members,
+            **{score: mean(members, score) for score in scores},
         )
         for contestant, settings in found.items()
         for _, members in sorted(settings.items())
-    ]
+    ]  # fmt: skip
 
 
-def _sort_key(setting: Mapping[str, object]) -> tuple[object, ...]:
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _sort_key(setting: Mapping[str, Any]) -> tuple[object, ...]:
     """Sort key of a setting: numbers before texts, ascending."""
-    return tuple(
-        (name, 0, float(value), "")
-        if isinstance(value, int | float) and not isinstance(value, bool)
-        else (name, 1, 0.0, str(value))
-        for name, value in sorted(setting.items())
-    )
+    items = sorted(setting.items())
+    return tuple((name, 0, value, "") if _is_number(value) else (name, 1, 0.0, str(value)) for name, value in items)
 
 
 def choose_setting(rows: Sequence[SweepRow]) -> dict[str, Mapping[str, object]]:
     """Choose the setting with the highest mean final value, for each contestant.
 
-    On a tie the larger area decides, then the smaller setting.
-
-    Raises:
-        ValueError: if settings of a contestant were run with different seeds: the one with the luckier seeds would win.
+    On a tie the larger area decides, then the smaller setting. All settings must have been run with the same seeds.
     """
-    found = cells(rows)
-    chosen: dict[str, Mapping[str, object]] = {}
-    for contestant in dict.fromkeys(cell.contestant for cell in found):
-        own = [cell for cell in found if cell.contestant == contestant]
-        for cell in own:
-            if cell.seeds != own[0].seeds:
-                raise ValueError(
-                    f"choose_setting: {contestant} has seeds {list(own[0].seeds)} with {dict(own[0].setting)}, but "
-                    f"{list(cell.seeds)} with {dict(cell.setting)}. Run all settings with the same seeds; one that failed "
-                    f"counts with a final value of 0."
-                )
-        chosen[contestant] = max(own, key=lambda cell: (cell.final, cell.auc)).setting  # of equals the first, so the smaller
-    return chosen
+    best: dict[str, Cell] = {}
+    for cell in cells(rows):  # of equals the first, so the smaller
+        other = best.get(cell.contestant)
+        if other is None or (cell.final, cell.auc) > (other.final, other.auc):
+            best[cell.contestant] = cell
+    return {contestant: cell.setting for contestant, cell in best.items()}
 
 
-def value_at(setting: Mapping[str, object], key: str) -> Value:
+def value_at(setting: Mapping[str, Any], key: str) -> Value:
     """Value of a swept setting on an axis: a number, or the word `auto`."""
     value = setting.get(key)
+    if isinstance(value, int | float) and _is_number(value):
+        return float(value)
     if value == AUTO:
         return AUTO
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"sweep: {key!r} must be a number or {AUTO!r} in every row; got {value!r}.")
-    return float(value)
+    raise ValueError(f"sweep: {key!r} must be a number or {AUTO!r} in every row; got {value!r}.")
 
 
 def ordered(values: Collection[Value]) -> tuple[Value, ...]:
@@ -350,27 +321,28 @@ class Sweep:
     key: str
     """Setting along the axis: the learning rate, if it was swept."""
     rows: Sequence[SweepRow]
-    chosen: Mapping[str, Mapping[str, object]]
-    """Chosen setting by contestant; empty without a comparison."""
-    choose_seeds: Sequence[int]
-    report_seeds: Sequence[int]
-    planned: bool
-    """True if a comparison planned the sweep; False if it was found among runs."""
+    comparison: SavedComparison | None = None
+    """The comparison that planned the sweep; None if it was found among runs."""
 
     @property
+    def chosen(self) -> Mapping[str, Mapping[str, Any]]:
+        """Chosen setting by contestant; empty without a comparison."""
+        return self.comparison.chosen if self.comparison is not None else {}
+
+    @cached_property
     def cells(self) -> list[Cell]:
-        """Compute means over seeds."""
+        """Means over seeds."""
         return cells(self.rows)
 
-    @property
+    @cached_property
     def ranges(self) -> list[UsableRange]:
-        """Compute the usable range for each contestant and other settings."""
+        """Usable range of each contestant and other settings."""
         return usable_range(self.rows, self.key)
 
     @property
     def seeds_text(self) -> str:
         """Number of seeds behind a mean: `2 seeds`, or `1 to 2 seeds` while some are missing."""
-        counts = [len(cell.seeds) for cell in self.cells]
+        counts = [len(cell.rows) for cell in self.cells]
         least, most = min(counts), max(counts)
         return f"{'' if least == most else f'{least} to '}{count(most, 'seed')}"
 
@@ -389,60 +361,45 @@ def find_sweeps(runs: Sequence[Run], comparisons: Sequence[SavedComparison], mea
     found, planned, about = [], set(), problems_of(runs)
     for comparison in comparisons:
         planned |= {path for path, _ in comparison.places()}
-        entries, key = comparison.places("sweep"), axis(comparison.sweep)
-        rows: dict[tuple[str, str, int], SweepRow] = {}  # a file that names a run twice is no reason to count it twice
-        for path, entry in entries:
-            run = places.get(path)
-            ended = (run is not None and run.stopped in COUNTED) or entry.state == "failed"
-            if ended and key is not None and _on_axis(entry.setting.get(key)):
-                name = entry.contestant, json.dumps(dict(entry.setting), sort_keys=True), entry.seed
-                rows[name] = sweep_row(entry.contestant, entry.setting, entry.seed, run, measure)
-        if rows and key is not None:
-            where = next((about[id(places[path])] for path, _ in entries if path in places), "")
-            found.append(
-                Sweep(
-                    problem=where, key=key, rows=[*rows.values()], chosen=comparison.chosen, planned=True,
-                    choose_seeds=comparison.choose_seeds, report_seeds=comparison.report_seeds,
-                )
-            )  # fmt: skip
-    return found + _infer_sweeps([run for path, run in places.items() if path not in planned], measure)
-
-
-def _infer_sweeps(runs: Sequence[Run], measure: Measure) -> list[Sweep]:
-    """Find counted runs of one problem that differ in a numeric setting; the latest run of each seed."""
-    found = []
-    counted = [run for run in runs if run.stopped in COUNTED and run.values(measure.key)]
-    about = problems_of(runs)
-    for where in dict.fromkeys(about[id(run)] for run in counted):
-        rows: dict[tuple[str, str, str], SweepRow] = {}
-        members = [run for run in counted if about[id(run)] == where]
-        seeds = sorted({run.seed for run in members})
+        entries = [(places.get(path), entry) for path, entry in comparison.places("sweep")]
+        rows = [
+            sweep_row(entry.contestant, entry.setting, entry.seed, run, measure)
+            for run, entry in entries
+            if entry.state == "failed" or (run is not None and run.stopped in COUNTED)
+        ]
+        problem = next((about[id(run)] for run, _ in entries if run is not None), "")
+        found += _make_sweep(problem, axis(comparison.sweep), rows, comparison)
+    rest = [run for path, run in places.items() if path not in planned]
+    counted = [run for run in rest if run.stopped in COUNTED and run.values(measure.key)]
+    about = problems_of(rest)
+    for problem in dict.fromkeys(about[id(run)] for run in counted):
+        rows = []
+        members = [run for run in counted if about[id(run)] == problem]
         for run in members:
             peers = [peer for peer in members if peer.objective == run.objective]
             name = f"{run.objective} {setting_text(varying_settings(run, peers, 'own_settings'))}".strip()
             varied = varying_settings(run, peers, "shared_settings")
-            settings = {_RATES.get(key, key): _number(text) for key, text in varied.items()}
-            seed = seeds.index(run.seed)
-            rows[name, json.dumps(settings, default=str), run.seed] = sweep_row(name, settings, seed, run, measure)
-        grids = [dict(row.setting) for row in rows.values()]
-        key = axis({name: [grid.get(name) for grid in grids] for grid in grids for name in grid})
-        # Contestants that were not swept have no place on the axis.
-        swept = [row for row in rows.values() if key is not None and _on_axis(row.setting.get(key))]
-        if key is not None and len({row.setting[key] for row in swept}) > 1:
-            found.append(Sweep(problem=where, key=key, rows=swept, chosen={}, choose_seeds=[], report_seeds=[], planned=False))
+            settings = {_RATES.get(key, key): guess(text) for key, text in varied.items()}
+            rows.append(sweep_row(name, settings, run.seed, run, measure))
+        names = dict.fromkeys(name for row in rows for name in row.setting)
+        key = axis({name: [row.setting.get(name) for row in rows] for name in names})
+        found += _make_sweep(problem, key, rows)
     return found
 
 
-def _number(text: str) -> object:
-    """Convert a setting back from text."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return text
-    return value if isinstance(value, int | float | bool) else text
+def _make_sweep(
+    problem: str, key: str | None, rows: Sequence[SweepRow], comparison: SavedComparison | None = None
+) -> list[Sweep]:
+    """Make a sweep of the rows that have a place on the axis, the last one of each seed; none without an axis or a choice."""
+    if key is None:
+        return []
+    latest = {(row.contestant, _sort_key(row.setting), row.seed): row for row in rows if _on_axis(row.setting.get(key))}
+    if len({row.setting[key] for row in latest.values()}) < (2 if comparison is None else 1):
+        return []
+    return [Sweep(problem=problem, key=key, rows=[*latest.values()], comparison=comparison)]
 
 
-def sweep_row(contestant: str, setting: Mapping[str, object], seed: int, run: Run | None, measure: Measure) -> SweepRow:
+def sweep_row(contestant: str, setting: Mapping[str, object], seed: int | str, run: Run | None, measure: Measure) -> SweepRow:
     """Scores of a run; the lowest possible scores for a failed run."""
     points = run.values(measure.key) if run is not None and run.stopped in COUNTED else []
     if run is None or not points:
@@ -478,7 +435,7 @@ def axis(grid: Mapping[str, Sequence[Any]]) -> str | None:
 
 
 def _on_axis(value: Any) -> bool:
-    return value == AUTO or (isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value))
+    return value == AUTO or (_is_number(value) and math.isfinite(value))
 
 
 def sweep_table(sweeps: Sequence[Sweep]) -> list[dict[str, Any]]:

@@ -184,12 +184,12 @@ function drawFinals(state) {
     ends: rows.flatMap(row => [...Object.values(row.seeds), row.value, row.low, row.high]).filter(finite) });
 }
 
-// ---- who is ahead of whom, and by how much: a figure for each problem, with ties folded where there are many
+// ---- who is ahead of whom, and by how much: a figure for each problem
 
 function drawForest() {
   const host = document.getElementById("forest");
   if (!host) return;
-  if (!host.firstChild) host.append(...data.forest.map(({ title, folded }) => folded ? make("details", {}, make("summary", {}, folded), frame(title)) : frame(title)));
+  if (!host.firstChild) host.append(...data.forest.map(({ title }) => frame(title)));
   all("figure", host).forEach((figure, index) => {
     const { rows, ends, title, of } = data.forest[index], raw = data.tables.comparisons;
     figure.querySelector("figcaption").textContent = `differences of runs with equal seeds, ${of}: mean and Student's 95 % interval, which the sentences are about · filled: a claim that holds among all pairs (Holm) · hollow: no difference can be claimed`;
