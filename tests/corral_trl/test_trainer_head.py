@@ -20,7 +20,8 @@ from tiny_models import (
 )
 
 import corral.trl.scoring
-from corral.head.torch import stream
+from corral.head import forward
+from corral.head.torch.stream import HeadGradients
 from corral.trl.api import FUSED
 from interpreted import DEVICE
 from tolerance import assert_close
@@ -44,13 +45,13 @@ OBJECTIVES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.fixture
 def rows_back(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows' logits the torch head recomputed, backward pass by backward pass."""
-    seen, inner = list[int](), stream.head_backward
+    seen, inner = list[int](), forward.head_backward
 
-    def counted(source: Any, rows: Any, grads: Any, *rest: Any) -> Any:
-        seen.append(len(grads.nonzero()))
-        return inner(source, rows, grads, *rest)
+    def counted(source: Any, rows: Any, upstream: Any, *rest: Any, shard: Any) -> Any:
+        seen.append(len(HeadGradients.of(upstream, rows).nonzero()))
+        return inner(source, rows, upstream, *rest, shard=shard)
 
-    monkeypatch.setattr(stream, "head_backward", counted)
+    monkeypatch.setattr(forward, "head_backward", counted)
     return seen
 
 

@@ -5,11 +5,11 @@ import torch
 
 import corral
 from corral.head.logits import LogitSpec
-from corral.head.rows import AsyncCopy, HeadInput, HeadRequest
+from corral.head.rows import AsyncCopy, HeadInput
 from interpreted import DEVICE, small_tiles
 
 from corral.head.triton import support as select  # isort: skip  # after `interpreted`
-from corral.head.triton.autograd import IdCheck  # isort: skip
+from corral.head.triton.support import queue_id_check  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 
@@ -66,14 +66,14 @@ def test_a_token_twice_in_a_support_is_refused(slots):
 def test_kernels_are_given_no_bad_ids():
     tokens, ids = torch.tensor([3, 40], device=DEVICE), torch.tensor([[39, -7], [2**33 + 5, 0]], device=DEVICE)
     weight = torch.empty(VOCABULARY, WIDTH, device=DEVICE)
-    part = HeadInput(weight[:2], weight, None, tokens, ids, LogitSpec(), HeadRequest())
+    part = HeadInput(weight[:2], weight, None, tokens, ids, LogitSpec())
     assert select._marks(part).tolist() == [[3, 39, -1], [-1, -1, 0]]
 
 
 def test_nothing_is_asked_of_no_ids():
     none = torch.empty(0, dtype=torch.long, device=DEVICE)
-    IdCheck("here", none, none[:, None], VOCABULARY).wait()
-    IdCheck("here", torch.tensor([39], device=DEVICE), None, VOCABULARY).wait()
+    queue_id_check("here", none, none[:, None], VOCABULARY)()
+    queue_id_check("here", torch.tensor([39], device=DEVICE), None, VOCABULARY)()
 
 
 def test_the_torch_path_refuses_too():

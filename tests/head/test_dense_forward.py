@@ -11,16 +11,16 @@ import corral
 from corral import SparseDist, TokenBatch
 from corral.head import dispatch
 from corral.head.logits import LogitSpec
-from corral.head.rows import HeadInput, HeadRequest, HeadRows
+from corral.head.packed import LossTerms
+from corral.head.rows import Gradients, HeadInput, HeadRows, blank_gradients
 from interpreted import DEVICE, small_tiles
 
 from corral.head.triton import gemm_stats  # isort: skip  # after `interpreted`
 from corral.head.triton import backward as module  # isort: skip
 from corral.head.triton import backward as row_factor  # isort: skip
-from corral.head.triton.backward import dense_forward  # isort: skip
+from corral.head.triton.backward import DenseRows, dense_forward  # isort: skip
 from corral.head.triton.backward import RowGradient  # isort: skip
-from corral.head.triton.loss import LOSS, OldRows  # isort: skip
-from corral.head.triton.loss import rule_of  # isort: skip
+from corral.head.triton.loss import LOSS, LossRows, row_losses  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # NumPy's, where the kernel computes with inf
 
@@ -98,9 +98,17 @@ class Problem:
         old, tokens = self.old(), self.tokens.to(DEVICE)
         ids = old.ids.to(DEVICE) if self.support else None
         logp, kept, rest, advantages = (x.float().to(DEVICE) for x in (old.logp[:, 0], old.logp, old.rest, self.advantages))
-        rows = OldRows(logp, *((kept, rest) if self.support else (None, None)), advantages, None)
-        source = HeadInput(hidden, weight, bias, tokens, ids, self.spec, HeadRequest())
-        return source, rows, self.weights.float().to(DEVICE), rule_of(objective), (True, True, bias is not None)
+        old = SparseDist(ids, kept, rest)[None] if self.support else None
+        mask = torch.ones(1, len(logp), dtype=torch.bool, device=DEVICE)
+        batch = TokenBatch(logp[None], logp[None], advantages[None], mask, None, old)
+        terms = LossTerms(objective, batch, self.weights.float().to(DEVICE)[None], None, False)
+        source = HeadInput(hidden, weight, bias, tokens, ids, self.spec)
+
+        def loss_of(rows: HeadRows, some: LossTerms) -> LossRows:
+            new = rows.dist[None] if self.support else None
+            return row_losses(objective.kernel, some.with_new(rows.logp[None], new, some.batch.dist_old))
+
+        return source, terms, loss_of, blank_gradients(source, (True, True, bias is not None))
 
 
 def draw(top: float = 3.0, rows: int = ROWS, **options: object) -> Problem:
@@ -112,11 +120,19 @@ def draw(top: float = 3.0, rows: int = ROWS, **options: object) -> Problem:
     return problem
 
 
+def run(problem: Problem, objective: object, dtype: torch.dtype = torch.float32) -> tuple[DenseRows, Gradients]:
+    """Losses of dense rows, and their gradients."""
+    source, terms, loss_of, out = problem.inputs(objective, dtype)
+    found = dense_forward(source, terms, loss_of, out)
+    found.finish()
+    return found, out
+
+
 def check(problem: Problem, name: str = "troll", lost: tuple[int, ...] = (), **settings: object) -> None:
     """Losses and gradients are those of float64 but for the rows expected to be left out, which add nothing."""
     objective = corral.make_objective(name, **settings)
-    found = dense_forward(*problem.inputs(objective))
-    loss, gradients, left_out = found.loss, found.finish(), found.left_out
+    found, gradients = run(problem, objective)
+    loss, left_out = found.loss, found.left_out
     assert tuple(left_out.nonzero().flatten().tolist()) == lost
     wanted, exact = problem.exact(objective, left_out)
     assert (loss.field(LOSS).cpu() - wanted).norm() <= 2e-5 * wanted.norm()
@@ -311,9 +327,9 @@ def stored_bfloat16(monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
 def test_bfloat16_costs_no_more_than_its_rounding(name, top, stored_bfloat16):
     problem, objective = draw(top, rows=12), corral.make_objective(name)
     problem.moved, problem.weight = (x.bfloat16().double() for x in (problem.moved, problem.weight))
-    found = dense_forward(*problem.inputs(objective, stored_bfloat16))
+    found, gradients = run(problem, objective, stored_bfloat16)
     assert not found.left_out.any()
-    for actual, expected in zip(found.finish(), problem.exact(objective)[1], strict=False):
+    for actual, expected in zip(gradients, problem.exact(objective)[1], strict=False):
         assert (actual.cpu() - expected).norm() <= (4e-3 if DEVICE == "cuda" else ROUNDING) * expected.norm()
 
 
@@ -325,14 +341,14 @@ def test_gradients_that_nearly_cancel_are_not_lost_in_rounding(stored_bfloat16):
     problem.moved = problem.hidden + 0.01 * torch.randn(12, WIDTH, dtype=torch.float64)
     problem.moved, problem.weight = (x.bfloat16().double() for x in (problem.moved, problem.weight))
     problem.tokens = torch.arange(12).remainder(2)
-    actual = dense_forward(*problem.inputs(objective, stored_bfloat16)).finish()[0]
+    actual = run(problem, objective, stored_bfloat16)[1][0]
     expected = problem.exact(objective)[1][0]
     assert (actual.cpu() - expected).norm() <= (4e-3 if DEVICE == "cuda" else 1e-4) * expected.norm()
 
 
 def test_every_time_the_same():
     problem, objective = draw(), corral.make_objective("troll")
-    first, second = (dense_forward(*problem.inputs(objective)).finish() for _ in range(2))
+    first, second = (run(problem, objective)[1] for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first[:2], second[:2], strict=True))
 
 

@@ -1,18 +1,20 @@
 """Dense rows in any number among sparse ones: none, some, all; against dense float64."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 import corral
+from corral.head.forward import _Head
 from corral.head.logits import LogitSpec
-from corral.head.rows import HeadRequest
+from corral.head.rows import HeadInput
 from interpreted import DEVICE, HALF, small_tiles
 
 from corral.head.triton import backward as gradients  # isort: skip  # after `interpreted`
-from corral.head.triton.autograd import TritonHead  # isort: skip
+from corral.head.triton.support import lm_head_forward  # isort: skip
 from corral.head.triton import backward as dense, backward as sparse  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # NumPy's, where the kernels compute with inf
@@ -70,10 +72,11 @@ class Problem:
     def gradients(self, needed: list[int]) -> tuple[tuple[Tensor, ...], Tensor]:
         leaves = [x.detach().requires_grad_(i in needed) for i, x in enumerate(self.leaves)]
         report = torch.full((2,), math.nan, device=DEVICE)
-        how = self.spec, HeadRequest(entropy=self.entropy), 1e-3, report
         bias = leaves[2] if len(leaves) > 2 else None
-        said = TritonHead.apply(*leaves[:2], bias, self.tokens, self.ids, *how)
-        return torch.autograd.grad(self.total(*said[:4]), [leaves[i] for i in needed]), report
+        source = HeadInput(*leaves[:2], bias, self.tokens, self.ids, self.spec, entropy=self.entropy)
+        rows = _Head.on(source, lm_head_forward, partial(gradients.lm_head_backward, tolerance=1e-3, report=report))
+        total = self.total(rows.logp, rows.entropy, rows.kept, rows.rest)
+        return torch.autograd.grad(total, [leaves[i] for i in needed]), report
 
     def reference(self, needed: list[int]) -> tuple[Tensor, ...]:
         leaves = [x.detach().to(F64).requires_grad_() for x in self.leaves]

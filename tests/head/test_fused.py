@@ -18,7 +18,6 @@ from tolerance import assert_close
 
 from corral.head.triton import fused, fused as plan_batch  # isort: skip  # after `interpreted`
 from corral.head.triton import backward as dense_forward  # isort: skip
-from corral.head.triton.loss import TrollLoss  # isort: skip
 from corral.head.triton import support as select  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
@@ -83,9 +82,9 @@ def test_golden_order():
 
     def plan(terms: LossTerms = terms, tokens: torch.Tensor = tokens, **how: Any) -> tuple[list[int], int] | None:
         given = {"own": None, "dense": True, "tolerance": 1e-3, "limits": LogpTolerance(), **how}
-        planned = plan_batch.plan_batch(terms, tokens, head, **given)
-        found = planned.wait()
-        return None if found is None else (planned.order[: found[1]].tolist(), found[0])
+        order, counts = plan_batch.plan_rows(terms, tokens, head, **given)
+        streamed, count, invalid = counts.tolist()
+        return None if invalid or not count else (order[:count].tolist(), streamed)
 
     assert plan() == ([0, 2, 4, 5, 6, 1], 5)
     assert plan(tolerance=0.0) == ([4, 5, 6, 0, 1, 2], 3)  # nothing may be dropped: all with a gradient are dense
@@ -105,8 +104,9 @@ def test_golden_plan_without_a_support():
     tokens, head = torch.zeros(1, 4, dtype=torch.long, device=DEVICE), torch.zeros(10, 8, device=DEVICE)
 
     def streamed(own: int | None, terms: LossTerms = terms) -> tuple[int, int] | None:
-        plan = plan_batch.plan_batch(terms, tokens, head, own=own, dense=False, tolerance=1e-3, limits=LogpTolerance())
-        return plan.wait()
+        how = {"own": own, "dense": False, "tolerance": 1e-3, "limits": LogpTolerance()}
+        streamed, count, invalid = plan_batch.plan_rows(terms, tokens, head, **how)[1].tolist()
+        return None if invalid else (streamed, count)
 
     assert (streamed(3), streamed(4), streamed(None)) == ((0, 3), (3, 3), (3, 3))
     assert streamed(3, dataclasses.replace(terms, on_policy=True)) == (3, 3)  # its log-probs are not read
@@ -232,9 +232,10 @@ def test_rows_that_could_not_be_stored_are_recomputed(rows, monkeypatch):
     """As where a row's numbers are out of range: its part of the sums is missing, and it says so."""
     inner = fused.dense_forward
 
-    def without_first(source: Any, old: Any, weights: torch.Tensor, *more: Any) -> Any:
-        first = torch.arange(len(weights), device=DEVICE) == 0
-        return dataclasses.replace(inner(source, old, torch.where(first, 0.0, weights), *more), left_out=first)
+    def without_first(source: Any, terms: LossTerms, *more: Any) -> Any:
+        first = torch.arange(terms.weights.numel(), device=DEVICE) == 0
+        terms = dataclasses.replace(terms, weights=torch.where(first, 0.0, terms.weights))
+        return dataclasses.replace(inner(source, terms, *more), left_out=first)
 
     monkeypatch.setattr(fused, "dense_forward", without_first)
     check_fused(Problem(rows, biased=True), make("ppo_clip"))
@@ -250,9 +251,9 @@ def test_the_entropy_is_a_constant_besides(exact):
 
 
 def test_each_token_passes_the_kernel_once_and_the_function_never(monkeypatch):
-    seen, inner = [], TrollLoss.__call__
+    seen, inner = [], fused.row_losses
     monkeypatch.setattr(
-        TrollLoss, "__call__", lambda self, rows, *more: seen.extend(rows.logp.tolist()) or inner(self, rows, *more)
+        fused, "row_losses", lambda rule, batch, *more: seen.extend(batch.logp_new[0].tolist()) or inner(rule, batch, *more)
     )
     few_at_once(monkeypatch)
     objective = dataclasses.replace(make("troll"), function=lambda *_: pytest.fail("not in the kernel"))

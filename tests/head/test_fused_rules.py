@@ -10,13 +10,11 @@ from torch import Tensor
 import corral
 from corral import SparseDist, TokenBatch
 from corral.numerics import log1mexp
+from corral.objective.config import ProjectionRule
 from interpreted import DEVICE
 from tolerance import assert_close
 
-from corral.head.triton.loss import ACTED, FLAWED, KL_AFTER, LOSS, LossRows, OldRows, summarize  # isort: skip  # after `interpreted`
-from corral.head.rows import HeadRows
-
-from corral.head.triton.loss import rule_of  # isort: skip
+from corral.head.triton.loss import ACTED, FLAWED, KL_AFTER, LOSS, LossRows, row_losses, summarize  # isort: skip  # after it
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # NumPy's, where the kernel computes with inf
 
@@ -65,7 +63,7 @@ CASES = [(name, settings) for name, listed in SETTINGS.items() for settings in l
 
 
 def test_every_objective_with_a_kernel_is_here():
-    assert {name for name in corral.objective_names() if rule_of(corral.make_objective(name)) is not None} == set(SETTINGS)
+    assert {name for name in corral.objective_names() if corral.make_objective(name).kernel} == set(SETTINGS)
 
 
 def policy(logp: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,14 +87,9 @@ def every_pair(*, support: bool, few: bool = False, sampler: bool = False) -> To
 
 def kernel(rule, batch: TokenBatch) -> tuple[LossRows, dict[str, Tensor]]:
     """What the kernel says of every token of a batch, and its metrics."""
-    logp, new, old = batch.logp_new[0], batch.dist_new, batch.dist_old
-    kept, rest = (logp[:, None], logp) if new is None else (new.logp[0], new.rest[0])
-    rows = HeadRows(logp, logp, logp[:, None], kept, rest, logp, rest)
-    before = (None, None) if old is None else (old.logp[0], old.rest[0])
-    rollout = None if batch.logp_rollout is None else batch.logp_rollout[0]
-    given = OldRows(batch.logp_old[0], *before, batch.advantages[0], rollout)
-    found = rule(rows, given)
-    return found, summarize(found, rows, given, projects=rule.projects)[0]
+    batch = batch.map(lambda x: x.detach().contiguous())
+    found = row_losses(rule, batch)
+    return found, summarize(rule, batch, found)[0]
 
 
 def out_of_reach(batch: TokenBatch) -> Tensor:
@@ -115,12 +108,13 @@ def without(batch: TokenBatch, tokens: Tensor) -> TokenBatch:
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=[f"{name} {list(x.values())}" for name, x in CASES])
 def test_the_kernel_does_what_the_reference_does(name, settings):
     objective = corral.make_objective(name, **settings)
-    rule = rule_of(objective)
-    batch = every_pair(support=rule.needs_support, few=rule.projects, sampler=rule.needs_rollout)
-    if rule.projects and settings["regression"] and settings["bound"] < math.inf:
+    rule, needs = objective.kernel, objective.needs
+    projects = isinstance(rule, ProjectionRule)
+    batch = every_pair(support="dist_old" in needs, few=projects, sampler="logp_rollout" in needs)
+    if projects and settings["regression"] and settings["bound"] < math.inf:
         batch = without(batch, out_of_reach(batch))
     found, metrics = kernel(rule, batch)
-    leaves = [batch.dist_new.logp, batch.dist_new.rest] if rule.projects else [batch.logp_new]
+    leaves = [batch.dist_new.logp, batch.dist_new.rest] if projects else [batch.logp_new]
     for leaf in leaves:
         leaf.requires_grad_()
     exact = objective(batch)
@@ -130,10 +124,10 @@ def test_the_kernel_does_what_the_reference_does(name, settings):
     loss = exact.loss[0].detach()
     assert_close(found.field(LOSS), loss)
     # A gradient is rounded at the size of the loss it belongs to: a token's own share of a certain row is u − p u, p being 1.
-    for actual, gradient in zip([found.kept, found.rest] if rule.projects else [found.logp], wanted, strict=True):
+    for actual, gradient in zip([found.kept, found.rest] if projects else [found.logp], wanted, strict=True):
         size = (1 + loss.abs()).view(-1, *[1] * (actual.ndim - 1))
         assert_close(actual / size, gradient[0] / size)
-    if rule.projects:
+    if projects:
         assert_close(found.field(KL_AFTER), exact.kl_after[0])
     assert metrics.keys() == exact.metrics.keys()
     for key, value in exact.metrics.items():
@@ -142,7 +136,7 @@ def test_the_kernel_does_what_the_reference_does(name, settings):
 
 def test_troll_s_kernel_flags_what_its_reference_refuses():
     objective, batch = corral.make_objective("troll", bound=0.1), every_pair(support=True, few=True)
-    flawed = kernel(rule_of(objective), batch)[0].field(FLAWED) > 0
+    flawed = kernel(objective.kernel, batch)[0].field(FLAWED) > 0
     assert torch.equal(flawed, out_of_reach(batch))
     with pytest.raises(ValueError, match=f"rules out tokens that the new one allows, at {int(flawed.sum())} unmasked"):
         objective(batch)

@@ -13,7 +13,7 @@ from corral.head.dispatch import MAX_GIVEN
 from interpreted import DEVICE, small_tiles
 from tolerance import assert_close
 
-from corral.head.triton.loss import TokenLoss  # isort: skip  # after `interpreted`
+from corral.head.triton import loss  # isort: skip  # after `interpreted`
 from corral.head.triton import support as select  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
@@ -125,7 +125,7 @@ def test_kernels_run_where_their_tensors_are(monkeypatch):
 
 def test_a_support_too_large_for_registers_takes_the_torch_path(monkeypatch):
     """Up to the whole vocabulary, as an objective of full distributions keeps it."""
-    monkeypatch.setattr(TokenLoss, "__call__", lambda *_: pytest.fail("in a kernel"))
+    monkeypatch.setattr(loss, "row_losses", lambda *_: pytest.fail("in a kernel"))
     slots = MAX_GIVEN + 1
     logp = torch.randn(1, 2, slots, device=DEVICE).log_softmax(-1)
     dist = SparseDist(torch.arange(slots, device=DEVICE).expand(1, 2, -1), logp, torch.full((1, 2), -20.0, device=DEVICE))

@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from corral.head.logits import LogitSpec
+from corral.head.rows import HeadInput
 from interpreted import DEVICE
 
 from corral.head.triton import backward as sparse  # isort: skip  # after `interpreted`
-from corral.head.triton.backward import Routes  # isort: skip
 from corral.head.triton.backward import RowGradient  # isort: skip
 
 ROWS, SLOTS, VOCABULARY, WIDTH = 40, 3, 10, 8  # 10 leaves two tokens in the last program
@@ -31,9 +32,9 @@ class Problem:
     def run(self, weight: Tensor | None, bias: Tensor | None, *, add: bool) -> None:
         none = torch.empty(0, device=DEVICE)
         gradient = RowGradient(none, self.value.to(DEVICE), none, none, none, none)
-        routes = Routes(none, self.key.to(DEVICE), none, none, none)
-        by_token = sparse.sort_by_token(routes, VOCABULARY)
-        sparse.sparse_weight(self.hidden.to(DEVICE), gradient, routes, by_token, weight, bias, add=add)
+        head = torch.empty(VOCABULARY, WIDTH, device=DEVICE)
+        source = HeadInput(self.hidden.to(DEVICE), head, None, none, None, LogitSpec())
+        sparse.sparse_rows(source, gradient, self.key.to(DEVICE), (None, weight, bias), add=add)
 
     def sums(self) -> tuple[Tensor, Tensor]:
         dz = torch.zeros(ROWS, VOCABULARY + 1, dtype=torch.float64)

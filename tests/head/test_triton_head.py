@@ -1,19 +1,20 @@
 """The streamed head against dense float64: statistics, exact supports, both backward routes; compiled or interpreted."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 import corral
+from corral.head.forward import _Head
 from corral.head.logits import LogitSpec
-from corral.head.rows import HeadInput, HeadRequest, HeadRows
+from corral.head.rows import HeadInput, HeadRows
 from interpreted import DEVICE, HALF, small_tiles
 from tolerance import assert_close
 
-from corral.head.triton.autograd import TritonHead  # isort: skip  # after `interpreted`
-from corral.head.triton import backward as dense_backward  # isort: skip
+from corral.head.triton import backward as dense_backward  # isort: skip  # after `interpreted`
 from corral.head.triton import support as select  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # NumPy's, where the kernels compute with inf
@@ -22,7 +23,6 @@ F64 = torch.float64
 WIDTH = 8
 LOGITS = 1e-5 if DEVICE == "cpu" else 1e-4
 """How far float32 sums of products may be off."""
-PLAIN = HeadRequest(), 0.0, None
 """Request, tolerance and report of an exact gradient."""
 
 
@@ -46,6 +46,12 @@ def problem(rows: int, vocabulary: int, dtype: torch.dtype = torch.float32) -> t
     hidden = (2 * torch.randn(rows, WIDTH)).round().to(DEVICE, dtype)
     weight = (2 * torch.randn(vocabulary, WIDTH)).round().div(2).to(DEVICE, dtype)
     return hidden, weight, torch.randint(vocabulary, (rows,)).to(DEVICE)
+
+
+def head(*given: object, tolerance: float = 0.0, report: Tensor | None = None) -> HeadRows:
+    """The head with autograd, on rows."""
+    backward = partial(dense_backward.lm_head_backward, tolerance=tolerance, report=report)
+    return _Head.on(HeadInput(*given), select.lm_head_forward, backward)
 
 
 def stream_head(*given: object) -> HeadRows:
@@ -74,7 +80,7 @@ SPECS = {
 def test_the_own_support_is_top_k_support(spec, biased):
     hidden, weight, tokens = problem(5, 70)
     bias = torch.randn(70, device=DEVICE).mul(4).round() if biased else None
-    rows = stream_head(hidden, weight, bias, tokens, None, spec, HeadRequest(4, 0.97, True))
+    rows = stream_head(hidden, weight, bias, tokens, None, spec, 4, 0.97, True)
     logp = dense(spec, hidden.double(), weight.double(), None if bias is None else bias.double())
     expected = corral.top_k_support(logp.float(), tokens, 4, 0.97)
     assert torch.equal(rows.ids, expected.ids)
@@ -105,7 +111,7 @@ def test_supports_of_awkward_rows(kind, vocabulary, monkeypatch):
         monkeypatch.setattr(select, "ROOM", 2)
         monkeypatch.setattr(select, "ROWS_AT_ONCE", 3)
     for top_k in (1, 4):
-        rows = stream_head(hidden, weight, bias, tokens, None, LogitSpec(), HeadRequest(top_k))
+        rows = stream_head(hidden, weight, bias, tokens, None, LogitSpec(), top_k)
         z = hidden.double() @ weight.double().T + (0.0 if bias is None else bias.double())
         expected = corral.top_k_support(z.float().log_softmax(-1), tokens, top_k)
         assert torch.equal(rows.ids, expected.ids)
@@ -121,7 +127,7 @@ def test_a_given_support_is_gather_support(rows, at_once, slots, monkeypatch):
     monkeypatch.setattr(select, "ROWS_AT_ONCE", at_once)
     hidden, weight, tokens = problem(rows, 85)
     ids = some_ids(rows, 85, slots, tokens)
-    found = stream_head(hidden, weight, None, tokens, ids, LogitSpec(), HeadRequest())
+    found = stream_head(hidden, weight, None, tokens, ids, LogitSpec())
     logp = dense(LogitSpec(), hidden.double(), weight.double(), None)
     expected = corral.gather_support(logp, ids)
     assert torch.equal(found.ids, ids)
@@ -153,9 +159,8 @@ def assert_gradients(slots=None, top_k=None, entropy=False, biased=False, spec=N
     leaves = [hidden / 2, weight] + ([torch.randn(50, device=DEVICE)] if biased else [])
     leaves = [x.requires_grad_() for x in leaves]
     bias = leaves[2] if biased else None
-    logp, nats, kept, rest, support, _ = TritonHead.apply(
-        *leaves[:2], bias, tokens, ids, spec, HeadRequest(top_k, 1.0, entropy), 0.0, None
-    )
+    rows = head(*leaves[:2], bias, tokens, ids, spec, top_k, 1.0, entropy)
+    logp, nats, kept, rest, support = rows.logp, rows.entropy, rows.kept, rows.rest, rows.ids
     exact = [x.detach().to(F64).requires_grad_() for x in leaves]
     full = dense(spec, *exact[:2], exact[2] if biased else None)
     dist = corral.gather_support(full, support)
@@ -186,7 +191,8 @@ def test_a_rest_too_small_for_float32_has_its_gradient(sampled):
     for dtype in (torch.float32, F64):
         h, w = hidden.to(dtype, copy=True).requires_grad_(), weight.to(dtype, copy=True).requires_grad_()
         if dtype == torch.float32:
-            logp, _, _, rest, *_ = TritonHead.apply(h, w, None, tokens, ids, LogitSpec(), *PLAIN)
+            rows = head(h, w, None, tokens, ids, LogitSpec())
+            logp, rest = rows.logp, rows.rest
         else:
             full = dense(LogitSpec(), h, w, None)
             logp, rest = full.gather(1, tokens[:, None])[:, 0], corral.gather_support(full, ids).rest
@@ -201,7 +207,7 @@ def test_a_frozen_head_gets_no_gradient_and_a_frozen_trunk_neither():
     hidden, weight, tokens = problem(3, 40)
     for first, second in ((True, False), (False, True)):
         inputs = hidden.clone().requires_grad_(first), weight.clone().requires_grad_(second)
-        TritonHead.apply(*inputs, None, tokens, None, LogitSpec(), *PLAIN)[0].sum().backward()
+        head(*inputs, None, tokens, None, LogitSpec()).logp.sum().backward()
         assert (inputs[0].grad is not None) == first
         assert (inputs[1].grad is not None) == second
 
@@ -218,7 +224,7 @@ def test_routes_follow_the_bound():
     report = torch.full((2,), math.nan, device=DEVICE)
     hidden.requires_grad_()
     weight.requires_grad_()
-    logp, *_ = TritonHead.apply(hidden, weight, None, tokens, ids, LogitSpec(), HeadRequest(), 1e-3, report)
+    logp = head(hidden, weight, None, tokens, ids, LogitSpec(), tolerance=1e-3, report=report).logp
     got = torch.autograd.grad((logp * torch.tensor([1.0, 1.0, 0.0], device=DEVICE)).sum(), (hidden, weight))
     # Row 0: dz = e_6 − p, p_5 = 1 − 6e-6, the 38 others hold 38 e⁻³⁰ = 4e-12. Row 1: all 40 alike, 38/40 of dz off the support.
     assert report[0].item() == 0.5
@@ -234,17 +240,15 @@ def test_the_same_gradient_every_time():
     hidden, weight, tokens = problem(8, 60)
     tokens[:] = tokens[0]  # one token with a long list of rows
     weight.requires_grad_()
-    plan = LogitSpec(), HeadRequest(4), 1.0, None
-    first, second = (
-        torch.autograd.grad(TritonHead.apply(hidden, weight, None, tokens, None, *plan)[0].sum(), weight)[0] for _ in range(2)
-    )
+    given = hidden, weight, None, tokens, None, LogitSpec(), 4
+    first, second = (torch.autograd.grad(head(*given, tolerance=1.0).logp.sum(), weight)[0] for _ in range(2))
     assert torch.equal(first, second)
 
 
 def test_a_row_of_nan_names_no_token_outside_the_vocabulary():
     hidden, weight, tokens = problem(3, 70)
     hidden[1] = math.nan
-    rows = stream_head(hidden, weight, None, tokens, None, LogitSpec(), HeadRequest(4))
+    rows = stream_head(hidden, weight, None, tokens, None, LogitSpec(), 4)
     assert rows.logp[1].isnan()
     assert rows.ids.max() < 70
     exact = corral.top_k_support(dense(LogitSpec(), hidden[[0, 2]].double(), weight.double(), None).float(), tokens[[0, 2]], 4)

@@ -6,13 +6,10 @@ import pytest
 import torch
 
 import corral
-from corral import SparseDist, TokenBatch
+from corral import TokenBatch
 from interpreted import DEVICE
 
-from corral.head.triton.loss import ACTED, FLAWED, LOSS, OldRows, summarize  # isort: skip  # after `interpreted`
-from corral.head.rows import HeadRows
-
-from corral.head.triton.loss import TokenLoss  # isort: skip
+from corral.head.triton.loss import ACTED, FLAWED, LOSS, kernel_rule, row_losses, summarize  # isort: skip  # after `interpreted`
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # NumPy's, where the kernel computes with inf
 
@@ -56,29 +53,20 @@ def batch_of(support: bool) -> TokenBatch:
 @pytest.mark.parametrize("support", [True, False])
 def test_loss_gradient_and_metrics_are_the_objective_s(name, settings, support):
     batch, objective = batch_of(support), corral.make_objective(name, **settings)
-    rule = TokenLoss.of(objective)
-    if rule.needs_support and not support:
+    rule = kernel_rule(objective, batch)
+    if "dist_old" in objective.needs and not support:
+        assert rule is None
         return
     leaf = batch.logp_new.clone().requires_grad_()
     exact = objective(TokenBatch(leaf, *(getattr(batch, x) for x in FIELDS)))
     (wanted,) = torch.autograd.grad(exact.loss.sum(), leaf)
 
-    def rows(x: torch.Tensor) -> torch.Tensor:
-        return x.flatten(0, 1).float().to(DEVICE)
-
-    def dist(x: SparseDist | None) -> tuple[torch.Tensor | None, ...]:
-        return (None, None, None) if x is None else (rows(x.logp), rows(x.rest), rows(x.rest_max))
-
-    logp, (kept, rest, rest_max) = rows(batch.logp_new), dist(batch.dist_new)
-    kept, rest, rest_max = (logp[:, None], logp, logp) if kept is None else (kept, rest, rest_max)
-    new = HeadRows(logp, logp, logp.long()[:, None], kept, rest, logp, rest_max)
-    *old, old_max = dist(batch.dist_old)
-    before = OldRows(rows(batch.logp_old), *old, rows(batch.advantages), rows(batch.logp_rollout), old_max)
-    found = rule(new, before)
+    packed = batch.map(lambda x: x.flatten(0, 1)[None]).to(DEVICE, torch.float32)
+    found = row_losses(rule, packed)
     assert (found.field(LOSS).cpu() - exact.loss.flatten()).abs().max() < 2e-6 * (1 + exact.loss.abs().max())
     assert (found.logp.cpu() - wanted.flatten()).abs().max() < 2e-6 * (1 + wanted.abs().max())
     assert torch.equal(found.field(ACTED).cpu() > 0, exact.acted.flatten())
-    metrics, _, flawed = summarize(found, new, before, projects=False)
+    metrics, _, flawed = summarize(rule, packed, found)
     assert flawed.item() == 0
     assert set(metrics) == set(exact.metrics)
     for key, value in exact.metrics.items():
@@ -91,13 +79,15 @@ FIELDS = ("logp_old", "advantages", "mask", "dist_new", "dist_old", "logp_rollou
 def test_an_impossible_token_is_noticed():
     one = torch.ones(2, device=DEVICE)
     logp = torch.tensor([-1.0, -math.inf], device=DEVICE)
-    new = HeadRows(logp, logp, logp.isinf().long()[:, None], logp[:, None], logp, logp, logp)
-    found = TokenLoss.of(corral.make_objective("cispo"))(new, OldRows(-one, None, None, one, None))
+    batch = TokenBatch(logp[None], -one[None], one[None], one[None] > 0)
+    found = row_losses(corral.make_objective("cispo").kernel, batch)
     assert found.field(FLAWED).tolist() == [0.0, 1.0]
 
 
-@pytest.mark.parametrize("name", ["gspo", "gmpo", "troll"])
+@pytest.mark.parametrize("name", ["gspo", "gmpo"])
 def test_what_the_kernel_does_not_compute_is_left_to_the_objective(name):
-    assert TokenLoss.of(corral.make_objective(name)) is None
-    assert TokenLoss.of(lambda batch: None) is None
-    assert TokenLoss.of(corral.make_objective("dppo", estimator="full")) is None
+    batch = batch_of(True)
+    assert kernel_rule(corral.make_objective(name), batch) is None
+    assert kernel_rule(lambda batch: None, batch) is None
+    assert kernel_rule(corral.make_objective("dppo", estimator="full"), batch) is None
+    assert kernel_rule(corral.make_objective("dppo", estimator="topk"), batch_of(False)) is None

@@ -1,6 +1,7 @@
 """TROLL in one kernel against the objective itself in float64: loss, gradient and metrics, whatever its settings."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,10 +11,7 @@ import corral
 from corral import SparseDist, TokenBatch
 from interpreted import DEVICE
 
-from corral.head.triton.loss import ACTED, CONVERGED, DUAL, FLAWED, KL_AFTER, LOSS, OldRows, summarize  # isort: skip  # after it
-from corral.head.rows import HeadRows
-
-from corral.head.triton.loss import TrollLoss  # isort: skip
+from corral.head.triton.loss import ACTED, CONVERGED, DUAL, FLAWED, KL_AFTER, LOSS, kernel_rule, row_losses, summarize  # isort: skip  # after it
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # NumPy's, where the kernel computes with inf
 
@@ -44,10 +42,11 @@ def policies(far: float = 0.0) -> tuple[SparseDist, SparseDist, Tensor]:
     return old, new, torch.randn(len(noise), 3, dtype=torch.float64)
 
 
-def as_rows(dist: SparseDist) -> HeadRows:
-    """A policy [B T K] as the head reports it."""
-    kept, rest = (x.flatten(0, 1).float().to(DEVICE) for x in (dist.logp, dist.rest))
-    return HeadRows(rest, kept[:, 0].contiguous(), dist.ids.flatten(0, 1).to(DEVICE), kept, rest, torch.zeros_like(rest), rest)
+def packed(new: SparseDist, old: SparseDist, advantages: Tensor) -> TokenBatch:
+    """Policies [B T K] in one row of tokens, in float32, without the largest log-probs of their tails."""
+    new, old = (replace(x, rest_max=None) for x in (new, old))
+    batch = TokenBatch.on_support(new, old, advantages, torch.ones_like(advantages, dtype=torch.bool))
+    return batch.map(lambda x: x.flatten(0, 1)[None]).to(DEVICE, torch.float32).map(Tensor.contiguous)
 
 
 @pytest.mark.parametrize("far", [0.0, pytest.param(300.0, marks=pytest.mark.slow), 7e3, 1e9])  # the last is a logit mask
@@ -61,9 +60,8 @@ def test_loss_gradient_and_metrics_are_the_objective_s(settings, far):
     weights = torch.rand(4, 3, dtype=torch.float64)
     wanted = torch.autograd.grad((exact.loss * weights).sum(), leaves)
 
-    rows, fixed = (as_rows(x) for x in (new, old))
-    before = OldRows(fixed.logp, fixed.kept, fixed.rest, advantages.flatten().float().to(DEVICE), None)
-    found = TrollLoss.of(objective)(rows, before)
+    batch = packed(new, old, advantages)
+    found = row_losses(objective.kernel, batch)
     loss, kl_after, active = (found.field(x) for x in (LOSS, KL_AFTER, ACTED))
     assert not found.field(FLAWED).any()
     assert (loss.cpu() - exact.loss.flatten()).norm() < 2e-6 * exact.loss.norm()
@@ -75,7 +73,7 @@ def test_loss_gradient_and_metrics_are_the_objective_s(settings, far):
     met = (active > 0) & (found.field(CONVERGED) > 0)  # not where the old policy's mass on a ruled-out token is spent already
     assert met.any() or far > 1e4 or objective.config.bound == math.inf
     assert ((kl_after[met] - objective.config.bound).abs() <= 1e-6).all()
-    metrics, _, flawed = summarize(found, rows, before, projects=True)
+    metrics, _, flawed = summarize(objective.kernel, batch, found)
     assert flawed.item() == 0
     assert set(metrics) == set(exact.metrics)
     for name, value in exact.metrics.items():
@@ -86,8 +84,8 @@ def test_policies_without_a_common_token_are_returned_to_the_old_one():
     # New and old allow different tokens: nothing is common, so r = old, η = inf, the row counts as not converged.
     new = SparseDist(torch.tensor([[[0, 1]]]), torch.tensor([[[0.0, -math.inf]]]), torch.tensor([[-math.inf]]))
     old = SparseDist(torch.tensor([[[0, 1]]]), torch.tensor([[[-math.inf, 0.0]]]), torch.tensor([[-math.inf]]))
-    rows, fixed, one = as_rows(new), as_rows(old), torch.ones(1, device=DEVICE)
-    found = TrollLoss.of(corral.make_objective("troll"))(rows, OldRows(-one, fixed.kept, fixed.rest, one, None))
+    batch = replace(packed(new, old, torch.ones(1, 1)), logp_old=torch.full((1, 1), -1.0, device=DEVICE))
+    found = row_losses(corral.make_objective("troll").kernel, batch)
     assert found.field(FLAWED).item() == 1  # and the objective itself has to say so
     assert found.field(CONVERGED).item() == 0
     assert found.field(DUAL).item() == math.inf
@@ -96,18 +94,17 @@ def test_policies_without_a_common_token_are_returned_to_the_old_one():
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
 def test_bad_rows_are_noticed(wrong):
     old, new, advantages = policies()
-    rows, fixed = as_rows(new), as_rows(old)
-    rows.kept[2, 1] = wrong
-    before = OldRows(fixed.logp, fixed.kept, fixed.rest, advantages.flatten().float().to(DEVICE), None)
-    found = TrollLoss.of(corral.make_objective("troll"))(rows, before)
+    batch = packed(new, old, advantages)
+    batch.dist_new.logp[0, 2, 1] = wrong
+    found = row_losses(corral.make_objective("troll").kernel, batch)
     assert found.field(FLAWED).nonzero().flatten().tolist() == [2]
 
 
 def test_what_the_kernel_does_not_compute_is_left_to_the_objective():
+    old, new, advantages = policies()
     for objective in (
-        corral.make_objective("ppo_clip"),
         corral.make_objective("troll", level="sequence"),
         corral.make_objective("troll", tail="fill", vocab_size=40),
         lambda batch: None,
     ):
-        assert TrollLoss.of(objective) is None
+        assert kernel_rule(objective, packed(new, old, advantages)) is None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import corral
 from corral.head.logits import LogitSpec
-from corral.head.rows import HeadInput, HeadRequest, HeadRows
+from corral.head.rows import HeadInput, HeadRows
 from corral.head.union import gather_logp
 from interpreted import DEVICE, HALF, small_tiles
 from tolerance import assert_close
@@ -77,7 +77,7 @@ def test_it_is_top_k_support_with_ids(spec, biased, mass):
     bias = torch.randn(VOCABULARY, device=DEVICE).mul(4).round() if biased else None
     logp = log_softmax(spec, hidden, weight, bias)
     ids = some_ids(logp, tokens)
-    found = select.stream_head(HeadInput(hidden, weight, bias, tokens, ids, spec, HeadRequest(4, mass, True)))
+    found = select.stream_head(HeadInput(hidden, weight, bias, tokens, ids, spec, 4, mass, True))
     assert_union(found, logp, tokens, ids, 4, mass)
     assert_close(found.entropy, -(logp.exp() * logp).sum(-1), torch.float32, atol=LOGITS)
 
@@ -100,7 +100,7 @@ def test_awkward_rows(kind, monkeypatch):
     logp = log_softmax(LogitSpec(), hidden, weight, bias)
     ids = some_ids(logp, tokens)
     for top_k in (1, 4):
-        found = select.stream_head(HeadInput(hidden, weight, bias, tokens, ids, LogitSpec(), HeadRequest(top_k)))
+        found = select.stream_head(HeadInput(hidden, weight, bias, tokens, ids, LogitSpec(), top_k))
         assert_union(found, logp, tokens, ids, top_k)
 
 

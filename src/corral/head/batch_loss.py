@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from corral.head.dispatch import MAX_GIVEN, has_triton
-from corral.head.packed import Packing, TokenObjective, has_token_shapes, token_advantages
-from corral.head.rows import AsyncCopy, HeadRows
+from corral.head.packed import Packing, TokenObjective, token_advantages
+from corral.head.rows import AsyncCopy
 from corral.support import LogpTolerance
 from corral.tensors import ObjectiveOutput, TokenBatch
 
@@ -42,37 +42,23 @@ def _in_one_kernel(objective: Any, batch: TokenBatch) -> ObjectiveOutput | None:
 
     None if there is no kernel, the batch is empty, or an input of the kernel is missing.
     """
-    from corral.head.triton.loss import LOSS, OldRows, rule_of, summarize
+    from corral.head.triton.loss import LOSS, kernel_rule, row_losses, summarize
 
-    rule, old, new = rule_of(objective), batch.dist_old, batch.dist_new
-    if rule is None or (rule.needs_support and (old is None or new is None)) or not has_token_shapes(batch):
+    new, old = batch.dist_new, batch.dist_old
+    if new is None or old is None:  # one policy's support alone is of no use
+        new = old = None
+    given = replace(batch, dist_new=new, dist_old=old, dist_teacher=None)
+    rule, packing = kernel_rule(objective, given), Packing(batch.mask)
+    if rule is None or not packing.count or (old is not None and old.ids.shape[-1] > MAX_GIVEN):
         return None
-    if rule.needs_rollout and batch.logp_rollout is None:
-        return None
-    if old is not None and old.ids.shape[-1] > MAX_GIVEN:
-        return None
-    packing = Packing(batch.mask)
-    if not packing.count:
-        return None
-
-    def rows(x: Tensor) -> Tensor:
-        return packing.pack(x).float().contiguous()
-
-    logp, kept, rest, rest_max = rows(batch.logp_new), None, None, None
-    anchor = OldRows(batch.logp_old, None, None, token_advantages(batch), batch.logp_rollout)
-    if old is not None and new is not None:
-        kept, rest = rows(new.logp), rows(new.rest)
-        anchor = replace(anchor, kept=old.logp, rest=old.rest)
-        if old.rest_max is not None and new.rest_max is not None:
-            rest_max, anchor = rows(new.rest_max), replace(anchor, rest_max=old.rest_max)
-    anchor = anchor.detach().map(rows)
-    none = logp[:, None] if kept is None else kept  # stands for fields that this kernel does not read
-    head = HeadRows(logp, logp, none, none, logp if rest is None else rest, logp, logp if rest_max is None else rest_max)
-    limits = LogpTolerance.of(logp, batch.logp_old, new, old) if objective.check else LogpTolerance()
-    found = rule(head.detach(), anchor, limits)
-    metrics, _, flawed = summarize(found, head.detach(), anchor, projects=rule.projects)
-    check = _Check(objective, batch, AsyncCopy(flawed))
-    loss = _RowGradients.apply(found.field(LOSS), (found.logp, found.kept, found.rest), check, logp, kept, rest)
+    packed = replace(given, advantages=token_advantages(batch)).map(lambda x: packing.pack(x)[None])
+    packed = packed.to(dtype=torch.float32).map(Tensor.contiguous)
+    limits = LogpTolerance.of(batch.logp_old, new, old) if objective.check else LogpTolerance()
+    found = row_losses(rule, packed.detach(), limits=limits)
+    metrics, _, flawed = summarize(rule, packed.detach(), found)
+    check, dist = _Check(objective, batch, AsyncCopy(flawed)), packed.dist_new
+    inputs = packed.logp_new[0], *((None, None) if dist is None else (dist.logp[0], dist.rest[0]))
+    loss = _RowGradients.apply(found.field(LOSS), (found.logp, found.kept, found.rest), check, *inputs)
     if not loss.requires_grad:
         check()
     return ObjectiveOutput(packing.unpack(loss), metrics)

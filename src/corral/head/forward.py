@@ -1,20 +1,26 @@
 """Language-model head: hidden states → log-probs, entropy and a sparse support, one block of logits at a time."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from corral.head.dispatch import choose, own_top_k
 from corral.head.logits import LogitSpec
-from corral.head.rows import HeadInput, HeadRequest
-from corral.head.torch.stream import Shard, TorchHead
+from corral.head.rows import Gradients, HeadInput, HeadRows, Upstream
+from corral.head.torch.stream import Shard, head_backward, head_forward
 from corral.numerics import require_tensors
-from corral.support import check_id_dtype
+from corral.support import check_id_dtype, check_ids, check_unique
 from corral.tensors import SparseDist, Tensors
 from corral.validate import number_in
+
+HeadBackward = Callable[..., Gradients]
+"""(inputs, results, upstream gradients, which of dH, dW and db are needed) → those gradients."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,35 +89,73 @@ def lm_head(
     """
     check_weight("lm_head", weight)
     require_tensors("lm_head", hidden=hidden, tokens=tokens)
-    spec, request = LogitSpec(scale, softcap, temperature), HeadRequest(top_k, mass, entropy)
-    shard = Shard.of(weight, group)
-    _check(HeadInput(hidden, weight, bias, tokens, ids, spec, request, joins), shard.vocabulary)
+    spec, shard = LogitSpec(scale, softcap, temperature), Shard.of(weight, group)
+    source = HeadInput(hidden, weight, bias, tokens, ids, spec, top_k, mass, entropy, joins)
+    _check(source, shard.vocabulary)
     if group is not None:
         if impl == "triton":
             raise ValueError("lm_head: a vocabulary split over a `group` runs on the torch path. Use impl='auto' or 'torch'.")
         impl = "torch" if impl == "auto" else impl
-    shape, count = tokens.shape, tokens.numel()
-    flat_ids = None if ids is None else ids.reshape(count, ids.shape[-1]).long()
-    flat_joins = None if joins is None else joins.reshape(count)
-    inputs = (hidden.reshape(count, hidden.shape[-1]), weight, bias, tokens.reshape(count).long(), flat_ids, spec)
-    report = None
+    shape, count, report = tokens.shape, tokens.numel(), None
+    source = replace(
+        source,
+        hidden=hidden.reshape(count, hidden.shape[-1]),
+        tokens=tokens.reshape(count).long(),
+        ids=None if ids is None else ids.reshape(count, ids.shape[-1]).long(),
+        joins=None if joins is None else joins.reshape(count),
+    )
     if choose("lm_head", impl, hidden, weight, top_k, 0 if ids is None else ids.shape[-1]) == "torch":
-        logp, entropies, kept, rest, support, rest_max = TorchHead.apply(*inputs, request, shard, flat_joins)
+        check_ids("lm_head", "tokens", source.tokens, lowest=0, vocabulary=shard.vocabulary)
+        if source.ids is not None:
+            check_ids("lm_head", "ids", source.ids, lowest=-1, vocabulary=shard.vocabulary)
+            check_unique("lm_head", "ids", source.ids)
+        rows = _Head.on(source, partial(head_forward, shard=shard), partial(head_backward, shard=shard))
     else:
-        from corral.head.triton.autograd import TritonHead  # Triton is an optional dependency
+        from corral.head.triton.backward import lm_head_backward  # Triton is an optional dependency
+        from corral.head.triton.support import lm_head_forward
 
         if tolerance > 0:
             report = torch.full((2,), torch.nan, device=hidden.device)
             if ids is None and top_k is None:  # the policy's own support carries the gradient
-                request = replace(request, top_k=own_top_k(hidden, len(weight)))
+                source = replace(source, top_k=own_top_k(hidden, len(weight)))
+        source = source.map(Tensor.contiguous, shared=True)  # kernels read one row behind the other
         with torch.cuda.device_of(hidden):  # Triton launches on the current device, wherever the tensors are
-            found = TritonHead.apply(*inputs, request, tolerance, report, flat_joins)
-            logp, entropies, kept, rest, support, rest_max = found
+            rows = _Head.on(source, lm_head_forward, partial(lm_head_backward, tolerance=tolerance, report=report))
     dist = None
     if ids is not None or top_k is not None:
-        support = ids if ids is not None and top_k is None else support.reshape(*shape, support.shape[-1])
-        dist = SparseDist(support, kept.reshape(support.shape), rest.reshape(shape), rest_max.reshape(shape))
-    return HeadOutput(logp.reshape(shape), entropies.reshape(shape) if entropy else None, dist, report)
+        dist = rows.dist.map(lambda x: x.reshape(*shape, *x.shape[1:]))
+        if ids is not None and top_k is None:  # in the caller's dtype
+            dist = replace(dist, ids=ids)
+    return HeadOutput(rows.logp.reshape(shape), rows.entropy.reshape(shape) if entropy else None, dist, report)
+
+
+class _Head(torch.autograd.Function):
+    """Autograd function of the head on rows [N, H]: the torch path and the kernels each bring a forward and a backward."""
+
+    @classmethod
+    def on(cls, source: HeadInput, forward: Callable[[HeadInput], HeadRows], backward: HeadBackward) -> HeadRows:
+        """Apply the function; hidden states, weight and bias are passed one by one too, since autograd follows arguments."""
+        return HeadRows(*cls.apply(source.hidden, source.weight, source.bias, source.detach(), forward, backward))
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, source: HeadInput, run: Any, differentiate: HeadBackward
+    ) -> tuple[Tensor, ...]:
+        rows = run(source)
+        ctx.spec, ctx.entropy, ctx.differentiate = source.spec, source.entropy, differentiate
+        ctx.set_materialize_grads(False)  # the kernels skip what has no gradient
+        ctx.mark_non_differentiable(rows.lse, rows.ids, rows.rest_max)
+        ctx.save_for_backward(hidden, weight, bias, source.tokens, *vars(rows).values())
+        return tuple(vars(rows).values())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+        hidden, weight, bias, tokens, *fields = ctx.saved_tensors
+        source = HeadInput(hidden, weight, bias, tokens, None, ctx.spec, entropy=ctx.entropy)
+        _, logp, _, kept, rest, entropy, _ = upstream
+        given = Upstream(logp=logp, kept=kept, rest=rest, entropy=entropy)
+        return (*ctx.differentiate(source, HeadRows(*fields), given, ctx.needs_input_grad[:3]), None, None, None)
 
 
 def check_weight(owner: str, weight: object) -> None:
@@ -126,7 +170,7 @@ def check_weight(owner: str, weight: object) -> None:
 def _check(source: HeadInput, vocabulary: int) -> None:
     """Refuse shapes, dtypes and settings that do not match."""
     hidden, weight, tokens, ids, joins = source.hidden, source.weight, source.tokens, source.ids, source.joins
-    bias, request = source.bias, source.request
+    bias, top_k, mass = source.bias, source.top_k, source.mass
     if weight.ndim != 2 or hidden.shape[-1] != weight.shape[-1] or tokens.shape != hidden.shape[:-1]:
         raise ValueError(
             f"lm_head: hidden is [*, H], weight [V, H], tokens [*]; got {list(hidden.shape)}, {list(weight.shape)}, "
@@ -134,18 +178,18 @@ def _check(source: HeadInput, vocabulary: int) -> None:
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"lm_head: bias is [V] with V = {len(weight)}; got {list(bias.shape)}.")
-    if request.top_k is not None and (type(request.top_k) is not int or not 1 <= request.top_k <= vocabulary):
-        raise ValueError(f"lm_head: `top_k` must lie in 1 … V = {vocabulary}; got {request.top_k!r}.")
-    if not (number_in(request.mass, 0, 1) and request.mass > 0):
-        raise ValueError(f"lm_head: `mass` is a probability in (0, 1], 1.0 for no threshold; got {request.mass!r}.")
-    if request.top_k is None and request.mass != 1.0:
-        raise ValueError(f"lm_head: `mass` is where `top_k` stops; got {request.mass} without a `top_k`. Pass both.")
+    if top_k is not None and (type(top_k) is not int or not 1 <= top_k <= vocabulary):
+        raise ValueError(f"lm_head: `top_k` must lie in 1 … V = {vocabulary}; got {top_k!r}.")
+    if not (number_in(mass, 0, 1) and mass > 0):
+        raise ValueError(f"lm_head: `mass` is a probability in (0, 1], 1.0 for no threshold; got {mass!r}.")
+    if top_k is None and mass != 1.0:
+        raise ValueError(f"lm_head: `mass` is where `top_k` stops; got {mass} without a `top_k`. Pass both.")
     if ids is not None and ids.shape[:-1] != tokens.shape:
         raise ValueError(f"lm_head: ids is {list(tokens.shape)} + [K]; got {list(ids.shape)}.")
-    if joins is not None and (joins.shape != tokens.shape or joins.dtype != torch.bool or ids is None or request.top_k is None):
+    if joins is not None and (joins.shape != tokens.shape or joins.dtype != torch.bool or ids is None or top_k is None):
         raise ValueError(
             f"lm_head: `joins` says where `top_k` adds to `ids`, bool {list(tokens.shape)}, and goes with both; got "
-            f"{joins.dtype} {list(joins.shape)}, top_k = {request.top_k}, ids {None if ids is None else list(ids.shape)}."
+            f"{joins.dtype} {list(joins.shape)}, top_k = {top_k}, ids {None if ids is None else list(ids.shape)}."
         )
     check_id_dtype("lm_head", "tokens", tokens)
     if ids is not None:

@@ -73,14 +73,18 @@ class LossTerms(Tensors):
         given = replace(b, logp_new=b.logp_old, dist_new=None, advantages=token_advantages(b))
         return replace(self, batch=given).map(lambda x: packing.pack(x)[None])
 
+    def with_new(self, logp: Float[Tensor, "B T"], new: SparseDist | None, old: SparseDist | None) -> TokenBatch:
+        """The batch with both policies on one support. On-policy, the new policy is its own anchor, as a constant."""
+        logp_old = logp.detach() if self.on_policy else self.batch.logp_old
+        return replace(self.batch, logp_new=logp, logp_old=logp_old, dist_new=new, dist_old=old)
+
     def __call__(self, logp: Float[Tensor, "B T"], new: SparseDist | None) -> tuple[Float[Tensor, ""], ObjectiveOutput]:
         """Compute the weighted sum over tokens and the objective's output for a new policy."""
-        b, old = self.batch, self.batch.dist_old
+        old = self.batch.dist_old
         if self.union is not None and old is not None and new is not None:
             old = self.union.extend(old, new.ids, self.spec)
-        logp_old = logp.detach() if self.on_policy else b.logp_old
-        out = self.objective(replace(b, logp_new=logp, logp_old=logp_old, dist_new=new, dist_old=old))
-        return out.total(torch.where(b.mask, self.weights, 0.0), self.policy_weights), out
+        out = self.objective(self.with_new(logp, new, old))
+        return out.total(torch.where(self.batch.mask, self.weights, 0.0), self.policy_weights), out
 
 
 def has_token_shapes(batch: TokenBatch) -> bool:
@@ -95,16 +99,6 @@ def token_advantages(batch: TokenBatch) -> Tensor:
     return batch.advantages[:, None].expand(batch.mask.shape) if batch.advantages.ndim == 1 else batch.advantages
 
 
-Scale = Callable[[Tensor, Tensor], None]
-"""Function (x, factor) that multiplies x in place by a one-element tensor."""
-
-
-def scale_(x: Tensor, factor: Tensor) -> None:
-    """Multiply in place; on a CPU a factor of 1, as in a plain `backward()`, is skipped."""
-    if x.is_cuda or float(factor) != 1.0:
-        x.mul_(factor)
-
-
 @dataclass(frozen=True, eq=False)
 class FusedLoss:
     """Results of a fused path for packed tokens."""
@@ -115,20 +109,20 @@ class FusedLoss:
     rows: HeadRows
     output: ObjectiveOutput
     """Output of the objective for packed tokens [1, N], with metrics."""
-    finish: Callable[[], Gradients] | None
-    """Waits for the gradients of packed hidden states, weight and bias, and returns them; None if no gradient is needed."""
-    scale: Scale = scale_
+    finish: Callable[[Tensor], Gradients] | None
+    """Waits for the gradients of packed hidden states, weight and bias, and multiplies them in place by a number on the device;
+    None if no gradient is needed."""
 
 
 class PrecomputedGradients(torch.autograd.Function):
-    """Autograd function with precomputed gradients: the upstream gradient scales the result of `finish`.
+    """Autograd function with precomputed gradients: the upstream gradient, times `unit` or 1, scales them in `finish`.
 
-    The gradient in each of `inputs` is `unit`, or 1, times that result. It can be used once.
+    It can be used once.
     """
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, finish: Any, unit: Tensor | None, scale: Scale, *inputs: Tensor | None) -> Tensor:
-        ctx.finish, ctx.unit, ctx.scale = finish, unit, scale
+    def forward(ctx: Any, value: Tensor, finish: Any, unit: Tensor | None, *inputs: Tensor | None) -> Tensor:
+        ctx.finish, ctx.unit = finish, unit
         ctx.save_for_backward(*inputs)
         return value.clone()
 
@@ -142,9 +136,5 @@ class PrecomputedGradients(torch.autograd.Function):
                 "policy_loss_from_hidden: its gradients were handed over by the first backward pass. Call it again, or build "
                 "the loss from corral.lm_head, which can be differentiated any number of times."
             )
-        factor, gradients = at_least_float32(upstream), finish()
-        factor = factor if ctx.unit is None else factor * ctx.unit
-        for x in gradients:
-            if x is not None:
-                ctx.scale(x, factor)
-        return (None, None, None, None, *gradients)
+        factor = at_least_float32(upstream)
+        return (None, None, None, *finish(factor if ctx.unit is None else factor * ctx.unit))

@@ -1,6 +1,5 @@
 """Loss and gradient of a policy from hidden states, in one fused pass of head, objective and reduction."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,12 +10,11 @@ from corral.head.dispatch import Chosen, choose
 from corral.head.forward import check_weight, lm_head
 from corral.head.logits import LogitSpec
 from corral.head.packed import FusedLoss, LossTerms, Packing, PrecomputedGradients, TokenObjective, has_token_shapes
-from corral.head.rows import Gradients, HeadInput, HeadRequest
-from corral.head.torch.fused import can_fuse
+from corral.head.rows import Gradients, HeadInput
+from corral.head.torch.fused import all_dense, can_fuse, check_sampled
 from corral.head.torch.fused import fused_loss as fused_torch
 from corral.head.union import UnionSupport
 from corral.numerics import at_least_float32, require_tensors
-from corral.support import check_ids, check_unique
 from corral.tensors import SparseDist, TokenBatch
 
 TOLERANCE = 1e-3
@@ -111,12 +109,11 @@ def policy_loss_from_hidden(
     _check(hidden, weight, tokens, terms)
     weights, unit = _unit_scale(weights, batch.mask, hidden.dtype)
     terms = replace(terms, weights=weights)
-    request, joins = HeadRequest(entropy=entropy), None
-    if union is not None:
-        request, joins = HeadRequest(min(union.top_k, len(weight)), union.mass, entropy), union.place >= 0
     ids = None if batch.dist_old is None else batch.dist_old.ids
-    source = HeadInput(hidden, weight, bias, tokens, ids, spec, request, joins)
-    chosen = choose("policy_loss_from_hidden", impl, hidden, weight, request.top_k, 0 if ids is None else ids.shape[-1])
+    source = HeadInput(hidden, weight, bias, tokens, ids, spec, entropy=entropy)
+    if union is not None:
+        source = replace(source, top_k=min(union.top_k, len(weight)), mass=union.mass, joins=union.place >= 0)
+    chosen = choose("policy_loss_from_hidden", impl, hidden, weight, source.top_k, 0 if ids is None else ids.shape[-1])
     tolerance = 0.0 if exact else TOLERANCE
     fused = _fused(source, terms, tolerance, chosen) if has_token_shapes(batch) and tokens.numel() else None
     if fused is None:
@@ -141,39 +138,11 @@ def _fused(source: HeadInput, terms: LossTerms, tolerance: float, impl: Chosen) 
     needed = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
     source = source.detach()
     if impl == "torch":
-        return _fused_torch(source, terms, needed) if can_fuse(source.spec, terms.objective) else None
+        return fused_torch(source, terms, needed) if can_fuse(source.spec, terms.objective) else None
     from corral.head.triton.fused import fused_loss  # Triton is an optional dependency
 
     with torch.cuda.device_of(source.hidden):  # Triton launches on the current device, wherever the tensors are
         return fused_loss(source, terms, tolerance, needed)
-
-
-def _fused_torch(source: HeadInput, terms: LossTerms, needed: Sequence[bool]) -> FusedLoss | None:
-    """Compute loss and gradient in torch, block of rows by block of rows.
-
-    None if the objective refuses a row: it then gets the whole batch, so that its message covers the whole batch.
-    """
-    packing = Packing(terms.batch.mask)
-    if not packing.count:
-        return None
-    packed = source.map(packing.pack)
-    packed = replace(packed, tokens=packed.tokens.long(), ids=None if packed.ids is None else packed.ids.long())
-    check_ids("policy_loss_from_hidden", "tokens", packed.tokens, lowest=0, vocabulary=len(source.weight))
-    if packed.ids is not None:
-        _check_support(packed.ids, packed.tokens)
-        check_ids("policy_loss_from_hidden", "ids", packed.ids, lowest=-1, vocabulary=len(source.weight))
-        check_unique("policy_loss_from_hidden", "ids", packed.ids)
-    try:
-        total, rows, output, gradients = fused_torch(packed, terms.pack(packing), needed)
-    except ValueError:
-        return None
-    output = replace(output, metrics=output.metrics | _all_dense(rows.lse))
-    return FusedLoss(packing, total, rows, output, (lambda: gradients) if any(needed) else None)
-
-
-def _all_dense(like: Tensor) -> dict[str, Tensor]:
-    """Metrics of a backward pass in which every row is dense and nothing is dropped."""
-    return {"head/dense_share": like.new_ones(()), "head/dropped_max": like.new_zeros(())}
 
 
 def _attach(fused: FusedLoss, source: HeadInput, unit: Tensor | None) -> PolicyLoss:
@@ -181,17 +150,14 @@ def _attach(fused: FusedLoss, source: HeadInput, unit: Tensor | None) -> PolicyL
     packing, rows, loss = fused.packing, fused.rows, fused.total if unit is None else fused.total * unit
     if (finish := fused.finish) is not None:
 
-        def unpack() -> Gradients:
-            d_hidden, d_weight, d_bias = finish()
+        def unpack(factor: Tensor) -> Gradients:
+            d_hidden, d_weight, d_bias = finish(factor)
             return None if d_hidden is None else packing.unpack(d_hidden), d_weight, d_bias
 
-        inputs = (source.hidden, source.weight, source.bias)
-        loss = PrecomputedGradients.apply(loss, unpack, unit, fused.scale, *inputs)
+        loss = PrecomputedGradients.apply(loss, unpack, unit, source.hidden, source.weight, source.bias)
     out = fused.output.map(lambda x: packing.unpack(x[0]))
-    entropy = packing.unpack(rows.entropy) if source.request.entropy else None
-    dist = None
-    if source.ids is not None:
-        dist = packing.unpack_dist(SparseDist(rows.ids, rows.kept, rows.rest, rows.rest_max))
+    entropy = packing.unpack(rows.entropy) if source.entropy else None
+    dist = None if source.ids is None else packing.unpack_dist(rows.dist)
     return PolicyLoss(
         loss, out.loss, packing.unpack(rows.logp), out.metrics, entropy, dist, out.acted, out.kl_after, out.regression
     )
@@ -201,17 +167,17 @@ def _from_blocks(source: HeadInput, terms: LossTerms, tolerance: float, impl: Ch
     """Compute the loss with autograd: `lm_head`, then the objective on the whole batch."""
     packing = Packing(terms.batch.mask)
     packed = source.map(packing.pack)
-    _check_support(packed.ids, packed.tokens)
+    check_sampled(packed.ids, packed.tokens)
     head = lm_head(
-        packed.hidden, packed.weight, packed.tokens, bias=packed.bias, ids=packed.ids, joins=packed.joins, impl=impl,
-        tolerance=tolerance, **vars(packed.spec), **vars(packed.request),
+        packed.hidden, packed.weight, packed.tokens, bias=packed.bias, ids=packed.ids, joins=packed.joins, top_k=packed.top_k,
+        mass=packed.mass, entropy=packed.entropy, impl=impl, tolerance=tolerance, **vars(packed.spec),
     )  # fmt: skip
     logp, dist = packing.unpack(head.logp), None if head.dist is None else packing.unpack_dist(head.dist)
     loss, out = terms(logp, dist)
     constant = out.detach()
     return PolicyLoss(
         loss, torch.where(terms.batch.mask, constant.loss, 0.0), logp.detach(),
-        out.metrics if head.report is not None else out.metrics | _all_dense(logp),
+        out.metrics if head.report is not None else out.metrics | all_dense(logp),
         None if head.entropy is None else packing.unpack(head.entropy.detach()), None if dist is None else dist.detach(),
         out.acted, out.kl_after, constant.regression, head.report,
     )  # fmt: skip
@@ -261,13 +227,4 @@ def _check(hidden: Tensor, weight: Tensor, tokens: Tensor, terms: LossTerms) -> 
         raise ValueError(
             f"policy_loss_from_hidden: the tensors of a union lie where the weight does, on {str(weight.device)!r}; got one on "
             f"{where.pop()!r}. Move it with .to()."
-        )
-
-
-def _check_support(ids: Tensor | None, tokens: Tensor) -> None:
-    """Refuse a support [N K] that belongs to other tokens than the sampled ones [N]: no later check compares both."""
-    if ids is not None and (wrong := int((ids[:, :1] != tokens[:, None]).all(-1).sum())):
-        raise ValueError(
-            f"policy_loss_from_hidden: slot 0 of dist_old.ids is not the sampled token at {wrong} of {len(tokens)} unmasked "
-            f"tokens. Both follow the completion tokens; was one of them shifted twice? See docs/data-flow.md#shift."
         )

@@ -1,5 +1,6 @@
 """Rows of tokens for the head: its inputs, its results, and asynchronous copies of results to the host."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -7,16 +8,30 @@ import torch
 from torch import Tensor
 
 from corral.head.logits import LogitSpec
-from corral.tensors import Tensors
+from corral.tensors import SparseDist, Tensors
 
 
-@dataclass(frozen=True)
-class HeadRequest:
-    """Request to the head: the numbers to compute for each token's distribution."""
+@dataclass(frozen=True, eq=False)
+class HeadInput(Tensors):
+    """Head weights, rows of hidden states, and the numbers to compute for each row."""
 
+    SHARED: ClassVar[tuple[str, ...]] = ("weight", "bias")
+
+    hidden: Tensor
+    """Hidden states [n, H]."""
+    weight: Tensor
+    bias: Tensor | None
+    tokens: Tensor
+    """Sampled tokens [n]."""
+    ids: Tensor | None
+    """A support to evaluate on [n, K], −1 at padding."""
+    spec: LogitSpec
     top_k: int | None = None
     mass: float = 1.0
+    """The policy's own support: at most k of the most likely tokens, until they reach `mass`."""
     entropy: bool = False
+    joins: Tensor | None = None
+    """True where the policy's own support joins the given support [n]; None means everywhere."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,29 +52,33 @@ class HeadRows(Tensors):
     rest_max: Tensor
     """Largest log-probability outside the support [n]."""
 
+    @property
+    def dist(self) -> SparseDist:
+        """The policy on its support."""
+        return SparseDist(self.ids, self.kept, self.rest, self.rest_max)
 
-@dataclass(frozen=True, eq=False)
-class HeadInput(Tensors):
-    """Head weights and rows of hidden states."""
 
-    SHARED: ClassVar[tuple[str, ...]] = ("weight", "bias")
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Upstream(Tensors):
+    """Gradients of a loss with respect to the head's results for n tokens; None means 0 everywhere."""
 
-    hidden: Tensor
-    """Hidden states [n, H]."""
-    weight: Tensor
-    bias: Tensor | None
-    tokens: Tensor
-    """Sampled tokens [n]."""
-    ids: Tensor | None
-    """A support to evaluate on [n, K], −1 at padding."""
-    spec: LogitSpec
-    request: HeadRequest
-    joins: Tensor | None = None
-    """True where the policy's own support joins the given support [n]; None means everywhere."""
+    logp: Tensor | None = None
+    """d / d log π of the sampled token [n]."""
+    kept: Tensor | None = None
+    rest: Tensor | None = None
+    """d / d log π on the support [n, K], and d / d log tail mass [n]."""
+    entropy: Tensor | None = None
 
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Gradients of hidden states, weight and bias; None if one is not needed."""
+
+
+def blank_gradients(source: HeadInput, needed: Sequence[bool]) -> Gradients:
+    """Allocate the needed gradients, uninitialised."""
+    inputs = zip((source.hidden, source.weight, source.bias), needed, strict=True)
+    hidden, weight, bias = (torch.empty_like(x) if need and x is not None else None for x, need in inputs)
+    return hidden, weight, bias
 
 
 class AsyncCopy:
@@ -69,9 +88,11 @@ class AsyncCopy:
         self._event: torch.cuda.Event | None = None
         self._numbers = numbers
         if numbers.is_cuda:
+            # Only a copy into pinned memory is asynchronous. Its own event lets the host wait for it alone, while kernels that
+            # were queued later are still running.
             self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             self._numbers.copy_(numbers, non_blocking=True)
-            self._event = torch.cuda.current_stream(numbers.device).record_event()  # which the copy is on
+            self._event = torch.cuda.current_stream(numbers.device).record_event()
 
     def wait(self) -> Any:
         """Wait for the copy and return nested lists, or a number if the tensor has no axes."""

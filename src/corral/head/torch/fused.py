@@ -5,15 +5,17 @@ same logits before they are dropped. Every token passes the objective once.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from corral.head.logits import LogitSpec, Scratch, accumulate, block_size, operand, slices, working_dtype
-from corral.head.packed import LossTerms
-from corral.head.rows import Gradients, HeadInput, HeadRows
+from corral.head.packed import FusedLoss, LossTerms, Packing
+from corral.head.rows import Gradients, HeadInput, HeadRows, Upstream
 from corral.head.torch.stream import HeadGradients, LogitGradient, Outside, Shard, scan_rows
-from corral.tensors import ObjectiveOutput, SparseDist, join_outputs
+from corral.support import check_ids, check_unique
+from corral.tensors import SparseDist, join_outputs
 
 
 def can_fuse(spec: LogitSpec, objective: object) -> bool:
@@ -22,10 +24,21 @@ def can_fuse(spec: LogitSpec, objective: object) -> bool:
     return spec.softcap is None and getattr(config, "tokenwise", False)
 
 
-def fused_loss(
-    source: HeadInput, terms: LossTerms, needed: Sequence[bool]
-) -> tuple[Tensor, HeadRows, ObjectiveOutput, Gradients]:
-    """Compute the weighted sum, the head's results, the objective's output [1 N], and the needed gradients."""
+def fused_loss(source: HeadInput, terms: LossTerms, needed: Sequence[bool]) -> FusedLoss | None:
+    """Compute loss and gradients of a batch [B T …], block of rows by block of rows.
+
+    None if the batch is empty, or the objective refuses a row: it then gets the whole batch, so that its message covers all.
+    """
+    packing = Packing(terms.batch.mask)
+    if not packing.count:
+        return None
+    source, terms = source.map(packing.pack), terms.pack(packing)
+    source = replace(source, tokens=source.tokens.long(), ids=None if source.ids is None else source.ids.long())
+    check_ids("policy_loss_from_hidden", "tokens", source.tokens, lowest=0, vocabulary=len(source.weight))
+    if source.ids is not None:
+        check_sampled(source.ids, source.tokens)
+        check_ids("policy_loss_from_hidden", "ids", source.ids, lowest=-1, vocabulary=len(source.weight))
+        check_unique("policy_loss_from_hidden", "ids", source.ids)
     total, found, outputs = source.hidden.new_zeros((), dtype=working_dtype(source.hidden, source.weight)), [], []
     into, trained = _GradientSum(source, needed), any(needed)
     for part, rows, outside in scan_rows(source, Shard(), outside=trained):
@@ -33,16 +46,43 @@ def fused_loss(
         with torch.set_grad_enabled(trained):
             logp, kept, rest = leaves
             new = SparseDist(rows.ids, kept, rest, rows.rest_max)[None] if source.ids is not None else None
-            value, output = terms[:, part](logp[None], new)
+            try:
+                value, output = terms[:, part](logp[None], new)
+            except ValueError:
+                return None
         if value.requires_grad and outside is not None:
-            gradients = torch.autograd.grad(value, leaves, allow_unused=True)
-            logp, kept, rest = (torch.zeros_like(x) if g is None else g for x, g in zip(leaves, gradients, strict=True))
-            grads = HeadGradients(logp, kept, rest, torch.zeros_like(logp))
+            logp, kept, rest = torch.autograd.grad(value, leaves, allow_unused=True)
+            grads = HeadGradients.of(Upstream(logp=logp, kept=kept, rest=rest), rows)
             into.add(part, rows, grads.scaled(source.spec.slope), outside)
         total += value.detach()
         found.append(rows)
         outputs.append(output.detach())
-    return total, HeadRows.cat(found), join_outputs(outputs), into.gradients()
+    output = join_outputs(outputs)
+    output = replace(output, metrics=output.metrics | all_dense(total))
+
+    def finish(factor: Tensor) -> Gradients:
+        gradients = into.gradients()
+        for x in gradients:
+            # On a CPU a factor of 1, as in a plain `backward()`, is skipped; on a GPU reading it would make the host wait.
+            if x is not None and (x.is_cuda or float(factor) != 1.0):
+                x.mul_(factor)
+        return gradients
+
+    return FusedLoss(packing, total, HeadRows.cat(found), output, finish if trained else None)
+
+
+def all_dense(like: Tensor) -> dict[str, Tensor]:
+    """Metrics of a backward pass in which every row is dense and nothing is dropped."""
+    return {"head/dense_share": like.new_ones(()), "head/dropped_max": like.new_zeros(())}
+
+
+def check_sampled(ids: Tensor | None, tokens: Tensor) -> None:
+    """Refuse a support [N K] that belongs to other tokens than the sampled ones [N]: no later check compares both."""
+    if ids is not None and (wrong := int((ids[:, :1] != tokens[:, None]).all(-1).sum())):
+        raise ValueError(
+            f"policy_loss_from_hidden: slot 0 of dist_old.ids is not the sampled token at {wrong} of {len(tokens)} unmasked "
+            f"tokens. Both follow the completion tokens; was one of them shifted twice? See docs/data-flow.md#shift."
+        )
 
 
 class _GradientSum:

@@ -1,18 +1,16 @@
 """The head in plain torch, chunk by chunk over the vocabulary: the reference for the kernels."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from corral.head.logits import LogitSpec, Scratch, accumulate, block_size, operand, slices, working_dtype
-from corral.head.rows import Gradients, HeadInput, HeadRequest, HeadRows
-from corral.support import check_ids, check_unique, choose_support, rank_top_k
+from corral.head.rows import Gradients, HeadInput, HeadRows, Upstream
+from corral.support import choose_support, rank_top_k
 from corral.tensors import Tensors
 
 
@@ -117,10 +115,10 @@ class Outside(Tensors):
 def scan_rows(source: HeadInput, shard: Shard, *, outside: bool = False) -> Iterator[tuple[slice, HeadRows, Outside | None]]:
     """Iterate over blocks of rows with their results, and with the logits outside their support if `outside`.
 
-    The support is the policy's own with `request.top_k`, the given one with `ids`, and their union with both, in rows that
+    The support is the policy's own with `top_k`, the given one with `ids`, and their union with both, in rows that
     `joins` marks.
     """
-    hidden, weight, spec, request = source.hidden, source.weight, source.spec, source.request
+    hidden, weight = source.hidden, source.weight
     dtype, scratch, count = working_dtype(hidden, weight), Scratch(hidden.device), len(hidden)
     at_once = HELD.get(hidden.device.type, HELD["cpu"]) // max(len(weight), 1) // ROWS * ROWS
     at_once = max(ROWS, min(at_once, MOST_ROWS))
@@ -130,8 +128,8 @@ def scan_rows(source: HeadInput, shard: Shard, *, outside: bool = False) -> Iter
         h, t = pad(operand(hidden[part], dtype), (0, 0, 0, missing)), pad(source.tokens[part], (0, missing))
         given = None if source.ids is None else pad(source.ids[part], (0, 0, 0, missing), value=-1)
         joins = None if source.joins is None else pad(source.joins[part], (0, missing))
-        z = make_logits(h, weight, source.bias, spec, dtype, scratch)
-        rows, rest = _read(z, t, given, joins, request, shard, scratch, outside)
+        z = make_logits(h, weight, source.bias, source.spec, dtype, scratch)
+        rows, rest = _read(z, replace(source, tokens=t, ids=given, joins=joins), shard, scratch, outside)
         if missing:
             rows, rest = rows[:real], None if rest is None else rest[:real]
         yield part, rows, rest
@@ -154,32 +152,25 @@ def make_logits(
     return z
 
 
-def _read(
-    z: Tensor,
-    tokens: Tensor,
-    given: Tensor | None,
-    joins: Tensor | None,
-    request: HeadRequest,
-    shard: Shard,
-    scratch: Scratch,
-    outside: bool,
-) -> tuple[HeadRows, Outside | None]:
+def _read(z: Tensor, source: HeadInput, shard: Shard, scratch: Scratch, outside: bool) -> tuple[HeadRows, Outside | None]:
     """Compute results for n tokens from their logits [n, V], which are overwritten."""
-    whole = _Normaliser(z, request.entropy, shard, scratch)
+    tokens, given = source.tokens, source.ids
+    whole = _Normaliser(z, source.entropy, shard, scratch)
     sampled = whole.logp(shard.pick(z, tokens[:, None]))
-    if given is None and request.top_k is None:
+    if given is None and source.top_k is None:
         nothing, everything = tokens.new_empty((len(tokens), 0)), torch.zeros_like(whole.lse)
         rows = HeadRows(whole.lse, sampled[:, 0], nothing, sampled[:, :0], everything, whole.entropy, -whole.log_total)
         if outside:
             _mass(z, whole.peak, None)  # in place
         return rows, Outside(z, whole.peak) if outside else None
     support = given
-    if request.top_k is not None:
-        ranked, values = shard.rank(z, request.top_k)
-        ranked = ranked if joins is None else torch.where(joins[:, None], ranked, -1)
-        support = choose_support(tokens, ranked, whole.logp(values), request.mass, given)
+    if source.top_k is not None:
+        ranked, values = shard.rank(z, source.top_k)
+        ranked = ranked if source.joins is None else torch.where(source.joins[:, None], ranked, -1)
+        support = choose_support(tokens, ranked, whole.logp(values), source.mass, given)
     assert support is not None
     kept = whole.logp(shard.pick(z, support))
+    # The tail is summed by itself, relative to its own largest logit: 1 − Σ p of the support would lose its digits.
     shard.drop_(z, support)
     peak = shard.largest(z)
     rest_max = whole.logp(peak[:, None])[:, 0]
@@ -232,6 +223,17 @@ class HeadGradients(Tensors):
     kept: Tensor
     rest: Tensor
     entropy: Tensor
+
+    @classmethod
+    def of(cls, upstream: Upstream, rows: HeadRows) -> "HeadGradients":
+        """Fill in 0 where the loss has no gradient."""
+        pairs = (
+            (upstream.logp, rows.logp),
+            (upstream.kept, rows.kept),
+            (upstream.rest, rows.rest),
+            (upstream.entropy, rows.logp),
+        )
+        return cls(*(torch.zeros_like(x) if g is None else g for g, x in pairs))
 
     def nonzero(self) -> Tensor:
         """Rows [m] with a nonzero gradient: masked and blocked tokens are skipped."""
@@ -333,19 +335,19 @@ class LogitGradient:
         return torch.where(inside, logp, logp - rest).exp() * factor
 
 
-def head_backward(source: HeadInput, rows: HeadRows, grads: HeadGradients, needed: Sequence[bool], shard: Shard) -> Gradients:
+def head_backward(source: HeadInput, rows: HeadRows, upstream: Upstream, needed: Sequence[bool], shard: Shard) -> Gradients:
     """Compute the gradients of hidden states, weight and bias that are needed.
 
     One part of the vocabulary at a time, over all tokens: its rows of dW are then finished once, and never held twice.
     """
     weight, bias, spec, dtype = source.weight, source.bias, source.spec, rows.lse.dtype
-    grads = grads.scaled(spec.slope)  # the constant part of dz / d(h Wᵀ + b)
+    grads = HeadGradients.of(upstream, rows).scaled(spec.slope)  # the constant part of dz / d(h Wᵀ + b)
     picked = grads.nonzero()
     height, columns = block_size(weight.device, len(picked))
     hidden = operand(source.hidden[picked], dtype)
     parts, blocks = list(slices(len(picked), height)), list(slices(len(weight), columns))
     chosen = [picked[part] for part in parts]
-    entropy = source.request.entropy
+    entropy = source.entropy
     makers = [
         LogitGradient(source.tokens[row], rows[row], grads[row], blocks, first=shard.start, entropy=entropy) for row in chosen
     ]
@@ -381,33 +383,3 @@ def head_backward(source: HeadInput, rows: HeadRows, grads: HeadGradients, neede
             d_hidden = torch.zeros(source.hidden.shape, dtype=dtype, device=hidden.device).index_copy_(0, picked, d_hidden)
         d_hidden = shard.sum_(d_hidden).to(source.hidden.dtype)
     return d_hidden, d_weight, d_bias
-
-
-class TorchHead(torch.autograd.Function):
-    """Autograd function of the head on rows [N, H].
-
-    Returns log-probs, entropy, the support's log-probs, tail mass, support, and the largest log-prob outside it.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, ids: Tensor | None, spec: LogitSpec,
-        request: HeadRequest, shard: Shard, joins: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        ctx.spec, ctx.request, ctx.shard = spec, request, shard
-        check_ids("lm_head", "tokens", tokens, lowest=0, vocabulary=shard.vocabulary)
-        if ids is not None:
-            check_ids("lm_head", "ids", ids, lowest=-1, vocabulary=shard.vocabulary)
-            check_unique("lm_head", "ids", ids)
-        rows = head_forward(HeadInput(hidden, weight, bias, tokens, ids, spec, request, joins), shard)
-        ctx.mark_non_differentiable(rows.ids, rows.rest_max)
-        ctx.save_for_backward(hidden, weight, bias, tokens, *vars(rows).values())
-        return rows.logp, rows.entropy, rows.kept, rows.rest, rows.ids, rows.rest_max
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g_logp: Tensor, g_entropy: Tensor, g_kept: Tensor, g_rest: Tensor, *_: Any) -> tuple[Any, ...]:
-        hidden, weight, bias, tokens, *fields = ctx.saved_tensors
-        source = HeadInput(hidden, weight, bias, tokens, None, ctx.spec, ctx.request)
-        grads = HeadGradients(g_logp, g_kept, g_rest, g_entropy)
-        return (*head_backward(source, HeadRows(*fields), grads, ctx.needs_input_grad[:3], ctx.shard), *(None,) * 6)

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from corral.head.dispatch import tile_of
 from corral.head.logits import LogitSpec, slices
-from corral.head.rows import AsyncCopy, Gradients, HeadInput, HeadRows
+from corral.head.packed import LossTerms
+from corral.head.rows import AsyncCopy, Gradients, HeadInput, HeadRows, Upstream, blank_gradients
 from corral.head.triton.gemm_stats import finish_logits, gemm_stats, lanes, spec_arguments
-from corral.head.triton.loss import LossRows, OldRows, Upstream
+from corral.head.triton.loss import LossRows
 from corral.head.triton.support import support_rows
 
 DEAD, SPARSE, DENSE = map(tl.constexpr, range(3))
@@ -45,11 +46,10 @@ def row_gradient(
     ids, value = (torch.empty(count, kept + 1, dtype=kind, device=device) for kind in (torch.int32, torch.float32))
     factor, off, size = (torch.empty(count, device=device) for _ in range(3))
     need = torch.empty(count, dtype=torch.int32, device=device)
-    g = upstream.map(Tensor.contiguous)
     _row_kernel[(count,)](
-        rows.ids, rows.kept, rows.rest, rows.logp, rows.lse, rows.entropy, tokens, g.kept, g.rest, g.logp, g.entropy, weights,
-        ids, value, factor, off, size, need, kept, kept + 1, rows.ids.stride(0), rows.kept.stride(0), rows.logp.stride(0),
-        spec.slope, spec.curve, SLOTS=lanes(kept + 1), num_warps=1,
+        rows.ids, rows.kept, rows.rest, rows.logp, rows.lse, rows.entropy, tokens, upstream.kept, upstream.rest, upstream.logp,
+        upstream.entropy, weights, ids, value, factor, off, size, need, kept, kept + 1, rows.ids.stride(0), rows.kept.stride(0),
+        rows.logp.stride(0), spec.slope, spec.curve, SLOTS=lanes(kept + 1), num_warps=1,
     )  # fmt: skip
     return RowGradient(ids, value, factor, off, size, need)
 
@@ -130,8 +130,6 @@ PADDED = 16
 class Routes:
     """Routes of the backward pass for N rows with S explicit entries each."""
 
-    route: Tensor
-    """Route of each row, DEAD, SPARSE or DENSE [N]."""
     key: Tensor
     """Tokens of the entries in a sparse gradient [N, S] int32; V where there is none."""
     counts: Tensor
@@ -164,7 +162,7 @@ def route_rows(gradient: RowGradient, spec: LogitSpec, vocabulary: int, toleranc
     _tally_kernel[(1,)](
         route, share, counts, dense, shares, count, PADDED=PADDED, BLOCK=min(8192, triton.next_power_of_2(count)), num_warps=8
     )
-    return Routes(route, key, counts, dense, shares)
+    return Routes(key, counts, dense, shares)
 
 
 @triton.jit
@@ -225,24 +223,14 @@ ROWS_AT_ONCE = 16384
 
 
 def dense_rows(
-    source: HeadInput,
-    rows: HeadRows,
-    g_entropy: Tensor | None,
-    gradient: RowGradient,
-    picked: Tensor,
-    count: int,
-    d_hidden: Tensor | None,
-    d_weight: Tensor | None,
-    d_bias: Tensor | None,
-    *,
-    add: bool = False,
-) -> None:
-    """Compute dH, dW and db of the dense rows by recomputing their logits.
+    source: HeadInput, rows: HeadRows, gradient: RowGradient, picked: Tensor, count: int, out: Gradients, *, add: bool,
+    g_entropy: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Compute the gradients of the dense rows into `out` by recomputing their logits; with `add`, dW and db are added to.
 
     The rows are the first `count` of `picked`, which is padded with −1.
-
-    Writes into `d_hidden`, `d_weight` and `d_bias`; with `add` the last two are added to.
     """
+    d_hidden, d_weight, d_bias = out
     hidden, weight, bias, spec = source.hidden, source.weight, source.bias, source.spec
     for part in slices(triton.cdiv(count, PADDED) * PADDED, ROWS_AT_ONCE):
         add = add or part.start > 0
@@ -487,8 +475,6 @@ def _rows_kernel(x, factor, likely, lost, weight, out, width, LIKELY: tl.constex
 BYTES_AT_ONCE = 7 * 2**28
 """Memory for stored exponentials of logits: with more rows at once, dW is read and written fewer times."""
 
-Rule = Callable[[HeadRows, OldRows], LossRows]
-
 
 @dataclass(frozen=True, eq=False)
 class DenseRows:
@@ -501,56 +487,54 @@ class DenseRows:
     left_out: Tensor
     """True where a row's gradient could not be stored and has to be recomputed [N]. Either the sampled token is almost
     impossible, or the tail has a gradient but almost no mass."""
-    finish: Callable[[], Gradients]
-    """Queues the last GEMMs and returns dH, dW and db of Σ weights · loss, without the rows in `left_out`."""
+    finish: Callable[[], None]
+    """Queues the last GEMMs of the gradients of Σ weights · loss, without the rows in `left_out`."""
 
 
 def dense_forward(
     source: HeadInput,
-    old: OldRows,
-    weights: Tensor,
-    rule: Rule,
-    needed: Sequence[bool],
+    terms: LossTerms,
+    loss_of: Callable[[HeadRows, LossTerms], LossRows],
+    out: Gradients,
     overflows: list[AsyncCopy] | None = None,
 ) -> DenseRows:
-    """Compute rows, losses, and the needed gradients; `overflows` as in `stream_head`.
+    """Compute rows, losses, and the needed gradients into `out`; `overflows` as in `stream_head`.
 
     One GEMM makes the logits and stores their exponentials; the gradient is made from these in place, for two more GEMMs. The
     GEMMs of a part are queued after the next part's kernels, so that the host is ahead of the device.
     """
     hidden, weight, bias, spec = source.hidden, source.weight, source.bias, source.spec
-    d_hidden, d_weight = (torch.empty_like(x) if need else None for x, need in zip((hidden, weight), needed, strict=False))
-    d_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and needed[2] else None
+    d_hidden, d_weight, d_bias = out
+    bias_sum = None if d_bias is None else torch.zeros_like(d_bias, dtype=torch.float32)
     tile = tile_of(hidden)
     tiles = triton.cdiv(len(weight), tile.columns)
     most = max(tile.rows, BYTES_AT_ONCE // (tiles * tile.columns * hidden.element_size()))
     memory = hidden.new_empty(triton.cdiv(len(hidden), triton.cdiv(len(hidden), most)), tiles * tile.columns)
     reference = sampled_logits(hidden, weight, bias, spec, source.tokens) if reaches(hidden, spec) else None
     left_out = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
+    sizes = torch.empty(len(hidden), device=hidden.device)
     found: list[HeadRows] = []
     losses: list[LossRows] = []
-    sizes = torch.empty(len(hidden), device=hidden.device)
 
     def multiply_out(part: slice, dz: FactoredGradient) -> None:
         if d_hidden is not None:
             dz.times_weight(weight, d_hidden[part])
         if d_weight is not None:
             dz.times_hidden(hidden[part], d_weight, add=part.start > 0)
-        if d_bias is not None:
-            d_bias.add_(dz.sums())
+        if bias_sum is not None:
+            bias_sum.add_(dz.sums())
 
     pending: tuple[slice, FactoredGradient] | None = None
     for part in slices(len(hidden), len(memory)):
         if pending is not None:
-            multiply_out(*pending)
+            multiply_out(*pending)  # of the part before, whose memory this one overwrites
         some, level = source[part], None if reference is None else reference[part]
         stored = memory[: part.stop - part.start]
-        how = some.hidden, weight, bias, spec
-        stats = gemm_stats(*how, entropy=source.request.entropy, store=stored, reference=level)
+        stats = gemm_stats(some.hidden, weight, bias, spec, entropy=source.entropy, store=stored, reference=level)
         second = stats.second.clone() if level is None else stats.second  # recomputed tiles change it
         rows = support_rows(some, stats, overflows)
-        loss = rule(rows, old[part])
-        gradient = row_gradient(rows, some.tokens, loss, spec, weights[part])
+        loss = loss_of(rows, terms[:, part])
+        gradient = row_gradient(rows, some.tokens, loss, spec, terms.weights[0, part])
         dz = FactoredGradient(stored[:, : len(weight)])
         if level is not None:
             dz = put_singles(dz.stored, level, rows, gradient, spec, left_out[part])
@@ -566,10 +550,11 @@ def dense_forward(
         sizes[part] = gradient.size
         pending = part, dz
 
-    def finish() -> Gradients:
+    def finish() -> None:
         assert pending is not None
         multiply_out(*pending)
-        return d_hidden, d_weight, d_bias.to(bias.dtype) if d_bias is not None and bias is not None else None
+        if d_bias is not None and bias_sum is not None:
+            d_bias.copy_(bias_sum)
 
     return DenseRows(HeadRows.cat(found), LossRows.cat(losses), sizes, left_out, finish)
 
@@ -638,90 +623,75 @@ PIECE_BYTES = 36 * 2**20
 """Memory for the partial sums of all tokens."""
 
 
-def sparse_hidden(weight: Tensor, gradient: RowGradient, routes: Routes, out: Tensor) -> None:
-    """Write dH [N, H] of the sparse rows, and 0 for all other rows."""
-    (vocabulary, width), slots = weight.shape, routes.key.shape[1]
-    block = min(1024, triton.next_power_of_2(width))
-    _hidden_kernel[(len(out), triton.cdiv(width, block))](
-        weight, routes.key, gradient.value, out, vocabulary, width, slots, BLOCK=block, SOME=4, SLOTS=lanes(slots), num_warps=4
-    )
+def sparse_rows(source: HeadInput, gradient: RowGradient, key: Tensor, out: Gradients, *, add: bool) -> None:
+    """Write dH of the sparse rows and 0 for all other rows, and dW and db of the sparse rows; `add` adds to the last two.
 
-
-@dataclass(frozen=True, eq=False)
-class ByToken:
-    """Explicit entries of all rows, sorted by token; entries of one token stay in row order."""
-
-    keys: Tensor
-    order: Tensor
-    """Token of each entry, V after the last entry, and its index in [N, S]."""
-    starts: Tensor
-    """Index of each token's first entry, and the end of the last token's entries [V + 1]."""
-    done: torch.cuda.Event | None
-    """Event at the end of the sort, which runs on its own stream on a GPU; None on a CPU."""
-
-
-def sort_by_token(routes: Routes, vocabulary: int) -> ByToken:
-    """Sort the entries of the sparse gradients by token."""
-    if not routes.key.is_cuda:
-        return ByToken(*_sorted(routes.key, vocabulary), None)
-    usual, stream = torch.cuda.current_stream(routes.key.device), _beside(routes.key.device)
-    stream.wait_stream(usual)
-    with torch.cuda.stream(stream):
-        found = _sorted(routes.key, vocabulary)
-    routes.key.record_stream(stream)
-    for x in found:
-        x.record_stream(usual)
-    return ByToken(*found, stream.record_event())
-
-
-@functools.cache
-def _beside(device: torch.device) -> torch.cuda.Stream:
-    """Side stream for many small kernels: it runs beside the main stream, with priority."""
-    return torch.cuda.Stream(device, priority=-1)
-
-
-def _sorted(key: Tensor, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
-    keys, order = key.flatten().sort(stable=True)
-    return keys, order, torch.searchsorted(keys, _tokens(vocabulary, key.device), out_int32=True)
-
-
-@functools.lru_cache(maxsize=4)
-def _tokens(vocabulary: int, device: torch.device) -> Tensor:
-    """Ids of all tokens, 0 … V."""
-    return torch.arange(vocabulary + 1, dtype=torch.int32, device=device)
-
-
-def sparse_weight(
-    hidden: Tensor,
-    gradient: RowGradient,
-    routes: Routes,
-    by_token: ByToken,
-    d_weight: Tensor | None,
-    d_bias: Tensor | None,
-    *,
-    add: bool,
-) -> None:
-    """Write dW [V, H] and db [V] of the sparse rows; `add` adds to their values."""
-    (vocabulary, width), slots = (len(by_token.starts) - 1, hidden.shape[1]), routes.key.shape[1]
-    if by_token.done is not None:
-        torch.cuda.current_stream(hidden.device).wait_event(by_token.done)
+    `key` [N, S] has the token of each explicit entry that counts, and V elsewhere.
+    """
+    hidden, weight, (d_hidden, d_weight, d_bias) = source.hidden, source.weight, out
+    (vocabulary, width), slots = weight.shape, key.shape[1]
+    by_token = None if d_weight is None and d_bias is None else _sort_by_token(key, vocabulary)
+    if d_hidden is not None:
+        block = min(1024, triton.next_power_of_2(width))
+        _hidden_kernel[(len(hidden), triton.cdiv(width, block))](
+            weight, key, gradient.value, d_hidden, vocabulary, width, slots, BLOCK=block, SOME=4, SLOTS=lanes(slots),
+            num_warps=4,
+        )  # fmt: skip
+    if by_token is None:
+        return
+    if hidden.is_cuda:
+        torch.cuda.current_stream(hidden.device).wait_stream(_side_stream(hidden.device))
+    tokens, order, starts = by_token
     block = min(BLOCK, triton.next_power_of_2(width))
     blocks = triton.cdiv(width, block) if d_weight is not None else 1
     piece = PIECE
-    while len(by_token.keys) // piece * 4 * width > PIECE_BYTES:
+    while len(tokens) // piece * 4 * width > PIECE_BYTES:
         piece *= 2
-    pieces = len(by_token.keys) // piece
+    pieces = len(tokens) // piece
     sums = None if d_weight is None else hidden.new_empty(pieces, width, dtype=torch.float32)
     sums_g = hidden.new_empty(pieces, 1, dtype=torch.float32)
     if pieces:
         _piece_kernel[(pieces, blocks)](
-            hidden, gradient.value, by_token.keys, by_token.order, sums, sums_g, vocabulary, width, slots, SOME=min(8, piece),
-            PIECE=piece, BLOCK=block, num_warps=max(1, block // 256),
+            hidden, gradient.value, tokens, order, sums, sums_g, vocabulary, width, slots, SOME=min(8, piece), PIECE=piece,
+            BLOCK=block, num_warps=max(1, block // 256),
         )  # fmt: skip
+    # One program per token of the vocabulary writes its row of dW once: no atomics, no zero fill, and a fixed order of sums.
     _weight_kernel[(vocabulary, blocks)](
-        hidden, gradient.value, by_token.order, by_token.starts, sums, sums_g, d_weight, d_bias, width, slots, ADD=add,
-        PIECE=piece, BLOCK=block, num_warps=max(1, block // 1024),
+        hidden, gradient.value, order, starts, sums, sums_g, d_weight, d_bias, width, slots, ADD=add, PIECE=piece, BLOCK=block,
+        num_warps=max(1, block // 1024),
     )  # fmt: skip
+
+
+def _sort_by_token(key: Tensor, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort explicit entries by token: their tokens, their indices in [N, S], and each token's first entry [V + 1].
+
+    Entries of one token stay in the order of their rows, so that sums over them repeat bit for bit. On a GPU the sort, which
+    is many small kernels, runs on the side stream while dH is computed.
+    """
+    side = None
+    if key.is_cuda:
+        main, side = torch.cuda.current_stream(key.device), _side_stream(key.device)
+        side.wait_stream(main)
+    with torch.cuda.stream(side):
+        tokens, order = key.flatten().sort(stable=True)
+        starts = torch.searchsorted(tokens, _all_tokens(vocabulary, key.device), out_int32=True)
+    if side is not None:  # the allocator must not reuse this memory for the other stream too early
+        key.record_stream(side)
+        for x in (tokens, order, starts):
+            x.record_stream(main)
+    return tokens, order, starts
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Stream for many small kernels: it runs beside the main stream, with priority."""
+    return torch.cuda.Stream(device, priority=-1)
+
+
+@functools.lru_cache(maxsize=4)
+def _all_tokens(vocabulary: int, device: torch.device) -> Tensor:
+    """Ids of all tokens, 0 … V."""
+    return torch.arange(vocabulary + 1, dtype=torch.int32, device=device)
 
 
 @triton.jit
@@ -816,57 +786,54 @@ def _weight_kernel(
             tl.store(d_bias + token, sum_g.to(d_bias.dtype.element_ty))
 
 
-@dataclass(frozen=True, eq=False)
-class PendingGradients:
-    """Gradients whose kernels are queued, except those that need the number of dense rows from the device."""
-
-    routes: Routes
-    finish: Callable[[], Gradients]
-    """Waits for the number of dense rows, recomputes those rows, and returns the needed gradients among dH, dW and db."""
-
-
 def head_gradients(
     source: HeadInput,
     rows: HeadRows,
     gradient: RowGradient,
     tolerance: float,
-    needed: Sequence[bool],
+    out: Gradients,
     *,
     g_entropy: Tensor | None = None,
     mean: Tensor | None = None,
-    add_to: tuple[Tensor | None, Tensor | None] | None = None,
-) -> PendingGradients:
-    """Compute the needed gradients of hidden states, weight and bias.
+    add: bool = False,
+) -> tuple[Routes, Callable[[], None]]:
+    """Compute the gradients of rows into `out`; with `add`, dW and db are added to.
 
-    `mean` is the mean row's Σ |dz| if there are other rows; gradients of weight and bias are added to `add_to`.
+    `mean` is the mean row's Σ |dz| if there are other rows. The returned function waits for the number of dense rows, and
+    recomputes these. All other kernels are queued.
     """
-    hidden, weight, bias = source.hidden, source.weight, source.bias
-    routes = route_rows(gradient, source.spec, len(weight), tolerance, mean)
-    counts = AsyncCopy(routes.counts)
-    d_hidden = torch.empty_like(hidden) if needed[0] else None
-    if add_to is None:
-        d_weight = torch.empty_like(weight) if needed[1] else None
-        d_bias = torch.empty_like(bias) if bias is not None and needed[2] else None
-    else:
-        d_weight, d_bias = add_to
+    routes = route_rows(gradient, source.spec, len(source.weight), tolerance, mean)
+    counts, (d_hidden, d_weight, d_bias) = AsyncCopy(routes.counts), out
     if tolerance > 0:
-        by_token = None if d_weight is None and d_bias is None else sort_by_token(routes, len(weight))
-        if d_hidden is not None:
-            sparse_hidden(weight, gradient, routes, d_hidden)
-        if by_token is not None:
-            sparse_weight(hidden, gradient, routes, by_token, d_weight, d_bias, add=add_to is not None)
+        sparse_rows(source, gradient, routes.key, out, add=add)
     elif d_hidden is not None:
         d_hidden.zero_()
-    written = tolerance > 0 or add_to is not None
+    written = tolerance > 0 or add
 
-    def finish() -> Gradients:
+    def finish() -> None:
         _, dense = counts.wait()
         if dense:
-            dense_rows(source, rows, g_entropy, gradient, routes.dense, dense, d_hidden, d_weight, d_bias, add=written)
+            dense_rows(source, rows, gradient, routes.dense, dense, out, add=written, g_entropy=g_entropy)
         elif not written:  # no row has a gradient
             for x in (d_weight, d_bias):
                 if x is not None:
                     x.zero_()
-        return d_hidden, d_weight, d_bias
 
-    return PendingGradients(routes, finish)
+    return routes, finish
+
+
+def lm_head_backward(
+    source: HeadInput, rows: HeadRows, upstream: Upstream, needed: Sequence[bool], *, tolerance: float, report: Tensor | None
+) -> Gradients:
+    """Compute the needed gradients of `lm_head`; `report` [2] gets the share of dense rows, and the largest share dropped."""
+    out = blank_gradients(source, needed)
+    if not len(source.hidden):
+        hidden, weight, bias = (None if x is None else x.zero_() for x in out)
+        return hidden, weight, bias
+    upstream = upstream.map(Tensor.contiguous)
+    gradient = row_gradient(rows, source.tokens, upstream, source.spec)
+    routes, finish = head_gradients(source, rows, gradient, tolerance, out, g_entropy=upstream.entropy)
+    if report is not None:
+        report.copy_(routes.shares)
+    finish()
+    return out

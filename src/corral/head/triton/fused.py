@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import triton
@@ -11,12 +11,24 @@ from torch import Tensor
 
 from corral.head.dispatch import own_top_k
 from corral.head.packed import FusedLoss, LossTerms, Packing, token_advantages
-from corral.head.rows import AsyncCopy, Gradients, HeadInput, HeadRequest, HeadRows
+from corral.head.rows import AsyncCopy, Gradients, HeadInput, HeadRows, blank_gradients
 from corral.head.triton.backward import PADDED, DenseRows, dense_forward, dense_rows, head_gradients, row_gradient, scale
 from corral.head.triton.gathered import extend_rows
 from corral.head.triton.gemm_stats import gemm_stats, lanes
-from corral.head.triton.loss import ACTED, KL_AFTER, LOSS, REGRESSION, TOLERATED, LossRows, OldRows, rule_of, summarize
+from corral.head.triton.loss import (
+    ACTED,
+    KL_AFTER,
+    LOSS,
+    REGRESSION,
+    TOLERATED,
+    LossRows,
+    kernel_rule,
+    row_losses,
+    summarize,
+)
 from corral.head.triton.support import fits_at_once, stream_head
+from corral.objective import Objective
+from corral.objective.config import ProjectionRule
 from corral.support import LogpTolerance
 from corral.tensors import ObjectiveOutput
 
@@ -27,46 +39,32 @@ SMALL = 10**12
 ROWS = 8
 
 
-@dataclass(frozen=True, eq=False)
-class BatchPlan:
-    """Order of a batch's unmasked tokens, streamed rows first, with asynchronously copied counts."""
-
-    order: Tensor
-    """Indices in the flattened batch, 0 after the last row [B · T]."""
-    counts: Tensor
-    """Numbers of streamed rows, of all rows, and of invalid rows, which the objective would refuse [3] int32. A streamed row's
-    gradient is sparse unless `route_rows` makes it dense; the other rows are dense."""
-    copy: AsyncCopy
-
-    def wait(self) -> tuple[int, int] | None:
-        """(streamed rows, all rows), or None if the batch is empty or has an invalid row."""
-        streamed, count, refused = self.copy.wait()
-        return None if refused or not count else (streamed, count)
-
-
-def plan_batch(
+def plan_rows(
     terms: LossTerms, tokens: Tensor, weight: Tensor, *, own: int | None, dense: bool, tolerance: float, limits: LogpTolerance
-) -> BatchPlan:
-    """Validate a batch and put its rows in order.
+) -> tuple[Tensor, Tensor]:
+    """Validate a batch and order its unmasked tokens: rows to stream first, then rows that are known to be dense.
 
-    Shapes have been checked. Token ids outside the vocabulary are refused, and supports whose slot 0 is not the sampled token,
-    and all that `objective.check` refuses except the new policy, its `limits` of log-probs included. Without `dense` no row is
-    planned to be dense. With tolerance 0 all rows with a gradient are. If the gradient is to be carried by `own` tokens of the
-    new policy's support, all rows of a flat policy are.
+    A streamed row takes one GEMM and a gradient that is sparse unless `route_rows` finds otherwise, and then a fourth GEMM; a
+    row planned to be dense takes three. Shapes have been checked. A row is invalid if a token id is outside the vocabulary, if
+    slot 0 of its support is not the sampled token, or if `objective.check` would refuse it, its `limits` of log-probs included.
+    Without `dense` no row is planned to be dense. With tolerance 0 all rows with a gradient are. If the gradient is to be
+    carried by `own` tokens of the new policy's support, all rows of a flat policy are.
+
+    Returns:
+        Indices in the flattened batch, 0 after the last row [B · T], and the numbers of streamed rows, of all rows, and of
+        invalid rows, on the device [3] int32.
     """
-    batch = terms.batch
-    length, old, total = batch.mask.shape[1], batch.dist_old, batch.mask.numel()
+    batch, old, total = terms.batch, terms.batch.dist_old, terms.batch.mask.numel()
     small, device, every = 2 * total * weight.numel() < SMALL, batch.mask.device, dense and tolerance == 0
     counts = torch.empty(3, dtype=torch.int32, device=device)
     order = torch.zeros(total, dtype=torch.int64, device=device)
     off, size = (torch.empty(total, device=device) for _ in range(2))
-    advantages = token_advantages(batch)
-    slots = old.ids.shape[-1] if old is not None else 0
+    advantages, slots = token_advantages(batch), 0 if old is None else old.ids.shape[-1]
     given = terms.map(Tensor.contiguous)  # kernels read [B T …] one row behind the other
     b, old = given.batch, given.batch.dist_old
     _inspect_kernel[(triton.cdiv(total, ROWS),)](
         b.mask.view(torch.uint8), tokens.contiguous(), *((None,) * 3 if old is None else (old.ids, old.logp, old.rest)),
-        b.logp_old, b.logp_rollout, advantages, given.weights, given.policy_weights, off, size, total, length,
+        b.logp_old, b.logp_rollout, advantages, given.weights, given.policy_weights, off, size, total, batch.mask.shape[1],
         *advantages.stride(), slots, len(weight), *limits, ANCHOR=not terms.on_policy, DENSE=dense, EVERY=every,
         SLOTS=lanes(slots), ROWS=ROWS, num_warps=4,
     )  # fmt: skip
@@ -75,7 +73,7 @@ def plan_batch(
     _order_kernel[(1,)](
         off, size, order, counts, total, tolerance, flat, *least, BLOCK=min(4096, triton.next_power_of_2(total)), num_warps=8
     )
-    return BatchPlan(order, counts, AsyncCopy(counts))
+    return order, counts
 
 
 @triton.jit
@@ -195,63 +193,68 @@ def fused_loss(
     With `wait` the host waits until the ranking of a union is known to be right. Otherwise everything is queued, and computed
     again in the rare case that it was not.
     """
-    rule, old = rule_of(terms.objective), terms.batch.dist_old
-    if rule is None or (rule.needs_support and old is None) or (rule.needs_rollout and terms.batch.logp_rollout is None):
+    objective, batch, spec, trained = terms.objective, terms.batch, source.spec, any(needed)
+    rule = kernel_rule(objective, batch)
+    if rule is None:
         return None
     # Without a given support, the policy's own carries a sparse gradient.
-    own = own_top_k(source.hidden, len(source.weight)) if old is None and tolerance > 0 and any(needed) else None
-    checked = getattr(terms.objective, "check", True)  # an objective with a rule is ours, and has it
-    limits = LogpTolerance.of(terms.batch.logp_old, old) if checked and not terms.on_policy else LogpTolerance()
-    plan = plan_batch(
-        terms, source.tokens, source.weight, own=own, dense=any(needed) and own is None, tolerance=tolerance, limits=limits
+    own = own_top_k(source.hidden, len(source.weight)) if batch.dist_old is None and tolerance > 0 and trained else None
+    checked = isinstance(objective, Objective) and objective.check and not terms.on_policy
+    limits = LogpTolerance.of(batch.logp_old, batch.dist_old) if checked else LogpTolerance()
+    order, counts = plan_rows(
+        terms, source.tokens, source.weight, own=own, dense=trained and own is None, tolerance=tolerance, limits=limits
     )
-    entropy, stats = source.request.entropy, None
-    hidden, bias = source.hidden.flatten(0, 1)[plan.order], None if source.bias is None else source.bias.contiguous()
+    planned = AsyncCopy(counts)
+    hidden, stats = source.hidden.flatten(0, 1)[order], None
+    bias = None if source.bias is None else source.bias.contiguous()
     if fits_at_once(len(hidden)):  # the GEMM is queued before the host knows the number of rows: the device need not wait
-        stats = gemm_stats(hidden, source.weight, bias, source.spec, entropy=entropy, counter=plan.counts)
-    found = plan.wait()
-    if found is None:
+        stats = gemm_stats(hidden, source.weight, bias, spec, entropy=source.entropy, counter=counts)
+    streamed, count, invalid = planned.wait()
+    if invalid or not count:
         return None
-    sparse, count = found
-    # A dense gradient needs no support of its own.
-    request = source.request if terms.union is not None else HeadRequest(own if sparse else None, entropy=entropy)
-    packing = Packing(terms.batch.mask, plan.order[:count], in_order=sparse in (0, count))
+
+    packing = Packing(batch.mask, order[:count], in_order=streamed in (0, count))
     # If no row is masked, no copy of the hidden states is kept.
     hidden = source.hidden.flatten(0, 1).contiguous() if packing.rows is None else hidden[:count]
     tokens = packing.pack(source.tokens).long().contiguous()
     ids, joins = (None if x is None else packing.pack(x).contiguous() for x in (source.ids, source.joins))
-    packed = HeadInput(hidden, source.weight, bias, tokens, ids, source.spec, request, joins)
-    first, second = slice(0, sparse), slice(sparse, count)
+    # A dense gradient needs no support of its own.
+    top_k = source.top_k if terms.union is not None else own if streamed else None
+    packed = replace(source, hidden=hidden, bias=bias, tokens=tokens, ids=ids, joins=joins, top_k=top_k)
+    terms_packed = terms.pack(packing).map(lambda x: x.detach().contiguous())
+
+    def loss_of(rows: HeadRows, some: LossTerms) -> LossRows:
+        old = some.batch.dist_old
+        if some.union is not None and old is not None:
+            old = extend_rows(old, rows.ids, some.union, spec)
+        new = None if old is None else rows.dist[None]
+        return row_losses(rule, some.with_new(rows.logp[None], new, old), some.policy_weights)
+
+    out, first, second = blank_gradients(packed, needed), slice(0, streamed), slice(streamed, count)
     overflows: list[AsyncCopy] | None = None if wait else []
-    stats = None if stats is None else stats[:sparse]
-    ahead = packed if sparse == count else packed[first]
-    streamed = stream_head(ahead, stats, overflows=overflows) if sparse else None
-    del stats  # 40 MB at 8192 tokens and a vocabulary of 152,000
-    anchor, weights = _pack_anchor(terms, packing), packing.pack(terms.weights).float().contiguous()
-
-    def loss_of(rows: HeadRows, old: OldRows) -> LossRows:
-        if terms.union is not None:
-            old = extend_rows(old, rows.ids, terms.union, source.spec)
-            return replace(rule(rows, old), rest_old=old.rest)
-        return rule(rows, replace(old, logp=rows.logp.contiguous()) if terms.on_policy else old)
-
     parts: list[tuple[HeadRows, LossRows]] = []
-    if streamed is not None:
-        parts.append((streamed, loss_of(streamed, anchor if sparse == count else anchor[first])))
+    if streamed:
+        rows = stream_head(packed[first], None if stats is None else stats[first], overflows=overflows)
+        parts.append((rows, loss_of(rows, terms_packed[:, first])))
+    del stats  # 40 MB at 8192 tokens and a vocabulary of 152,000
     stored = None
-    if sparse < count:
-        stored = dense_forward(packed[second], anchor[second], weights[second], loss_of, needed, overflows)
+    if streamed < count:
+        stored = dense_forward(packed[second], terms_packed[:, second], loss_of, _rows_of(out, second), overflows)
         parts.append((stored.rows, stored.loss))
     rows, loss = HeadRows.cat([rows for rows, _ in parts]), LossRows.cat([loss for _, loss in parts])
-    anchor = anchor if loss.rest_old is None else replace(anchor, rest=loss.rest_old)
-    metrics, total, flawed = summarize(loss, rows, anchor, weights, projects=rule.projects)
+    old = terms_packed.batch.dist_old
+    both = terms_packed.with_new(rows.logp[None], None if old is None else rows.dist[None], old)
+    weights = terms_packed.weights[0]
+    metrics, total, flawed = summarize(rule, both, loss, weights, terms_packed.policy_weights)
     flaws = AsyncCopy(flawed)
-    finish, shares = _gradients(packed, parts[0] if streamed is not None else None, stored, weights, tolerance, needed)
+    finish, shares = None, weights.new_zeros(2)
+    if trained:
+        finish, shares = _gradients(packed, parts[0] if streamed else None, stored, weights, tolerance, out)
 
     if overflows and any(overflow.wait()[0] for overflow in overflows):
         return fused_loss(source, terms, tolerance, needed, wait=True)
 
-    def finish_finite() -> Gradients:
+    def check_finite() -> None:
         if number := int(flaws.wait()):
             raise ValueError(
                 f"policy_loss_from_hidden: the loss is not finite at {number} unmasked tokens. NaN comes from the model, from "
@@ -259,26 +262,29 @@ def fused_loss(
                 f"means that both policies were not given the same logit masks. The objective on the output of corral.lm_head "
                 f"says where."
             )
-        return finish()
 
-    if not any(needed):
-        finish_finite()
+    def finish_scaled(factor: Tensor) -> Gradients:
+        check_finite()  # here, where the host waits anyway: before, the device would idle
+        assert finish is not None
+        finish()
+        for x in out:
+            if x is not None:
+                scale(x, factor)
+        return out
+
+    if finish is None:
+        check_finite()
     metrics |= {"head/dense_share": shares[0], "head/dropped_max": shares[1]}
     output = ObjectiveOutput(loss.field(LOSS)[None], metrics, loss.field(ACTED)[None] > 0)
-    if rule.projects:
+    if isinstance(rule, ProjectionRule):
         output = replace(output, kl_after=loss.field(KL_AFTER)[None], regression=loss.field(REGRESSION)[None])
-    return FusedLoss(packing, total, rows, output, finish_finite if any(needed) else None, scale)
+    return FusedLoss(packing, total, rows, output, finish_scaled if trained else None)
 
 
-def _pack_anchor(terms: LossTerms, packing: Packing) -> OldRows:
-    """Pack the old policy's rows in the order of the plan."""
-    b, old = terms.batch, terms.batch.dist_old
-    rows = OldRows(b.logp_old, None, None, token_advantages(b), b.logp_rollout, policy_weights=terms.policy_weights)
-    if old is not None:
-        rows = replace(rows, kept=old.logp, rest=old.rest, rest_max=old.rest_max)
-        if terms.union is not None:
-            rows = replace(rows, ids=old.ids, place=terms.union.place)
-    return rows.map(lambda x: packing.pack(x.detach()).contiguous())
+def _rows_of(out: Gradients, part: slice) -> Gradients:
+    """Gradients of some rows: their part of dH, with dW and db, which all rows share."""
+    d_hidden, d_weight, d_bias = out
+    return None if d_hidden is None else d_hidden[part], d_weight, d_bias
 
 
 def _gradients(
@@ -287,49 +293,43 @@ def _gradients(
     stored: DenseRows | None,
     weights: Tensor,
     tolerance: float,
-    needed: Sequence[bool],
-) -> tuple[Callable[[], Gradients], Tensor]:
-    """Combine the gradients of streamed rows, which come first, and stored rows.
+    out: Gradients,
+) -> tuple[Callable[[], None], Tensor]:
+    """Compute the gradients of streamed rows, which come first, and of stored rows into `out`.
 
-    Also returns the share of dense rows, and the largest share dropped [2].
-
-    Everything that needs no host is queued now; the rest when the gradients are asked for.
+    Everything that needs no host is queued now; the returned function does the rest. Also returns the share of dense rows, and
+    the largest share dropped [2].
     """
-    if not any(needed):
-        return (lambda: (None, None, None)), weights.new_zeros(2)
     count = 0 if streamed is None else len(streamed[0].lse)
+    some_left_out, finish_streamed, shares = None, None, weights.new_zeros(2)
     if stored is not None:
-        behind, behind_weights = source[slice(count, None)], weights[count:]
-        some_left_out, finished = AsyncCopy(stored.left_out.sum()), stored.finish()
+        some_left_out = AsyncCopy(stored.left_out.sum())
+        stored.finish()
+        shares[0].fill_(1.0)
+    if streamed is not None:
+        rows, loss = streamed
+        ahead, mean = source[:count], None
+        gradient = row_gradient(rows, ahead.tokens, loss, source.spec, weights[:count])
+        if stored is not None:  # the error is measured against the mean row of both
+            mean = (gradient.size.sum() + stored.sizes.sum()) / len(weights)
+        routes, finish_streamed = head_gradients(
+            ahead, rows, gradient, tolerance, _rows_of(out, slice(0, count)), mean=mean, add=stored is not None
+        )
+        shares = routes.shares
+        if stored is not None:
+            with_gradient = (stored.sizes > 0).sum()
+            alive, dense = routes.counts
+            share = (dense + with_gradient) / (alive + with_gradient).clamp(min=1)
+            shares = torch.stack([share, routes.shares[1]])
 
-        def finish_stored() -> Gradients:
-            if some_left_out.wait():  # rows that could not be stored are recomputed, and added in place
-                picked = stored.left_out.nonzero().squeeze(-1)
-                padded = torch.nn.functional.pad(picked, (0, -len(picked) % PADDED), value=-1)
-                gradient = row_gradient(stored.rows, behind.tokens, stored.loss, source.spec, behind_weights)
-                dense_rows(behind, stored.rows, None, gradient, padded, len(picked), *finished, add=True)
-            return finished
+    def finish() -> None:
+        if stored is not None and some_left_out is not None and some_left_out.wait():
+            # Rows that could not be stored are recomputed, and added in place.
+            behind, picked = source[count:], stored.left_out.nonzero().squeeze(-1)
+            padded = torch.nn.functional.pad(picked, (0, -len(picked) % PADDED), value=-1)
+            gradient = row_gradient(stored.rows, behind.tokens, stored.loss, source.spec, weights[count:])
+            dense_rows(behind, stored.rows, gradient, padded, len(picked), _rows_of(out, slice(count, None)), add=True)
+        if finish_streamed is not None:
+            finish_streamed()
 
-        if streamed is None:
-            shares = weights.new_zeros(2)
-            shares[0].fill_(1.0)
-            return finish_stored, shares
-
-    assert streamed is not None
-    rows, loss = streamed
-    ahead = source if stored is None else source[slice(0, count)]
-    gradient = row_gradient(rows, ahead.tokens, loss, source.spec, weights[:count])
-    if stored is None:
-        pending = head_gradients(ahead, rows, gradient, tolerance, needed)
-        return pending.finish, pending.routes.shares
-    mean = (gradient.size.sum() + stored.sizes.sum()) / len(weights)
-    pending = head_gradients(ahead, rows, gradient, tolerance, needed, mean=mean, add_to=finished[1:])
-
-    def finish_both() -> Gradients:
-        d_stored, (d_hidden, d_weight, d_bias) = finish_stored()[0], pending.finish()
-        return None if d_hidden is None or d_stored is None else torch.cat([d_hidden, d_stored]), d_weight, d_bias
-
-    with_gradient = (stored.sizes > 0).sum()
-    alive, dense = pending.routes.counts
-    share = (dense + with_gradient) / (alive + with_gradient).clamp(min=1)
-    return finish_both, torch.stack([share, pending.routes.shares[1]])
+    return finish, shares

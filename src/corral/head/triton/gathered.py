@@ -3,8 +3,6 @@
 `extend_rows` puts an old policy on a union of supports; `gather_logp` serves loops that do so themselves.
 """
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
@@ -12,9 +10,9 @@ from torch import Tensor
 
 from corral.head.logits import LogitSpec
 from corral.head.triton.gemm_stats import finish_logits, lanes, spec_arguments
-from corral.head.triton.loss import OldRows
 from corral.head.union import UnionSupport
 from corral.support import LEAST_LEFT
+from corral.tensors import SparseDist
 
 LEAST: tl.constexpr = tl.constexpr(LEAST_LEFT)
 
@@ -28,17 +26,15 @@ def gather_logp(
     return _extend(hidden, weight, bias, spec, place, own, logp[:, None], rest, torch.cat([own, ids], 1))[0][:, 1:]
 
 
-def extend_rows(old: OldRows, ids: Tensor, union: UnionSupport, spec: LogitSpec) -> OldRows:
-    """Evaluate the old policy on the union `ids` [N, S], which begins with its own support.
+def extend_rows(old: SparseDist, ids: Tensor, union: UnionSupport, spec: LogitSpec) -> SparseDist:
+    """Evaluate the old policy [1 N K] on the union `ids` [N, S], which begins with its own support.
 
-    `UnionSupport.extend` is the reference. A place beyond the old hidden states makes its row NaN, which is refused.
+    `UnionSupport.extend` is the reference; this one never waits for the device. A place beyond the old hidden states makes its
+    row NaN, which is refused.
     """
-    assert old.ids is not None
-    assert old.kept is not None
-    assert old.rest is not None
-    assert old.place is not None
-    kept, rest = _extend(union.hidden, union.weight, union.bias, spec, old.place, old.ids, old.kept, old.rest, ids)
-    return replace(old, kept=kept, rest=rest)
+    given = old.ids[0], old.logp[0], old.rest[0], ids
+    logp, rest = _extend(union.hidden, union.weight, union.bias, spec, union.place[0], *given)
+    return SparseDist(ids, logp, rest)[None]
 
 
 def _extend(

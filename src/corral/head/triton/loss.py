@@ -10,13 +10,14 @@ import triton.language as tl
 from torch import Tensor
 
 import corral.numerics as numerics
-from corral.head.rows import HeadRows
+from corral.head.packed import has_token_shapes
+from corral.head.rows import Upstream
 from corral.head.triton.gemm_stats import lanes
 from corral.objective import Objective
 from corral.objective.config import ProjectionRule, TokenRule
 from corral.projection import categorical_kl as reference
 from corral.support import ANCHOR_TOLERANCE, LogpTolerance
-from corral.tensors import Tensors
+from corral.tensors import TokenBatch
 
 RULED_OUT, LOG_RATIO_MAX, CERTAIN, TOLERATED = (
     tl.constexpr(x) for x in (reference.RULED_OUT, numerics.LOG_RATIO_MAX, numerics.CERTAIN, ANCHOR_TOLERANCE)
@@ -24,7 +25,9 @@ RULED_OUT, LOG_RATIO_MAX, CERTAIN, TOLERATED = (
 UNCHECKED = LogpTolerance()
 """Tolerances for a new policy from the head and an inspected old policy: neither is checked again."""
 
-LOSS, LOG_RHO, ACTED, KL_MEAN, KL_MAX, KL_AFTER, DUAL, CONVERGED, MISMATCH, FLAWED, REGRESSION = map(tl.constexpr, range(11))
+FIELDS = LOSS, LOG_RHO, ACTED, KL_MEAN, KL_MAX, KL_AFTER, DUAL, CONVERGED, MISMATCH, FLAWED, REGRESSION = tuple(
+    map(tl.constexpr, range(11))
+)
 """Row indices of `LossRows.fields`. Without a support, KL_MEAN and KL_MAX use two different estimates."""
 REST_MAX_RATIO, HIDDEN_KL_MAX = tl.constexpr(11), tl.constexpr(12)
 """Indices of two further metrics, after the rows of `LossRows.fields`."""
@@ -169,39 +172,6 @@ def project(new, old, bound):
     return log_r, t, binding, tl.where(overlap, kl_after + cost, 0.0), converged & overlap & (slack >= 0.0)
 
 
-@dataclass(frozen=True, eq=False)
-class OldRows(Tensors):
-    """The old policy at N packed tokens, and the tokens' advantages."""
-
-    logp: Tensor
-    """Log-probability of the sampled token [N]."""
-    kept: Tensor | None
-    rest: Tensor | None
-    """Log-probs on the support [N, K], whose slot 0 is the sampled token, and log tail mass [N]."""
-    advantages: Tensor
-    rollout: Tensor | None
-    """Log-probability reported by the sampler [N]."""
-    rest_max: Tensor | None = None
-    """Largest log-probability outside the support [N], if known."""
-    policy_weights: Tensor | None = None
-    """c: weight of the policy term [N]; None means 1 everywhere."""
-    ids: Tensor | None = None
-    place: Tensor | None = None
-    """With a union of supports: the own support [N, K], and each token's row of old hidden states [N]; −1 for none."""
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Upstream(Tensors):
-    """Gradients of a loss with respect to the head's results for N rows; None means 0 everywhere."""
-
-    logp: Tensor | None = None
-    """d / d log π of the sampled token [N]."""
-    kept: Tensor | None = None
-    rest: Tensor | None = None
-    """d / d log π on the support [N, K], and d / d log tail mass [N]."""
-    entropy: Tensor | None = None
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LossRows(Upstream):
     """Losses of N packed tokens, and the gradients of c · policy + regression."""
@@ -210,8 +180,8 @@ class LossRows(Upstream):
 
     fields: Tensor
     """Results per token [11, N]: LOSS, which is policy + regression, LOG_RHO, …"""
-    rest_old: Tensor | None = None
-    """Log mass of the old policy's tail [N], after a union of supports has taken tokens out of it."""
+    rest_old: Tensor | None
+    """Log mass of the old policy's tail [N], from which a union of supports has taken tokens; None without a support."""
 
     def field(self, which: tl.constexpr) -> Tensor:
         """Return one of the fields [N]."""
@@ -223,23 +193,77 @@ class LossRows(Upstream):
         return replace(super().cat(parts, dim), fields=torch.cat([part.fields for part in parts], dim + 1))
 
 
+def kernel_rule(objective: Any, batch: TokenBatch) -> TokenRule | ProjectionRule | None:
+    """Rule by which a kernel computes the objective; None for a function of your own, or a batch without what it needs."""
+    if not isinstance(objective, Objective) or not has_token_shapes(batch):
+        return None
+    lacks_support = "dist_old" in objective.needs and batch.dist_old is None
+    lacks_rollout = "logp_rollout" in objective.needs and batch.logp_rollout is None
+    return None if lacks_support or lacks_rollout else objective.kernel
+
+
+def row_losses(
+    rule: TokenRule | ProjectionRule,
+    batch: TokenBatch,
+    policy_weights: Tensor | None = None,
+    limits: LogpTolerance = UNCHECKED,
+) -> LossRows:
+    """Compute the losses of N packed tokens [1 N] and their gradients in one kernel.
+
+    A projection rule gives L = − (π̃(a) / π_old(a)) Â + α KL(π‖sg[π̃]), a token rule what its name says. Tokens beyond `limits`
+    are marked invalid.
+    """
+    new, old, logp = batch.dist_new, batch.dist_old, batch.logp_new[0]
+    count, device = len(logp), logp.device
+    slots, anchor = (0, (None, None)) if old is None else (old.logp.shape[-1], (old.logp, old.rest))
+    fields = torch.empty(len(FIELDS), count, device=device)
+    given = *anchor, batch.logp_old, batch.logp_rollout, batch.advantages, policy_weights, fields
+    rest_old = None if old is None else old.rest[0]
+    width = lanes(slots + 1)  # the tail is one more category, in lane `slots`
+    if isinstance(rule, ProjectionRule):
+        assert new is not None  # it has a support
+        g_kept, g_rest = torch.empty(count, slots, device=device), torch.empty(count, device=device)
+        # One warp per row: the Newton steps of the projection are short and serial, and rows are many.
+        _troll_kernel[(count,)](
+            new.logp, new.rest, *given, g_kept, g_rest, count, slots, new.logp.stride(-2), *limits, rule.bound, rule.regression,
+            rule.ratio_cap, GRADIENT=rule.gradient, OUTWARD=rule.outward, SLOTS=width, num_warps=1,
+        )  # fmt: skip
+        return LossRows(fields=fields, kept=g_kept, rest=g_rest, rest_old=rest_old)
+    g_logp, block = torch.empty(count, device=device), max(1, LANES // width)
+    kept, rest, stride = (None, None, 0) if new is None else (new.logp, new.rest, new.logp.stride(-2))
+    _token_kernel[(triton.cdiv(count, block),)](
+        logp, kept, rest, *given, g_logp, count, slots, logp.stride(0), stride, *limits, rule.low, rule.high, rule.cap,
+        RULE=rule.rule, MEASURE=rule.measure, SYMMETRIC=rule.symmetric, DECOUPLED=rule.decoupled, SLOTS=width, ROWS=block,
+        num_warps=1,
+    )  # fmt: skip
+    return LossRows(fields=fields, logp=g_logp, rest_old=rest_old)
+
+
 def summarize(
-    loss: LossRows, rows: HeadRows, old: OldRows, weights: Tensor | None = None, *, projects: bool
+    rule: TokenRule | ProjectionRule,
+    batch: TokenBatch,
+    loss: LossRows,
+    weights: Tensor | None = None,
+    policy_weights: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Compute the objective's metrics, Σ w (c · policy + regression), and the number of invalid tokens."""
-    out, count = torch.empty(13, device=rows.lse.device), len(rows.lse)
+    new, old, (_, count) = batch.dist_new, batch.dist_old, loss.fields.shape
+    out = torch.empty(len(FIELDS) + 2, device=loss.fields.device)
+    tail: tuple[Tensor, Tensor, Tensor] | tuple[None, None, None] = (None, None, None)
+    if new is not None and old is not None and new.rest_max is not None and old.rest_max is not None:
+        tail = new.rest, new.rest_max, old.rest_max
     _metrics_kernel[(1,)](
-        loss.fields, old.rest, rows.rest, rows.rest_max, old.rest_max, weights, old.policy_weights, out, count,
+        loss.fields, loss.rest_old, *tail, weights, policy_weights, out, count,
         BLOCK=min(2048, triton.next_power_of_2(count)), num_warps=8,
     )  # fmt: skip
     names = {"tr/active_frac": ACTED, "tr/ratio_max": LOG_RHO, "tr/kl_before": KL_MEAN, "tr/kl_max": KL_MAX}
-    if old.rest is not None:
+    if old is not None:
         names["tr/rest_mass"] = LOSS  # in the place of the mean loss, which is no metric
-    if projects:
+    if isinstance(rule, ProjectionRule):
         names |= {"tr/kl_after": KL_AFTER, "tr/dual": DUAL, "tr/unconverged": CONVERGED}
-    if old.rollout is not None:
+    if batch.logp_rollout is not None:
         names["tr/mismatch"] = MISMATCH
-    if old.rest_max is not None:
+    if tail[0] is not None:
         names |= {"tr/rest_max_ratio": REST_MAX_RATIO, "tr/hidden_kl_max": HIDDEN_KL_MAX}
     found = out.unbind()
     return {name: found[place] for name, place in names.items()}, found[REGRESSION], found[FLAWED]
@@ -324,47 +348,6 @@ def _metrics_kernel(fields, rest, rest_new, max_new, max_old, weights, policy_we
     if max_old is not None:
         tl.store(out + REST_MAX_RATIO, tl.exp(tl.minimum(tl.max(tail_gap, 0), 20.0)))
         tl.store(out + HIDDEN_KL_MAX, tl.max(hidden, 0))
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenLoss(TokenRule):
-    """Per-token loss by a token rule, as a function of new and old rows."""
-
-    projects: ClassVar[bool] = False
-
-    @property
-    def needs_rollout(self) -> bool:
-        return self.decoupled
-
-    @property
-    def needs_support(self) -> bool:
-        return self.measure in ("support_tv", "support_kl")
-
-    @classmethod
-    def of(cls, objective: Any) -> "TokenLoss | None":
-        """Build the loss that an objective declares, or None if it declares no token rule."""
-        rule = objective.kernel if isinstance(objective, Objective) else None  # any function of a batch is an objective
-        return cls(**vars(rule)) if isinstance(rule, TokenRule) else None
-
-    def __call__(self, rows: HeadRows, old: OldRows, limits: LogpTolerance = UNCHECKED) -> LossRows:
-        """Compute losses of N packed tokens; tokens beyond the limits are marked invalid."""
-        count, slots = len(rows.lse), 0 if old.kept is None else old.kept.shape[1]
-        fields, own = torch.empty(11, count, device=rows.lse.device), torch.empty_like(rows.lse)
-        block = max(1, LANES // lanes(slots + 1))
-        _token_kernel[(triton.cdiv(count, block),)](
-            rows.logp, rows.kept, rows.rest, old.kept, old.rest, old.logp, old.rollout, old.advantages, old.policy_weights,
-            fields, own, count, slots, rows.logp.stride(0), rows.kept.stride(0), *limits, self.low, self.high, self.cap,
-            RULE=self.rule, MEASURE=self.measure, SYMMETRIC=self.symmetric, DECOUPLED=self.decoupled, SLOTS=lanes(slots + 1),
-            ROWS=block, num_warps=1,
-        )  # fmt: skip
-        return LossRows(fields=fields, logp=own)
-
-
-_MEASURES: dict[tuple[str, str], Any] = {
-    ("ratio", "binary"): "ratio", ("tv", "binary"): "binary_tv", ("kl", "binary"): "binary_kl", ("tv", "topk"): "support_tv",
-    ("kl", "topk"): "support_kl",
-}  # fmt: skip
-"""Divergence and estimator of a mask → kernel measure. "full" is missing: it needs more checks."""
 
 
 @triton.jit
@@ -506,36 +489,6 @@ def _put(at, count, mask, loss, log_rho, acted, kl_mean, kl_max, kl_after, dual,
     tl.store(at + count * REGRESSION, regression, mask=mask)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrollLoss(ProjectionRule):
-    """Per-token loss by a projection rule, as a function of new and old rows."""
-
-    projects: ClassVar[bool] = True
-    needs_support: ClassVar[bool] = True
-    needs_rollout: ClassVar[bool] = False
-
-    @classmethod
-    def of(cls, objective: Any) -> "TrollLoss | None":
-        """Build the loss that an objective declares, or None if it declares no projection rule."""
-        rule = objective.kernel if isinstance(objective, Objective) else None  # any function of a batch is an objective
-        return cls(**vars(rule)) if isinstance(rule, ProjectionRule) else None
-
-    def __call__(self, rows: HeadRows, old: OldRows, limits: LogpTolerance = UNCHECKED) -> LossRows:
-        """Compute L = − (π̃(a) / π_old(a)) Â + α KL(π‖sg[π̃]) of N packed tokens.
-
-        Tokens beyond the limits are marked invalid.
-        """
-        count, slots = rows.kept.shape
-        fields, g_rest = torch.empty(11, count, device=rows.lse.device), torch.empty_like(rows.lse)
-        g_kept = torch.empty(count, slots, device=g_rest.device)
-        _troll_kernel[(count,)](
-            rows.kept, rows.rest, old.kept, old.rest, old.logp, old.rollout, old.advantages, old.policy_weights, fields, g_kept,
-            g_rest, count, slots, rows.kept.stride(0), *limits, self.bound, self.regression, self.ratio_cap,
-            GRADIENT=self.gradient, OUTWARD=self.outward, SLOTS=lanes(slots + 1), num_warps=1,
-        )  # fmt: skip
-        return LossRows(fields=fields, kept=g_kept, rest=g_rest)
-
-
 @triton.jit
 def _troll_kernel(
     kept, rest, kept_old, rest_old, logp_old, rollout, advantages, policy_weights, fields, g_kept, g_rest, count, slots, stride,
@@ -619,11 +572,3 @@ def _troll_kernel(
     _put(fields + row, count, None, loss, log_rho, active, kl_before, kl_before, kl_after, eta, converged, gap, flawed, pull)
     tl.store(g_kept + row * slots + slot, g, mask=here)
     tl.store(g_rest + row, tl.sum(tl.where(slot == slots, g, 0.0), 0))
-
-
-LossRule = TrollLoss | TokenLoss
-
-
-def rule_of(objective: Any) -> LossRule | None:
-    """Find the kernel that computes an objective's per-token loss; None if there is none."""
-    return TrollLoss.of(objective) or TokenLoss.of(objective)

@@ -22,6 +22,7 @@ from corral.head.triton.gemm_stats import (
     rank_key,
     spec_arguments,
 )
+from corral.support import refuse_ids, refuse_repeats
 
 WARPS = 4
 """Warps per row."""
@@ -66,6 +67,33 @@ def fits_at_once(count: int) -> bool:
     return count <= ROWS_AT_ONCE
 
 
+def lm_head_forward(source: HeadInput) -> HeadRows:
+    """Compute the head's results for `lm_head`; ids are checked on the device, and refused once all kernels are queued."""
+    return stream_head(source, queued=queue_id_check("lm_head", source.tokens, source.ids, len(source.weight)))
+
+
+def queue_id_check(where: str, tokens: Tensor, ids: Tensor | None, vocabulary: int) -> Callable[[], None]:
+    """Queue a check of sampled tokens and a support; the returned function waits for it, and refuses wrong ids.
+
+    Waiting at once would stop the host for as long as the device is behind. Kernels must therefore read no memory out of
+    bounds, whatever the ids.
+    """
+    given = [(x, name, low) for x, name, low in ((tokens, "tokens", 0), (ids, "ids", -1)) if x is not None and x.numel()]
+    found = [bound for x, _, _ in given for bound in x.aminmax()]
+    if ids is not None and ids.numel():
+        found.append(ids.new_zeros(()))
+        _repeat_kernel[(len(ids),)](ids, found[-1], ids.shape[1], SLOTS=lanes(ids.shape[1]), SOME=16, num_warps=4)
+    copy = AsyncCopy(torch.stack(found)) if found else None
+
+    def check() -> None:
+        numbers = [] if copy is None else copy.wait()
+        for i, (_, name, lowest) in enumerate(given):
+            refuse_ids(where, name, *numbers[2 * i : 2 * i + 2], lowest=lowest, vocabulary=vocabulary)
+        refuse_repeats(where, "ids", len(numbers) % 2 == 1 and bool(numbers[-1]))
+
+    return check
+
+
 def stream_head(
     whole: HeadInput,
     stats: TileStatistics | None = None,
@@ -79,7 +107,7 @@ def stream_head(
     union waits too, unless there is a list for `overflows`: a flag in it that is not 0 means that rows are wrong.
     """
     assert stats is None or fits_at_once(len(whole.hidden))
-    top_k, given = whole.request.top_k, whole.ids
+    top_k, given = whole.top_k, whole.ids
     if top_k is not None and given is None:
         return _own_rows(whole, ROOM, stats, queued)
     parts = [support_rows(part, stats or _statistics(part), overflows) for part in _parts(whole)]
@@ -98,12 +126,12 @@ def _parts(whole: HeadInput) -> Iterator[HeadInput]:
 
 
 def _statistics(part: HeadInput) -> TileStatistics:
-    return gemm_stats(part.hidden, part.weight, part.bias, part.spec, entropy=part.request.entropy)
+    return gemm_stats(part.hidden, part.weight, part.bias, part.spec, entropy=part.entropy)
 
 
 def support_rows(part: HeadInput, stats: TileStatistics, overflows: list[AsyncCopy] | None = None) -> HeadRows:
     """Compute rows on the support `ids`, on its union with an own support, or on the sampled token; overwrites `stats`."""
-    top_k, given = part.request.top_k, part.ids
+    top_k, given = part.top_k, part.ids
     if top_k is None:
         return _given_rows(part, stats)
     assert given is not None
@@ -113,7 +141,7 @@ def support_rows(part: HeadInput, stats: TileStatistics, overflows: list[AsyncCo
     kept = replace(stats, second=stats.second.clone(), others=stats.others.clone(), weighted=stats.weighted[:0])
     ranked = _own_rows(own, ROOM if overflows is None else UNION_ROOM, kept, overflows=overflows).ids
     ids = join_supports(given.contiguous(), ranked, top_k, part.joins)
-    return _given_rows(replace(part, ids=ids, request=replace(part.request, top_k=None)), stats)
+    return _given_rows(replace(part, ids=ids, top_k=None), stats)
 
 
 def _given_rows(part: HeadInput, stats: TileStatistics) -> HeadRows:
@@ -147,7 +175,7 @@ def _own_rows(
 
     Slot 0 is the sampled token, or no token if `ids` is given.
     """
-    top_k, mass = whole.request.top_k, whole.request.mass
+    top_k, mass = whole.top_k, whole.mass
     assert top_k is not None
     best, found = lanes(top_k), []
     for part in _parts(whole):
@@ -196,8 +224,8 @@ def _blank_rows(part: HeadInput, slots: int) -> HeadRows:
     """Allocate uninitialised rows; the entropy is 0 unless requested."""
     count, device = len(part.tokens), part.tokens.device
     lse, logp, rest, rest_max = (torch.empty(count, device=device) for _ in range(4))
-    entropy = (torch.empty if part.request.entropy else torch.zeros)(count, device=device)
-    ids = torch.empty(count, slots if part.request.top_k is not None else 0, dtype=torch.int64, device=device)
+    entropy = (torch.empty if part.entropy else torch.zeros)(count, device=device)
+    ids = torch.empty(count, slots, dtype=torch.int64, device=device)
     return HeadRows(lse, logp, ids, torch.empty(count, slots, device=device), rest, entropy, rest_max)
 
 
@@ -241,6 +269,20 @@ def join_supports(given: Tensor, ranked: Tensor, most: int, joins: Tensor | None
         GIVEN=lanes(slots), RANKED=lanes(ranked.shape[1]), SLOTS=lanes(joined), SOME=16, num_warps=1,
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def _repeat_kernel(ids, found, slots, SLOTS: tl.constexpr, SOME: tl.constexpr):
+    """Set `found` to 1 if a row contains a token twice."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, SLOTS)
+    id = tl.load(ids + row * slots + slot, mask=slot < slots, other=-1)
+    for begin in range(0, slots, SOME):
+        before = begin + tl.arange(0, SOME)
+        other = tl.load(ids + row * slots + before, mask=before < slots, other=-1)
+        same = (id[:, None] == other[None, :]) & (slot[:, None] > before[None, :]) & (id >= 0)[:, None]
+        # Several programs may write, but all write 1.
+        tl.store(found, 1, mask=tl.max(tl.max(same.to(tl.int32), 1), 0) > 0)
 
 
 @triton.jit
