@@ -43,14 +43,8 @@ def box_rewards(rng):
     for kind, name in BOX.items():
         env = make(f"BoxPushing{name}")
         for last in (False, True):
-            record[f"{kind}_{'last' if last else 'middle'}"] = np.array(
-                [
-                    env._get_reward(
-                        last, box[i, :3], box[i, 3:], target[i, :3], target[i, 3:], tip[i], rod[i], q[i], velocity[i], torque[i]
-                    )
-                    for i in range(STATES)
-                ]
-            )
+            states = zip(*np.split(box, [3], 1), *np.split(target, [3], 1), tip, rod, q, velocity, torque, strict=True)
+            record[f"{kind}_{'last' if last else 'middle'}"] = np.array([env._get_reward(last, *state) for state in states])
     return record
 
 
@@ -62,11 +56,8 @@ def box_motion():
     mujoco.mj_forward(env.model, env.data)
     inertia = np.zeros((env.model.nv, env.model.nv))
     mujoco.mj_fullM(env.model, inertia, env.data.qM)
-    record = {
-        "posture": env.data.qpos[:7].copy(),
-        "inertia": np.diag(inertia)[:7].copy(),
-        "gravity": env.data.qfrc_bias[:7].copy(),
-    }
+    gravity = env.data.qfrc_bias[:7].copy()
+    record = {"posture": env.data.qpos[:7].copy(), "inertia": np.diag(inertia)[:7].copy(), "gravity": gravity}
     record["tip"], record["rod"] = env.data.site("rod_tip").xpos.copy(), env.data.body("push_rod").xquat.copy()
     observation, _ = env.reset(seed=1)
     record["start"] = observation.copy()
@@ -91,17 +82,8 @@ def hopper(rng, sparse):
     rows = []
     for action in actions:
         _, reward, _, _, info = env.step(action)
-        rows.append(
-            [
-                info["height"],
-                env._is_floor_foot_contact(),
-                info["goal_dist"],
-                info["healthy"],
-                reward,
-                *env.data.qpos,
-                *env.data.qvel,
-            ]
-        )
+        told = [info["height"], env._is_floor_foot_contact(), info["goal_dist"], info["healthy"], reward]
+        rows.append([*told, *env.data.qpos, *env.data.qvel])
     rows = np.array(rows)
     names = ("height", "contact", "distance", "healthy", "reward")
     return {
@@ -114,12 +96,8 @@ def hopper(rng, sparse):
 
 def main():
     rng = np.random.default_rng(0)
-    parts = {
-        "box": box_rewards(rng),
-        "motion": box_motion(),
-        "sparse": hopper(rng, sparse=True),
-        "dense": hopper(rng, sparse=False),
-    }
+    parts = {"box": box_rewards(rng), "motion": box_motion()}
+    parts |= {kind: hopper(rng, sparse=kind == "sparse") for kind in ("sparse", "dense")}
     TARGET.parent.mkdir(exist_ok=True)
     whole = TARGET.with_suffix(".part.npz")
     np.savez_compressed(whole, **{f"{part}_{name}": value for part, record in parts.items() for name, value in record.items()})

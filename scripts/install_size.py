@@ -19,19 +19,8 @@ SHOWN = 8
 
 def resolve(arguments: list[str]) -> list[dict]:
     """What pip would install: its report on packages, without installing any."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--dry-run",
-        "--ignore-installed",
-        "--report",
-        "-",
-        *arguments,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    asked = ["-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--report", "-"]
+    done = subprocess.run([sys.executable, *asked, *arguments], capture_output=True, text=True)
     if done.returncode:
         sys.exit(done.stderr)
     return json.loads(done.stdout)["install"]

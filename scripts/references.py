@@ -13,6 +13,7 @@ import hashlib
 import importlib
 import io
 import json
+import multiprocessing
 import os
 import re
 import runpy
@@ -22,7 +23,6 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -257,29 +257,20 @@ def trainings(part: int, parts: int) -> Found:
 def forked(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run `python -m` with a module and its arguments in a fork of this process."""
     said = cwd / "said.txt"
-    process = os.fork()
-    if not process:
+
+    def run() -> None:
         os.chdir(cwd)
         file = os.open(said, os.O_CREAT | os.O_WRONLY)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
-        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        for number in (1, 2):
+            os.dup2(file, number)
         warnings.simplefilter("ignore")
-        status = 1
-        try:
-            sys.argv = command
-            runpy.run_module(command[0], run_name="__main__", alter_sys=True)
-            status = 0
-        except SystemExit as stop:
-            status = int(stop.code or 0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
-    status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-    return subprocess.CompletedProcess(command, status, "", said.read_text())
+        sys.argv = command
+        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    process.join()
+    return subprocess.CompletedProcess(command, process.exitcode or 0, "", said.read_text())
 
 
 def refusal(done: subprocess.CompletedProcess[str]) -> list[Any]:

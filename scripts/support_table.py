@@ -89,6 +89,8 @@ An empty cell: it means nothing there, or another door is the place for it.
 
 MARKED = re.compile(r"mark\.(supports|refuses)\(")
 
+Claim = tuple[str, str, str, str]
+"""Feature, door, where it is tested or that it is refused, and how that is known."""
 Table = dict[str, dict[str, set[str]]]
 
 
@@ -119,8 +121,19 @@ def collect(files: Iterable[Path]) -> list[pytest.Item]:
     return collected.items
 
 
-def read_markers(path: Path) -> Iterable[tuple[str, str, str]]:
-    """Feature, door and place of every marker of a file that is skipped for want of what its tests need."""
+def read_items(items: Iterable[pytest.Item]) -> Iterable[Claim]:
+    """What the markers of tests claim."""
+    for item in items:
+        where = next((place for marker, place in TARGETS.items() if item.get_closest_marker(marker)), "CI")
+        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        for marker, place in (("supports", where), ("refuses", "refused")):
+            for mark in item.iter_markers(marker):
+                note = mark.kwargs.get("why") or link(item.path)
+                yield mark.args[0].format(**parameters), mark.kwargs["door"], place, note
+
+
+def read_markers(path: Path) -> Iterable[Claim]:
+    """What the markers of a file claim that is skipped for want of what its tests need."""
     text = path.read_text()
     place = next((place for name, place in TARGETS.items() if f"\npytestmark = pytest.mark.{name}\n" in text), None)
     if place is None:
@@ -132,21 +145,14 @@ def read_markers(path: Path) -> Iterable[tuple[str, str, str]]:
             feature, door = ast.literal_eval(call.args[0]), ast.literal_eval(call.keywords[0].value)
             if "{" in feature:
                 raise SupportError(f"{feature!r} in {path} has a parameter, and the file is skipped whole: write them out.")
-            yield feature, door, place if name == "supports" else "refused"
+            yield feature, door, place if name == "supports" else "refused", link(path)
 
 
-def tabulate(items: Iterable[pytest.Item], skipped: Iterable[Path] = ()) -> Table:
-    """Feature → door → where it is tested, in the order of the tests; files that are skipped come last."""
+def tabulate(claims: Iterable[Claim]) -> Table:
+    """Feature → door → where it is tested, in the order of the claims."""
     table: Table = {}
-    for item in items:
-        where = next((place for marker, place in TARGETS.items() if item.get_closest_marker(marker)), "CI")
-        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        for marker in ("supports", "refuses"):
-            for mark in item.iter_markers(marker):
-                add(table, mark.args[0].format(**parameters), mark.kwargs["door"], where if marker == "supports" else "refused")
-    for path in skipped:
-        for feature, door, where in read_markers(path):
-            add(table, feature, door, where)
+    for feature, door, where, _ in claims:
+        add(table, feature, door, where)
     for feature, door, _ in UNTESTED:
         if door in table.get(feature, {}):
             raise SupportError(f"{feature!r} is tested through {door!r}: take it from UNTESTED.")
@@ -154,20 +160,12 @@ def tabulate(items: Iterable[pytest.Item], skipped: Iterable[Path] = ()) -> Tabl
     return table
 
 
-def explain(items: Iterable[pytest.Item], skipped: Iterable[Path] = ()) -> dict[str, str]:
+def explain(claims: Iterable[Claim]) -> dict[str, str]:
     """Feature → how it is known, in the groups that say so."""
     found: dict[str, dict[str, None]] = {}  # an ordered set for each
-    for item in items:
-        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        for marker in ("supports", "refuses"):
-            for mark in item.iter_markers(marker):
-                found.setdefault(mark.args[0].format(**parameters), {})[mark.kwargs.get("why") or link(item.path)] = None
-    for path in skipped:
-        for feature, _, _ in read_markers(path):
-            found.setdefault(feature, {})[link(path)] = None
-    for feature, _, command in UNTESTED:
-        if command:
-            found.setdefault(feature, {})[command] = None
+    untried = ((feature, command) for feature, _, command in UNTESTED if command)
+    for feature, note in (*((feature, note) for feature, _, _, note in claims), *untried):
+        found.setdefault(feature, {})[note] = None
     return {feature: ", ".join(notes) for feature, notes in found.items() if feature.startswith(EXPLAINED)}
 
 
@@ -217,7 +215,8 @@ def main(argv: list[str]) -> int:
         items = collect(files)
         found = {item.path for item in items}
         skipped = [path for path in files if path not in found]
-        text = page(tabulate(items, skipped), explain(items, skipped))
+        claims = [*read_items(items), *(claim for path in skipped for claim in read_markers(path))]
+        text = page(tabulate(claims), explain(claims))
     except SupportError as error:
         sys.stderr.write(f"{error}\n")
         return 2

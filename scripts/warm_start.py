@@ -15,9 +15,7 @@ import argparse
 import json
 import math
 import os
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -177,18 +175,13 @@ def train(
 
 def save_whole(out: Path, model: PreTrainedModel, card: dict[str, object]) -> None:
     """Write the folder under another name, then move it into place: it is there whole or not at all."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    try:
-        model.save_pretrained(folder)
-        build_tokenizer().save_pretrained(folder)  # one that was used would write down its last padding, too
-        (folder / "warm_start.json").write_text(json.dumps(card, indent=2) + "\n")
-        folder.chmod(0o755)  # temporary folders, and safetensors' files, are private otherwise
-        for path in folder.iterdir():
-            path.chmod(0o644)
-        os.replace(folder, out)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)  # gone already, unless something failed
+    beside = out.with_name(f".{out.name}-{os.getpid()}")
+    model.save_pretrained(beside)
+    build_tokenizer().save_pretrained(beside)  # one that was used would write down its last padding, too
+    (beside / "warm_start.json").write_text(json.dumps(card, indent=2) + "\n")
+    for path in beside.iterdir():
+        path.chmod(0o644)  # safetensors' files are private otherwise
+    beside.replace(out)
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:

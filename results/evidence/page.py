@@ -33,17 +33,17 @@ def count(runs: Sequence[Row], found: Sequence[Verdict]) -> str:
     )
 
 
-def verdicts(found: Sequence[Verdict], names: Sequence[str] = ()) -> str:
-    """Claims that have the seeds for a verdict in one table, all or those named; of all, also which have not."""
+def verdicts(found: Sequence[Verdict]) -> str:
+    """Claims that have the seeds for a verdict in one table, and which have not."""
     lines = []
     for one in found:
-        if one.found is not None and one.can_tell and (not names or one.claim.name in names):
+        if one.found is not None and one.can_tell:
             mean = one.found.mean
             interval = "–" if mean.low is None or mean.high is None else f"{plain(mean.low)} … {plain(mean.high)}"
             lines.append([one.claim.says, signed_points(mean.value), interval, str(one.found.seeds), f"**{one.word}**"])
     shown = markdown(("claim", "points", "95 %", "seeds", "verdict"), lines) if lines else ""
     untested = "; ".join(one.claim.says for one in found if not one.can_tell)
-    return shown if names or not untested else f"{shown}\nNamed before any run, and not tested yet: {untested}.\n"
+    return shown if not untested else f"{shown}\nNamed before any run, and not tested yet: {untested}.\n"
 
 
 def front(found: Sequence[Verdict]) -> str:

@@ -51,7 +51,7 @@ def test_golden_notes(script: ModuleType, request: pytest.FixtureRequest) -> Non
     request.node.add_marker(pytest.mark.supports("scale: FSDP2", door="TRL"))
     request.node.add_marker(pytest.mark.refuses("scale: rings", door="TRL", why="there are none"))
     request.node.add_marker(pytest.mark.supports("objective: troll", door="TRL"))
-    notes = script.explain([request.node])
+    notes = script.explain(script.read_items([request.node]))
     assert notes["scale: FSDP2"] == "[test_support_page.py](../tests/docs/test_support_page.py)"
     assert notes["scale: rings"] == "there are none"
     assert "objective: troll" not in notes
@@ -81,10 +81,11 @@ def test_what_is_tested_is_not_untested(script: ModuleType, request: pytest.Fixt
     feature, door, _ = script.UNTESTED[0]
     request.node.add_marker(pytest.mark.supports(feature, door=door))
     with pytest.raises(script.SupportError, match="take it from UNTESTED"):
-        script.tabulate([request.node])
+        script.tabulate(script.read_items([request.node]))
 
 
-def test_a_file_that_is_skipped_whole_is_read(script: ModuleType, tmp_path: Path) -> None:
+def test_a_file_that_is_skipped_whole_is_read(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script, "ROOT", tmp_path)
     path = tmp_path / "test_other.py"
     text = """
 pytestmark = pytest.mark.verl
@@ -93,12 +94,13 @@ pytestmark = pytest.mark.verl
 def test_x(): ...
 """
     path.write_text(text.format("supports"))
-    assert list(script.read_markers(path)) == [("scale: rays", "verl", "`make test-verl`")]
+    claim = ("scale: rays", "verl", "`make test-verl`", "[test_other.py](../test_other.py)")
+    assert list(script.read_markers(path)) == [claim]
     path.write_text(text.format("refuses"))
-    assert script.tabulate([], [path])["scale: rays"] == {"verl": {"refused"}}
+    assert script.tabulate(script.read_markers(path))["scale: rays"] == {"verl": {"refused"}}
     path.write_text(text.format("supports").replace("rays", "{what}"))
     with pytest.raises(script.SupportError, match="write them out"):
-        script.tabulate([], [path])
+        script.tabulate(script.read_markers(path))
     path.write_text(text.format("supports").replace("pytestmark = pytest.mark.verl", ""))
     with pytest.raises(script.SupportError, match="its pytestmark names no target"):
-        script.tabulate([], [path])
+        script.tabulate(script.read_markers(path))

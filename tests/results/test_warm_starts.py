@@ -5,11 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from start_that_learns import CANDIDATES, tasks_of
 from warm_start import FAMILIES, build, main
 
 from corral.lab.models.load import load_model
-from corral.lab.tasks import verify_all
 from results.plans import FAMILIES as PLANNED
 from results.plans import PLANS
 
@@ -43,21 +41,3 @@ def test_the_plan_of_starts_uses_what_the_command_makes() -> None:
     assert set(PLANNED) | {"llama"} == set(FAMILIES)
     folders = {Path(spec.model) for spec in PLANS["a-starts"]()}
     assert {folder.name for folder in folders} == {"llama-1", "llama-2", "llama-3", *(f"{name}-1" for name in PLANNED)}
-
-
-@pytest.mark.parametrize("name", CANDIDATES)
-def test_a_start_that_learns_is_shown_right_answers(name: str, tmp_path: Path) -> None:
-    task, shown = tasks_of(CANDIDATES[name], tmp_path, unsafe=True)
-    prompts, answers = zip(*shown.demonstrations(20, 0)[:20], strict=True)
-    if name == "functions":  # no demonstrated sentence is asked
-        assert not set(prompts) & {*task.train_prompts(2000, 0), *task.held_out_prompts(1000, 0)}
-    else:
-        assert verify_all(task, prompts, answers) == [1.0] * 20
-    asked = task.train_prompts(50, 0)
-    assert all(len(prompt) < 64 and prompt.endswith("\n" if name == "functions" else ":") for prompt in asked)
-
-
-def test_the_start_of_unseen_numbers_is_asked_for_numbers_that_it_never_saw() -> None:
-    task, shown = tasks_of(CANDIDATES["unseen"], Path(), unsafe=False)
-    largest = [max(max(one.parse_prompt(prompt)[0]) for prompt in one.train_prompts(200, 0)) for one in (shown, task)]
-    assert largest == [12, 19]
