@@ -448,11 +448,11 @@ BAD = {
     "it is empty": {"old": {}},
     "'y' is none of them": {"old": {"y": torch.zeros(1)}},
     "another shape": {"old": {"x": torch.zeros(2)}},
-    "`bound` is a divergence > 0, inf to measure alone; got 0": {"bound": 0},
-    "`bound` is a divergence > 0, inf to measure alone; got nan": {"bound": math.nan},
+    "`bound` is a divergence and must be > 0 (inf measures alone); got 0": {"bound": 0},
+    "`bound` is a divergence and must be > 0 (inf measures alone); got nan": {"bound": math.nan},
     "`statistic` is one of mean, p999, cvar, max; got 'median'": {"statistic": "median"},
     "`max_probes` is a whole number ≥ 1; got 0": {"max_probes": 0},
-    "`rounding` is a divergence ≥ 0 and finite; got inf": {"rounding": math.inf},
+    "`rounding` is a divergence and must be finite and ≥ 0; got inf": {"rounding": math.inf},
 }
 
 

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from corral.validate import number_in
+from corral.validate import number_in, require
 
 
 class RateController:
@@ -20,11 +20,10 @@ class RateController:
     """
 
     def __init__(self, *, power: float = 0.35, low: float = 0.25, high: float = 1.5) -> None:
-        if not (number_in(power, 0, 1) and 0 < power < 1):
-            raise ValueError(f"RateController: `power` lies in (0, 1), from ½ upwards it overshoots; got {power!r}.")
-        if not (number_in(low, 0, 1) and low > 0 and number_in(high, 1) and high < math.inf):
-            raise ValueError(f"RateController: 0 < `low` ≤ 1 ≤ `high`, both finite; got {low!r} and {high!r}.")
         self.power, self.low, self.high = power, low, high
+        require(self, "power", above=0, below=1, note="from ½ upwards it overshoots")
+        require(self, "low", above=0, at_most=1)
+        require(self, "high", at_least=1, finite=True)
         self.scale = 1.0
         """Current factor on the initial learning rate."""
 

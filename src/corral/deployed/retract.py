@@ -5,13 +5,15 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from corral.deployed.statistics import STATISTICS, BatchKL, TokenKL
-from corral.validate import number_in
+from corral.validate import require
 
 logger = logging.getLogger(__name__)
 
@@ -146,8 +148,12 @@ def retract(
         _place(module, old, new, share)
         tried.append(_Probe.of(share, probe(), statistic))
         share = _next_share(tried, bound, last=len(tried) == max_probes - 1)
-    if statistic == "p999" and not measures:
-        _warn_of_few(first.kl.tokens)
+    if statistic == "p999" and not measures and first.kl.tokens < FEW and statistic not in _told:
+        _told.add(statistic)
+        logger.warning(
+            "retract: the 99.9th percentile of %d tokens is one of their five largest KLs, and noisy. Measure %d or more, or "
+            "hold the mean.", first.kl.tokens, FEW,
+        )  # fmt: skip
     kept = max((one for one in tried if measures or one.value <= bound), key=lambda one: one.share, default=None)
     if kept is None:
         _place(module, old, new, 0.0)
@@ -211,15 +217,6 @@ def _next_share(tried: list[_Probe], bound: float, *, last: bool) -> float | Non
     return guess if guess > LEAST else None
 
 
-def _warn_of_few(tokens: int) -> None:
-    if tokens < FEW and "p999" not in _told:
-        _told.add("p999")
-        logger.warning(
-            "retract: the 99.9th percentile of %d tokens is one of their five largest KLs, and noisy. Measure %d or more, or "
-            "hold the mean.", tokens, FEW,
-        )  # fmt: skip
-
-
 def restore(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Write the weights and buffers of a `snapshot` back into the module, bit for bit."""
     _place(module, weights, {}, 0.0)
@@ -279,11 +276,9 @@ def _check(
             f"parameters in all). Take `old` from `snapshot(module)` before the updates. Freeze what is no part of the policy "
             f"(requires_grad_(False)), or leave it out of `module`."
         )
-    if not number_in(bound, 0) or bound == 0:
-        raise ValueError(f"retract: `bound` is a divergence > 0, inf to measure alone; got {bound!r}.")
-    if statistic not in STATISTICS:
-        raise ValueError(f"retract: `statistic` is one of {', '.join(STATISTICS)}; got {statistic!r}.")
-    if type(max_probes) is not int or max_probes < 1:
-        raise ValueError(f"retract: `max_probes` is a whole number ≥ 1; got {max_probes!r}.")
-    if not number_in(rounding, 0) or rounding == math.inf:
-        raise ValueError(f"retract: `rounding` is a divergence ≥ 0 and finite; got {rounding!r}.")
+    given = SimpleNamespace(bound=bound, statistic=statistic, max_probes=max_probes, rounding=rounding)
+    check = partial(require, given, name="retract")
+    check("bound", above=0, what="a divergence", note="inf measures alone")
+    check("statistic", one_of=STATISTICS)
+    check("max_probes", at_least=1, integer=True)
+    check("rounding", at_least=0, finite=True, what="a divergence")
