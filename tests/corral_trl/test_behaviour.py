@@ -13,8 +13,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import GenerationMixin
 
 from corral.support import gather_support
-from corral.trl.behaviour import Behaviour
-from corral.trl.old_policy import OldPolicy
+from corral.trl.old_policy import Behaviour, OldPolicy
 from corral.trl.scoring import SupportRequest
 from device import DEVICE
 from tolerance import assert_close

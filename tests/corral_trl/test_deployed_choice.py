@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
-from corral.lab.jobs.llm.trainer import RunTrainer
 from corral.trl import deployed as deployed_probe
 from corral.trl.api import FUSED
 from tolerance import assert_close
@@ -133,12 +132,8 @@ def test_golden_5000_tokens_are_measured_where_that_is_cheap(tmp_path, given, pa
 )
 def test_golden_held_out_completions_are_about_as_many(processes, length, held_out, draws):
     # 3,072 tokens or eight completions over all processes, and no more than there are.
-    trainer = SimpleNamespace(
-        accelerator=SimpleNamespace(num_processes=processes),
-        max_completion_length=length,
-        parts=SimpleNamespace(held_out=[""] * held_out),
-    )
-    assert RunTrainer._draws_to_certify.fget(trainer) == draws
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(num_processes=processes))
+    assert deployed_probe.DeployedProbe(trainer).count_held_out(held_out, length) == draws
 
 
 class Before(TrainerCallback):

@@ -9,8 +9,8 @@ import torch
 from tiny_models import dense_logp, make_trainer, measured, nudge, rollouts
 
 from corral.tensors import TokenBatch
-from corral.trl import policy_term as ledger
-from corral.trl.policy_term import Ledger, ratio_sums
+from corral.trl import ledger
+from corral.trl.ledger import Ledger, ratio_sums
 
 NAN = math.nan
 

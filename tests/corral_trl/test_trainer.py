@@ -55,7 +55,7 @@ from corral.objective.projections import troll
 from corral.objective.ratio import credit, log_ratio, zero_padding
 from corral.tensors import ObjectiveOutput
 from corral.trl.api import FUSED, REDUCTIONS
-from corral.trl.scoring import FusedHead, PolicyHead, ScoringPass, SupportRequest
+from corral.trl.scoring import PolicyHead, ScoringPass, SupportRequest
 from corral.validate import RewardError
 from device import DEVICE, drawing_on_the_cpu
 from policy_objectives import POLICY_OBJECTIVES
@@ -68,7 +68,7 @@ UNBOUNDED = {"objective_config": {"bound": float("inf"), "regression": 0.0}}
 @pytest.fixture(autouse=True)
 def nothing_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU a sparse backward pass may leave out a small share of a token's gradient; here it leaves out none."""
-    monkeypatch.setattr("corral.trl.policy_term.TOLERANCE", 0.0)
+    monkeypatch.setattr("corral.trl.trainer.TOLERANCE", 0.0)
 
 
 def stock(tmp: Path, *, model: Any = None, trainer_kwargs: dict[str, Any] | None = None, **given: Any) -> GRPOTrainer:
@@ -475,11 +475,11 @@ class TestParity:
     def test_half_precision_is_for_products_alone(self) -> None:
         hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
         tokens, scored = torch.arange(5), torch.ones(1, 5, dtype=torch.bool)
-        scoring = ScoringPass(support=SupportRequest(top_k=4), tokens=5)
-        head = FusedHead(scoring, PolicyHead([], 0.7, SupportRequest(), union=False))
-        head.scored = scored
+        scoring = ScoringPass(support=SupportRequest(top_k=4))
+        scoring.begin(PolicyHead([], 0.7, SupportRequest(), union=False), scored)
+        scoring.scored = scored
         with torch.autocast("cpu", torch.bfloat16):
-            logp, entropy, *_ = head.apply(hidden, weight, None, tokens, 0.7, 32768, None, 1.0, ("log_probs", "entropy"))
+            logp, entropy, *_ = scoring.apply(hidden, weight, None, tokens, 0.7, 32768, None, 1.0, ("log_probs", "entropy"))
         rounded = hidden.bfloat16().float() @ weight.bfloat16().float().T
         expected = (rounded / 0.7).log_softmax(-1)
         assert_close(logp, logp_of(expected, tokens))

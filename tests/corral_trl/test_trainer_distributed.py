@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import corral.trl.policy_term
+import corral.trl.trainer
 from corral import group_advantages
 from corral.llm import CorralTrainer
 from corral.trl import scoring as policy_head
@@ -67,8 +67,8 @@ def kernels() -> Iterator[None]:
         fused = partial(policy_head.policy_loss_from_hidden, impl="triton", exact=True)
         patch.setattr(policy_head, "lm_head", partial(policy_head.lm_head, impl="triton"))
         patch.setattr(policy_head, "policy_loss_from_hidden", fused)
-        patch.setattr(corral.trl.policy_term, "batch_loss", partial(corral.trl.policy_term.batch_loss, kernels=True))
-        patch.setattr(corral.trl.policy_term, "TOLERANCE", 0.0)
+        patch.setattr(corral.trl.trainer, "batch_loss", partial(corral.trl.trainer.batch_loss, kernels=True))
+        patch.setattr(corral.trl.trainer, "TOLERANCE", 0.0)
         yield
 
 

@@ -161,7 +161,7 @@ class TestTriton:
         trainer.model.lm_head.weight.requires_grad_(not frozen)
         results = {}
         # On a GPU so small a vocabulary would take the torch path throughout.
-        monkeypatch.setattr(corral.trl.scoring.FusedHead, "one_implementation", lambda *_: {})
+        monkeypatch.setattr(corral.trl.scoring.PolicyHead, "one_implementation", lambda *_: {})
         fused = corral.trl.scoring.policy_loss_from_hidden
         for impl in ("torch", "triton"):
             monkeypatch.setattr(corral.trl.scoring, "policy_loss_from_hidden", functools.partial(fused, impl=impl))

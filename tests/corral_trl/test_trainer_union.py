@@ -7,14 +7,24 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from tiny_models import VOCABULARY, Spy, dense_logp, make_trainer, measured, nudge, prompts, rollouts, tiny_model
+from tiny_models import (
+    VOCABULARY,
+    Spy,
+    dense_logp,
+    make_trainer,
+    measured,
+    nudge,
+    prompts,
+    rollouts,
+    tiny_model,
+    without_fused_loss,
+)
 
 import corral.trl.trainer
 from corral import gather_support
 from corral.llm import CorralConfig
 from corral.trl import scoring as policy_head
 from corral.trl.api import FUSED
-from corral.trl.old_policy import OldPolicy
 from tolerance import ROUNDING, assert_close
 
 pytestmark = pytest.mark.skipif(not FUSED, reason="this TRL computes all logits")
@@ -66,9 +76,9 @@ def test_the_head_takes_the_loss_on_the_union_itself(tmp_path: Path, objective: 
     gradients, calls, inner = [], [], policy_head.policy_loss_from_hidden
     monkeypatch.setattr(policy_head, "policy_loss_from_hidden", lambda *args, **how: calls.append(how) or inner(*args, **how))
     for together in (True, False):
-        if not together:
-            monkeypatch.setattr(OldPolicy, "union_support", lambda *_: None)
         trainer = make_trainer(tmp_path, objective, **CUT_OFF)
+        if not together:
+            without_fused_loss(trainer)
         inputs = rollouts(trainer)[1]
         nudge(trainer.model, 0.6)
         loss = trainer.compute_loss(trainer.model, inputs)

@@ -78,8 +78,8 @@ def test_an_update_waits_less_often_than_trls(
     mine, theirs = waits_of(trainer, inputs), waits_of(stock(tmp_path), inputs)
     assert mine.places.total() < theirs.places.total()
     assert mine.places.total() <= UPDATE, mine.places
-    own = {place for place in mine.places if place.startswith(("trainer.py", "scoring.py", "policy_term.py", "packed.py"))}
-    assert own <= {"policy_term.py: line"}, "metrics are read once, when they are logged"
+    own = {place for place in mine.places if place.startswith(("trainer.py", "scoring.py", "ledger.py", "packed.py"))}
+    assert own <= {"ledger.py: line"}, "metrics are read once, when they are logged"
     assert measured(trainer)["entropy"] == [pytest.approx(measured_of_trl(tmp_path, inputs), rel=1e-4)]
 
 

@@ -124,8 +124,9 @@ CONTRACT = {
 """Requirements on the newest tested release. Older releases may differ, and are covered by the version tests."""
 
 
-def breaches(contract: Mapping[str, Clause] = CONTRACT) -> list[str]:
+def breaches(contract: Mapping[str, Clause] | None = None) -> list[str]:
     """List the ways in which the installed TRL and transformers violate corral's assumptions, each as half a sentence."""
+    contract = CONTRACT if contract is None else contract
     return [f"{place} {what}" for place, clause in contract.items() for what in _breaches(place, clause)]
 
 

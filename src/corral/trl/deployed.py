@@ -32,7 +32,7 @@ from corral.head.torch.head_kl import head_kl_both_ways
 from corral.numerics import drop_gradients, gradient_state
 from corral.trl.api import FUSED, steps_per_batch, updates_per_step
 from corral.trl.callbacks import on_any_process
-from corral.trl.policy_term import Ledger
+from corral.trl.ledger import Ledger
 from corral.trl.scoring import HeadInputs, ScoringPass
 
 if TYPE_CHECKING:
@@ -69,8 +69,7 @@ class _Step:
 
     old: dict[str, Tensor]
     factors: list[float] = field(default_factory=list)
-    """Factor of the schedule on the peak learning rate, for each update."""
-    updates: int = 0
+    """Factor of the schedule on the peak learning rate, for each update so far."""
 
 
 class DeployedCallback(TrainerCallback):
@@ -158,27 +157,22 @@ class DeployedCallback(TrainerCallback):
             self._step = _Step(snapshot(self.trainer.model))
             if self.searches:
                 self._find_rate(self._step.old)
-        if self.holds:
-            scheduler = schedule_of(self.trainer)
-            peak = scheduler.base_lrs[0]
-            self._step.factors.append(scheduler.optimizer.param_groups[0]["lr"] / peak if peak > 0 else 0.0)
 
     def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Called after an update: counts it."""
+        """Called after an update, before the schedule goes on: records the update."""
         if self._step is not None:
-            self._step.updates += 1
+            self._step.factors.append(schedule_factor(schedule_of(self.trainer)) if self.holds else 1.0)
 
     def _find_rate(self, old: dict[str, Tensor]) -> None:
         """Find a learning rate that moves the network by several bounds in this step; postponed if the step has no gradient."""
         trainer, scheduler = self.trainer, schedule_of(self.trainer)
         trainer.draw_ahead()
-        aim = (START if trainer.args.num_iterations == 1 else PASSES_START) * self.bound
-        search = RateSearch(trainer, self.probe, old, self.per_step, self.per_pass, self.bound, aim)
+        search = RateSearch(self, old)
         found = search.find()
         if found is None:
-            update = trainer.state.global_step + 1
             logger.info(
-                "Update %d: no completion of this batch has a gradient, so the next one gives the learning rate.", update
+                "Update %d: no completion of this batch has a gradient, so the next one gives the learning rate.",
+                trainer.state.global_step + 1,
             )
             return
         self.searches, start = False, scheduler.optimizer.param_groups[0]["initial_lr"]
@@ -214,7 +208,7 @@ class DeployedCallback(TrainerCallback):
     @property
     def is_inside_step(self) -> bool:
         """True inside a step whose updates have moved the network, before it is bounded."""
-        return self._step is not None and self._step.updates > 0
+        return self._step is not None and bool(self._step.factors)
 
     def finish(self) -> None:
         """Finish the run: inside a step, measure and bound the network as at the step's end."""
@@ -243,7 +237,7 @@ class DeployedCallback(TrainerCallback):
         """
         if self._step is None:
             return
-        if not self._step.updates:
+        if not self._step.factors:
             if self.holds:
                 restore(self.trainer.model, self._step.old)  # an update may be half done
         elif self.trainer.accelerator.num_processes > 1:
@@ -298,7 +292,7 @@ class DeployedCallback(TrainerCallback):
         for name, value in certificate.metrics().items():
             metrics[name].append(value)
         if self.per_pass < self.per_step:
-            metrics["tr/passes"].append(step.updates / self.per_pass)
+            metrics["tr/passes"].append(len(step.factors) / self.per_pass)
 
     def _go_back(self, old: dict[str, Tensor], why: str) -> None:
         """Restore the weights from before the step if the network has a bound and cannot be measured, and log the reason."""
@@ -359,6 +353,12 @@ def schedule_of(trainer: "CorralTrainer") -> Any:
     return getattr(scheduler, "scheduler", scheduler)
 
 
+def schedule_factor(scheduler: LambdaLR) -> float:
+    """Factor of the schedule on the peak learning rate in the next update."""
+    rate, peak = scheduler.optimizer.param_groups[0]["lr"], scheduler.base_lrs[0]
+    return float(rate / peak) if peak > 0 else 0.0
+
+
 def _check_surroundings(trainer: "CorralTrainer") -> None:
     """Refuse setups that store the weights elsewhere, where a retraction would be undone or incomplete."""
     if not FUSED:
@@ -389,15 +389,6 @@ GOLDEN = 0.618034
 """Golden ratio: the fractional parts of its multiples are evenly spread, for any number of them."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Scored:
-    """Hidden states and head of a network on the unmasked tokens of some completions."""
-
-    hidden: Float[Tensor, "N H"]
-    logp: Float[Tensor, " N"]
-    head: HeadInputs
-
-
 @dataclass(eq=False)
 class _Rollouts:
     """Some completions of a batch, in TRL's format for scoring."""
@@ -408,8 +399,8 @@ class _Rollouts:
     """Attention mask of `ids`."""
     live: Bool[Tensor, "b T"]
     """True at completion tokens that the network sampled."""
-    old: _Scored | None
-    """Results under the weights at the start of the step, if TRL's old-policy pass was made with them."""
+    old: tuple[Float[Tensor, "N H"], Float[Tensor, " N"]] | None = None
+    """Hidden states and log-probs of the unmasked tokens under the weights at the start of the step, once they are known."""
 
 
 class DeployedProbe:
@@ -491,15 +482,16 @@ class DeployedProbe:
             )
         mask = batch["completion_mask"].bool()
         live = mask & batch["tool_mask"].bool() if "tool_mask" in batch else mask
-        kept, old = None if scoring.drew_random else scoring.hidden(), None
+        kept = None if scoring.drew_random else scoring.hidden()
         chosen = self.choose(live, passes=2 if kept is None else 1) if scoring.chosen is None else scoring.chosen
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
         seen = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+        some = _Rollouts(ids[chosen], seen[chosen], live[chosen])
         if kept is not None:
             wanted = (live & chosen[:, None]).flatten()
             self._head = self._head or kept.head.freeze()
-            old = _Scored(kept.states[wanted[kept.places]], batch["old_per_token_logps"].flatten()[wanted], self._head)
-        self._rollouts.append(_Rollouts(ids[chosen], seen[chosen], live[chosen], old))
+            some.old = kept.states[wanted[kept.places]], batch["old_per_token_logps"].flatten()[wanted]
+        self._rollouts.append(some)
 
     def prepare(self, old: dict[str, Tensor]) -> bool:
         """Score the old network if it is not scored yet, after the step's updates; False if there is no token."""
@@ -507,11 +499,16 @@ class DeployedProbe:
         if missing:
             with _weights_of(self.trainer.model, old):
                 for some in missing:
-                    found = self._score(some)
-                    self._head = self._head or found.head.freeze()
-                    some.old = replace(found, head=self._head)
+                    hidden, logp, head = self._score(some)
+                    self._head = self._head or head.freeze()
+                    some.old = hidden, logp
         count = torch.tensor(float(sum(int(some.live.sum()) for some in self._rollouts)))
         return bool(self.trainer.accelerator.reduce(count.to(self.trainer.accelerator.device)) > 0)
+
+    def count_held_out(self, available: int, longest: int) -> int:
+        """Held-out completions per process for `measure_on`: about TOKENS tokens or COMPLETIONS completions in all."""
+        processes = self.trainer.accelerator.num_processes
+        return min(available // processes, max(math.ceil(COMPLETIONS / processes), TOKENS // (processes * longest)))
 
     def measure_on(self, rows: list[tuple[list[int], list[int]]], old: dict[str, Tensor]) -> BatchKL:
         """Measure on other tokens than the step's, given as token ids of prompts and completions."""
@@ -520,29 +517,30 @@ class DeployedProbe:
         ids = [[0] * (before - len(a)) + a + b + [0] * (after - len(b)) for a, b in rows]
         seen = [[0] * (before - len(a)) + [1] * (len(a) + len(b)) + [0] * (after - len(b)) for a, b in rows]
         mask = torch.tensor(seen, device=self.trainer.accelerator.device)
-        some = _Rollouts(torch.tensor(ids, device=mask.device), mask, mask[:, before:].bool(), None)
+        some = _Rollouts(torch.tensor(ids, device=mask.device), mask, mask[:, before:].bool())
         with _weights_of(self.trainer.model, old):
-            found = self._score(some)
-            some.old = replace(found, head=found.head.freeze())
-        return self._kl([some])
+            hidden, logp, head = self._score(some)
+            some.old, head = (hidden, logp), head.freeze()
+        return self._kl([some], head)
 
     def measure(self) -> BatchKL:
         """Measure on the step's rollouts."""
-        return self._kl(self._rollouts)
+        assert self._head is not None
+        return self._kl(self._rollouts, self._head)
 
-    def _kl(self, rollouts: list[_Rollouts]) -> BatchKL:
+    def _kl(self, rollouts: list[_Rollouts], old_head: HeadInputs) -> BatchKL:
         """KL between the current network and the old network, whose hidden states are stored; on all processes."""
         parts, sequences = [], 0
         for some in rollouts:
-            new, old = self._score(some), some.old
-            assert old is not None
+            assert some.old is not None
+            (new_hidden, new_logp, head), (old_hidden, old_logp) = self._score(some), some.old
             kl = head_kl_both_ways(
-                new.hidden, new.head.weight, old.hidden, old.head.weight,
-                bias_new=new.head.bias, bias_old=old.head.bias, **vars(new.head.spec),
+                new_hidden, head.weight, old_hidden, old_head.weight,
+                bias_new=head.bias, bias_old=old_head.bias, **vars(head.spec),
             )  # fmt: skip
             sequence = some.live.nonzero()[:, 0] + sequences
             sequences += len(some.live)
-            parts.append(torch.stack([x.double() for x in (*kl, sequence, new.logp - old.logp)], -1))
+            parts.append(torch.stack([x.double() for x in (*kl, sequence, new_logp - old_logp)], -1))
         found, accelerator = torch.cat(parts), self.trainer.accelerator
         if accelerator.num_processes > 1:  # the same tokens in the same order everywhere, so that all processes decide alike
             found[:, 2] += accelerator.process_index * 2**32  # sequences of this process alone; exact in float64
@@ -551,15 +549,15 @@ class DeployedProbe:
         new_old, old_new, sequence, log_ratio = found.unbind(-1)
         return BatchKL(new_old=new_old, old_new=old_new, sequence=sequence.long(), log_ratio=log_ratio)
 
-    def _score(self, some: _Rollouts) -> _Scored:
-        """Score the current network on the unmasked tokens, in an ordinary scoring pass."""
+    def _score(self, some: _Rollouts) -> tuple[Float[Tensor, "N H"], Float[Tensor, " N"], HeadInputs]:
+        """Hidden states, log-probs and head of the current network on the unmasked tokens, from an ordinary scoring pass."""
         trainer, scoring = self.trainer, ScoringPass(keep_hidden=True)
         width, size = some.live.shape[1], trainer.args.per_device_train_batch_size
         with trainer.policy_head.expect(scoring):
             logp = trainer._get_per_token_logps_and_entropies(trainer.model, some.ids, some.seen, width, size)[0]
         if (kept := scoring.hidden()) is None:
             raise RuntimeError("CorralTrainer: TRL's scoring pass showed no hidden states. Has it changed? Please report it.")
-        return _Scored(kept.states[some.live.flatten()[kept.places]], logp[some.live], kept.head)
+        return kept.states[some.live.flatten()[kept.places]], logp[some.live], kept.head
 
 
 @contextmanager
@@ -643,25 +641,21 @@ class RateSearch:
     are drawn once. Callbacks do not run. Every process tries the same rates, because every KL is of all processes.
     """
 
-    trainer: "CorralTrainer"
-    probe: DeployedProbe
+    deployed: DeployedCallback
     old: dict[str, Tensor]
     """Weights at the start of the step."""
-    updates: int
-    """Number of updates in a step; the probe measures after every `per_pass` of them."""
-    per_pass: int
-    bound: float
-    """Bound δ at the peak of the schedule."""
-    aim: float
-    """Intended mean KL of a step at the schedule's peak. During warm-up the aim is lower, like the bound."""
     tried: list[Trial] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.trainer, self.scheduler = self.deployed.trainer, schedule_of(self.deployed.trainer)
+        self.aim = (START if self.trainer.args.num_iterations == 1 else PASSES_START) * self.deployed.bound
+        """Intended mean KL of a step at the schedule's peak. During warm-up the aim is lower, like the bound."""
 
     def find(self) -> Trial | None:
         """Find the trial to keep.
 
         None if any rate would do, since the rollouts have no gradient or no token to measure.
         """
-        self.scheduler: LambdaLR = schedule_of(self.trainer)
         scale: float | None = 1.0
         while scale is not None:
             with self._undone():
@@ -678,23 +672,23 @@ class RateSearch:
 
     def _try(self, scale: float) -> Trial | None:
         """Run one trial and scale its KL to the schedule's peak; None if nothing would move at any rate."""
-        trainer, factors, learns = self.trainer, list[float](), False
-        for update in range(1, self.updates + 1):
-            factors.append(self.scheduler.optimizer.param_groups[0]["lr"] / self.scheduler.base_lrs[0])
+        deployed, factors, learns = self.deployed, list[float](), False
+        for update in range(1, deployed.per_step + 1):
+            factors.append(schedule_factor(self.scheduler))
             learns |= self._update()
-            if update % self.per_pass:
+            if update % deployed.per_pass:
                 continue
             factor = sum(factors) / len(factors)
             if not learns or factor == 0:
                 return None
-            with preserve_state(trainer.model):
-                if not self.probe.prepare(self.old):
+            with preserve_state(self.trainer.model):
+                if not deployed.probe.prepare(self.old):
                     return None
-                found = self.probe.measure()
+                found = deployed.probe.measure()
             moved = TokenKL.of(found).mean / factor**2  # near the old weights a KL grows as the square of the rate
-            if update == self.updates:
+            if update == deployed.per_step:
                 return Trial(scale, moved)
-            if not _worth_another(found, self.bound * factor**2):
+            if not _worth_another(found, deployed.bound * factor**2):
                 # A batch that is left because its ratios are spread is no reason for a larger rate.
                 return Trial(scale, max(moved, self.aim))
         raise AssertionError("a step ends with a pass")
@@ -740,11 +734,7 @@ class RateSearch:
                 undo.callback(accelerator.scaler.load_state_dict, accelerator.scaler.state_dict())
             undo.callback(accelerator.gradient_state._set_sync_gradients, accelerator.sync_gradients)
             undo.callback(self.scheduler.load_state_dict, copy.deepcopy(self.scheduler.state_dict()))
-            for group in optimizer.param_groups:
-                others = {name: copy.deepcopy(x) for name, x in group.items() if name != "params"}
-                undo.callback(_reset, group, others | {"params": group["params"]})
-            moments = {weight: copy.deepcopy(state) for weight, state in optimizer.state.items()}
-            undo.callback(_reset, optimizer.state, moments)
+            undo.callback(optimizer.load_state_dict, copy.deepcopy(optimizer.state_dict()))
             for buffer in trainer.model.buffers():
                 undo.callback(buffer.data.copy_, buffer.clone())
             undo.callback(restore, trainer.model, self.old)

@@ -1,22 +1,24 @@
 """Old policy of a batch of rollouts: recomputed by the trainer, or reported by the sampler."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from corral.head.packed import Packing
-from corral.head.union import UnionSupport, gather_logp
+from corral.head.union import UnionSupport
 from corral.numerics import logsumexp
-from corral.support import extend_support
+from corral.support import extend_support, top_k_support
 from corral.tensors import SparseDist
 from corral.trl.processes import base_model, vocabulary_size
-from corral.trl.scoring import HeadInputs, ScoringPass
+from corral.trl.scoring import HeadInputs, ScoringPass, SupportRequest
 
 if TYPE_CHECKING:
     from corral.trl.trainer import CorralTrainer
@@ -38,7 +40,8 @@ class OldPolicy:
     probability 1e-12 under the old policy, and nothing is kept.
     """
 
-    support_mass: float
+    request: SupportRequest
+    """Support that is stored of the old policy, and that the new policy brings to a union."""
     fill: float | None
     head: HeadInputs | None = None
     hidden: Float[Tensor, "M H"] | None = None
@@ -53,7 +56,8 @@ class OldPolicy:
             return
         where = kept.places
         self.head = kept.head.freeze()
-        cut_off = dist.rest.flatten()[where] > math.log1p(-self.support_mass) if self.support_mass < 1 else where >= 0
+        mass = self.request.mass
+        cut_off = dist.rest.flatten()[where] > math.log1p(-mass) if mass < 1 else where >= 0
         self.hidden = kept.states[cut_off]
         row = torch.full((dist.rest.numel(),), -1, device=where.device)
         row[where[cut_off]] = torch.arange(len(self.hidden), device=where.device)
@@ -72,12 +76,13 @@ class OldPolicy:
         ids, logp, rest = (inputs[key] for key in _KEYS[:3])
         return SparseDist(ids, logp, rest, inputs.get(_KEYS[3]))  # a sampler does not report the last
 
-    def union_support(self, inputs: dict[str, Any], top_k: int, mass: float) -> UnionSupport | None:
+    def union_support(self, inputs: dict[str, Any]) -> UnionSupport | None:
         """Request for the loss on the union of supports; None if the old head was not stored."""
         if self.head is None or self.hidden is None or _ROW not in inputs:
             return None
-        head, place = self.head, inputs[_ROW]
-        return UnionSupport(top_k=top_k, mass=mass, hidden=self.hidden, weight=head.weight, bias=head.bias, place=place)
+        head, (top_k, mass) = self.head, (self.request.top_k, self.request.mass)
+        assert top_k is not None
+        return UnionSupport(top_k=top_k, mass=mass, hidden=self.hidden, weight=head.weight, bias=head.bias, place=inputs[_ROW])
 
     def union(self, inputs: dict[str, Any], new: SparseDist, mask: Bool[Tensor, "B T"]) -> tuple[SparseDist, SparseDist]:
         """Both policies on the union of their supports, where `new` has it; the old policy's tokens come first.
@@ -88,33 +93,18 @@ class OldPolicy:
         assert old is not None
         slots = max(1, int((torch.where(mask[..., None], new.ids, -1) >= 0).sum(-1).max()))
         slots = max(slots, old.ids.shape[-1])
-        members = (old.ids >= 0).sum(-1)
-        place = torch.arange(slots, device=new.ids.device)
         ids, logp, rest = new.ids[..., :slots].long(), new.logp[..., :slots], new.rest
-        brought = (place >= members[..., None]) & (ids >= 0)
-        if self.fill is None:
-            dropped = brought & (inputs[_ROW] < 0)[..., None]
-            rest = logsumexp(torch.cat([rest[..., None], torch.where(dropped, logp, -torch.inf)], -1))
-            ids, logp = torch.where(dropped, -1, ids), torch.where(dropped, -torch.inf, logp)
-            brought = brought & ~dropped
-        most = max(1, int(brought.sum(-1).max()))
-        others = (members[..., None] + torch.arange(most, device=ids.device)).clamp(max=slots - 1)
-        others = torch.where(torch.arange(most, device=ids.device) < brought.sum(-1, keepdim=True), ids.gather(-1, others), -1)
-        return SparseDist(ids, logp, rest, new.rest_max), extend_support(old, ids, self._score(inputs, others))
-
-    def _score(self, inputs: dict[str, Any], ids: Int[Tensor, "B T M"]) -> Float[Tensor, "B T M"]:
-        """Old policy's log-probs of some tokens [B T M]; −inf at padding, and where no hidden state was stored."""
         if self.fill is not None:
-            return torch.full(ids.shape, math.log(self.fill), device=ids.device)
+            filled = extend_support(old, ids, torch.full(ids.shape, math.log(self.fill), device=ids.device))
+            return SparseDist(ids, logp, rest, new.rest_max), filled
+        union = self.union_support(inputs)
+        assert union is not None
         assert self.head is not None
-        assert self.hidden is not None
-        row, out = inputs[_ROW], torch.full(ids.shape, -torch.inf, device=ids.device)
-        wanted = (row >= 0) & (ids >= 0).any(-1)
-        if bool(wanted.any()):
-            tokens, logp = (inputs[key][..., 0][wanted] for key in _KEYS[:2])  # slot 0 is the sampled token
-            head, hidden = self.head, self.hidden[row[wanted]]
-            out[wanted] = gather_logp(hidden, head.weight, head.bias, head.spec, tokens, logp, ids[wanted]).float()
-        return out
+        brought = torch.arange(slots, device=ids.device) >= (old.ids >= 0).sum(-1, keepdim=True)
+        dropped = brought & (ids >= 0) & (union.place < 0)[..., None]
+        rest = logsumexp(torch.cat([rest[..., None], torch.where(dropped, logp, -torch.inf)], -1))
+        ids, logp = torch.where(dropped, -1, ids), torch.where(dropped, -torch.inf, logp)
+        return SparseDist(ids, logp, rest, new.rest_max), union.extend(old, ids, self.head.spec)
 
 
 def write_support(output: dict[str, Any], dist: SparseDist) -> None:
@@ -124,6 +114,79 @@ def write_support(output: dict[str, Any], dist: SparseDist) -> None:
     output.update((key, value) for key, value in zip(_KEYS, values, strict=True) if value is not None)
 
 
+class Behaviour(LogitsProcessor):
+    """Last logits processor of a generation: changes nothing, and stores log-probs of the tokens that are drawn.
+
+    It reads what the next token is drawn from, as vLLM reports it: float32 logits divided by the temperature, without the
+    tokens that top-p, top-k or min-p cut off, and renormalised. A step's log-probs [B V] are held until the next call shows
+    which tokens were drawn, so that one step's are in memory and no more.
+    """
+
+    def __init__(self, support: SupportRequest | None = None) -> None:
+        """Record log-probs of the drawn tokens; with a `support` also its most likely tokens and the mass of all others."""
+        self.support = SupportRequest() if support is None else support
+        self._tokens: list[list[int]] = []
+        self._logps: list[Float[Tensor, " B"]] = []
+        self._dists: list[SparseDist] = []
+        self._last: Float[Tensor, "B V"] | None = None
+
+    @contextmanager
+    def record(self, model: Any) -> Iterator[None]:
+        """Context of one generation, whose records replace those of the one before.
+
+        transformers puts processors that it is given before temperature and truncation, so this one joins the finished list.
+        """
+        self._tokens, self._logps, self._dists, self._last = [], [], [], None
+        build = model._get_logits_processor
+
+        def build_with_record(*args: Any, **kwargs: Any) -> LogitsProcessorList:
+            return LogitsProcessorList([*build(*args, **kwargs), self])
+
+        model._get_logits_processor = build_with_record
+        try:
+            yield
+        finally:
+            del model._get_logits_processor
+
+    def __call__(self, input_ids: Int[Tensor, "B L"], scores: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
+        """Store the step before this one, whose tokens are now known."""
+        if self._last is not None:
+            self._store(input_ids[:, -1])
+        self._last = scores.float().log_softmax(-1)
+        return scores
+
+    def _store(self, tokens: Int[Tensor, " B"]) -> None:
+        """Store the held step."""
+        assert self._last is not None
+        self._logps.append(self._last.gather(1, tokens[:, None])[:, 0])
+        if self.support.top_k is not None:
+            k = min(self.support.top_k, self._last.shape[1])
+            self._dists.append(top_k_support(self._last, tokens, k, self.support.mass, check=False))
+
+    def logps(self, tokens: list[list[int]]) -> list[list[float]]:
+        """Log-probs of the completions' tokens, which end with the first end-of-sequence token."""
+        last, longest = len(self._logps), max(map(len, tokens))
+        if self._last is not None and last < longest:  # a finished row holds padding there
+            self._store(torch.tensor([row[last] if last < len(row) else 0 for row in tokens], device=self._last.device))
+        if len(self._logps) < longest:
+            raise RuntimeError(
+                "CorralTrainer: transformers' generation drew tokens without the logits processor that records them. Has it "
+                "changed? Please report it."
+            )
+        self._tokens, self._last = tokens, None
+        found = torch.stack(self._logps, 1).tolist()
+        return [row[: len(own)] for row, own in zip(found, tokens, strict=True)]
+
+    def store(self, output: dict[str, Any]) -> None:
+        """Write the support of the recorded completions into TRL's buffer `output`."""
+        tokens = output["completion_ids"]
+        lengths = torch.tensor([[len(row)] for row in self._tokens], device=tokens.device)
+        found = SparseDist.cat([dist.map(lambda x: x[:, None]) for dist in self._dists], dim=1)
+        # Completions' own tokens: those that `mask_truncated_completions` takes out are still recorded.
+        drawn, kept = (Packing(torch.arange(x.shape[1], device=tokens.device) < lengths) for x in (found.ids, tokens))
+        write_support(output, kept.unpack_dist(found.map(drawn.pack)))
+
+
 _LEAST_TAIL = 1e-8
 """Smallest mass of a tail computed as 1 − Σ p: float32 log-probs are not more exact."""
 _MOST_MASS = 1 + 1e-3
@@ -131,25 +194,18 @@ _MOST_MASS = 1 + 1e-3
 
 _Nested = list[list[list[Any]]]
 """Nested lists: completions, their tokens, and the entries of each token."""
+_Report = tuple[list[list[int]], _Nested, _Nested]
+"""Report of a sampler: the sampled tokens, the likeliest tokens at each position, and their log-probs, None if not scored."""
 
 
-class _Report(NamedTuple):
-    """Report of a sampler: the sampled tokens, and the most likely tokens at each position."""
+def _sampled(report: _Report) -> list[list[float]]:
+    """Log-probs of the sampled tokens, for TRL; NaN, where some releases cannot read None, if not scored or not reported."""
 
-    tokens: list[list[int]]
-    ids: _Nested
-    logprobs: _Nested
-    """Log-probs; None at tokens that the sampler could not score."""
+    def find(token: int, ids: list[int], logp: list[float | None]) -> float:
+        found = logp[ids.index(token)] if token in ids else None
+        return math.nan if found is None else found
 
-    def sampled(self) -> list[list[float]]:
-        """Log-probs of the sampled tokens, for TRL; NaN at tokens that were not scored or not reported."""
-        return [[_find(*token) for token in zip(*rows, strict=True)] for rows in zip(*self, strict=True)]
-
-
-def _find(token: int, ids: list[int], logp: list[float | None]) -> float:
-    """Find a token's log-prob among the reported ones; NaN instead of None, which some releases cannot read."""
-    found = logp[ids.index(token)] if token in ids else None
-    return math.nan if found is None else found
+    return [[find(*token) for token in zip(*rows, strict=True)] for rows in zip(*report, strict=True)]
 
 
 class RolloutSupport:
@@ -176,8 +232,8 @@ class RolloutSupport:
     def _generate(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Override of vLLM sampling: keep all reported log-probs here, and return only the sampled token's."""
         prompts, tokens, logprobs, ids = self._sample(*args, **kwargs)
-        self._report = _Report(tokens, ids, logprobs)
-        return prompts, tokens, [[[logp] for logp in row] for row in self._report.sampled()], None
+        self._report = tokens, ids, logprobs
+        return prompts, tokens, [[[logp] for logp in row] for row in _sampled(self._report)], None
 
     def _roll_out(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Override of the rollout function, whose `logprobs` and `logprob_token_ids` have several entries per token."""
@@ -189,20 +245,20 @@ class RolloutSupport:
                 "returned no `logprobs` or no `logprob_token_ids`, both [completion][token][entry]. Have it return them, or "
                 "use anchor='old'."
             )
-        self._report = _Report(output["completion_ids"], ids, output["logprobs"])
-        return output | {"logprobs": self._report.sampled()}
+        self._report = output["completion_ids"], ids, output["logprobs"]
+        return output | {"logprobs": _sampled(self._report)}
 
     def store(self, output: dict[str, Any]) -> None:
         """Write the support of the newest rollouts into TRL's buffer `output`."""
         report, self._report = self._report, None
         tokens, mask = output["completion_ids"], output["completion_mask"].bool()
         live = mask & output["tool_mask"].bool() if "tool_mask" in output else mask  # a function's `env_mask`
-        lengths = [] if report is None else [len(row) for row in report.tokens]
+        lengths = [] if report is None else [len(row) for row in report[0]]
         if report is None or len(lengths) != len(tokens) or max(lengths) > tokens.shape[1]:
             raise RuntimeError("CorralTrainer: TRL trains on other completions than the sampler's. Please report it.")
         # Of each completion's own tokens: those that `mask_truncated_completions` takes out are still in the report.
         packing = Packing(torch.arange(tokens.shape[1]) < torch.tensor(lengths)[:, None])
-        rows = [list(chain.from_iterable(x)) for x in (report.ids, report.logprobs)]
+        rows = [list(chain.from_iterable(x)) for x in report[1:]]
         slots = max(map(len, rows[0]))
         ids = torch.tensor([[*row, *[-1] * (slots - len(row))] for row in rows[0]])
         logp = [[torch.nan if x is None else x for x in row] + [-torch.inf] * (slots - len(row)) for row in rows[1]]

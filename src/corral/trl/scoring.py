@@ -1,6 +1,5 @@
 """Scoring passes: corral keeps log-probs, supports and hidden states while TRL calls its head once."""
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -71,17 +70,16 @@ class HeadResult:
 
 @dataclass(eq=False, kw_only=True)
 class ScoringPass:
-    """One scoring pass of TRL over completions [B T]: a request, and the head's results for the loss.
+    """One scoring pass of TRL over completions [B T]: a request, TRL's head function during the pass, and its results.
 
     TRL hands log-probs and entropy from the model to its loss, and nothing else. Everything more travels in this object:
 
         CorralTrainer              makes a pass, and calls TRL's method inside `policy_head.expect(scoring)`
           TRL                      calls `_get_per_token_logps_and_entropies`, which CorralTrainer overrides:
-            PolicyHead.run         puts corral's head in the place of TRL's, and calls TRL's own method
+            PolicyHead.run         puts the pass in the place of TRL's head function, and calls TRL's own method
               TRL                  calls the model, once for every slice of the batch
-                FusedHead          reads `support` and `loss`, runs `lm_head` or `policy_loss_from_hidden`, appends to `results`
-            CorralTrainer          writes `logp` and `entropy`, which TRL's method returned
-        CorralTrainer              hands the pass on: to `OldPolicy.store` after rollouts, to `PolicyTerm.loss` in an update
+                ScoringPass.apply  runs `lm_head` or `policy_loss_from_hidden`, and appends to `results`
+        CorralTrainer              reads the results: for `OldPolicy.store` after rollouts, for the loss in an update
     """
 
     support: SupportRequest = field(default_factory=SupportRequest)
@@ -93,30 +91,101 @@ class ScoringPass:
     """True if results include the hidden states and the head."""
     choose: Callable[[Bool[Tensor, "B T"]], Bool[Tensor, " B"]] | None = None
     """Function from the completion mask to the sequences whose hidden states are stored; None stores all."""
-    chosen: Bool[Tensor, " B"] | None = None
-    """Chosen sequences, known before the model is called."""
-    drew_random: bool = False
-    """True if the pass drew random numbers, as in dropout; recorded if hidden states are stored."""
-    tokens: int = 0
+
+    policy_head: "PolicyHead" = field(init=False, repr=False)
+    tokens: int = field(init=False)
     """Number of scored tokens at the end of each sequence."""
-    head: HeadInputs | None = None
+    scored: Bool[Tensor, "B L"] = field(init=False)
+    """Positions that TRL scores in this slice of the batch."""
+    chosen: Bool[Tensor, " B"] | None = field(default=None, init=False)
+    """Chosen sequences, known before the model is called."""
+    drew_random: bool = field(default=False, init=False)
+    """True if the pass drew random numbers, as in dropout; recorded if hidden states are stored."""
+    head: HeadInputs | None = field(default=None, init=False)
     """Head of the stored hidden states."""
-    results: list[HeadResult] = field(default_factory=list)
+    results: list[HeadResult] = field(default_factory=list, init=False)
     """One result per slice of the batch; empty if TRL computed all logits and no support was requested."""
-    logp: Float[Tensor, "B T"] | None = None
-    entropy: Float[Tensor, "B T"] | None = None
+    logp: Float[Tensor, "B T"] | None = field(default=None, init=False)
+    entropy: Float[Tensor, "B T"] | None = field(default=None, init=False)
+    """TRL's own results."""
 
     def dist(self) -> SparseDist | None:
         """Policy on the support of every token [B T K], empty at masked tokens, if a support was requested."""
         dists = [x.packing.unpack_dist(x.output.dist) for x in self.results if x.output.dist is not None]
-        if len(dists) < 2:
-            return dists[0] if dists else None
-        rest_max = [dist.rest_max for dist in dists if dist.rest_max is not None]
-        ids, logp, rest = (torch.cat(parts) for parts in zip(*((d.ids, d.logp, d.rest) for d in dists), strict=True))
-        return SparseDist(ids, logp, rest, torch.cat(rest_max) if rest_max else None)
+        return SparseDist.cat(dists) if dists else None
 
-    def keep(self, states: Float[Tensor, "N H"], packing: Packing, head: HeadInputs) -> HiddenStates | None:
-        """Select the hidden states to store with the next result, from a slice's packed rows; None if none are stored."""
+    def hidden(self) -> HiddenStates | None:
+        """Join the hidden states of all slices, if the pass stores them."""
+        kept = [result.hidden for result in self.results if result.hidden is not None]
+        if not kept:
+            return None
+        return HiddenStates(torch.cat([x.states for x in kept]), torch.cat([x.places for x in kept]), kept[0].head)
+
+    def begin(self, policy_head: "PolicyHead", mask: Bool[Tensor, "B T"]) -> None:
+        """Prepare for the model's call on completions with this mask."""
+        self.policy_head, self.tokens = policy_head, mask.shape[1]
+        if self.keep_hidden and self.choose is not None:
+            self.chosen = self.choose(mask)
+
+    def read_labels(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook that reads the positions [B L−1] that TRL is about to score."""
+        self.scored = kwargs["labels"][:, 1:] != -100
+
+    def apply(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, temperature: float, *how: Any
+    ) -> tuple[Tensor | None, ...]:
+        """Compute log-probs and entropy of TRL's rows: all rows on a CPU, only scored rows on a GPU."""
+        _, softcap, scale, outputs = how
+        rows = None
+        if len(tokens) == self.scored.numel():
+            rows = self.scored.to(hidden.device).flatten().nonzero().squeeze(-1)
+            hidden, tokens = hidden.index_select(0, rows), tokens[rows]
+        completion = self.scored[:, -self.tokens :].to(hidden.device)
+        places = completion.flatten().byte().argsort(descending=True, stable=True)  # without a host sync for the count
+        count = len(tokens)
+        packing = Packing(completion, places[:count])
+        ids, top_k = None if self.support.ids is None else packing.pack(self.support.ids), self.support.top_k
+        if not count:  # a micro-batch with nothing to score: one row, then dropped, keeps the loss connected to the weights
+            hidden, tokens = torch.cat([hidden, hidden.new_zeros(1, hidden.shape[-1])]), tokens.new_zeros(1)
+            ids = None if ids is None else ids.new_full((1, ids.shape[-1]), -1)
+        device = hidden.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        settings: dict[str, Any] = {
+            "bias": bias, "scale": scale, "softcap": softcap, "temperature": temperature, "entropy": "entropy" in outputs,
+            **self.policy_head.one_implementation(hidden, weight),
+        }  # fmt: skip
+        output: HeadOutput | PolicyLoss
+        kept = None
+        with torch.autocast(device, enabled=False):  # half precision goes in, and is for GEMMs alone
+            if self.loss is not None and count and completion.shape == self.loss.batch.mask.shape:
+                terms = self.loss.pack(packing)
+                output = policy_loss_from_hidden(
+                    hidden[None], weight, tokens[None], terms.batch, terms.objective, weights=terms.weights,
+                    policy_weights=terms.policy_weights, on_policy=terms.on_policy, union=terms.union, **settings,
+                )  # fmt: skip
+                logp, entropy = output.logp[0], None if output.entropy is None else output.entropy[0]
+                # Hooks of distributed training sit on what the model returns: log-probs depend on the loss, with gradient 0.
+                logp = logp + torch.where(torch.zeros_like(output.loss, dtype=torch.bool), output.loss, 0.0)
+            else:
+                output = lm_head(
+                    hidden, weight, tokens, ids=ids, top_k=None if top_k is None else min(top_k, len(weight)),
+                    mass=self.support.mass, tolerance=self.tolerance, **settings,
+                )  # fmt: skip
+                logp, entropy = output.logp, output.entropy
+                if not count:
+                    logp, entropy = logp[:0], None if entropy is None else entropy[:0]
+                    output = HeadOutput(logp, entropy, None if output.dist is None else output.dist[:0])
+                kept = self._keep(hidden[:count], packing, HeadInputs(weight, bias, LogitSpec(scale, softcap, temperature)))
+        self.results.append(HeadResult(output, packing, kept))
+        found = [logp, entropy]
+        if rows is not None:
+            found = [None if x is None else x.new_zeros(self.scored.numel()).index_copy(0, rows, x) for x in found]
+        return (*found, None, None, None)
+
+    def _keep(self, states: Float[Tensor, "N H"], packing: Packing, head: HeadInputs) -> HiddenStates | None:
+        """Select the hidden states to store, from a slice's packed rows; None if none are stored."""
         if not self.keep_hidden:
             return None
         if self.head is None:  # among several processes a sharded head is whole in this pass alone
@@ -128,17 +197,18 @@ class ScoringPass:
             states, places = states[wanted], places[wanted]
         return HiddenStates(states.detach(), places, self.head)
 
-    def hidden(self) -> HiddenStates | None:
-        """Join the hidden states of all slices, if the pass stores them."""
-        kept = [result.hidden for result in self.results if result.hidden is not None]
-        if not kept:
-            return None
-        return HiddenStates(torch.cat([x.states for x in kept]), torch.cat([x.places for x in kept]), kept[0].head)
-
-    def backward_reports(self) -> list[Tensor]:
-        """Reports of the backward pass, [2] for each slice: share of dense rows, and largest share left out."""
-        reports = [result.output.report for result in self.results]
-        return [x for x in reports if x is not None and torch.is_grad_enabled()]
+    def read_logits(self, _: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Forward hook that computes a support from all logits, for TRL before 1.15."""
+        logp = (output.logits[:, :-1][:, -self.tokens :].float() / self.policy_head.temperature).log_softmax(-1)
+        if self.support.top_k is None:
+            assert self.support.ids is not None
+            dist = gather_support(logp, self.support.ids)
+        else:
+            k, sampled = min(self.support.top_k, logp.shape[-1]), kwargs["input_ids"][:, -self.tokens :]
+            dist = top_k_support(logp, sampled, k, self.support.mass, ids=self.support.ids)
+        rows = Packing(torch.ones(logp.shape[:2], dtype=torch.bool, device=logp.device))
+        found = HeadOutput(dist.logp[..., 0].flatten(), None, dist.map(lambda x: x.flatten(0, 1)))
+        self.results.append(HeadResult(found, rows))
 
 
 _trl_utils: Any = trl.trainer.utils  # one of its names is replaced while a pass is scored
@@ -175,118 +245,30 @@ class PolicyHead:
         looks it up there, behind whatever accelerate, PEFT or FSDP have wrapped around the model's forward.
         """
         scoring, self._expected = self._expected or ScoringPass(), None
-        scoring.tokens = mask.shape[1]
-        if scoring.keep_hidden and scoring.choose is not None:
-            scoring.chosen = scoring.choose(mask)
+        scoring.begin(self, mask)
         with ExitStack() as stack:
             if FUSED:
-                head = FusedHead(scoring, self)
                 for model in self.models:
-                    stack.callback(model.register_forward_pre_hook(head.read_labels, with_kwargs=True).remove)
+                    stack.callback(model.register_forward_pre_hook(scoring.read_labels, with_kwargs=True).remove)
                 stack.callback(setattr, _trl_utils, "_ChunkedLogProbFunction", _trl_utils._ChunkedLogProbFunction)
-                _trl_utils._ChunkedLogProbFunction = head
+                _trl_utils._ChunkedLogProbFunction = scoring
             elif scoring.support.top_k is not None or scoring.support.ids is not None:
                 for model in self.models:
-                    hook = functools.partial(_read_logits, scoring, self.temperature)
-                    stack.callback(model.register_forward_hook(hook, with_kwargs=True).remove)
+                    stack.callback(model.register_forward_hook(scoring.read_logits, with_kwargs=True).remove)
             before = _random_state() if scoring.keep_hidden else []
             yield scoring
             if before:
                 scoring.drew_random = any(not torch.equal(x, y) for x, y in zip(before, _random_state(), strict=True))
 
-
-class FusedHead:
-    """Replacement for TRL's chunked log-prob function in one pass, with corral's head inside."""
-
-    def __init__(self, scoring: ScoringPass, policy: PolicyHead) -> None:
-        self.scoring, self.policy = scoring, policy
-        self.scored: Tensor | None = None
-
-    def read_labels(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook that reads the positions [B L−1] that TRL is about to score."""
-        self.scored = kwargs["labels"][:, 1:] != -100
-
-    def apply(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, temperature: float, *how: Any
-    ) -> tuple[Tensor | None, ...]:
-        """Compute log-probs and entropy of TRL's rows: all rows on a CPU, only scored rows on a GPU."""
-        _, softcap, scale, outputs = how
-        scoring, scored, rows = self.scoring, self.scored, None
-        assert scored is not None, "TRL scored a model that is neither the policy nor its reference"
-        if len(tokens) == scored.numel():
-            rows = scored.to(hidden.device).flatten().nonzero().squeeze(-1)
-            hidden, tokens = hidden.index_select(0, rows), tokens[rows]
-        completion = scored[:, -scoring.tokens :].to(hidden.device)
-        places = completion.flatten().byte().argsort(descending=True, stable=True)  # without a host sync for the count
-        count = len(tokens)
-        packing = Packing(completion, places[:count])
-        ids = None if scoring.support.ids is None else packing.pack(scoring.support.ids)
-        if not count:  # a micro-batch with nothing to score: one row, then dropped, keeps the loss connected to the weights
-            hidden, tokens = torch.cat([hidden, hidden.new_zeros(1, hidden.shape[-1])]), tokens.new_zeros(1)
-            ids = None if ids is None else ids.new_full((1, ids.shape[-1]), -1)
-        device = hidden.device.type
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-            hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        settings: dict[str, Any] = {
-            "bias": bias, "scale": scale, "softcap": softcap, "temperature": temperature, "entropy": "entropy" in outputs,
-            **self.one_implementation(hidden, weight),
-        }  # fmt: skip
-        output: HeadOutput | PolicyLoss
-        with torch.autocast(device, enabled=False):  # half precision goes in, and is for GEMMs alone
-            if scoring.loss is not None and count and completion.shape == scoring.loss.batch.mask.shape:
-                terms = scoring.loss.pack(packing)
-                output = policy_loss_from_hidden(
-                    hidden[None], weight, tokens[None], terms.batch, terms.objective, weights=terms.weights,
-                    policy_weights=terms.policy_weights, on_policy=terms.on_policy, union=terms.union, **settings,
-                )  # fmt: skip
-                logp, entropy = output.logp[0], None if output.entropy is None else output.entropy[0]
-                # Hooks of distributed training sit on what the model returns: log-probs depend on the loss, with gradient 0.
-                logp = logp + torch.where(torch.zeros_like(output.loss, dtype=torch.bool), output.loss, 0.0)
-                kept = None
-            else:
-                output = lm_head(
-                    hidden, weight, tokens, ids=ids,
-                    top_k=None if scoring.support.top_k is None else min(scoring.support.top_k, len(weight)),
-                    mass=scoring.support.mass, tolerance=scoring.tolerance, **settings,
-                )  # fmt: skip
-                logp, entropy = output.logp, output.entropy
-                if not count:
-                    logp, entropy = logp[:0], None if entropy is None else entropy[:0]
-                    output = HeadOutput(logp, entropy, None if output.dist is None else output.dist.map(lambda x: x[:0]))
-                kept = scoring.keep(hidden[:count], packing, HeadInputs(weight, bias, LogitSpec(scale, softcap, temperature)))
-        scoring.results.append(HeadResult(output, packing, kept))
-        found = [logp, entropy]
-        if rows is not None:
-            found = [None if x is None else x.new_zeros(scored.numel()).index_copy(0, rows, x) for x in found]
-        return (*found, None, None, None)
-
     def one_implementation(self, hidden: Tensor, weight: Tensor) -> dict[str, Any]:
         """Choose the torch path for all passes on a GPU if one of them has no kernel: mixed heads would round differently."""
         if not hidden.is_cuda:
             return {}
-        own = self.policy.own.top_k
-        top_k = None if own is None else min(own, len(weight))
-        chosen = choose("CorralTrainer", "auto", hidden, weight, top_k, given=top_k + 1 if self.policy.union and top_k else 0)
+        top_k = None if self.own.top_k is None else min(self.own.top_k, len(weight))
+        chosen = choose("CorralTrainer", "auto", hidden, weight, top_k, given=top_k + 1 if self.union and top_k else 0)
         return {"impl": "torch"} if chosen == "torch" else {}
 
 
 def _random_state() -> list[Tensor]:
     """Random state of the CPU, and of this process's GPU if it has one."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
-
-
-def _read_logits(
-    scoring: ScoringPass, temperature: float, _: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
-) -> None:
-    """Forward hook that computes a support from all logits, for TRL before 1.15."""
-    tokens, support = scoring.tokens, scoring.support
-    logp = (output.logits[:, :-1][:, -tokens:].float() / temperature).log_softmax(-1)
-    if support.top_k is None:
-        assert support.ids is not None
-        dist = gather_support(logp, support.ids)
-    else:
-        k = min(support.top_k, logp.shape[-1])
-        dist = top_k_support(logp, kwargs["input_ids"][:, -tokens:], k, support.mass, ids=support.ids)
-    rows = Packing(torch.ones(logp.shape[:2], dtype=torch.bool, device=logp.device))
-    scoring.results.append(HeadResult(HeadOutput(dist.logp[..., 0].flatten(), None, dist.map(lambda x: x.flatten(0, 1))), rows))

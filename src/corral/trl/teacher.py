@@ -92,7 +92,7 @@ class Teacher:
         shown = self._prompts(rows) if shown_more else student
         found = ScoringPass()
         for part in slices(len(old.ids), self._batch_size):  # as TRL would: here each has a support of its own
-            some = ScoringPass(support=replace(trainer.own_support(), ids=old.ids[part]))
+            some = ScoringPass(support=replace(trainer.own_support, ids=old.ids[part]))
             self._score(self.model, shown, output, some, part)
             found.results += some.results
         teacher = found.dist()

@@ -1,10 +1,12 @@
 """GRPOTrainer with a trust region: TRL samples, scores, accumulates and saves; corral computes the policy loss."""
 
+import functools
 import inspect
 import logging
 import sys
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
 import trl
@@ -14,20 +16,25 @@ from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
 from corral.advantage import Advantage, group_advantages
-from corral.objective import Objective
+from corral.head.batch_loss import batch_loss
+from corral.head.packed import LossTerms
+from corral.head.policy_loss import TOLERANCE, PolicyLoss
+from corral.objective import Objective, plain_objective
 from corral.objective.check import FirstCall
-from corral.tensors import TokenBatch
+from corral.objective.metrics import masked_max
+from corral.tensors import SparseDist, TokenBatch
 from corral.trl.api import FUSED, steps_per_batch
-from corral.trl.behaviour import Behaviour
 from corral.trl.callbacks import RunRecord, SelfCheck
 from corral.trl.config import CorralConfig, Sampler
-from corral.trl.deployed import DeployedCallback
-from corral.trl.old_policy import OldPolicy, RolloutSupport, check_server
-from corral.trl.policy_term import Ledger, PolicyTerm
+from corral.trl.ledger import Ledger, ratio_sums
+from corral.trl.old_policy import Behaviour, OldPolicy, RolloutSupport, check_server, fill_unscored
 from corral.trl.processes import ALONE, base_model, check_processes, is_alone_by_mistake, one_autocast
 from corral.trl.scoring import PolicyHead, ScoringPass, SupportRequest
 from corral.trl.teacher import Teacher
 from corral.validate import RewardError
+
+if TYPE_CHECKING:
+    from corral.trl.deployed import DeployedCallback
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +62,8 @@ class CorralTrainer(GRPOTrainer):
     _buffered_inputs: list[dict[str, Any]]  # type: ignore[assignment]  # TRL fills it in
     objective: Objective
     token_observer: TokenObserver | None = None
+    deployed: "DeployedCallback | None" = None
+    """Measures the deployed network after every step, and bounds it, with `deployed_bound`."""
     behaviour: Behaviour | None = None
     """Recorder of the log-probs that transformers draws from, if something reads them."""
     next_batches: tuple[list[Any], Any]
@@ -101,8 +110,14 @@ class CorralTrainer(GRPOTrainer):
         self.objective, self.correction, self.anchor = args.make_objective(), args.make_correction(), args.resolve_anchor()
         self.needs_support = args.needs_support
         models = [base] if self.ref_model is None else [base, self.ref_model]
+        self.own_support = SupportRequest()
+        """Support that an old pass stores of its own policy; none if the objective reads none."""
+        if self.objective.config.support == "full":
+            self.own_support = SupportRequest(top_k=sys.maxsize)
+        elif self.needs_support:
+            self.own_support = SupportRequest(top_k=args.support_size, mass=args.support_mass)
         taught = "dist_teacher" in self.objective.needs
-        self.policy_head = PolicyHead(models, self.temperature, self.own_support(), union=self.union or taught)
+        self.policy_head = PolicyHead(models, self.temperature, self.own_support, union=self.union or taught)
         self.teacher = Teacher(self, teacher) if taught else None
         if teacher is not None and not taught:
             raise ValueError(f"CorralTrainer: objective={args.objective!r} reads no teacher. Use objective='distill', or none.")
@@ -117,23 +132,36 @@ class CorralTrainer(GRPOTrainer):
         self.reports_logps = not self.draws_itself or args.records_logps
         sampled = self.needs_support and self.anchor == "rollout" and self.reports_logps
         if self.draws_itself and self.reports_logps:
-            self.behaviour = Behaviour(self.own_support() if sampled else None)
+            self.behaviour = Behaviour(self.own_support if sampled else None)
         self.rollout_support = (self.behaviour or RolloutSupport(self)) if sampled else None
         # An evaluation may come in the middle of a batch, and has rollouts of its own.
         # With a teacher every token has a union: what it knows may be all of the student's tail.
-        mass = 1.0 if taught else args.support_mass
-        self._old_policies = {mode: OldPolicy(mass, fill) for mode in ("train", "eval")}
+        request = replace(self.own_support, mass=1.0 if taught else args.support_mass)
+        self._old_policies = {mode: OldPolicy(request, fill) for mode in ("train", "eval")}
         self._rewards: Tensor | None = None
         self.ledger = Ledger()
         self.first_call = FirstCall(over=not self.accelerator.is_main_process)
         self.self_check = SelfCheck(self)
         self.add_callback(self.self_check)
         self.add_callback(RunRecord.of(self))
-        self.deployed = None if args.deployed_bound is None else DeployedCallback(self)
-        if self.deployed is not None:
+        if args.deployed_bound is not None:
+            from corral.trl.deployed import DeployedCallback  # few runs need it
+
+            self.deployed = DeployedCallback(self)
             self.callback_handler.callbacks.insert(0, self.deployed)  # before a reference is synchronised, or saved
-        if self.accelerator.is_main_process:
-            self._announce()
+        if not self.accelerator.is_main_process:
+            return
+        if is_alone_by_mistake():
+            logger.warning(ALONE)
+        if args.other_reduction:
+            logger.warning(args.other_reduction)
+        if self.on_policy:
+            logger.warning(
+                "One update per batch of rollouts: the new policy is the old one, no trust region acts, and tr/active_frac "
+                "stays 0. Raise num_iterations or steps_per_generation to make the region matter."
+            )
+        elif self.anchor == "rollout" and not self.reports_logps:
+            logger.warning("The sampler is the trainer's own model, so its recomputed log-probs are the rollout anchor.")
 
     @property
     def mode(self) -> Literal["train", "eval"]:
@@ -157,13 +185,6 @@ class CorralTrainer(GRPOTrainer):
         return not self.off_policy and not other_sampler and self.teacher is None
 
     @property
-    def before_any_update(self) -> bool:
-        """True before the first update on the rollouts, when every ratio to the old policy should be 1."""
-        done, every = self._step, self.args.gradient_accumulation_steps
-        started = done - done % steps_per_batch(self.args)
-        return self.off_policy and done // every == started // every
-
-    @property
     def has_other_terms(self) -> bool:
         """True if TRL's loss uses the head's results outside its policy term."""
         bonus = vars(self).get("_entropy_bonus_enabled", False)  # not every release has one
@@ -183,28 +204,6 @@ class CorralTrainer(GRPOTrainer):
     def old_policy(self) -> OldPolicy:
         """Stored data of the policy that drew the current rollouts."""
         return self._old_policies[self.mode]
-
-    def own_support(self) -> SupportRequest:
-        """Support that an old pass stores of its own policy; none if the objective reads none."""
-        if not self.needs_support:
-            return SupportRequest()
-        if self.objective.config.support == "full":
-            return SupportRequest(top_k=sys.maxsize)
-        return SupportRequest(top_k=self.args.support_size, mass=self.args.support_mass)
-
-    def _announce(self) -> None:
-        """Warn of settings with which the region cannot act, or the loss differs from the objective's own."""
-        if is_alone_by_mistake():
-            logger.warning(ALONE)
-        if self.args.other_reduction:
-            logger.warning(self.args.other_reduction)
-        if self.on_policy:
-            logger.warning(
-                "One update per batch of rollouts: the new policy is the old one, no trust region acts, and tr/active_frac "
-                "stays 0. Raise num_iterations or steps_per_generation to make the region matter."
-            )
-        elif self.anchor == "rollout" and not self.reports_logps:
-            logger.warning("The sampler is the trainer's own model, so its recomputed log-probs are the rollout anchor.")
 
     def create_accelerator_and_postprocess(self) -> None:
         """Check the model before transformers wraps it for its processes.
@@ -269,7 +268,7 @@ class CorralTrainer(GRPOTrainer):
             )
         keeps = self.needs_support and self.off_policy and self.rollout_support is None
         hidden = self.teacher is not None or (self.union and self.old_policy.fill is None)
-        scoring = ScoringPass(support=self.own_support(), keep_hidden=hidden)
+        scoring = ScoringPass(support=self.own_support, keep_hidden=hidden)
         expected = scoring if keeps else ScoringPass()
         probe = None if self.deployed is None or self.mode == "eval" else self.deployed.probe
         if probe is not None:
@@ -321,9 +320,22 @@ class CorralTrainer(GRPOTrainer):
         return result
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """Compute a micro-batch's loss with TRL, with its policy term replaced by corral's."""
-        term, other = PolicyTerm(self, inputs), None
-        scoring = term.request()
+        """Compute a micro-batch's loss with TRL, with its policy term replaced by corral's.
+
+            L = Σ w_t (c_t · policy_t + regression_t)    w: TRL's reduction · c: sampler correction, importance ratio, quantile
+
+        Where the objective reads tokens one by one and nothing else reads the head's results, the head computes loss and
+        gradient together. Otherwise it reports log-probs and a support, and autograd goes back through them.
+        """
+        mask = inputs["completion_mask"].bool()
+        mask = mask & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask
+        weights, support = self._reduction_weights(inputs, mask), SupportRequest()
+        if "corral_ids" in inputs:
+            support = replace(self.own_support if self.union else support, ids=inputs["corral_ids"])
+        elif not self.objective.plain_on_policy:
+            support = self.own_support
+        terms = self._fused_terms(inputs, mask, weights, support)
+        scoring, other = ScoringPass(support=support, loss=terms, tolerance=TOLERANCE), None
         with self.policy_head.expect(scoring):
             if self.skips_trl_loss:
                 self._score(model, inputs)
@@ -332,8 +344,49 @@ class CorralTrainer(GRPOTrainer):
                 if self.beta == 0 or not self.args.use_bias_correction_kl:
                     rest.pop("old_per_token_logps", None)  # nothing reads the ratio, and 0 · inf would be NaN
                 other = super()._compute_loss(model, rest)
-        policy, tokens, metrics = term.loss(scoring)
-        self.ledger.add(self.mode, tokens, metrics, scoring.backward_reports())
+
+        batch, found, entropy = None, dict[str, Tensor](), None
+        first = scoring.results[0] if scoring.results else None
+        if first is not None and isinstance(out := first.output, PolicyLoss):
+            packing, policy, found = first.packing, out.loss, out.metrics
+            tokens = int(mask.sum()) if "tool_mask" in inputs else packing.count
+            batch = self._token_batch(inputs, mask, packing.unpack(out.logp[0]))
+            dist = None if out.dist is None else packing.unpack_dist(out.dist.map(lambda x: x[0]))
+            observed, objective = replace(batch, dist_new=dist), self._objective_for(batch)
+            if out.entropy is not None:
+                entropy = out.entropy.sum() / max(tokens, 1)  # 0 at masked tokens
+        else:
+            assert scoring.logp is not None
+            tokens, chosen, loss = int(mask.sum()), None, scoring.logp * 0.0
+            if self.top_entropy_quantile < 1.0:  # this talks to the other processes, which may have unmasked tokens
+                assert scoring.entropy is not None
+                chosen = self.get_high_entropy_mask(scoring.entropy, mask.int(), 1 - self.top_entropy_quantile)
+            if tokens:  # else every completion of this micro-batch is masked out
+                observed = batch = self._token_batch(inputs, mask, scoring.logp, scoring.dist())
+                objective, factors = self._objective_for(batch), self._policy_weights(inputs, batch, chosen)
+                # A kernel knows the sum of policy term and regression alone.
+                apart = factors is not None and objective.config.regresses
+                result = objective(batch) if apart else batch_loss(objective, batch)
+                loss, found = result.loss if factors is None else result.weigh(factors), result.metrics
+                entropy = None if scoring.entropy is None else scoring.entropy.detach()[mask].mean()
+            alike = not isinstance(weights, Tensor) or weights.ndim == 0
+            policy = loss.sum() * weights if alike else torch.where(mask, loss * weights, 0.0).sum()
+
+        metrics: dict[str, Tensor] = {}
+        if batch is not None:
+            if self.token_observer is not None:
+                self.token_observer(inputs, observed, objective)
+            self.first_call.look(self.objective.name, batch)
+            metrics = {**found, **ratio_sums(batch)}
+            done, every = self._step, self.args.gradient_accumulation_steps
+            if self.off_policy and done // every == (done - done % steps_per_batch(self.args)) // every:
+                # Before the first update on the rollouts every ratio to the old policy should be 1.
+                metrics["tr/drift_max"] = masked_max((batch.logp_new - batch.logp_old).abs(), mask)
+            if self.skips_trl_loss and entropy is not None:
+                metrics["entropy"] = entropy  # TRL's, which would have been next
+        reports = [x for x in (result.output.report for result in scoring.results) if x is not None and torch.is_grad_enabled()]
+        self.ledger.add(self.mode, tokens, metrics, reports)
+
         if other is not None:
             self._mend_metrics(policy.detach())
             return other + policy
@@ -348,6 +401,88 @@ class CorralTrainer(GRPOTrainer):
         others = {name: inputs[name] for name in _SCORING_INPUTS if name in inputs}
         tokens = inputs["completion_ids"].size(1)
         self._get_per_token_logps_and_entropies(model, ids, mask, tokens, compute_entropy=True, **others)
+
+    def _reduction_weights(self, inputs: dict[str, Any], mask: Tensor) -> float | Tensor:
+        """w: weight of every unmasked token's loss in TRL's reduction, as a number, [B 1] or [B T]."""
+        accumulation = self.accumulation
+        if self.loss_type == "dapo":
+            # The count spans the batch of rollouts, so it is scaled to one optimizer step.
+            steps = self.args.steps_per_generation if self.model.training else 1.0
+            assert steps is not None  # TRL has filled it in
+            return steps * self.accelerator.num_processes / accumulation / inputs["num_items_in_batch"].clamp(min=1.0)
+        if self.loss_type == "grpo":
+            return 1 / (len(mask) * accumulation) / mask.sum(-1, keepdim=True).clamp(min=1)
+        if self.loss_type == "bnpo":
+            return 1 / accumulation / mask.sum().clamp(min=1)
+        length = self.max_completion_length if self.loss_type == "dr_grpo" else 1  # else luspo
+        assert length is not None  # CorralConfig refuses it
+        return 1 / (len(mask) * length * accumulation)
+
+    def _fused_terms(
+        self, inputs: dict[str, Any], mask: Tensor, weights: float | Tensor, support: SupportRequest
+    ) -> LossTerms | None:
+        """Terms of a loss that the head can fuse; None if it needs more than the head's results for each token.
+
+        Other terms read the head's results too, and without an old pass a correction, and the anchor of a token that the
+        sampler could not score, are of log-probs that the head has yet to find.
+        """
+        if not FUSED or self.has_other_terms:
+            return None
+        union = None
+        if self.union and support.ids is not None and support.top_k is not None and self.token_observer is None:
+            union = self.old_policy.union_support(inputs)
+        if support.top_k is not None and union is None:
+            return None
+        off_policy, reported = "old_per_token_logps" in inputs, inputs.get("sampling_per_token_logps")
+        batch = self._token_batch(inputs, mask, mask.new_zeros(mask.shape, dtype=torch.float32))
+        objective = self._objective_for(batch)
+        if not objective.config.tokenwise or (self.correction is not None and not off_policy):
+            return None
+        if self.anchor == "rollout" and reported is not None and not off_policy and bool((reported.isnan() & mask).any()):
+            return None
+        on_policy = not off_policy and batch.logp_rollout is not batch.logp_old
+        each = torch.where(mask, torch.as_tensor(weights, dtype=torch.float32, device=mask.device), 0.0)
+        return LossTerms(objective, batch, each, self._policy_weights(inputs, batch), on_policy, union)
+
+    def _objective_for(self, batch: TokenBatch) -> Objective:
+        """Objective of the trainer. On-policy without a support, an equivalent objective that needs none."""
+        return plain_objective() if self.needs_support and batch.dist_old is None else self.objective
+
+    def _policy_weights(self, inputs: dict[str, Any], batch: TokenBatch, chosen: Tensor | None = None) -> Tensor | None:
+        """c: weight of each token's policy term [B T], 0 at masked tokens; None means 1 everywhere.
+
+        A sampler correction, TRL's importance ratio, and whether a token is among the most uncertain. A regression is no
+        expectation over the sampler, and pulls every token back.
+        """
+        correction = None if self.correction is None else self.correction(batch)
+        corrects = self.use_vllm and self.vllm_importance_sampling_correction
+        ratio = inputs["importance_sampling_ratio"] if corrects else None  # of the old policy to vLLM's, [B T] or [B 1]
+        factors = [x for x in (correction, ratio, chosen) if x is not None]
+        return torch.where(batch.mask, functools.reduce(torch.mul, factors).float(), 0.0) if factors else None
+
+    def _token_batch(self, inputs: dict[str, Any], mask: Tensor, logp_new: Tensor, new: SparseDist | None = None) -> TokenBatch:
+        """Inputs of the objective, with the new policy on a support if the pass has one."""
+        logp_old, old = inputs.get("old_per_token_logps", logp_new.detach()), OldPolicy.support(inputs)
+        if old is not None and self.rollout_support is not None:
+            old = fill_unscored(old, logp_old)
+        if new is not None and old is None:
+            old = new.detach()
+        elif new is not None and old is not None:
+            new, old = self.old_policy.union(inputs, new, mask) if self.union else (new, replace(old, ids=new.ids))
+        # What is compared with one another comes from one head, in one precision.
+        logp_old = logp_old if old is None else old.logp[..., 0]
+        logp_new = logp_new if new is None else new.logp[..., 0]
+        rollout = inputs.get("sampling_per_token_logps")
+        if rollout is not None:  # NaN is vLLM's for a token it could not score; like TRL, take no mismatch there
+            rollout = torch.where(rollout.isnan(), logp_old, rollout)
+        if self.anchor == "rollout" and self.reports_logps:
+            if rollout is None:
+                raise ValueError(
+                    "CorralTrainer: anchor='rollout' needs the sampler's log-probs, and it reported none. Have the rollout "
+                    "function return `logprobs`, or use anchor='old'."
+                )
+            logp_old = rollout
+        return TokenBatch(logp_new, logp_old, inputs["advantages"], mask, new, old, rollout, Teacher.support(inputs, old))
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Train on a micro-batch as in TRL, skip exhausted batches, and write metrics after each update."""

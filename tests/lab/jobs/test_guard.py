@@ -16,7 +16,6 @@ from corral.lab.jobs.llm.trainer import GuardCallback
 from corral.lab.run.guard import CollapseLimits
 from corral.tensors import TokenBatch
 from corral.trl.callbacks import SelfCheck, on_any_process
-from corral.trl.policy_term import PolicyTerm
 from corral.trl.trainer import CorralTrainer
 
 ARGS = TrainingArguments(output_dir="nowhere", use_cpu=True, bf16=False)
@@ -134,14 +133,14 @@ def test_one_process_speaks_for_itself() -> None:
 
 def drifting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, updates: range, **settings: Any) -> CorralTrainer:
     """Weights that never move, and an old policy that is another one at these updates; four updates per batch of rollouts."""
-    token_batch = PolicyTerm._batch
+    token_batch = CorralTrainer._token_batch
 
-    def stale(self: PolicyTerm, *args: Any, **kwargs: Any) -> TokenBatch:
+    def stale(self: CorralTrainer, *args: Any, **kwargs: Any) -> TokenBatch:
         batch = token_batch(self, *args, **kwargs)
-        old = batch.logp_old - (1.0 if self.trainer.state.global_step in updates else 0.0)
+        old = batch.logp_old - (1.0 if self.state.global_step in updates else 0.0)
         return TokenBatch(batch.logp_new, old, batch.advantages, batch.mask)
 
-    monkeypatch.setattr(PolicyTerm, "_batch", stale)
+    monkeypatch.setattr(CorralTrainer, "_token_batch", stale)
     return make_trainer(tmp_path, "ppo_clip", steps_per_generation=4, learning_rate=1e-12, **settings)
 
 

@@ -29,7 +29,6 @@ from corral.lab.tasks import TASKS
 from corral.llm import CorralConfig
 from corral.objective import make_objective
 from corral.trl.api import FUSED
-from corral.trl.policy_term import PolicyTerm
 from corral.trl.trainer import CorralTrainer
 from corral.validate import RewardError, RunError
 from policy_objectives import POLICY_OBJECTIVES, one_of_each_kind
@@ -473,13 +472,13 @@ def test_a_collapse_is_noticed(guard: str, model: str, tmp_path: Path, monkeypat
 
 @pytest.mark.supports("run: a sampler that differs is noticed", door="command line")
 def test_a_sampler_that_differs_is_noticed(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    token_batch = PolicyTerm._batch
+    token_batch = CorralTrainer._token_batch
 
-    def stale(self: PolicyTerm, *args: Any, **kwargs: Any) -> Any:
+    def stale(self: CorralTrainer, *args: Any, **kwargs: Any) -> Any:
         batch = token_batch(self, *args, **kwargs)
         return type(batch)(batch.logp_new, batch.logp_old - 1.0, batch.advantages, batch.mask)
 
-    monkeypatch.setattr(PolicyTerm, "_batch", stale)
+    monkeypatch.setattr(CorralTrainer, "_token_batch", stale)
     train(small(model, objective="ppo_clip", steps=1), out=tmp_path / "run", quiet=True)
     (warning,) = lines(tmp_path / "run")[1]["warnings"]
     assert "of the tokens before any update" in warning

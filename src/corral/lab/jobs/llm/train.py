@@ -243,7 +243,7 @@ def _support(trainer: RunTrainer) -> str:
     """Description of the support on which the objective computes."""
     if not trainer.needs_support:
         return "none: this objective looks at the sampled token alone"
-    if trainer.own_support().top_k == sys.maxsize:
+    if trainer.own_support.top_k == sys.maxsize:
         return "every token"
     args = trainer.args
     if trainer.rollout_support is not None:

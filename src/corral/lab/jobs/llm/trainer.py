@@ -28,7 +28,6 @@ from corral.objective.ratio import log_ratio
 from corral.tensors import Tensors, TokenBatch
 from corral.trl.api import updates_per_step
 from corral.trl.callbacks import on_any_process
-from corral.trl.deployed import COMPLETIONS, TOKENS
 from corral.trl.processes import base_model, is_sharded, one_autocast, root_weights
 from corral.trl.trainer import CorralTrainer
 from corral.validate import RewardError, RunError
@@ -266,15 +265,11 @@ class RunTrainer(CorralTrainer):
             self.model.train(training)
         total = process.reduce(torch.tensor(scores, device=process.device, dtype=torch.float64), reduction="sum")
         found = dict(zip(("success", "greedy"), (total / len(parts.held_out)).tolist(), strict=True))
-        drawn, self._drawn = self._drawn[: self._draws_to_certify], []
-        return found if self.deployed is None else found | self.deployed.certify_held_out(drawn)
-
-    @property
-    def _draws_to_certify(self) -> int:
-        """Held-out completions per process for the last step's KL: about TOKENS tokens or COMPLETIONS completions in all."""
-        processes = self.accelerator.num_processes
-        wanted = max(math.ceil(COMPLETIONS / processes), TOKENS // (processes * self.max_completion_length))
-        return min(len(self.parts.held_out) // processes, wanted)
+        drawn, self._drawn = self._drawn, []
+        if self.deployed is None:
+            return found
+        count = self.deployed.probe.count_held_out(len(parts.held_out), self.max_completion_length)
+        return found | self.deployed.certify_held_out(drawn[:count])
 
     def _scores(self, model: Any, problems: list[str], greedy: bool) -> Iterator[float]:
         """Rewards of one completion per problem. All processes generate equally often, as a sharded model requires."""
@@ -300,7 +295,7 @@ class RunTrainer(CorralTrainer):
         if turns is None:
             ids = problems.tokens(asked)
             tokens = generate(model, self.processing_class, ids, sampling)
-            if self.deployed is not None and not greedy and len(self._drawn) < self._draws_to_certify:
+            if self.deployed is not None and not greedy:
                 self._drawn += zip(ids, tokens, strict=True)
             return self.processing_class.batch_decode(tokens, skip_special_tokens=True), []
         if is_sharded(self):

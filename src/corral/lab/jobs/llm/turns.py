@@ -33,7 +33,7 @@ from corral.lab.jobs.llm.rewards import path_of
 from corral.lab.tasks import columns_of
 from corral.lab.tasks.imports import Tool, by_path, make_tool
 from corral.lab.tasks.messages import answer_of, transcript
-from corral.trl.behaviour import Behaviour
+from corral.trl.old_policy import Behaviour
 from corral.trl.processes import base_model
 from corral.validate import RewardError
 

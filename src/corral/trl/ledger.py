@@ -1,0 +1,93 @@
+"""Metrics of micro-batches, in asynchronous copies to the host, and their combination over all processes."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from corral.head.rows import AsyncCopy
+from corral.objective.ratio import clamp_log_ratio, log_ratio
+from corral.tensors import TokenBatch, metric_kind
+
+_RATIO_SUMS = ("Σρ", "Σρ²")
+"""Terms of `tr/ess`, which is computed over all micro-batches of an update."""
+
+
+@torch.no_grad()
+def ratio_sums(batch: TokenBatch) -> dict[str, Tensor]:
+    """Compute Σρ and Σρ² over the unmasked tokens: effective sample sizes of micro-batches cannot be averaged."""
+    rho = torch.where(batch.mask, clamp_log_ratio(log_ratio(batch)).exp(), 0.0)
+    return dict(zip(_RATIO_SUMS, (rho.sum(), rho.square().sum()), strict=True))
+
+
+_Line = tuple[str, int, dict[str, float]]
+"""Mode (train or eval), number of unmasked tokens, and their metrics."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    """Metrics of one micro-batch, in an asynchronous device-to-host copy."""
+
+    mode: str
+    tokens: int
+    names: list[str]
+    values: AsyncCopy | None
+    backward: AsyncCopy | None
+    """Metrics of earlier backward passes [n 2]: share of dense rows, and largest dropped share of a gradient."""
+
+    def line(self) -> _Line:
+        """Return the metrics once the copy is done."""
+        found = dict(zip(self.names, self.values.wait(), strict=True)) if self.values is not None else {}
+        reports = [] if self.backward is None else self.backward.wait()
+        if over := [report for report in reports if not math.isnan(report[0])]:  # a pass may have had no backward
+            dense, dropped = zip(*over, strict=True)
+            found |= {"head/dense_share": sum(dense) / len(dense), "head/dropped_max": max(dropped)}
+        return self.mode, self.tokens, found
+
+
+class Ledger:
+    """Collection of the metrics of all micro-batches since the last `flush`."""
+
+    def __init__(self) -> None:
+        self._entries: list[_Entry] = []
+        self._reports: list[Tensor] = []
+
+    def add(self, mode: str, tokens: int, metrics: dict[str, Tensor], reports: list[Tensor]) -> None:
+        """Add a micro-batch's entry; every process adds one for every micro-batch, even without metrics.
+
+        `reports` [2] each are written by the backward pass that follows, and go into the next entry.
+        """
+        backward = AsyncCopy(torch.stack(self._reports)) if self._reports else None
+        self._reports = reports
+        values = AsyncCopy(torch.stack([value.detach().float() for value in metrics.values()])) if metrics else None
+        self._entries.append(_Entry(mode, tokens, list(metrics), values, backward))
+
+    def flush(self) -> list[tuple[str, str, float]]:
+        """Return (mode, name, value) of all metrics over all processes; `tr/ess` is computed once over all entries."""
+        entries, self._entries = self._entries, []
+        everyone: list[list[_Line]] = gather_object([[entry.line() for entry in entries]]) if entries else []
+        found = [
+            (lines[0][0], name, _over_all(name, [(tokens, found[name]) for _, tokens, found in lines if name in found]))
+            for lines in zip(*everyone, strict=True)
+            # A process without unmasked tokens has none.
+            for name in sorted({name for _, _, found in lines for name in found if name not in _RATIO_SUMS})
+        ]
+        for mode in dict.fromkeys(mode for lines in everyone for mode, _, _ in lines):
+            own = [(tokens, x) for lines in everyone for of, tokens, x in lines if of == mode and _RATIO_SUMS[0] in x]
+            if own:  # (Σρ)²/(N Σρ²): the share of the tokens that the ratios leave to count, in (0, 1]
+                count = sum(tokens for tokens, _ in own)
+                first, second = (sum(x[name] for _, x in own) for name in _RATIO_SUMS)
+                size = first**2 / (count * second) if second else 0.0  # where every ratio has underflown
+                found.append((mode, "tr/ess", min(size, 1.0)))  # in this order NaN stays NaN
+        return found
+
+
+def _over_all(name: str, found: list[tuple[int, float]]) -> float:
+    """Combine a metric of several processes, given as (unmasked tokens, value): maximum, sum, or mean over tokens."""
+    kind = metric_kind(name)
+    if kind != "mean":
+        return (max if kind == "max" else sum)(value for _, value in found)
+    total = sum(tokens for tokens, _ in found)
+    return sum(tokens * value for tokens, value in found) / total if total else sum(x for _, x in found) / len(found)
