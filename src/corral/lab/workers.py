@@ -7,8 +7,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar
 
 
 class WorkerLost(RuntimeError):
@@ -19,15 +18,11 @@ class WorkerLost(RuntimeError):
         self.hung = hung
 
 
-@runtime_checkable
 class _PoolWorker(Protocol):
     """A process that does one job at a time for one thread; it raises WorkerLost if it cannot continue."""
 
-    def kill(self) -> None:
-        """Kill the process at once."""
-
-    def close(self) -> None:
-        """End the process and release its resources."""
+    def kill(self) -> None: ...
+    def close(self) -> None: ...
 
 
 _Worker = TypeVar("_Worker", bound=_PoolWorker)
@@ -126,7 +121,7 @@ class WorkerPool(ABC, Generic[_Worker]):
     def __enter__(self: _Pool) -> _Pool:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

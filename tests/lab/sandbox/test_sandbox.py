@@ -632,7 +632,3 @@ def test_golden_arguments_of_the_filter() -> None:
 def test_an_unknown_machine_has_no_filter() -> None:
     with pytest.raises(ValueError, match="no list of system calls for riscv64"):
         filter.build("riscv64")
-
-
-def test_old_names_stay_for_one_release() -> None:
-    assert (sandbox.Job, sandbox.Limits, sandbox.Worker) == (SandboxJob, SandboxLimits, SandboxWorker)

@@ -203,7 +203,7 @@ def test_a_test_that_evaluates_text_is_refused_and_evaluates_none(test: str) -> 
         if test == "an expression in a function":  # it has called f by then
             assert grade(problem, f"def f(n): return {text!r}") == 0.0, text
             continue
-        with pytest.raises(ValueError, match="the tests of f cannot run: NameError: name '(eval|exec)' is not defined"):
+        with pytest.raises(ValueError, match=r"the tests of f cannot run: NameError: name '(eval|exec)' is not defined"):
             grade(problem, f"def f(n): return {text!r}")
 
 

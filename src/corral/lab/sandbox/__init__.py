@@ -5,9 +5,6 @@ from corral.lab.sandbox.result import SandboxJob, SandboxLimits, SandboxResult, 
 from corral.lab.sandbox.view import SandboxUnavailable
 from corral.lab.sandbox.worker import SandboxWorker
 
-Job, Limits, Status, Worker = SandboxJob, SandboxLimits, SandboxStatus, SandboxWorker
-"""Former names, which remain for one release."""
-
 __all__ = [
     "SandboxJob", "SandboxLimits", "SandboxPool", "SandboxResult", "SandboxStatus", "SandboxUnavailable", "SandboxWorker",
     "available_backend", "memory_bound", "run_python",

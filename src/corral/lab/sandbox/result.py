@@ -1,9 +1,9 @@
 """Jobs, limits and results of the sandbox."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-from corral.validate import require
+from corral.validate import Checked, limited
 
 SandboxStatus = Literal["ok", "error", "timeout", "memory", "output"]
 
@@ -25,31 +25,28 @@ class SandboxResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SandboxLimits:
+class SandboxLimits(Checked):
     """Resource limits of a program, for all its processes together unless stated otherwise."""
 
-    timeout: float = 5.0
-    """Seconds of wall time."""
-    memory_mb: int = 512
-    """Memory in MiB in addition to that of the bare interpreter."""
-    output: int = 1 << 20
-    """Bytes of standard output; standard error has an equal limit."""
-    processes: int = 64
-    """Processes and threads."""
-    files: int = 64
-    """Open files, per process."""
-    file_size: int = 32 << 20
-    """Bytes of one file."""
-    folder_size: int = 64 << 20
-    """Bytes of the temporary folder, which is in memory."""
-    folder_files: int = 4096
-    """Number of files in the temporary folder."""
+    name: ClassVar[str] = "sandbox"
+    """Name in messages."""
 
-    def __post_init__(self) -> None:
-        require(self, "timeout", above=0, at_most=MAX_TIMEOUT, what="a number of seconds", name="sandbox")
-        require(self, "memory_mb", at_least=1, at_most=1 << 20, integer=True, what="a number of MiB", name="sandbox")
-        counts = ("output", "processes", "files", "file_size", "folder_size", "folder_files")
-        require(self, *counts, at_least=1, integer=True, name="sandbox")
+    timeout: float = limited(5.0, above=0, at_most=MAX_TIMEOUT, what="a number of seconds")
+    """Seconds of wall time."""
+    memory_mb: int = limited(512, at_least=1, at_most=1 << 20, what="a number of MiB")
+    """Memory in MiB in addition to that of the bare interpreter."""
+    output: int = limited(1 << 20, at_least=1)
+    """Bytes of standard output; standard error has an equal limit."""
+    processes: int = limited(64, at_least=1)
+    """Processes and threads."""
+    files: int = limited(64, at_least=1)
+    """Open files, per process."""
+    file_size: int = limited(32 << 20, at_least=1)
+    """Bytes of one file."""
+    folder_size: int = limited(64 << 20, at_least=1)
+    """Bytes of the temporary folder, which is in memory."""
+    folder_files: int = limited(4096, at_least=1)
+    """Number of files in the temporary folder."""
 
 
 @dataclass(frozen=True, kw_only=True)

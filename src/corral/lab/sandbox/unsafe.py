@@ -30,10 +30,9 @@ try:
 except MemoryError:
     sys.exit(137)
 """
-_OUT_OF_MEMORY = 137
+_ENDS: dict[int, SandboxStatus] = {137: "memory", -signal.SIGXCPU: "timeout"}
+"""What an exit status of the interpreter stands for, besides 0 and errors."""
 _BASELINE = 64 << 20
-_TICK = 0.02
-"""Seconds between two looks at the clock and at the size of the output."""
 _EXIT_SECONDS = 2.0
 """Seconds to wait until a killed process has gone."""
 
@@ -83,32 +82,20 @@ def _run(job: SandboxJob, stdin: IO[bytes], stdout: IO[bytes], *, captured: bool
             stdin.close()
             stdout.close()
         written: tuple[IO[bytes], ...] = (stdout, stderr) if captured else (stderr,)
-        status: SandboxStatus | None = None
+        status: SandboxStatus = "timeout"
         try:
-            while status is None:
-                left = started + limits.timeout - time.monotonic()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    status = _status(process.wait(max(0.0, min(_TICK, left))))
-                if any(os.fstat(stream.fileno()).st_size > limits.output for stream in written):
-                    status = "output"
-                elif status is None and left <= 0:
-                    status = "timeout"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = _ENDS.get(code := process.wait(limits.timeout), "error" if code else "ok")
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)  # what it has started too
             with contextlib.suppress(subprocess.TimeoutExpired):  # one that the kernel itself holds dies when it can
                 process.wait(_EXIT_SECONDS)
         seconds = time.monotonic() - started
+        if any(os.fstat(stream.fileno()).st_size > limits.output for stream in written):
+            status = "output"
         texts = []
         for stream in written:
             stream.seek(0)
             texts.append(stream.read(limits.output).decode("utf-8", "replace"))
     return SandboxResult(status, texts[0] if captured else "", texts[-1], seconds)
-
-
-def _status(code: int) -> SandboxStatus:
-    if code == _OUT_OF_MEMORY:
-        return "memory"
-    if code == -signal.SIGXCPU:
-        return "timeout"
-    return "ok" if code == 0 else "error"

@@ -12,10 +12,10 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from io import FileIO
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from corral.lab.sandbox.backend import ENVIRONMENT, command, payload, refusal
 from corral.lab.sandbox.cgroup import find_cgroup_parent, make_cgroup
@@ -40,25 +40,22 @@ def memory_file(data: bytes) -> FileIO:
         return FileIO(f"/proc/self/fd/{file.fileno()}")
 
 
-class Pipe:
+class Pipe(NamedTuple):
+    """The two ends of a pipe."""
+
+    reader: FileIO
+    writer: FileIO
+
+
+@contextlib.contextmanager
+def open_pipe() -> Iterator[Pipe]:
     """A pipe whose ends are closed at the latest on leaving the context."""
-
-    def __init__(self) -> None:
-        reader, writer = os.pipe2(os.O_CLOEXEC)
-        self.reader, self.writer = FileIO(reader), FileIO(writer, "w")
-
-    def close(self) -> None:
-        self.reader.close()
-        self.writer.close()
-
-    def __enter__(self) -> "Pipe":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    reader, writer = os.pipe2(os.O_CLOEXEC)
+    with FileIO(reader) as readable, FileIO(writer, "w") as writable:
+        yield Pipe(readable, writable)
 
 
-class SandboxWorker:
+class SandboxWorker(contextlib.AbstractContextManager["SandboxWorker"]):
     """A warm sandboxed interpreter that forks once per program; a context manager for one program and one thread at a time."""
 
     def __init__(self, backend: str) -> None:
@@ -106,7 +103,7 @@ class SandboxWorker:
 
     def run(self, job: SandboxJob) -> SandboxResult:
         """Run one program to its end."""
-        with memory_file(encode(job.stdin)) as stdin, Pipe() as out, Pipe() as err:
+        with memory_file(encode(job.stdin)) as stdin, open_pipe() as out, open_pipe() as err:
             return collect(self.start(job, stdin, out, err, capture=(out, err)))[0]
 
     def start(self, job: SandboxJob, stdin: FileIO, out: Pipe, err: Pipe, capture: tuple[Pipe, ...]) -> "RunningProgram":
@@ -151,10 +148,7 @@ class SandboxWorker:
         with contextlib.suppress(subprocess.TimeoutExpired):  # a process that the kernel itself holds dies when it can
             self.process.wait(_EXIT_SECONDS)
 
-    def __enter__(self) -> "SandboxWorker":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -231,12 +225,12 @@ def run_connected(
     workers: tuple[SandboxWorker, SandboxWorker], first: SandboxJob, second: SandboxJob
 ) -> tuple[SandboxResult, SandboxResult]:
     """Run two programs side by side, each reading the other's output; their own `stdin` is not used."""
-    with Pipe() as there, Pipe() as back, Pipe() as err_first, Pipe() as err_second:
+    with open_pipe() as there, open_pipe() as back, open_pipe() as err_first, open_pipe() as err_second:
         pair = (
             workers[0].start(first, back.reader, there, err_first, capture=(err_first,)),
             workers[1].start(second, there.reader, back, err_second, capture=(err_second,)),
         )
-        for pipe in (there, back):
-            pipe.close()  # else neither would see the other's end
+        for end in (*there, *back):
+            end.close()  # else neither would see the other's end
         results = collect(*pair)
     return results[0], results[1]

@@ -2,12 +2,11 @@
 
 import re
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from importlib.util import find_spec
-from itertools import accumulate
 from typing import Literal
 
 from corral.lab.tasks.dataset import FiniteTask
@@ -61,30 +60,34 @@ def extract(completion: str) -> Answer | None:
 
 def last_box(text: str) -> str | None:
     r"""The content of the outermost \boxed{…} that was closed last; a box that holds but a box is that box."""
-    opened: list[re.Match[str]] = []
-    closed: tuple[int, int] | None = None
-    for step, token in _braces(text):
-        if step > 0:
-            opened.append(token)
-        elif opened:
-            start = opened.pop()
-            if len(start[0]) > 1:  # a box's
-                closed = (start.end(), token.start())
-    if closed is None:
+    boxes = [(opening, closing) for opening, closing in match_braces(text)[0] if len(opening[0]) > 1]
+    if not boxes:
         return None
-    found = text[slice(*closed)].strip()
-    while (inner := re.match(r"\\boxed\s*\{", found)) and len(found) <= LONGEST and _closes_at_end(found):
-        found = found[inner.end() : -1].strip()
+    opening, closing = boxes[-1]
+    found = text[opening.end() : closing.start()].strip()
+    while len(found) <= LONGEST and (inside := match_braces(found)[0]):
+        opening, closing = inside[-1]
+        if len(opening[0]) == 1 or (opening.start(), closing.end()) != (0, len(found)):
+            break
+        found = found[opening.end() : closing.start()].strip()
     return found
 
 
-def _braces(text: str) -> Iterator[tuple[int, re.Match[str]]]:
-    r"""Yield +1 for every { or \boxed{ and −1 for every }, each with its match; \{ and \} are not braces."""
+def match_braces(text: str) -> tuple[list[tuple[re.Match[str], re.Match[str]]], bool]:
+    r"""(opening, closing) of every pair of braces in the order of closing, and True if no brace lacks its partner.
+
+    An opening brace is { or \boxed{. Neither \{ nor \} is a brace.
+    """
+    opened, pairs, balanced = list[re.Match[str]](), [], True
     for token in _BRACE.finditer(text):
         if token[0] == "}":
-            yield -1, token
+            if opened:
+                pairs.append((opened.pop(), token))
+            else:
+                balanced = False
         elif token[0][-1] == "{" and token[0] != r"\{":
-            yield 1, token
+            opened.append(token)
+    return pairs, balanced and not opened
 
 
 def ascii_digits(text: str) -> str:
@@ -93,12 +96,6 @@ def ascii_digits(text: str) -> str:
         return text
     digits = {ord(letter): str(unicodedata.decimal(letter)) for letter in set(text) if letter.isdecimal()}
     return text.translate(digits).translate(_SEPARATORS)
-
-
-def is_balanced(text: str) -> bool:
-    """True if every brace of an answer has its partner, so that a box around the answer cannot be closed from inside."""
-    depths = list(accumulate((step for step, _ in _braces(text)), initial=0))
-    return min(depths) == depths[-1] == 0
 
 
 def one_number(answer: str) -> Fraction | None:
@@ -127,16 +124,6 @@ def _with_slash(fraction: re.Match[str]) -> str:
     r"""Rewrite a matched -\frac{1}{2} as -1/2."""
     before, inside, over, over_digit, under, under_digit = fraction.groups()
     return f" {'-' if before != (inside or '') else ''}{over or over_digit}/{under or under_digit} "
-
-
-def _closes_at_end(text: str) -> bool:
-    r"""True if the box that begins `text` is closed by its last character."""
-    depth = 0
-    for step, token in _braces(text):
-        depth += step
-        if depth == 0:
-            return token.end() == len(text)
-    return False
 
 
 # --------------------------------------------------------------------------------------------------------- is it right?
@@ -185,7 +172,8 @@ def same_mathematics(golds: Sequence[str], answers: Sequence[str], seconds: floa
 
 def _without_grader(gold: str, answer: str) -> bool | None:
     """The verdict on a simple pair; None if math-verify is needed."""
-    if not answer or len(answer) > LONGEST or r"\boxed" in answer or not is_balanced(answer):
+    # A brace without its partner could close the box around the answer from inside.
+    if not answer or len(answer) > LONGEST or r"\boxed" in answer or not match_braces(answer)[1]:
         return False
     if gold == answer:
         return True

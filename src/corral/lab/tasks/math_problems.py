@@ -44,9 +44,12 @@ class GSM8K(MathTask):
         return list(map(same_number, golds, answers))
 
 
-TRAIN = {"asdiv": ("MU-NLPC/Calc-asdiv_a", "test"), "mawps": ("MU-NLPC/Calc-mawps", "train")}
-HELD_OUT = {"svamp": ("MU-NLPC/Calc-svamp", "test")}
-"""Files of a folder by name, and where the same problems are on the hub: data set and split."""
+_SOURCES = {
+    "asdiv": ("MU-NLPC/Calc-asdiv_a", "test"),
+    "mawps": ("MU-NLPC/Calc-mawps", "train"),
+    "svamp": ("MU-NLPC/Calc-svamp", "test"),
+}
+"""Files of a folder by name, and where the same problems are on the hub: data set and split. The last one is held out."""
 
 _DECIMALS = 4
 """Most decimals of an answer; an answer with more is a truncated fraction, which no completion would match."""
@@ -73,7 +76,7 @@ class WordProblems(GSM8K):
 
     @classmethod
     def hub_names(cls) -> tuple[str, ...]:
-        return tuple(hub for hub, _ in (*TRAIN.values(), *HELD_OUT.values()))
+        return tuple(hub for hub, _ in _SOURCES.values())
 
     def problem(self, row: Row) -> tuple[str, str]:
         """The story with its question, and the number; ASDiv's unit in brackets is dropped."""
@@ -93,15 +96,16 @@ class WordProblems(GSM8K):
             return super()._rows(split)
         if self.held_out is not None:
             raise ValueError(f"words: SVAMP is held out, and `held_out` is for a single file as `path`; got {self.held_out!r}.")
-        held_out = chain.from_iterable(self._read(name, *where) for name, where in HELD_OUT.items())
+        held_out = self._read("svamp")
         if split == "test":
             return held_out
         leaked = {words(self.problem(row)[0], numbers=False) for _, row in held_out if not isinstance(row, Malformed)}
-        return self._distinct(chain.from_iterable(self._read(name, *where) for name, where in TRAIN.items()), leaked)
+        return self._distinct(chain(self._read("asdiv"), self._read("mawps")), leaked)
 
-    def _read(self, name: str, hub: str, split: str) -> Rows:
+    def _read(self, name: str) -> Rows:
         """Rows of one of the three data sets."""
         if self.path is None:
+            hub, split = _SOURCES[name]
             return read_hub(hub, None, split, self.name)
         folder = Path(self.path).expanduser()
         if not folder.is_dir():

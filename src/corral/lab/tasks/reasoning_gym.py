@@ -174,17 +174,12 @@ def is_harmless(answer: str, entry: dict[str, Any], generator: str) -> bool:
         return False
     source = metadata.get("source_dataset", generator)
     if {source, generator} & LITERALS:
-        return _is_literal(answer)
+        try:
+            ast.literal_eval(answer)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            return False
+        return True
     if not {source, generator} & FORMULAS:
         return True
     words = re.findall(r"[A-Za-z]+", answer)
     return _FORMULA.fullmatch(answer) is not None and all(len(word) == 1 or word in _WORDS for word in words)
-
-
-def _is_literal(text: str) -> bool:
-    """True if a text is a Python literal: numbers, strings, and lists of these."""
-    try:
-        ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return False
-    return True

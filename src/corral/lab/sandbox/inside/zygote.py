@@ -8,6 +8,7 @@ that are handed on unread, so that nothing of one program is in the memory from 
 
 import _socket  # without the enumerations around it, which every program would be forked with
 import array
+import contextlib
 import gc
 import importlib
 import json
@@ -45,7 +46,12 @@ class _ZygoteConfig(TypedDict):
 def main(config: _ZygoteConfig) -> None:
     """Enter the namespaces, report readiness, and serve until the host closes the socket."""
     control = _socket.socket(fileno=config["control"])
-    events = _join_cgroup(*config["group"]) if config["group"] else None
+    events = None
+    if config["group"]:
+        members, counted = config["group"]
+        with contextlib.suppress(OSError):  # the kernel may refuse
+            os.write(members, b"0")
+            events = counted
     for name in _COMMON_MODULES.split():
         importlib.import_module(name)
     site.setquit()  # exit() and quit()
@@ -66,15 +72,6 @@ def main(config: _ZygoteConfig) -> None:
     _send(control, {"ready": True, "grouped": events is not None})
     zygote.serve()
     os._exit(0)
-
-
-def _join_cgroup(members: int, events: int) -> int | None:
-    """Enter the cgroup whose open member list is given; returns its events, or None if the kernel refuses."""
-    try:
-        os.write(members, b"0")
-    except OSError:
-        return None
-    return events
 
 
 def _send(control: _socket.socket, message: dict[str, object]) -> None:
