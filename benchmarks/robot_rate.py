@@ -16,16 +16,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 
+import gymnasium
 import numpy as np
 import torch
+from gymnasium.vector import VectorEnv
 from rows import FOLDER, Row, read_rows, rounded, stamp, table, write_rows
 
 from corral.cores import cores
 from corral.lab.environments import ENVIRONMENTS, make_envs
+from corral.lab.environments.vector import Simulator, Threads
 from corral.lab.jobs.robot.prepare import prepare
 from corral.lab.jobs.robot.settings import read_recipe, resolve
 from corral.robot.episode import Plant
-from corral.robot.vector import Simulator
 
 RECIPES = (
     "hopper_jump", "hopper_jump_published", "box_pushing", "box_pushing_published", "via_point", "via_point_sparse",
@@ -48,13 +50,10 @@ def best(run: Callable[[], object], repetitions: int) -> tuple[float, float]:
 
 def play(plant: Plant, seeds: list[int], way: str) -> None:
     """Episodes of plans that move every joint, resets included."""
-    context, tracking = plant.start(seeds), plant.tracking
+    context, tracking = plant.start(seeds, learned_from=way == "warp"), plant.tracking
     start, _ = tracking.state(context)
     plan = start[:, None] + 0.3 * np.sin(np.linspace(0, 6, plant.steps))[None, :, None]
-    if way == "steps":
-        plant.act(context, lambda t, seen: tracking.action(plan[:, t], 0 * plan[:, t], seen))
-    else:
-        plant.follow_anew(context, lambda _: (plan, 0 * plan), plant.steps, learned_from=way == "warp")
+    plant.follow(context, plan, 0 * plan)
 
 
 def measure_task(task: str, threads: Sequence[int], ways: Sequence[str], episodes: int, repetitions: int) -> list[Row]:
@@ -62,8 +61,12 @@ def measure_task(task: str, threads: Sequence[int], ways: Sequence[str], episode
     known, seeds = ENVIRONMENTS[TASKS[task]], list(range(episodes))
     steps, rows = episodes * known.steps, list[Row]()
     for count, way in product(threads, ways):
-        envs, simulator = make_envs(TASKS[task], episodes, workers=count), warp_simulator() if way == "warp" else None
-        plant = Plant(envs, known.tracking, known.steps, simulator)
+        if way == "steps":
+            sizes = [episodes // count + (index < episodes % count) for index in range(count)]
+            envs: VectorEnv = Threads([gymnasium.make_vec(TASKS[task], size, vectorization_mode="sync") for size in sizes])
+        else:
+            envs = make_envs(TASKS[task], episodes, workers=count, simulator=warp_simulator() if way == "warp" else None)
+        plant = Plant(envs, known.tracking, known.steps)
         if way == "warp":
             play(plant, seeds, way)  # compiles, and captures its graphs
         clock, processor = best(partial(play, plant, seeds, way), repetitions)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import gymnasium
 import imageio.v3
-import mujoco
 import numpy as np
 
 from corral.lab.environments import ENVIRONMENTS
@@ -20,7 +19,7 @@ def via_point() -> np.ndarray:
     """The arm on its way to the via-point."""
     env = gymnasium.make("corral/ViaPointReacher-v0", render_mode="rgb_array").unwrapped
     env.reset(seed=4)
-    env.arms.angles[:] = [1.3, -0.5, -0.4, -0.3, -0.2]
+    env.copies.angles[:] = [1.3, -0.5, -0.4, -0.3, -0.2]
     return env.render()[60:420]
 
 
@@ -28,8 +27,7 @@ def hopper() -> np.ndarray:
     """In the air, before the landing."""
     env = gymnasium.make("corral/HopperJump-v0", render_mode="rgb_array").unwrapped
     env.reset(seed=0)
-    env.data.qpos[:] = [0.35, 1.65, 0.1, -0.35, -0.6, 0.3]
-    mujoco.mj_forward(env.model, env.data)
+    env.copies.batch.qpos[:] = [0.35, 1.65, 0.1, -0.35, -0.6, 0.3]
     return env.render()
 
 
@@ -42,7 +40,7 @@ def box() -> np.ndarray:
     guide = gymnasium.make(name).unwrapped
     for step in range(60):
         share = step / 60
-        plan = guide.joints_above((1 - share) * env.box()[:3] + share * ahead)
+        plan = guide.copies.joints_above((1 - share) * env.copies.box()[0, :3] + share * ahead)
         observation = env.step(tracking.action(plan, np.zeros(7), observation))[0]
     return env.render()
 

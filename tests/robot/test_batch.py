@@ -11,10 +11,9 @@ import torch
 from gymnasium.vector import SyncVectorEnv
 
 from corral.lab.environments import ENVIRONMENTS, make_envs
-from corral.lab.environments.box_pushing import UNSTABLE, BoxPushing
-from corral.lab.environments.hopper_jump import FLYING, NEVER, STEPS, HopperJump, next_phase
+from corral.lab.environments.box_pushing import UNSTABLE, BoxPushings
+from corral.lab.environments.hopper_jump import FLYING, NEVER, STEPS, HopperJumps, next_phase
 from corral.robot.episode import Episodes, Plant
-from corral.robot.vector import simulated_copies
 
 HOPPER, BOX = "corral/HopperJump-v0", "corral/BoxPushing-v0"
 KINDS = [(HOPPER, "sparse"), (HOPPER, "dense"), (BOX, "dense"), (BOX, "temporal_sparse"), (BOX, "temporal_spatial_sparse")]
@@ -52,8 +51,8 @@ def test_plans_made_on_the_way_see_what_single_environments_show(name: str, rewa
 
     batch = world.follow_anew(world.start([3, 1]), plan, world.steps // 5)
     seen, told[:] = told[:], []
-    world._copies = []
-    assert_same(batch, world.follow_anew(world.start([3, 1]), plan, world.steps // 5))
+    single = Plant(gymnasium.make_vec(name, 2, vectorization_mode="sync", reward=reward), world.tracking, world.steps)
+    assert_same(batch, single.follow_anew(single.start([3, 1]), plan, world.steps // 5))
     assert len(seen) == len(told) == 5
     for index, (one, other) in enumerate(zip(seen, told, strict=True)):
         np.testing.assert_array_equal(one, other)
@@ -93,7 +92,7 @@ def test_threads_and_idle_copies_change_nothing() -> None:
         world.close()
 
 
-def test_plans_are_followed_step_by_step_where_they_are_no_batch() -> None:
+def test_wrapped_environments_are_stepped_one_by_one() -> None:
     known = ENVIRONMENTS[BOX]
 
     def dearer(env: gymnasium.Env) -> gymnasium.Env:
@@ -101,46 +100,45 @@ def test_plans_are_followed_step_by_step_where_they_are_no_batch() -> None:
 
     plain = plant(BOX, 1, 1)
     wrapped = Plant(SyncVectorEnv([lambda: dearer(gymnasium.make(BOX))]), known.tracking, known.steps)
-    shorter = Plant(make_envs(BOX, 1, workers=1), known.tracking, 3)
-    assert [len(simulated_copies(world.envs, world.steps)) for world in (plain, wrapped, shorter)] == [1, 0, 0]
-    found = [world.follow(*(x[:, : world.steps] if x.ndim == 3 else x for x in wave(world, [2]))) for world in (plain, wrapped)]
+    found = [world.follow(*wave(world, [2])) for world in (plain, wrapped)]
     torch.testing.assert_close(2 * found[0].rewards, found[1].rewards)
-    assert not simulated_copies(make_envs("corral/ViaPointReacher-v0", 2), 100)  # has an array of its own
 
 
-def test_a_jump_is_remembered_as_step_by_step() -> None:
+def test_a_jump_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     # Contacts of three episodes: a whole jump that is made twice, one without a landing, and none at all.
     told = [[0, 1, 1, 0, 0, 1, 0, 1], [1, 1, 0, 0, 0, 0, 0, 0], [0] * 8]
     contacts = np.zeros((3, STEPS), bool)
     contacts[:, :8] = told
     contacts[0, 8:] = True
-    readings = np.random.default_rng(0).uniform(0, 1, (3, STEPS, 28))
-    readings[..., 27] = contacts
-    copies = [HopperJump() for _ in told]
-    scored = HopperJump.score(copies, readings, np.zeros((3, STEPS, 3)))
+    copies, heights, distances = HopperJumps(3), [], []
+    copies.reset(seed=0)
+    monkeypatch.setattr(copies, "contact", lambda: contacts[:, copies.time - 1])
+    for _ in range(STEPS):
+        info = copies.step(np.zeros((3, 3)))[4]
+        heights.append(copies.batch.xpos[:, copies._torso, 2].copy())
+        distances.append(copies.distance())
     for row in range(3):
         phases = list(accumulate(map(bool, contacts[row]), next_phase, initial=0))
         left = phases.index(FLYING) - 1 if FLYING in phases else np.nan
-        np.testing.assert_equal(scored.info["event"][row], left)
-    np.testing.assert_array_equal(scored.info["landing_distance"] < NEVER, [True, False, False])
-    frame, foot = readings[0, 5, 18:27].reshape(3, 3), readings[0, 5, 15:18]
-    assert scored.info["landing_distance"][0] == pytest.approx(np.linalg.norm(foot + frame @ [-0.13, 0, 0.04]))  # goal at 0
-    np.testing.assert_allclose(scored.info["highest"], readings[:, :, 14].max(1))
+        np.testing.assert_equal(info["event"][row], left)
+    np.testing.assert_array_equal(info["landing_distance"] < NEVER, [True, False, False])
+    assert info["landing_distance"][0] == distances[5][0]
+    np.testing.assert_array_equal(info["highest"], np.max(heights, 0))
 
 
 def test_a_step_that_the_simulator_cannot_take_costs_fifty_in_a_batch_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # MuJoCo writes its log where it runs
-    world, advance, calls = plant(BOX, 2, 1), BoxPushing.advance, count()
+    world, move, calls = plant(BOX, 2, 1), BoxPushings.move, count()
 
-    def explode(batch: Any, actions: np.ndarray) -> Any:
+    def explode(copies: BoxPushings, actions: np.ndarray) -> Any:
         if next(calls) == 3:
-            batch.qvel[1, 0] = 1e12
-        return advance(batch, actions)
+            copies.batch.qvel[1, 0] = 1e12
+        return move(copies, actions)
 
     whole = world.follow(*wave(world, [0, 1]))
-    monkeypatch.setattr(BoxPushing, "advance", staticmethod(explode))
+    monkeypatch.setattr(BoxPushings, "move", explode)
     episodes = world.follow(*wave(world, [0, 1]))
     assert episodes.rewards[1, 3] == UNSTABLE
     assert (episodes.rewards == UNSTABLE).sum() == 1
@@ -151,11 +149,11 @@ def test_a_step_that_the_simulator_cannot_take_costs_fifty_in_a_batch_too(
     torch.testing.assert_close(episodes.observations[0], whole.observations[0], rtol=0, atol=0)  # the other went on
 
 
-def test_a_batch_is_refused_in_the_middle_of_an_episode_and_with_nan() -> None:
+def test_episodes_are_played_once_and_nan_is_refused() -> None:
     world = plant(HOPPER, 2, 1)
     context, positions, velocities = wave(world, [0, 1])
-    world.envs.step(np.zeros((2, 3), np.float32))
-    with pytest.raises(ValueError, match="from the beginning of an episode"):
+    world.follow(context, positions, velocities)
+    with pytest.raises(ValueError, match="from their beginning, and once"):
         world.follow(context, positions, velocities)
     world.start([0, 1])
     positions[1, 3] = np.nan

@@ -157,7 +157,7 @@ def plan_by_plan(planner: Planner, noise: torch.Tensor, seen: list[Any]) -> tupl
         return Episodes(observations, rewards, rewards == 0, actions, torch.zeros(count), torch.zeros(count))
 
     planner.plant.envs = SimpleNamespace(num_envs=len(noise))  # a round of all episodes
-    planner.plant.start, planner.plant.follow_anew = lambda seeds: seen[0], follow_anew
+    planner.plant.start, planner.plant.follow_anew = lambda seeds, **_: seen[0], follow_anew
     _, plans = planner.play(list(range(len(noise))), noise)
     return curves, plans.params.unflatten(0, (planner.count, -1))
 

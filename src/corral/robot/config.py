@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
@@ -15,7 +15,7 @@ from corral.projection import (
 )
 from corral.robot.planner import PlanStart
 from corral.robot.policy import ACTIVATIONS
-from corral.validate import number_in, owner_name, require
+from corral.validate import Checked, limited, number_in, owner_name
 
 PROJECTIONS: dict[str, Callable[..., GaussianProjection]] = {
     "kl": project_gaussian_kl,
@@ -24,7 +24,6 @@ PROJECTIONS: dict[str, Callable[..., GaussianProjection]] = {
 }
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
-DEVICES = ("cpu", "cuda")
 
 
 def check_device(owner: str, device: str) -> None:
@@ -34,41 +33,41 @@ def check_device(owner: str, device: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnerConfig:
+class LearnerConfig(Checked):
     """Settings of an episodic learner; the names are those of docs/tce.md."""
 
-    iterations: int = 125
+    iterations: int = limited(125, at_least=1)
     """Batches of episodes."""
-    episodes: int = 64
+    episodes: int = limited(64, at_least=1)
     """Episodes in a batch."""
-    plans_per_context: int = 1
+    plans_per_context: int = limited(1, at_least=1)
     """Plans drawn for each context of a batch. From 2 on an advantage is a plan's credit less the mean of the others' for the
     same context, exactly, and no critic is fitted; contexts are as many times fewer."""
     mirrored: bool = False
     """Plans of a context come in pairs μ ± L ε: what both earn alike then drops out of the mean's gradient. Needs at least two
     pairs, since what widens or narrows exploration shows only between pairs."""
-    policy_epochs: int = 25
+    policy_epochs: int = limited(25, at_least=1)
     """Updates of the policy per batch, each on the whole batch."""
-    critic_epochs: int = 10
+    critic_epochs: int = limited(10, at_least=1)
     """Updates of the critic per batch."""
-    policy_rate: float = 1e-3
+    policy_rate: float = limited(1e-3, above=0, finite=True)
     """Learning rate of the policy's Adam."""
-    critic_rate: float = 1e-3
+    critic_rate: float = limited(1e-3, above=0, finite=True)
     """Learning rate of the critic's Adam."""
-    decay_over: float | None = None
+    decay_over: float | None = limited(None, above=0, what="a number of batches", note="inf keeps the rates constant")
     """Batches over which both learning rates fall linearly to a hundredth: the run's without it, 10,000 as published for TCE,
     whatever the run's length. inf keeps them constant, as published for BBRL."""
-    weight_decay: float = 0.0
+    weight_decay: float = limited(0.0, at_least=0, finite=True)
     """L2 penalty on the weights of both networks."""
     projection: Literal["kl", "wasserstein", "frobenius"] = "kl"
     """Measure of the trust region."""
-    mean_bound: float = 0.05
+    mean_bound: float = limited(0.05, above=0, note="inf switches it off")
     """ε_μ: how far the mean may move per batch."""
-    cov_bound: float = 0.005
+    cov_bound: float = limited(0.005, above=0, note="inf switches it off")
     """ε_Σ: how far the covariance may move per batch."""
-    regression: float = 1.0
+    regression: float = limited(1.0, at_least=0, finite=True)
     """Weight of KL(π_θ‖sg π̃), which draws the network into the region."""
-    entropy_floor: float | None = None
+    entropy_floor: float | None = limited(None, finite=True)
     """Entropy per parameter that the policy may fall to by the last batch, linearly from its first; none without it."""
     entropy_equal: bool = False
     """The floor is a ceiling too: exploration narrows on schedule, also in directions that no reward depends on."""
@@ -81,17 +80,17 @@ class LearnerConfig:
     normalise_contexts: bool = False
     """The policy sees contexts less their mean and divided by their standard deviation, both of 256 resets before the first
     batch and fixed from then on, so that goals a few centimetres apart differ by as much as its other inputs."""
-    replan_every: int | None = None
+    replan_every: int | None = limited(None, at_least=1)
     """Steps after which the policy looks again and plans anew, a divisor of the episode's; one plan per episode without it."""
     replan_from: PlanStart = "desired"
     """Start of a new plan: "desired" is the desired position and velocity of the plan before it, so that the controller follows
     a smooth curve; "state" is that of the joints."""
-    deployed_bound: float = math.inf
+    deployed_bound: float = limited(math.inf, above=0, what="a divergence", note="inf measures alone")
     """Mean KL per plan of the network after a batch's updates from the network before them that is allowed; what goes further
     is retracted. inf measures alone."""
-    hidden: tuple[int, ...] = (64, 64)
+    hidden: tuple[int, ...] = limited((64, 64), each=True, at_least=1, integer=True)
     """Widths of the policy's layers."""
-    critic_hidden: tuple[int, ...] = (64, 64)
+    critic_hidden: tuple[int, ...] = limited((64, 64), each=True, at_least=1, integer=True)
     """Widths of the critic's layers."""
     normalise_critic: bool = True
     """The critic's inputs are normalised by their running mean and standard deviation; False as published for BBRL."""
@@ -101,7 +100,7 @@ class LearnerConfig:
     device: Literal["cpu", "cuda"] = "cpu"
     """Device of the networks; environments stay on the CPU, and random numbers are drawn there. A run from a GPU can be
     evaluated without one."""
-    activation: str = "tanh"
+    activation: str = limited("tanh", one_of=tuple(ACTIVATIONS))
     """Activation function of both networks."""
     std: float = 1.0
     """First standard deviation of every parameter."""
@@ -109,48 +108,34 @@ class LearnerConfig:
     """Least entry on the diagonal of the Cholesky factor."""
 
     def __post_init__(self) -> None:
-        require(self, "iterations", "episodes", "policy_epochs", "critic_epochs", at_least=1, integer=True)
-        require(self, "plans_per_context", at_least=1, integer=True)
-        if self.episodes % self.plans_per_context:
-            raise ValueError(
-                f"{owner_name(self)}: `episodes` is a whole number of contexts with `plans_per_context` plans each; got "
-                f"{self.episodes} and {self.plans_per_context}."
+        super().__post_init__()
+        plans, every = self.plans_per_context, self.replan_every
+        if self.episodes % plans:
+            self._refuse(
+                f"`episodes` is a whole number of contexts with `plans_per_context` plans each; got {self.episodes} and "
+                f"{plans}."
             )
-        if self.plans_per_context > 1 and self.replan_every is not None:
-            raise ValueError(
-                f"{owner_name(self)}: with `plans_per_context` > 1 plans of one context are compared, and those made on the "
-                f"way begin in contexts of their own; got {self.plans_per_context} and replan_every={self.replan_every}. "
-                f"Leave one of them out."
+        if plans > 1 and every is not None:
+            self._refuse(
+                f"with `plans_per_context` > 1 plans of one context are compared, and those made on the way begin in contexts "
+                f"of their own; got {plans} and replan_every={every}. Leave one of them out."
             )
-        if self.normalise_contexts and self.replan_every is not None:
-            raise ValueError(
-                f"{owner_name(self)}: `normalise_contexts` knows how episodes begin, and with `replan_every` the policy looks "
-                f"at states on the way too; got replan_every={self.replan_every}. Leave one of them out."
+        if self.normalise_contexts and every is not None:
+            self._refuse(
+                f"`normalise_contexts` knows how episodes begin, and with `replan_every` the policy looks at states on the way "
+                f"too; got replan_every={every}. Leave one of them out."
             )
-        if self.mirrored and (self.plans_per_context % 2 or self.plans_per_context < 4):
-            raise ValueError(
-                f"{owner_name(self)}: `mirrored` needs `plans_per_context` to be even and at least 4; got "
-                f"{self.plans_per_context}."
-            )
-        require(self, "mean_bound", "cov_bound", above=0, note="inf switches it off")
-        require(self, "deployed_bound", above=0, what="a divergence", note="inf measures alone")
-        require(self, "policy_rate", "critic_rate", above=0, finite=True)
-        require(self, "decay_over", above=0, optional=True, what="a number of batches", note="inf keeps the rates constant")
-        require(self, "regression", "weight_decay", at_least=0, finite=True)
-        require(self, "replan_every", at_least=1, integer=True, optional=True)
-        require(self, "replan_from", one_of=get_args(PlanStart))
-        require(self, "entropy_floor", finite=True, optional=True)
+        if self.mirrored and (plans % 2 or plans < 4):
+            self._refuse(f"`mirrored` needs `plans_per_context` to be even and at least 4; got {plans}.")
         if self.entropy_equal and self.entropy_floor is None:
-            raise ValueError(f"{owner_name(self)}: `entropy_equal` needs an `entropy_floor` to end at; got None.")
+            self._refuse("`entropy_equal` needs an `entropy_floor` to end at; got None.")
         if self.set_covariance and self.contextual_covariance:
-            raise ValueError(
-                f"{owner_name(self)}: `set_covariance` writes one matrix, and with `contextual_covariance` there is one for "
-                f"each context. Choose one of the two."
+            self._refuse(
+                "`set_covariance` writes one matrix, and with `contextual_covariance` there is one for each context. Choose "
+                "one of the two."
             )
-        require(self, "hidden", "critic_hidden", each=True, at_least=1, integer=True)
         if not (number_in(self.std, 0) and number_in(self.min_std, 0) and 0 < self.min_std < self.std < math.inf):
-            raise ValueError(f"{owner_name(self)}: 0 < `min_std` < `std`, both finite; got {self.min_std!r} and {self.std!r}.")
-        require(self, "projection", one_of=PROJECTIONS)
-        require(self, "activation", one_of=ACTIVATIONS)
-        require(self, "critic_dtype", one_of=(None, "float64", "float32"))
-        require(self, "device", one_of=DEVICES)
+            self._refuse(f"0 < `min_std` < `std`, both finite; got {self.min_std!r} and {self.std!r}.")
+
+    def _refuse(self, why: str) -> None:
+        raise ValueError(f"{owner_name(self)}: {why}")

@@ -12,7 +12,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from corral.robot.tracking import Array, Tracking
-from corral.robot.vector import Plan, Simulator, nan_in_step, play_plans, reset_each, simulated_copies
+from corral.tensors import Tensors
+
+Plan = Callable[[Array], tuple[Array, Array]]
+"""Observations [E O] → the desired positions and velocities [E R D] of the next R steps."""
 
 _INFO_KEYS = ("success", "event")
 """Entries read from the last step's info."""
@@ -22,7 +25,7 @@ _CONTEXTS, PLANS, SEGMENTS, UPDATES, _HELD_OUT, STATISTICS = range(6)
 
 
 @dataclass(frozen=True, eq=False)
-class Episodes:
+class Episodes(Tensors):
     """A batch of E episodes of up to T steps. After the end of an episode, `mask` is False and rewards are 0."""
 
     observations: Float[Tensor, "E S O"]
@@ -41,15 +44,6 @@ class Episodes:
         """Return of each episode."""
         return self.rewards.sum(-1)
 
-    @staticmethod
-    def cat(parts: "Sequence[Episodes]") -> "Episodes":
-        """Concatenate batches of episodes."""
-        return Episodes(*map(torch.cat, zip(*(vars(part).values() for part in parts), strict=True)))
-
-    def to(self, device: str) -> "Episodes":
-        """The episodes on another device."""
-        return Episodes(*(x.to(device) for x in vars(self).values()))
-
 
 def episode_seeds(seed: int, iteration: int, count: int, purpose: int = _CONTEXTS) -> list[int]:
     """Seeds of an iteration, a pure function of the arguments, so that a resumed run has equal contexts."""
@@ -65,10 +59,10 @@ class Plant:
     """Vectorised environments and the controller that follows plans in them.
 
     At most one episode per environment is played at a time. Environments without an episode repeat the last one; their results
-    are dropped. A `simulator` other than MuJoCo plays the plans that are learned from; measurements are always MuJoCo's.
+    are dropped.
     """
 
-    def __init__(self, envs: VectorEnv, tracking: Tracking, steps: int, simulator: Simulator | None = None) -> None:
+    def __init__(self, envs: VectorEnv, tracking: Tracking, steps: int) -> None:
         self.envs, self.tracking, self.steps = envs, tracking, steps
         space = envs.single_observation_space
         if space.shape is None or len(space.shape) != 1:
@@ -92,67 +86,64 @@ class Plant:
             )
         if type(steps) is not int or steps < 1:
             raise ValueError(f"Plant: `steps` is a whole number ≥ 1; got {steps!r}.")
-        self.observation_size, self.action_space = space.shape[0], actions
-        self._copies, self._simulator = simulated_copies(envs, steps), simulator
-        if simulator is not None and not self._copies:
-            raise ValueError(
-                "Plant: another simulator than MuJoCo's plays plans of corral/HopperJump-v0 and corral/BoxPushing-v0, as they "
-                "come and with mujoco 4.0 or newer. Leave it out."
-            )
+        self.observation_size, self.action_space, self._started = space.shape[0], actions, False
 
     def rounds(self, count: int) -> list[slice]:
         """Slices of `count` episodes that are played at the same time."""
         return [slice(first, min(first + self.envs.num_envs, count)) for first in range(0, count, self.envs.num_envs)]
 
-    def start(self, seeds: Sequence[int]) -> Array:
-        """Begin episodes, at most one per environment, and return their first observations [E O], the contexts."""
+    def start(self, seeds: Sequence[int], *, learned_from: bool = False) -> Array:
+        """Begin episodes, at most one per environment, and return their first observations [E O], the contexts.
+
+        Episodes that are `learned_from` may be played by another simulator; measurements are always MuJoCo's.
+        """
         if not 1 <= len(seeds) <= self.envs.num_envs:
             raise ValueError(f"Plant: from 1 to {self.envs.num_envs} episodes at a time, one an environment; got {len(seeds)}.")
-        observation, _ = reset_each(self.envs, [*seeds, *[seeds[-1]] * (self.envs.num_envs - len(seeds))])
+        options = {"episodes": len(seeds), "learned_from": learned_from}
+        padded = [*seeds, *[seeds[-1]] * (self.envs.num_envs - len(seeds))]
+        ours = self.envs.metadata.get("reset_options")  # of tasks that move all copies in one call
+        observation, _ = reset_each(self.envs, padded, options if ours else None)
+        self._started = True
         return np.asarray(observation, np.float64)[: len(seeds)]
 
     def follow(self, context: Array, positions: Array, velocities: Array) -> Episodes:
         """Follow plans [E T D] from the state after `start`."""
         return self.follow_anew(context, lambda _: (positions, velocities), self.steps)
 
-    def follow_anew(self, context: Array, plan: Plan, every: int, *, learned_from: bool = False) -> Episodes:
-        """Follow plans made during the episodes: after `start`, `plan(observations)` gives the next `every` steps. A task that
-        allows it is played as one batch, others step by step."""
-        if not self._copies:
-            positions: Array = np.empty(0)
-            velocities: Array = positions
+    def follow_anew(self, context: Array, plan: Plan, every: int) -> Episodes:
+        """Follow plans made during the episodes: after `start`, `plan(observations)` gives the next `every` steps."""
+        desired: tuple[Array, Array] = (np.empty(0), np.empty(0))
 
-            def action(t: int, observation: Array) -> Array:
-                nonlocal positions, velocities
-                if t % every == 0:
-                    positions, velocities = plan(observation)
-                return self.tracking.action(positions[:, t % every], velocities[:, t % every], observation)
+        def action(t: int, observation: Array) -> Array:
+            nonlocal desired
+            if t % every == 0:
+                desired = plan(observation)
+            return self.tracking.action(desired[0][:, t % every], desired[1][:, t % every], observation)
 
-            return self.act(context, action)
-        simulator = self._simulator if learned_from else None
-        actions, scored = play_plans(self.envs, self._copies, self.tracking, context, plan, every, simulator)
-        observations = np.concatenate([context[:, None], scored.observations], 1)
-        check_finite(observations, scored.rewards)
-        last_info = (scored.info.get(name, np.full(len(context), np.nan)) for name in _INFO_KEYS)
-        arrays = (observations, scored.rewards, np.ones_like(scored.rewards, bool), actions, *last_info)
-        return Episodes(*map(torch.from_numpy, arrays))
+        return self.act(context, action)
 
     def act(self, context: Array, policy: Callable[[int, Array], Array]) -> Episodes:
         """Play actions [E D] chosen by `policy(t, observations [E O])` from the state after `start`; actions are clipped."""
+        if not self._started:
+            raise ValueError("Plant: episodes are played from their beginning, and once. Call `start` before each.")
+        self._started = False
         space, steps, count = self.action_space, self.steps, len(context)
         idle = self.envs.num_envs - count  # environments without an episode repeat the last one's actions
         observations = np.repeat(context[:, None], steps + 1, 1)
-        rewards, actions = np.zeros((count, steps)), np.zeros((count, steps, space.shape[0]))
+        rewards, actions = np.zeros((count, steps)), np.zeros((count, steps, *space.shape))
         mask, last_info = np.zeros((count, steps), bool), {name: np.full(count, np.nan) for name in _INFO_KEYS}
         playing = np.ones(count, bool)
         for t in range(steps):
-            action = np.asarray(policy(t, observations[:, t])).clip(space.low, space.high).astype(space.dtype)
-            if np.isnan(action[playing]).any():
-                raise nan_in_step(t)
-            filled = np.concatenate([action, np.repeat(action[-1:], idle, 0)])
-            observation, reward, terminated, truncated, info = self.envs.step(filled)
+            # What is asked for an episode that has ended does not count, and may be NaN.
+            asked = np.where(playing[:, None], np.asarray(policy(t, observations[:, t])), 0.0)
+            if np.isnan(asked).any():
+                raise ValueError(f"Plant: the policy asked for NaN in step {t}. Have its parameters, or its plans, become NaN?")
+            action = asked.clip(space.low, space.high).astype(space.dtype)
+            observation, reward, terminated, truncated, info = self.envs.step(
+                np.concatenate([action, np.repeat(action[-1:], idle, 0)])
+            )
             over = (terminated | truncated)[:count]
-            mask[:, t], actions[:, t] = playing, np.where(playing[:, None], action, 0.0)
+            mask[:, t], actions[:, t] = playing, action
             rewards[:, t] = np.where(playing, reward[:count], 0.0)
             observations[:, t + 1] = np.where(playing[:, None], observation[:count], observations[:, t])
             for name in _INFO_KEYS:
@@ -175,6 +166,11 @@ def read_info(info: Mapping[str, Any], name: str, count: int) -> Array:
         return np.full(count, np.nan)
     present = np.asarray(info.get(f"_{name}", True))  # Gymnasium's mask of who has the entry
     return np.where(present, np.asarray(info[name], float), np.nan)
+
+
+def reset_each(envs: VectorEnv, seeds: list[int], options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
+    """Begin an episode in every environment, each with its own seed."""
+    return envs.reset(seed=seeds, options=options)  # type: ignore[arg-type]  # all take a list; their base class says int
 
 
 def check_finite(observations: Array, rewards: Array) -> None:

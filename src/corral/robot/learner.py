@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from corral.deployed import retract, snapshot
 from corral.divergence.gaussian import gaussian_entropy, gaussian_kl
@@ -257,6 +257,21 @@ class Learner(ABC):
             excess = (floor - gaussian_entropy(factor)) / factor.shape[-1]
             factor = factor * excess.clamp(max=0).exp()[..., None, None]
         return projected, factor
+
+    @property
+    def networks(self) -> tuple[nn.Module, nn.Module]:
+        """The trained networks."""
+        return self.policy, self.critic
+
+    @property
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """The optimizers by the name of the trained network."""
+        return {"critic": self.critic_optimizer, "policy": self.policy_optimizer}
+
+    @property
+    def updates(self) -> int:
+        """Number of policy updates so far."""
+        return self.iteration * self.config.policy_epochs
 
     def state(self) -> dict[str, Any]:
         """A checkpoint of networks, optimizers and counters, as a copy that later steps do not change."""

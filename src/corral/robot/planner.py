@@ -112,7 +112,7 @@ class Planner:
 
     def _play_round(self, seeds: list[int], noise: Tensor | None, drawn: Plans, learned_from: bool) -> Episodes:
         """Play episodes at the same time, one per environment, and write their plans into `drawn`."""
-        context, index = self.plant.start(seeds), 0
+        context, index = self.plant.start(seeds, learned_from=learned_from), 0
         reached: tuple[Tensor, Tensor] | None = None
 
         def plan(observation: Array) -> tuple[Array, Array]:
@@ -133,7 +133,7 @@ class Planner:
             index, reached = index + 1, (positions[:, -1], velocities[:, -1])
             return cast(tuple[Array, Array], (positions.double().numpy(), velocities.double().numpy()))
 
-        return self.plant.follow_anew(context, plan, self.every, learned_from=learned_from)
+        return self.plant.follow_anew(context, plan, self.every)
 
     def begun(self, episodes: Episodes) -> Bool[Tensor, "P E"]:
         """True for plans that began: an episode was still running when its first plan, its second plan, … was due."""

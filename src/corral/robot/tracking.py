@@ -7,15 +7,13 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from corral.validate import require
+from corral.validate import Checked
 
 Array = NDArray[np.floating]
 
-_COMMANDS = ("torque", "velocity", "position")
-
 
 @dataclass(frozen=True, kw_only=True)
-class Tracking:
+class Tracking(Checked):
     """A proportional-derivative controller that reads joint states from the observation.
 
         torque     u = (p (y − q) + d (ẏ − q̇)) / scale
@@ -40,7 +38,7 @@ class Tracking:
     """Value for which an action of 1 stands."""
 
     def __post_init__(self) -> None:
-        require(self, "command", one_of=_COMMANDS)
+        super().__post_init__()
         if self.joints[1] - self.joints[0] != self.velocities[1] - self.velocities[0] or self.dof < 1:
             raise ValueError(
                 f"Tracking: `joints` and `velocities` are ranges of the same length in the observation; got {self.joints} and "

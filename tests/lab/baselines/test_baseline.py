@@ -12,9 +12,9 @@ import torch
 
 from corral.lab.baselines.stable import BASELINES, REPLAY_FIELDS, Baseline, BaselineConfig, StepEnvironments
 from corral.lab.environments import ENVIRONMENTS
+from corral.lab.environments.vector import Threads
 from corral.robot.episode import Plant, episode_seeds, held_out_seeds
 from corral.robot.tracking import Tracking
-from corral.robot.vector import Threads
 from tolerance import assert_close
 
 NAME = "corral/ViaPointReacher-v0"
@@ -279,10 +279,10 @@ def test_impossible_settings_are_refused() -> None:
 
 
 def test_an_environment_that_breaks_is_told_apart_from_a_policy_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    from corral.lab.environments.via_point import Arms
+    from corral.lab.environments.via_point import ViaPointReachers as Arms
 
-    step = Arms.step
-    monkeypatch.setattr(Arms, "step", lambda arms, action: step(arms, action) * (np.nan if arms.time == 70 else 1.0))
+    move = Arms.move
+    monkeypatch.setattr(Arms, "move", lambda arms, action: move(arms, action) * (np.nan if arms.time == 70 else 1.0))
     with pytest.raises(ValueError, match="an environment returned NaN or infinite"):
         baseline("sb3-ppo").step()
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from corral.lab.baselines.noise import ColouredGaussian, ColouredSquashedGaussian, EpisodeNoise, _colour, coloured_noise
 from corral.lab.baselines.stable import Baseline, BaselineConfig
 from corral.lab.environments import ENVIRONMENTS
-from corral.lab.jobs.robot.measure import measure
+from corral.lab.jobs.robot.evaluate import measure
 from corral.robot.episode import Plant, held_out_seeds
 from tolerance import assert_close
 

@@ -114,18 +114,19 @@ def hand_by_denavit_hartenberg(q: NDArray[np.floating]) -> NDArray[np.floating]:
 
 def test_kinematics_are_frankas() -> None:
     env, rng = BoxPushing(), np.random.default_rng(0)
+    env.reset(seed=0)
     for q in rng.uniform(LOW, HIGH, (20, 7)):
-        env.data.qpos[:7] = q
-        mujoco.mj_kinematics(env.model, env.data)
+        env.copies.batch.qpos[0, :7] = q
+        env.copies.batch.forward()
         hand = hand_by_denavit_hartenberg(q)
-        np.testing.assert_allclose(env.data.body("hand").xpos, hand[:3, 3], atol=1e-6)
+        np.testing.assert_allclose(env.copies.first().body("hand").xpos, hand[:3, 3], atol=1e-6)
         # The hand is turned by −45° about the flange's axis; the tip is 20 cm along it.
-        np.testing.assert_allclose(env.data.body("hand").xmat.reshape(3, 3)[:, 2], hand[:3, 2], atol=1e-6)
-        np.testing.assert_allclose(env.data.site("tip").xpos, hand[:3, 3] + 0.2 * hand[:3, 2], atol=1e-6)
+        np.testing.assert_allclose(env.copies.first().body("hand").xmat.reshape(3, 3)[:, 2], hand[:3, 2], atol=1e-6)
+        np.testing.assert_allclose(env.copies.first().site("tip").xpos, hand[:3, 3] + 0.2 * hand[:3, 2], atol=1e-6)
 
 
 def test_limits_are_frankas() -> None:
-    model = BoxPushing().model
+    model = BoxPushing().copies.model
     np.testing.assert_allclose(model.jnt_range[:7], np.stack([LOW, HIGH], -1))
     np.testing.assert_allclose(model.actuator_ctrlrange[:, 1], [87] * 4 + [12] * 3)
 
@@ -148,10 +149,11 @@ def test_contexts_lie_in_the_region_apart_from_each_other_and_within_reach() -> 
 @pytest.mark.parametrize("corner", [(x, y) for x in REGION[:, 0] for y in REGION[:, 1]])
 def test_the_arm_starts_with_an_upright_rod_in_the_box(corner: tuple[float, float]) -> None:
     env = BoxPushing()
-    env.data.qpos[:7] = env.joints_above(np.array([*corner, -0.01]))
-    mujoco.mj_forward(env.model, env.data)
-    np.testing.assert_allclose(env.data.site("tip").xpos, [*corner, 0.045], atol=2e-5)
-    assert rotation_distance(env.data.body("hand").xquat, DOWN) < 1e-4
+    env.reset(seed=0)
+    env.copies.batch.qpos[0, :7] = env.copies.joints_above(np.array([*corner, -0.01]))
+    env.copies.batch.forward()
+    np.testing.assert_allclose(env.copies.first().site("tip").xpos, [*corner, 0.045], atol=2e-5)
+    assert rotation_distance(env.copies.first().body("hand").xquat, DOWN) < 1e-4
 
 
 def test_without_torque_everything_stays_where_it_is() -> None:
@@ -167,7 +169,7 @@ def test_without_torque_everything_stays_where_it_is() -> None:
 
 def follow(env: BoxPushing, plan: NDArray, speed: NDArray) -> NDArray:
     """States [T 21] under the controller: angles, velocities, box."""
-    states, observation = [], env.observation()
+    states, observation = [], env.copies.observe()[0]
     for position, velocity in zip(plan, speed, strict=True):
         observation = env.step(TRACKING.action(position, velocity, observation))[0]
         states.append(observation[:21])
@@ -179,8 +181,8 @@ def test_a_push_moves_box_and_joints_as_in_fancy_gym() -> None:
     env = BoxPushing()
     env.reset(seed=0)
     start = FANCY["motion_start"]
-    env.data.qpos[:7], env.data.qpos[7:] = start[:7], start[14:21]
-    mujoco.mj_forward(env.model, env.data)
+    env.copies.batch.qpos[0, :7], env.copies.batch.qpos[0, 7:] = start[:7], start[14:21]
+    env.copies.batch.forward()
     states, expected = follow(env, FANCY["motion_plan"], FANCY["motion_plan_velocity"]), FANCY["motion_states"]
     moved = states[-1, 14:16] - start[14:16]
     assert np.linalg.norm(expected[-1, 14:16] - start[14:16]) > 0.25
@@ -191,28 +193,28 @@ def test_a_push_moves_box_and_joints_as_in_fancy_gym() -> None:
 def test_dynamics_are_near_fancy_gyms() -> None:
     env = BoxPushing()
     env.reset(seed=0)
-    env.data.qpos[:7] = FANCY["motion_posture"]
-    mujoco.mj_forward(env.model, env.data)
+    env.copies.batch.qpos[0, :7] = FANCY["motion_posture"]
+    env.copies.batch.forward()
     inertia = np.zeros(7)
     for joint in range(7):
-        column = np.zeros(env.model.nv)
-        mujoco.mj_mulM(env.model, env.data, column, np.eye(env.model.nv)[joint])
+        column = np.zeros(env.copies.model.nv)
+        mujoco.mj_mulM(env.copies.model, env.copies.first(), column, np.eye(env.copies.model.nv)[joint])
         inertia[joint] = column[joint]
     np.testing.assert_allclose(inertia, FANCY["motion_inertia"], rtol=0.2)
-    np.testing.assert_allclose(env.data.qfrc_bias[:7], FANCY["motion_gravity"], atol=1.5)
-    np.testing.assert_allclose(env.data.site("tip").xpos, FANCY["motion_tip"], atol=1e-6)
-    assert rotation_distance(env.data.body("hand").xquat, FANCY["motion_rod"]) < 1e-5
+    np.testing.assert_allclose(env.copies.first().qfrc_bias[:7], FANCY["motion_gravity"], atol=1.5)
+    np.testing.assert_allclose(env.copies.first().site("tip").xpos, FANCY["motion_tip"], atol=1e-6)
+    assert rotation_distance(env.copies.first().body("hand").xquat, FANCY["motion_rod"]) < 1e-5
 
 
 def test_the_controller_follows_a_smooth_plan() -> None:
     # The box put aside, 0.3 rad in two seconds. The published gains are soft: 12 N·m per radian and no damping of the joints.
     env = BoxPushing()
     env.reset(seed=0)
-    env.data.qpos[7:9] = [0.7, 0.7]
-    mujoco.mj_forward(env.model, env.data)
+    env.copies.batch.qpos[0, 7:9] = [0.7, 0.7]
+    env.copies.batch.forward()
     time = np.arange(1, STEPS + 1) / STEPS
     change = 0.3 * np.array([1, -1, 1, 1, -1, 1, 1])
-    plan = env.observation()[:7] + (10 * time**3 - 15 * time**4 + 6 * time**5)[:, None] * change
+    plan = env.copies.observe()[0][:7] + (10 * time**3 - 15 * time**4 + 6 * time**5)[:, None] * change
     speed = (30 * time**2 - 60 * time**3 + 30 * time**4)[:, None] / (STEPS * DT) * change
     error = np.abs(follow(env, plan, speed)[:, :7] - plan)
     assert error.max() < 0.15
@@ -227,8 +229,9 @@ def test_exceeding_a_limit_is_penalised() -> None:
     excess = limit_excess(observation[:7], observation[7:14])
     assert excess > 0.5
     unpunished = push_reward(
-        "dense", q=observation[:7].clip(LOW, HIGH), velocity=np.zeros(7), box=env.box(), target=env.target(),
-        tip=env.data.site("tip").xpos, rod=env.data.body("hand").xquat, torque=np.array([0, 0, 0, 0, 0, 0, 10.0]), last=False,
+        "dense", q=observation[:7].clip(LOW, HIGH), velocity=np.zeros(7), box=env.copies.box()[0], target=env.copies.target[0],
+        tip=env.copies.first().site("tip").xpos, rod=env.copies.first().body("hand").xquat,
+        torque=np.array([0, 0, 0, 0, 0, 0, 10.0]), last=False,
     )  # fmt: skip
     assert reward == pytest.approx(unpunished - excess)
 
@@ -237,7 +240,7 @@ def test_an_unstable_simulation_costs_fifty_and_is_undone(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)  # MuJoCo writes its log where it runs
     env = BoxPushing()
     before, _ = env.reset(seed=0)
-    env.data.qvel[0] = 1e12
+    env.copies.batch.qvel[0, 0] = 1e12
     observation, reward, terminated, truncated, _ = env.step(np.zeros(7))
     assert reward == UNSTABLE == -50
     assert (terminated, truncated) == (False, False)
@@ -247,14 +250,14 @@ def test_an_unstable_simulation_costs_fifty_and_is_undone(tmp_path: Path, monkey
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_success_and_the_last_reward(kind: str) -> None:
-    env = BoxPushing(kind)
+    env = BoxPushing(reward=kind)
     for offset, yaw, success in ((0.04, 0.3, 1), (0.06, 0.3, 0), (0.04, 0.6, 0)):
         start, _ = env.reset(seed=1)
-        env.time = STEPS - 1
-        env.data.mocap_pos[0] = start[14:17] + np.array([offset, 0, 0])
+        env.copies.time = STEPS - 1
+        env.copies.target[0, :3] = start[14:17] + np.array([offset, 0, 0])
         turned = np.zeros(4)
         mujoco.mju_mulQuat(turned, start[17:21], np.array([np.cos(yaw / 2), 0, 0, np.sin(yaw / 2)]))
-        env.data.mocap_quat[0] = turned
+        env.copies.target[0, 3:] = turned
         _, reward, _, over, info = env.step(np.zeros(7))
         assert over
         assert info["success"] == success
@@ -283,4 +286,4 @@ def test_it_is_a_gymnasium_environment_with_a_picture() -> None:
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_an_unknown_reward_is_refused() -> None:
     with pytest.raises(ValueError, match="'temporal_spatial_sparse'; got 'thin'"):
-        BoxPushing("thin")
+        BoxPushing(reward="thin")

@@ -4,7 +4,6 @@ from itertools import accumulate
 from pathlib import Path
 
 import gymnasium
-import mujoco
 import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
@@ -53,15 +52,15 @@ def test_rewards_are_those_of_fancy_gym_on_its_own_episodes(kind: str) -> None:
 def test_it_moves_as_fancy_gyms_hopper_does_until_it_touches_the_floor(kind: str) -> None:
     env = HopperJump()
     env.reset(seed=0)
-    env.data.qpos[:], env.goal = FANCY[f"{kind}_start"], float(FANCY[f"{kind}_goal"])
-    mujoco.mj_forward(env.model, env.data)
+    env.copies.batch.qpos[0], env.copies.goal[0] = FANCY[f"{kind}_start"], float(FANCY[f"{kind}_goal"])
+    env.copies.batch.forward()
     for step, expected in enumerate(FANCY[f"{kind}_states"]):
         observation = env.step(FANCY[f"{kind}_actions"][step])[0]
-        if env.contact():
+        if env.copies.contact()[0]:
             break
         np.testing.assert_allclose(observation[:12], expected, atol=1e-5)
         # fancy_gym's positions lag by a part of a step: at most 2.5 ms of 3 m/s.
-        assert np.linalg.norm(env.offset()) == pytest.approx(FANCY[f"{kind}_distance"][step], abs=0.01)
+        assert np.linalg.norm(env.copies.offset()[0]) == pytest.approx(FANCY[f"{kind}_distance"][step], abs=0.01)
     assert step > 15  # a fall of a quarter of a metre
 
 
@@ -82,13 +81,13 @@ def test_the_sole_is_on_the_floor_when_the_hopper_stands() -> None:
     env = HopperJump()
     env.reset(seed=0)
     # Straight up: hip 0.2 m below the torso's centre, knee 0.45 m below, ankle 0.5 m, and the foot is 6 cm thick: 1.21 m.
-    env.data.qpos[:] = [0, 1.21, 0, 0, 0, 0]
-    mujoco.mj_forward(env.model, env.data)
-    np.testing.assert_allclose(env.offset() + np.array([env.goal, 0, 0]), 0, atol=1e-9)
-    assert env.contact()
-    env.data.qpos[1] += 0.01
-    mujoco.mj_forward(env.model, env.data)
-    assert not env.contact()
+    env.copies.batch.qpos[0, :] = [0, 1.21, 0, 0, 0, 0]
+    env.copies.batch.forward()
+    np.testing.assert_allclose(env.copies.offset()[0] + np.array([env.copies.goal[0], 0, 0]), 0, atol=1e-9)
+    assert env.copies.contact()[0]
+    env.copies.batch.qpos[0, 1] += 0.01
+    env.copies.batch.forward()
+    assert not env.copies.contact()[0]
 
 
 JUMP = [
@@ -136,17 +135,17 @@ def test_success_needs_a_jump_and_a_landing_near_the_goal() -> None:
     env = HopperJump()
     env.reset(seed=0)
     for landing, highest, success in ((0.05, 1.7, 1), (0.15, 1.7, 0), (0.05, 1.55, 0), (NEVER, 1.7, 0)):
-        env.landing, env.highest = landing, highest
-        assert env.outcome(0.0)["success"] == success
+        env.copies.landing[:], env.copies.highest[:] = landing, highest
+        assert env.copies.outcome()["success"] == [success]
 
 
 def test_the_controller_follows_a_smooth_plan() -> None:
     # In the air: the torso held 3 m up, the legs swing 0.4 rad within half a second.
     env, tracking = HopperJump(), ENVIRONMENTS[NAME].tracking
     env.reset(seed=0)
-    env.data.qpos[:] = [0, 3.0, 0, -0.6, -0.6, 0]
-    mujoco.mj_forward(env.model, env.data)
-    observation, worst = env.observation(), 0.0
+    env.copies.batch.qpos[0, :] = [0, 3.0, 0, -0.6, -0.6, 0]
+    env.copies.batch.forward()
+    observation, worst = env.copies.observe()[0], 0.0
     for step in range(1, 61):
         time = step / 60
         plan = np.array([-0.6, -0.6, 0]) + 0.4 * (10 * time**3 - 15 * time**4 + 6 * time**5) * np.array([1, -1, 1])
@@ -172,4 +171,4 @@ def test_it_is_a_gymnasium_environment_with_a_picture() -> None:
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_an_unknown_reward_is_refused() -> None:
     with pytest.raises(ValueError, match="'sparse' or 'dense'; got 'thin'"):
-        HopperJump("thin")  # type: ignore[arg-type]
+        HopperJump(reward="thin")  # type: ignore[arg-type]

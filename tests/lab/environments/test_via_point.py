@@ -6,13 +6,13 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 import corral.lab.environments  # noqa: F401  # registers the ids
-from corral.lab.environments.via_point import DT, STEPS, STRENGTH, Arms, joints, tip_of
+from corral.lab.environments.via_point import DT, STEPS, STRENGTH, ViaPointReachers, joints, tip_of
 
 NAME = "corral/ViaPointReacher-v0"
 
 
-def arms(reward: str, angles: list[float], via: tuple[float, float], goal: tuple[float, float]) -> Arms:
-    state = Arms(1, reward)  # type: ignore[arg-type]
+def arms(reward: str, angles: list[float], via: tuple[float, float], goal: tuple[float, float]) -> ViaPointReachers:
+    state = ViaPointReachers(1, reward)  # type: ignore[arg-type]
     state.angles, state.via, state.goal = np.array([angles]), np.array([via]), np.array([goal])
     return state
 
@@ -33,7 +33,7 @@ def test_golden_step() -> None:
     # u = (0.5, 0, 0, 0, 0): q̇ = 40 · 0.02 · 0.5 = 0.4, q = 0.02 · 0.4 = 0.008; the whole arm turns by it.
     # tip = 5 (cos 0.008, sin 0.008); via-point at (5, 0): distance 2 · 5 · sin 0.004; r = −0.2 distance − 0.002 · 0.25.
     state = arms("dense", [0.0] * 5, via=(5.0, 0.0), goal=(0.0, 0.0))
-    reward = state.step(np.array([[0.5, 0, 0, 0, 0]]))
+    reward = state.step(np.array([[0.5, 0, 0, 0, 0]]))[1]
     np.testing.assert_allclose(state.velocities[0, 0], 0.4)
     np.testing.assert_allclose(state.angles[0, 0], 0.008)
     np.testing.assert_allclose(reward, -0.2 * 10 * np.sin(0.004) - 0.0005)
@@ -45,12 +45,12 @@ def test_sparse_rewards_come_half_way_and_at_the_end(time: int, paid: bool) -> N
     state = arms("sparse", [0.0] * 5, via=(4.0, 0.0), goal=(3.0, 0.0))
     state.time = time
     expected = (-10.0 if time < 50 else -20.0) if paid else 0.0
-    np.testing.assert_allclose(state.step(np.zeros((1, 5))), expected)
+    np.testing.assert_allclose(state.step(np.zeros((1, 5)))[1], expected)
 
 
 def test_dense_rewards_turn_to_the_goal_after_half_the_episode() -> None:
     state = arms("dense", [0.0] * 5, via=(4.0, 0.0), goal=(3.0, 0.0))
-    rewards = [float(state.step(np.zeros((1, 5)))[0]) for _ in range(STEPS)]
+    rewards = [float(state.step(np.zeros((1, 5)))[1][0]) for _ in range(STEPS)]
     np.testing.assert_allclose(rewards, [-0.2] * 50 + [-0.4] * 50)
 
 
@@ -81,14 +81,14 @@ def test_the_via_point_may_be_passed_at_any_moment_of_the_first_half(touched: in
         state.step(np.zeros((1, 5)))
     assert state.outcome()["success"] == success
     assert state.outcome()["via_distance"] == pytest.approx(1.0 - success)
-    state.reset([np.random.default_rng(0)])
+    state.reset(seed=0)
     state.step(np.zeros((1, 5)))
     assert state.outcome()["via_distance"] > 0.5, "a new episode remembers nothing"
 
 
 def test_actions_are_clipped_as_motors_do() -> None:
     strong, full = (arms("dense", [0.0] * 5, (1, 1), (1, 1)) for _ in range(2))
-    assert strong.step(np.full((1, 5), 9.0)) == full.step(np.ones((1, 5)))
+    assert strong.step(np.full((1, 5), 9.0))[1] == full.step(np.ones((1, 5)))[1]
     np.testing.assert_allclose(strong.velocities, STRENGTH * DT)
 
 
@@ -138,4 +138,4 @@ def test_points_can_be_reached_and_lie_on_their_sides() -> None:
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_an_unknown_reward_is_refused() -> None:
     with pytest.raises(ValueError, match="'dense' or 'sparse'; got 'thin'"):
-        Arms(1, "thin")  # type: ignore[arg-type]
+        ViaPointReachers(1, "thin")  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from corral.lab.environments import ENVIRONMENTS, make_envs
-from corral.lab.environments.box_pushing import UNSTABLE, BoxPushing
+from corral.lab.environments.box_pushing import UNSTABLE, BoxPushings, scene
 from corral.lab.jobs.robot.prepare import describe, prepare
 from corral.lab.jobs.robot.settings import read_recipe, resolve
 from corral.robot.episode import Episodes, Plant
@@ -41,17 +41,17 @@ class Counted:
 
 def plant(name: str, count: int, simulator: Any) -> Plant:
     known = ENVIRONMENTS[name]
-    return Plant(make_envs(name, count, workers=1), known.tracking, known.steps, simulator)
+    return Plant(make_envs(name, count, workers=1, simulator=simulator), known.tracking, known.steps)
 
 
 def swing(world: Plant, seeds: list[int], *, learned_from: bool) -> Episodes:
     """Episodes of a swinging motion, different in each."""
-    context = world.start(seeds)
+    context = world.start(seeds, learned_from=learned_from)
     start, _ = world.tracking.state(context)
     size = 0.3 * np.random.default_rng(1).normal(size=(len(seeds), 1, world.tracking.dof))
     time = np.linspace(0, 4 * np.pi, world.steps)[None, :, None]
     plans = start[:, None] + size * np.sin(time), 6 * size * np.cos(time)
-    return world.follow_anew(context, lambda _: plans, world.steps, learned_from=learned_from)
+    return world.follow(context, *plans)
 
 
 def test_only_what_is_learned_from_is_played_by_another_simulator() -> None:
@@ -70,7 +70,7 @@ def test_a_learner_samples_from_it_and_is_measured_without_it(algorithm: str) ->
     few = {"episodes": 2, "policy_epochs": 1, "critic_epochs": 1}
     settings = resolve([read_recipe("hopper_jump"), {"algorithm": algorithm, "learner": few, "workers": 1}])
     agent = prepare(settings)
-    agent.plant._simulator = other = Counted()
+    agent.plant.envs.unwrapped.simulator = other = Counted()
     agent.evaluate([0])
     agent.explore([0])
     assert other.calls == 0
@@ -89,7 +89,7 @@ def test_a_run_says_which_release_simulated_its_plans(monkeypatch: pytest.Monkey
 
 
 def test_a_task_that_is_not_simulated_as_a_batch_refuses_another_simulator() -> None:
-    with pytest.raises(ValueError, match=r"plays plans of corral/HopperJump-v0 and corral/BoxPushing-v0"):
+    with pytest.raises(ValueError, match=r"cannot play corral/ViaPointReacher-v0"):
         plant(ARM, 1, Counted())
 
 
@@ -146,14 +146,14 @@ def test_the_box_moves_as_in_mujoco_until_contacts_amplify_rounding(device: str)
 
 @needs_warp
 def test_a_copy_that_blows_up_is_undone_and_costs_fifty(monkeypatch: pytest.MonkeyPatch) -> None:
-    world, advance, calls = plant(BOX, 2, WarpSimulator("cpu")), BoxPushing.advance, iter(range(100))
+    world, move, calls = plant(BOX, 2, WarpSimulator("cpu")), BoxPushings.move, iter(range(100))
 
-    def explode(batch: Any, actions: np.ndarray) -> Any:
+    def explode(copies: BoxPushings, actions: np.ndarray) -> Any:
         if next(calls) == 3:
-            batch.qvel[1, 0] = 1e12
-        return advance(batch, actions)
+            copies.batch.qvel[1, 0] = 1e12
+        return move(copies, actions)
 
-    monkeypatch.setattr(BoxPushing, "advance", staticmethod(explode))
+    monkeypatch.setattr(BoxPushings, "move", explode)
     episodes = swing(world, [0, 1], learned_from=True)
     assert episodes.rewards[1, 3] == UNSTABLE
     assert (episodes.rewards == UNSTABLE).sum() == 1
@@ -167,7 +167,7 @@ def test_a_copy_that_blows_up_is_undone_and_costs_fifty(monkeypatch: pytest.Monk
 @needs_warp
 def test_more_contacts_than_there_is_room_for_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("corral.lab.environments.warp_batch._ROWS", 2)
-    batch = WarpBatch(BoxPushing.batch_model(), 2, "cpu")
+    batch = WarpBatch(scene(), 2, "cpu")
     batch.qpos[:, 9] -= 0.02  # the box into its table
     with pytest.raises(RuntimeError, match=r"no room for all contacts of a copy.*simulator=mujoco"):
-        batch.step(5)
+        batch.step(nstep=5)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from corral.lab.environments import ENVIRONMENTS
-from corral.lab.jobs.robot.measure import LAG, MOVED, autocorrelation, measure, smoothness
+from corral.lab.jobs.robot.evaluate import LAG, MOVED, autocorrelation, measure, smoothness
 from corral.lab.jobs.robot.prepare import prepare
 from corral.lab.jobs.robot.settings import resolve
 from corral.lab.jobs.robot.smoke import TRAINING

@@ -42,7 +42,7 @@ def test_what_is_asked_for_is_built() -> None:
     agent = prepare(resolve([SMALL, asked]))
     assert (agent.prodmp.dof, agent.prodmp.basis, agent.prodmp.tau, agent.prodmp.auto_scale) == (5, 4, 2.0, True)
     assert (agent.config.hidden, agent.config.points, agent.config.iterations, agent.seed) == ((8, 9), 7, 2, 0)
-    assert (agent.plant.envs.num_envs, agent.plant.envs.arms.reward) == (4, "sparse")
+    assert (agent.plant.envs.num_envs, agent.plant.envs.reward) == (4, "sparse")
     assert next(agent.policy.parameters()).dtype.itemsize == 4
     baseline = prepare(resolve([SMALL, {"algorithm": "sb3-ppo-gsde"}]))
     assert (baseline.name, baseline.config.minibatches, baseline.model.use_sde) == ("sb3-ppo-gsde", 4, True)

@@ -325,7 +325,7 @@ def test_a_full_disk_loses_nothing(reference: Path, tmp_path: Path, monkeypatch:
 
 
 def test_an_environment_without_success_says_nothing_about_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from corral.lab.environments.via_point import Arms
+    from corral.lab.environments.via_point import ViaPointReachers as Arms
 
     outcome = Arms.outcome
     monkeypatch.setattr(Arms, "outcome", lambda arms: {**outcome(arms), "success": outcome(arms)["success"] * float("nan")})

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.integrate import quad
 
-from corral.lab.jobs.robot.measure import lag_autocorrelation, log_dimensionless_jerk, spectral_arc_length, torque_rate
+from corral.lab.jobs.robot.evaluate import lag_autocorrelation, log_dimensionless_jerk, spectral_arc_length, torque_rate
 
 
 def minimum_jerk(steps: int = 2000, duration: float = 1.0, size: float = 1.0) -> tuple[np.ndarray, float]:

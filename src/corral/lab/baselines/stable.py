@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from corral.lab.baselines.config import BaselineConfig
 from corral.robot.config import check_device
-from corral.robot.episode import UPDATES, Episodes, Plant, check_finite, episode_seeds, read_info
+from corral.robot.episode import UPDATES, Episodes, Plant, check_finite, episode_seeds, read_info, reset_each
 from corral.robot.tracking import Array
-from corral.robot.vector import reset_each
 from corral.validate import pip_install
 
 try:
@@ -103,6 +102,25 @@ class Baseline:
     def env_steps(self) -> int:
         """Number of steps of all environments so far."""
         return int(self.model.num_timesteps)
+
+    @property
+    def networks(self) -> tuple[torch.nn.Module]:
+        """The trained networks, in one module."""
+        return (self.model.policy,)
+
+    @property
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """The optimizers by the name of the trained network."""
+        model = self.model
+        if isinstance(model, SAC):
+            assert model.ent_coef_optimizer is not None
+            return {"critic": model.critic.optimizer, "policy": model.actor.optimizer, "temperature": model.ent_coef_optimizer}
+        return {"policy": model.policy.optimizer}
+
+    @property
+    def updates(self) -> int:
+        """Number of policy updates so far."""
+        return int(self.model._n_updates)
 
     def step(self) -> dict[str, float]:
         """Train on a batch of episodes and return metrics."""

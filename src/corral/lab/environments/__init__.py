@@ -15,8 +15,8 @@ except ImportError as error:
         f"corral.lab.environments: gymnasium and mujoco simulate the tasks. Install them: {pip_install('robot')}."
     ) from error
 
+from corral.lab.environments.vector import make_envs
 from corral.robot.tracking import Tracking
-from corral.robot.vector import make_envs
 
 __all__ = ["ENVIRONMENTS", "Environment", "make_envs"]
 
@@ -48,6 +48,7 @@ ENVIRONMENTS = {
     ),
     "corral/HopperJump-v0": Environment(
         entry_point="corral.lab.environments.hopper_jump:HopperJump",
+        vector_entry_point="corral.lab.environments.hopper_jump:HopperJumps",
         steps=250,
         dt=0.008,
         tracking=Tracking(joints=(3, 6), velocities=(9, 12), p=1.0, d=0.1),
@@ -55,6 +56,7 @@ ENVIRONMENTS = {
     ),
     "corral/BoxPushing-v0": Environment(
         entry_point="corral.lab.environments.box_pushing:BoxPushing",
+        vector_entry_point="corral.lab.environments.box_pushing:BoxPushings",
         steps=100,
         dt=0.02,
         tracking=Tracking(

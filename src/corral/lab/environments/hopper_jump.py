@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from corral.lab.environments.drawing import Camera, picture
+from corral.lab.environments.vector import SimulatedCopies, Single, copies_metadata
 from corral.robot.tracking import Array
-from corral.robot.vector import Scored, Simulated
 
 _Reward = Literal["sparse", "dense"]
 
@@ -52,10 +52,10 @@ _CAMERA = Camera(centre=(0.6, 0.0, 0.9), width=3.2, azimuth=0.0, elevation=8.0)
 _XML = str(Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets" / "hopper.xml")
 
 
-def next_phase(phase: int, contact: bool) -> int:
+def next_phase(phase: Any, contact: Any) -> Any:
     """The next phase: falling, standing after the first contact, flying when contact ends, and down at the next contact."""
-    waits_for_contact = phase in (FALLING, FLYING)
-    return phase + (phase != DOWN and contact == waits_for_contact)
+    waits_for_contact = (phase == FALLING) | (phase == FLYING)
+    return phase + ((phase != DOWN) & (contact == waits_for_contact))
 
 
 def jump_reward(
@@ -68,132 +68,91 @@ def jump_reward(
     return last * (10 * highest - 3 * distance - 2 * landing + 2.0 * healthy) - cost
 
 
-class HopperJump(Simulated):
-    """The hopper, its goal, and the record of its jump."""
+class HopperJumps(SimulatedCopies):
+    """Hoppers, their goals, and the records of their jumps."""
 
-    metadata = {"render_modes": ["rgb_array"], "render_fps": round(1 / DT), "render_marks": "red: where to land"}  # noqa: RUF012  # Gymnasium's own form
-    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (16,), np.float64)
-    action_space = gymnasium.spaces.Box(-1.0, 1.0, (3,), np.float32)
+    metadata = copies_metadata(DT, "red: where to land")
     STEPS: ClassVar[int] = STEPS
     FIELDS: ClassVar[tuple[str, ...]] = ("xpos", "xmat", "sensordata")
+    single_observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (16,), np.float64)
+    single_action_space = gymnasium.spaces.Box(-1.0, 1.0, (3,), np.float32)
 
-    def __init__(self, reward: _Reward = "sparse", render_mode: str | None = None) -> None:
+    def __init__(
+        self, num_envs: int = 1, reward: _Reward = "sparse", *, max_episode_steps: int = STEPS, workers: int = 1
+    ) -> None:
+        super().__init__(hopper(), num_envs, max_episode_steps, workers)
         if reward not in ("sparse", "dense"):
             raise ValueError(f"HopperJump: `reward` is 'sparse' or 'dense'; got {reward!r}.")
-        self.reward, self.render_mode = reward, render_mode
-        self.model = mujoco.MjModel.from_xml_path(_XML)
-        self.data = mujoco.MjData(self.model)
+        self.reward, self.goal = reward, np.zeros(num_envs)
         self._torso, self._foot = (self.model.body(name).id for name in ("torso", "foot"))
-        self._pair = {self.model.geom(name).id for name in ("floor", "foot_geom")}
-        self.time, self.goal, self.phase, self.highest, self.landing, self.takeoff = 0, 0.0, FALLING, 0.0, NEVER, np.nan
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
-        super().reset(seed=seed)
-        mujoco.mj_resetData(self.model, self.data)
-        self.goal = self.np_random.uniform(*_GOAL)
-        self.data.qpos[1] = _HEIGHT
-        self.data.qpos[3:] = self.np_random.uniform(_LEG[:, 0], _LEG[:, 1])
-        mujoco.mj_forward(self.model, self.data)
-        self.time, self.phase, self.highest, self.landing, self.takeoff = 0, FALLING, 0.0, NEVER, np.nan
-        return self.observation(), {}
+    def begin(self, generators: Sequence[np.random.Generator]) -> None:
+        count = len(generators)
+        self.phase, self.highest = np.full(count, FALLING), np.zeros(count)
+        self.landing, self.takeoff = np.full(count, NEVER), np.full(count, np.nan)
+        self.batch.qpos[:, 1] = _HEIGHT
+        for row, generator in enumerate(generators):
+            self.goal[row] = generator.uniform(*_GOAL)
+            self.batch.qpos[row, 3:] = generator.uniform(_LEG[:, 0], _LEG[:, 1])
+        self.batch.forward()
 
-    def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
-        torque = np.clip(np.asarray(action, np.float64), -1.0, 1.0)
-        self.data.ctrl[:] = torque
-        mujoco.mj_step(self.model, self.data, round(DT / self.model.opt.timestep))
-        mujoco.mj_forward(self.model, self.data)  # contacts and positions of the state that is observed, not of the one before
-        self.time += 1
-        distance, height = float(np.linalg.norm(self.offset())), float(self.data.xpos[self._torso, 2])
-        self.highest = max(self.highest, height)
-        before, self.phase = self.phase, next_phase(self.phase, self.contact())
-        if before == _STANDING and self.phase == FLYING:
-            self.takeoff = self.time - 1.0
-        if before == FLYING and self.phase == DOWN:
-            self.landing = distance
-        over = self.time == STEPS
-        reward = jump_reward(
-            self.reward, height=height, highest=self.highest, distance=distance, landing=self.landing,
-            healthy=self.healthy(), action=torque, last=over,
-        )  # fmt: skip
-        return self.observation(), float(reward), False, over, self.outcome(distance) if over else {}
-
-    @staticmethod
-    @cache
-    def batch_model() -> mujoco.MjModel:
-        """The hopper for a batch, with a sensor that counts contacts between foot and floor."""
-        spec, geom = mujoco.MjSpec.from_file(_XML), mujoco.mjtObj.mjOBJ_GEOM
-        found = [1 << mujoco.mjtConDataField.mjCONDATA_FOUND.value, 0, 1]
-        pair: dict[str, Any] = {"objtype": geom, "objname": "floor", "reftype": geom, "refname": "foot_geom"}
-        spec.add_sensor(name="contact", type=mujoco.mjtSensor.mjSENS_CONTACT, intprm=found, **pair)
-        return spec.compile()
-
-    @staticmethod
-    def advance(batch: Any, actions: Array) -> Sequence[Array]:
-        torso, foot = (batch.model.body(name).id for name in ("torso", "foot"))
+    def move(self, actions: Array) -> Array:
+        batch = self.batch
         batch.ctrl[:] = actions
-        batch.step(nstep=round(DT / batch.model.opt.timestep), stage=mujoco.mjtStage.mjSTAGE_ACC.value)
-        return batch.qpos, batch.qvel, batch.xpos[:, torso], batch.xpos[:, foot], batch.xmat[:, foot], batch.sensordata
-
-    @staticmethod
-    def observations(copies: "Sequence[HopperJump]", readings: Array, steps: NDArray[np.integer]) -> Array:
-        state, offset, goal = readings[..., :12], _offsets(copies, readings), np.array([[[copy.goal]] for copy in copies])
-        return np.concatenate([state, offset[..., [0, 2]], *np.broadcast_arrays(goal, (steps / STEPS)[:, None])], -1)
-
-    @staticmethod
-    def score(copies: "Sequence[HopperJump]", readings: Array, actions: Array) -> Scored:
-        """Observations, rewards and last info in the form that `step` returns."""
-        state, torso, _, _, contacts = np.split(readings, [12, 15, 18, 27], -1)
-        height, contact, distance = torso[..., 2], contacts[..., 0] > 0, np.linalg.norm(_offsets(copies, readings), axis=-1)
-        highest = np.maximum.accumulate(height, 1)
-        stood = np.logical_or.accumulate(contact, 1)
-        left = np.logical_or.accumulate(stood & ~contact, 1)
-        down = np.logical_or.accumulate(left & contact, 1)
-        landing = np.where(down, np.take_along_axis(distance, down.argmax(1)[:, None], 1), NEVER)
-        takeoff = np.where(left[:, -1], left.argmax(1), np.nan)
-        healthy = (state[..., 1] > 0.5) & (np.abs(state[..., 2:]) < 100).all(-1)
-        step = np.arange(1, STEPS + 1)
-        rewards = jump_reward(
-            copies[0].reward, height=height, highest=highest, distance=distance, landing=landing, healthy=healthy,
-            action=actions, last=step == STEPS,
+        steps = round(DT / self.model.opt.timestep)
+        batch.step(self.rows, nstep=steps, stage=mujoco.mjtStage.mjSTAGE_ACC.value)
+        height, distance = batch.xpos[:, self._torso, 2], self.distance()
+        self.highest = np.maximum(self.highest, height)
+        before, self.phase = self.phase, next_phase(self.phase, self.contact())
+        self.takeoff[(before == _STANDING) & (self.phase == FLYING)] = self.time - 1.0
+        self.landing = np.where((before == FLYING) & (self.phase == DOWN), distance, self.landing)
+        healthy = (batch.qpos[:, 1] > 0.5) & (np.abs(np.concatenate([batch.qpos[:, 2:], batch.qvel], -1)) < 100).all(-1)
+        return jump_reward(
+            self.reward, height=height, highest=self.highest, distance=distance, landing=self.landing, healthy=healthy,
+            action=actions, last=self.time == STEPS,
         )  # fmt: skip
-        success = 1.0 * ((landing[:, -1] < _LANDED) & (highest[:, -1] > _JUMPED))
-        info = {"success": success, "event": takeoff, "highest": highest[:, -1]}
-        info |= {"landing_distance": landing[:, -1], "goal_distance": distance[:, -1]}
-        return Scored(HopperJump.observations(copies, readings, step), rewards, info)
 
     def offset(self) -> Array:
-        """Vector from the goal to the sole (x, y, z)."""
-        sole = self.data.xpos[self._foot] + self.data.xmat[self._foot].reshape(3, 3) @ _SOLE
-        return sole - np.array([self.goal, 0.0, 0.0])
+        """Vectors from the goals to the soles (x, y, z) [E 3]."""
+        frame = self.batch.xmat[:, self._foot].reshape(self.num_envs, 3, 3)
+        sole = self.batch.xpos[:, self._foot] + frame @ _SOLE
+        sole[:, 0] -= self.goal
+        return sole
 
-    def contact(self) -> bool:
-        """True if the foot touches the floor."""
-        return any({int(one), int(two)} == self._pair for one, two in self.data.contact.geom)
+    def distance(self) -> Array:
+        """Distances of the soles from their goals [E]."""
+        return np.linalg.norm(self.offset(), axis=-1)
 
-    def healthy(self) -> bool:
-        """True if the torso is above 0.5 m and no number is out of bounds."""
-        state = np.concatenate([self.data.qpos[2:], self.data.qvel])
-        return bool(self.data.qpos[1] > 0.5 and (np.abs(state) < 100).all())
+    def contact(self) -> NDArray[np.bool_]:
+        """True where the foot touches the floor [E]."""
+        return self.batch.sensordata[:, 0] > 0
 
-    def observation(self) -> Array:
-        """The observation [16]."""
-        offset = self.offset()[[0, 2]]
-        return np.concatenate([self.data.qpos, self.data.qvel, offset, [self.goal, self.time / STEPS]])
+    def observe(self) -> Array:
+        goal, elapsed = self.goal[:, None], np.full((self.num_envs, 1), self.time / STEPS)
+        return np.concatenate([self.batch.qpos, self.batch.qvel, self.offset()[:, [0, 2]], goal, elapsed], -1)
 
-    def outcome(self, distance: float) -> dict[str, float]:
+    def outcome(self) -> dict[str, Array]:
         """Info of the last step. The event is the step of take-off, or NaN if there was none."""
-        success = float(self.landing < _LANDED and self.highest > _JUMPED)
-        distances = {"landing_distance": self.landing, "goal_distance": distance}
+        success = 1.0 * ((self.landing < _LANDED) & (self.highest > _JUMPED))
+        distances = {"landing_distance": self.landing, "goal_distance": self.distance()}
         return {"success": success, "event": self.takeoff, "highest": self.highest, **distances}
 
-    def render(self) -> NDArray[np.uint8]:
-        """Render a view from the side with the goal as a cross; 480 × 360 pixels."""
-        return picture(self.model, self.data, _CAMERA, [((self.goal, 0.0, 0.0), "tab:red")])
+    def draw(self) -> NDArray[np.uint8]:
+        """Draw the first copy from the side with its goal as a cross; 480 × 360 pixels."""
+        return picture(self.model, self.first(), _CAMERA, [((self.goal[0], 0.0, 0.0), "tab:red")])
 
 
-def _offsets(copies: Sequence[HopperJump], readings: Array) -> Array:
-    """Vectors from the goal to the sole (x, y, z) [E S 3], from readings [E S R]."""
-    ankle, frame = readings[..., 15:18], readings[..., 18:27]
-    offset = ankle + frame.reshape(*frame.shape[:2], 3, 3) @ _SOLE
-    offset[..., 0] -= np.array([[copy.goal] for copy in copies])
-    return offset
+class HopperJump(Single):
+    """A single hopper."""
+
+    metadata, COPIES = HopperJumps.metadata, HopperJumps
+
+
+@cache
+def hopper() -> mujoco.MjModel:
+    """The model, with a sensor that counts contacts between foot and floor."""
+    spec, geom = mujoco.MjSpec.from_file(_XML), mujoco.mjtObj.mjOBJ_GEOM
+    found = [1 << mujoco.mjtConDataField.mjCONDATA_FOUND.value, 0, 1]
+    pair: dict[str, Any] = {"objtype": geom, "objname": "floor", "reftype": geom, "refname": "foot_geom"}
+    spec.add_sensor(name="contact", type=mujoco.mjtSensor.mjSENS_CONTACT, intprm=found, **pair)
+    return spec.compile()

@@ -63,9 +63,11 @@ class WarpBatch:
             raise AttributeError(name)
         return self.bind(name)
 
-    def step(self, nstep: int = 1, stage: int | None = None) -> None:
-        """Advance `nstep` substeps and compute all derived fields, for any `stage`. Diverged copies are reset to time 0, as in
-        MuJoCo's batch."""
+    def step(self, ids: NDArray[np.integer] | None = None, nstep: int = 1, stage: int | None = None) -> None:
+        """Advance all copies by `nstep` substeps and compute all derived fields, whatever `ids` and `stage`.
+
+        Diverged copies are reset to time 0, as in MuJoCo's batch.
+        """
         self._call(nstep)
         state = np.concatenate([self.qpos, self.qvel], -1)
         self.time[~(np.abs(state) < _LARGEST).all(-1)] = 0.0

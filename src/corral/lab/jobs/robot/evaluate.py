@@ -1,6 +1,8 @@
-"""Evaluation of a robot's run on held-out contexts: return, success and smoothness, with intervals, a table and a film."""
+"""Evaluation of robots on held-out contexts: return, success and smoothness of motion, in training and of a finished run."""
 
+import math
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from corral.lab.environments import ENVIRONMENTS, Environment
-from corral.lab.jobs.robot.measure import smoothness
-from corral.lab.jobs.robot.settings import Settings
-from corral.lab.jobs.robot.train import restored
+from corral.lab.jobs.robot.prepare import restored
 from corral.lab.run.files import disk_errors, write_json
 from corral.lab.run.interval import LEVEL, Estimate, wilson
 from corral.lab.run.life import Evaluation
@@ -25,16 +25,163 @@ from corral.robot.episode import Episodes, held_out_seeds
 from corral.robot.tracking import Array
 from corral.validate import RunError
 
+MOVED = 32
+"""Number of contexts on which smoothness and exploration are measured during training."""
+LAG = 0.1
+"""Seconds of lag in the autocorrelation of exploration."""
+_SHORTEST = 4
+"""Smallest number of steps for which a jerk is defined."""
 _RESAMPLES = 2000
 """Number of bootstrap resamples."""
 _FILM_EPISODES = 3
 """Number of episodes in a film."""
-
 _SMOOTHNESS = {"jerk": "jerk (LDJ)", "spectrum": "spectrum (SPARC)", "torque_rate": "torque rate"}
 """Names of the measures of smoothness in a table."""
-
 WAYS = ("mean", "exploring")
 """Two ways to play: without exploration, and as in training."""
+_PADDING = 16
+"""Zeros appended to a motion, in multiples of its length: they resolve the arc of the spectrum to a per mille."""
+
+
+def log_dimensionless_jerk(velocities: Array, dt: float) -> Array:
+    """Negative logarithm of the squared jerk, made independent of duration and size; nearer to 0 is smoother.
+
+        LDJ = − log( (duration³ / peak²) ∫ ‖v̈‖² dt )          peak = max ‖v‖
+
+    −∞ never occurs but for noise without end; a robot that does not move has NaN.
+
+    Args:
+        velocities: [* T D], T ≥ 4.
+        dt: seconds from one to the next.
+    Returns:
+        [*].
+    Ref:
+        Balasubramanian et al. 2015, J. NeuroEng. Rehab. 12:112. Invariant: a minimum-jerk motion has −log 204.8.
+    """
+    _check("log_dimensionless_jerk", velocities, 4)
+    jerk = np.diff(velocities, 2, axis=-2) / dt**2
+    peak = np.linalg.norm(velocities, axis=-1).max(-1)
+    duration = dt * velocities.shape[-2]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.asarray(-np.log(duration**3 / peak**2 * np.square(jerk).sum((-2, -1)) * dt))
+
+
+def spectral_arc_length(velocities: Array, dt: float, *, cutoff: float = 10.0, threshold: float = 0.05) -> Array:
+    """Negative arc length of the speed's normalised spectrum up to where it has faded; nearer to 0 is smoother.
+
+        SPARC = − ∫₀^ω_c √( 1/ω_c² + (dV̂/dω)² ) dω          V̂ = |V(ω)| / V(0)
+        ω_c: the highest frequency at most `cutoff` where V̂ ≥ `threshold`
+
+    Args:
+        velocities: [* T D], T ≥ 4.
+        dt: seconds from one to the next.
+        cutoff: Hz; human and robot motion lies below 10.
+        threshold: V̂ below which a spectrum counts as faded.
+    Returns:
+        [*]; NaN for a robot that does not move.
+    Ref:
+        Balasubramanian et al. 2015, J. NeuroEng. Rehab. 12:112. Invariant: size and duration do not matter.
+    """
+    _check("spectral_arc_length", velocities, 4)
+    speed = np.linalg.norm(velocities, axis=-1)
+    size = _PADDING * speed.shape[-1]
+    frequency = np.fft.rfftfreq(size, dt)
+    spectrum = np.abs(np.fft.rfft(speed, size, axis=-1))
+    with np.errstate(invalid="ignore"):
+        spectrum = spectrum / spectrum[..., :1]
+    lengths = np.full(speed.shape[:-1], np.nan)
+    for place in np.ndindex(lengths.shape):
+        if np.isfinite(row := spectrum[place]).all():
+            last = np.flatnonzero((frequency <= cutoff) & (row >= threshold))[-1]
+            lengths[place] = np.hypot(np.diff(frequency[: last + 1]) / frequency[last], np.diff(row[: last + 1])).sum()
+    return np.asarray(-lengths)
+
+
+def torque_rate(actions: Array, dt: float) -> Array:
+    """Mean ‖Δu‖ / Δt [*] of actions [* T D], a measure of wear on motors and gears."""
+    _check("torque_rate", actions, 2)
+    return np.asarray(np.linalg.norm(np.diff(actions, axis=-2), axis=-1).mean(-1) / dt)
+
+
+def lag_autocorrelation(deviations: Array, lag: int) -> float:
+    """Correlation of the exploration with itself `lag` steps later, over episodes, times and joints.
+
+        Σ x_t x_{t+lag} / √( Σ x_t² Σ x_{t+lag}² )
+
+    Args:
+        deviations: [E T D], executed minus mean motion.
+        lag: steps, 1 ≤ lag < T.
+    """
+    _check("lag_autocorrelation", deviations, lag + 1)
+    if lag < 1:
+        raise ValueError(f"lag_autocorrelation: `lag` is a number of steps ≥ 1; got {lag}.")
+    early, late = deviations[..., :-lag, :], deviations[..., lag:, :]
+    return float((early * late).sum() / np.sqrt(np.square(early).sum() * np.square(late).sum()))
+
+
+def _check(name: str, values: Array, least: int) -> None:
+    if values.ndim < 2 or values.shape[-2] < least:
+        raise ValueError(f"{name}: needs [* T D] with T ≥ {least}; got {list(values.shape)}.")
+
+
+# ------------------------------------------------------------------------------------------------------------ measurements
+
+
+def measure(agent: Any, environment: Environment, contexts: int) -> dict[str, float | None]:
+    """Measurements for one line of metrics, on the held-out contexts common to all runs and algorithms.
+
+    Args:
+        agent: a `Learner` or a `Baseline`.
+        contexts: how many held-out contexts.
+    Returns:
+        `success` and `return` without exploration; medians of the smoothness of motion over the first `MOVED` contexts, and,
+        from the same contexts played as in training, `explore/…` with the autocorrelation of what exploration adds to the
+        actions. None where there is nothing to measure.
+    """
+    seeds = held_out_seeds(contexts)
+    mean = agent.evaluate(seeds)
+    known = mean.success[~mean.success.isnan()]
+    found: dict[str, float | None] = {
+        "success": float(known.mean()) if len(known) else None,
+        "return": float(mean.returns.mean()),
+    }
+    exploring = agent.explore(seeds[:MOVED])
+    for prefix, episodes in (("motion/", mean), ("explore/", exploring)):
+        for name, values in smoothness(episodes, environment, MOVED).items():  # a median: one odd episode would spoil a mean
+            found[prefix + name] = float(np.median(values)) if len(values) else None
+    return found | {"explore/autocorrelation": autocorrelation(exploring, mean, environment)}
+
+
+def smoothness(episodes: Episodes, environment: Environment, count: int | None = None) -> dict[str, Array]:
+    """Three measures for each of the first `count` episodes that lasted and moved; nearer to 0 is smoother."""
+    velocities = episodes.observations[:count, 1:, slice(*environment.tracking.velocities)].numpy()
+    found: dict[str, list[float]] = {name: [] for name in _SMOOTHNESS}
+    for speeds, actions, mask in zip(velocities, episodes.actions[:count].numpy(), episodes.mask[:count], strict=True):
+        if (end := int(mask.sum())) >= _SHORTEST:
+            found["jerk"].append(float(log_dimensionless_jerk(speeds[:end], environment.dt)))
+            found["spectrum"].append(float(spectral_arc_length(speeds[:end], environment.dt)))
+            found["torque_rate"].append(float(torque_rate(actions[:end], environment.dt)))
+    return {name: np.array([x for x in values if math.isfinite(x)]) for name, values in found.items()}  # none at rest
+
+
+def autocorrelation(exploring: Episodes, mean: Episodes, environment: Environment) -> float | None:
+    """Autocorrelation of the exploration noise in the actions at a lag of `LAG` seconds; 0 for white noise.
+
+    Args:
+        exploring: episodes played as in training.
+        mean: those of the same contexts without exploration, and maybe more after them.
+    """
+    whole = exploring.mask.all(-1) & mean.mask[: len(exploring.mask)].all(-1)
+    added = (exploring.actions - mean.actions[: len(exploring.actions)])[whole].numpy()
+    lag = max(1, round(LAG / environment.dt))
+    if not len(added) or added.shape[1] <= lag:
+        return None
+    with np.errstate(invalid="ignore"):
+        found = lag_autocorrelation(added, lag)
+    return found if math.isfinite(found) else None
+
+
+# ------------------------------------------------------------------------------------------------------------- evaluations
 
 
 def evaluate(
@@ -44,7 +191,7 @@ def evaluate(
     if episodes < 1:
         raise RunError(f"`episodes` must be at least 1; got {episodes}.")
     if video is not None:
-        _check_video(video)
+        check_video(video)
     seeds = held_out_seeds(episodes)
     with restored(run, checkpoint) as (settings, agent, chosen, complaints):
         played = {"mean": agent.evaluate(seeds), "exploring": agent.explore(seeds)}
@@ -66,7 +213,11 @@ def evaluate(
         where.mkdir(parents=True, exist_ok=True)
     write_json(where / "eval.json", result)
     if video is not None:
-        _film(settings, seeds[:_FILM_EPISODES], played["mean"].actions[:_FILM_EPISODES].numpy(), video)
+        from corral.lab.jobs.robot.picture import render_video  # matplotlib and imageio
+
+        env = gymnasium.make(settings.environment, render_mode="rgb_array", **settings.environment_config)
+        with closing(env), disk_errors(video):
+            render_video(env, seeds[:_FILM_EPISODES], played["mean"].actions[:_FILM_EPISODES].numpy(), video)
     return Evaluation(where, result)
 
 
@@ -98,7 +249,7 @@ def bootstrap(values: Array, statistic: Callable[..., Any], level: float = LEVEL
     return Estimate(float(statistic(values)), float(low), float(high))
 
 
-def _check_video(path: Path) -> None:
+def check_video(path: Path) -> None:
     """Raise a RunError for a film that could not be written, before hours of episodes."""
     if path.suffix not in (".gif", ".mp4") or not path.parent.is_dir():
         raise RunError(f"--video is a file in a folder that is there, and ends in .gif or .mp4; got {path}.")
@@ -110,49 +261,32 @@ def _check_video(path: Path) -> None:
         raise RunError(f"--video {path}: {error}") from error
 
 
-def _film(settings: Settings, seeds: list[int], actions: Array, path: Path) -> None:
-    """Play the first episodes again and film them."""
-    from corral.lab.jobs.robot.picture import render_video  # matplotlib and imageio
-
-    env = gymnasium.make(settings.environment, render_mode="rgb_array", **settings.environment_config)
-    try:
-        with disk_errors(path):
-            render_video(env, seeds, actions, path)
-    except (ValueError, ImportError) as error:
-        raise RunError(str(error)) from error
-    finally:
-        env.close()
-
-
 def show(result: Mapping[str, Any], where: Path, video: Path | None, *, quiet: bool) -> None:
     """Print the results of an evaluation as a table and a sentence, with their folder."""
     console, problems = PatientConsole(), PatientConsole(stderr=True)
     for sentence in result["complaints"]:
         problems.print(f"[yellow]warning:[/] {escape(sentence)}", soft_wrap=True, highlight=False)
+    estimates = result["estimates"]
     if not quiet:
-        rows = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        rows.add_column("")
+        rows = Table("", box=box.SIMPLE_HEAD, pad_edge=False)
         for way in WAYS:
             rows.add_column(way, justify="right")
             rows.add_column(f"{result['level']:.0%} interval")
-        for name in result["estimates"]["mean"]:
-            found = [result["estimates"][way].get(name) for way in WAYS]
-            rows.add_row(
-                name, *(cell for one in found for cell in ([number(one["value"]), _interval(one)] if one else ["–", ""]))
-            )
+        for name in estimates["mean"]:
+            rows.add_row(name, *(cell for way in WAYS for cell in _cells(estimates[way].get(name))))
         console.print(rows)
-    found = result["estimates"]["mean"]
     text = f"{result['algorithm']} on {result['environment']['name']} after {result['step']} steps: "
-    if "success" in found:
-        one = found["success"]
+    if one := estimates["mean"].get("success"):
         text += f"success {one['value']:.1%} ({one['low']:.1%} – {one['high']:.1%}), "
     contexts = count(result["episodes"], "held-out context")
-    text += f"return {number(found['return']['value'])} over {contexts}. In {where / 'eval.json'}"
+    text += f"return {number(estimates['mean']['return']['value'])} over {contexts}. In {where / 'eval.json'}"
     text += f"; film: {video}" if video is not None else ""
     console.print(escape(text), soft_wrap=True, highlight=False)
 
 
-def _interval(one: Mapping[str, float | None]) -> str:
-    """Text of an interval, or a dash if a single episode gives none."""
-    low, high = one["low"], one["high"]
-    return "–" if low is None or high is None else f"{number(low)} … {number(high)}"
+def _cells(one: Mapping[str, Any] | None) -> tuple[str, str]:
+    """An estimate and its interval as text; a single episode gives no interval."""
+    if one is None:
+        return "–", ""
+    interval = "–" if one["low"] is None else f"{number(one['low'])} … {number(one['high'])}"
+    return number(one["value"]), interval

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from corral.lab.jobs.robot import exported
 from corral.lab.jobs.robot.exported import FORMAT, ExportedPolicy
-from corral.lab.jobs.robot.prepare import EPISODIC
-from corral.lab.jobs.robot.train import STATE, restored
+from corral.lab.jobs.robot.prepare import EPISODIC, STATE, restored
 from corral.lab.run.files import write_whole
 from corral.robot.learner import Learner
 from corral.robot.prodmp import ProDMP

@@ -3,16 +3,19 @@
 import importlib
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from corral.lab.baselines.config import BaselineConfig
 from corral.lab.environments import ENVIRONMENTS, Environment, make_envs
-from corral.lab.jobs.robot.settings import ALGORITHMS, Settings, coerce_fields
+from corral.lab.jobs.robot.settings import ALGORITHMS, Settings, coerce_fields, resolve
+from corral.lab.run.folder import Checkpoint, RunFolder, choose_checkpoint
 from corral.lab.run.settings import toml_lines
 from corral.robot.bbrl import BBRL, BBRLConfig
 from corral.robot.config import DTYPES
@@ -20,13 +23,16 @@ from corral.robot.episode import Plant
 from corral.robot.learner import Learner
 from corral.robot.prodmp import ProDMP
 from corral.robot.tce import TCE, TCEConfig
-from corral.robot.vector import Simulator
 from corral.validate import RunError, nearest
+
+STATE = "state.pt"
+"""Name of a checkpoint's file with the learner's state."""
 
 EPISODIC: dict[str, tuple[type[Learner], type]] = {"tce": (TCE, TCEConfig), "bbrl": (BBRL, BBRLConfig)}
 
 Agent = Any
-"""A `Learner` or a `Baseline`: both have step, evaluate, explore, state, restore, iteration, env_steps and config."""
+"""A `Learner` or a `Baseline`: both have step, evaluate, explore, state, restore, iteration, updates, env_steps, networks,
+optimizers and config."""
 
 
 def prepare(settings: Settings) -> Agent:
@@ -34,26 +40,50 @@ def prepare(settings: Settings) -> Agent:
     environment = find_environment(settings.environment)
     check_environment_config(environment, settings.environment_config)
     try:
-        if settings.algorithm in EPISODIC:
-            config = learner_config(settings)
+        config, planned = learner_config(settings), settings.algorithm in EPISODIC
+        if planned:
             given: dict[str, Any] = {"basis": 5, "tau": environment.steps * environment.dt}
-            given |= coerce_fields("prodmp", ProDMP, settings.prodmp, without=["dof"])
-            prodmp = ProDMP(environment.tracking.dof, given.pop("basis"), given.pop("tau"), **given)
-            make, plant = EPISODIC[settings.algorithm][0], _plant(settings, environment, config.episodes)
-            return make(plant, prodmp, environment.dt, config, seed=settings.seed, dtype=DTYPES[settings.dtype])
-        from corral.lab.baselines.stable import Baseline
-
-        config = learner_config(settings)
-        plant = _plant(settings, environment, config.episodes)
+            prodmp = ProDMP(
+                environment.tracking.dof, **given | coerce_fields("prodmp", ProDMP, settings.prodmp, without=["dof"])
+            )
+        else:
+            from corral.lab.baselines.stable import Baseline
+        how = {"workers": settings.workers, "simulator": _simulator(settings)}
+        envs = make_envs(settings.environment, config.episodes, **how, **settings.environment_config)
+        plant = Plant(envs, environment.tracking, environment.steps)
+        if planned:
+            learner, dtype = EPISODIC[settings.algorithm][0], DTYPES[settings.dtype]
+            return learner(plant, prodmp, environment.dt, config, seed=settings.seed, dtype=dtype)
         return Baseline(plant, settings.algorithm, config, seed=settings.seed)
     except (ValueError, ImportError) as error:
         raise RunError(str(error)) from error
 
 
-def to_play(settings: Settings) -> Settings:
-    """The settings without a GPU, which playing does not need."""
+def restore(agent: Agent, checkpoint: Checkpoint) -> None:
+    """Load a checkpoint's state into the learner, or raise a RunError if it does not fit. No code in the file is run."""
+    try:
+        agent.restore(torch.load(checkpoint.path / STATE, weights_only=True, map_location="cpu"))
+    except Exception as error:  # pickle, torch, zip files and NumPy have one each
+        reason = (str(error).splitlines() or [""])[0]
+        raise RunError(
+            f"{checkpoint.path / STATE} is no state of this learner, though it matches its manifest: {type(error).__name__}: "
+            f"{reason} Remove that checkpoint, and the one before it is used."
+        ) from error
+
+
+@contextmanager
+def restored(run: Path, checkpoint: str) -> Iterator[tuple[Settings, Agent, Checkpoint, list[str]]]:
+    """A run's settings, its learner restored without a GPU, the checkpoint, and why newer checkpoints are not used."""
+    folder = RunFolder.open(run, write=False)
+    settings = resolve([folder.read_config()["settings"]])
+    chosen, complaints = choose_checkpoint(folder, checkpoint)
     learner = {key: value for key, value in settings.learner.items() if key != "device"}
-    return replace(settings, learner=learner, simulator="mujoco")
+    agent = prepare(replace(settings, learner=learner, simulator="mujoco"))
+    try:
+        restore(agent, chosen)
+        yield settings, agent, chosen, complaints
+    finally:
+        agent.plant.close()
 
 
 def find_environment(name: str) -> Environment:
@@ -65,30 +95,31 @@ def find_environment(name: str) -> Environment:
 
 def check_environment_config(environment: Environment, given: Mapping[str, Any]) -> None:
     """Refuse settings that the environment lacks: Gymnasium and vectorised environments report them late or never."""
-    module, _, name = environment.entry_point.partition(":")
+    name = environment.entry_point.rpartition(":")[2]
+    module, _, maker = (environment.vector_entry_point or environment.entry_point).partition(":")
     try:
-        maker = getattr(importlib.import_module(module), name)  # an entry point is text
+        made = vars(importlib.import_module(module))[maker]
     except ImportError as error:
         raise RunError(str(error)) from error
-    known = [key for key in inspect.signature(maker).parameters if key != "render_mode"]
+    known = inspect.signature(made).parameters.keys() - {"render_mode", "num_envs", "max_episode_steps", "workers"}
     for key in given:
         if key not in known:
             raise RunError(f"{name} has no setting `{key}`.{nearest(key, known)}")
 
 
+def config_class(algorithm: str) -> type:
+    """The class of an algorithm's settings: TCEConfig, BBRLConfig or BaselineConfig."""
+    return EPISODIC[algorithm][1] if algorithm in EPISODIC else BaselineConfig
+
+
 def learner_config(settings: Settings) -> Any:
-    """The algorithm's settings, each checked: TCEConfig, BBRLConfig or BaselineConfig."""
-    config_cls = EPISODIC[settings.algorithm][1] if settings.algorithm in EPISODIC else BaselineConfig
+    """The algorithm's settings, each checked."""
+    config_cls = config_class(settings.algorithm)
     given = coerce_fields(settings.algorithm, config_cls, settings.learner, without=["iterations"])
     return config_cls(iterations=settings.iterations, **given)
 
 
-def _plant(settings: Settings, environment: Environment, episodes: int) -> Plant:
-    envs = make_envs(settings.environment, episodes, workers=settings.workers, **settings.environment_config)
-    return Plant(envs, environment.tracking, environment.steps, _simulator(settings))
-
-
-def _simulator(settings: Settings) -> Simulator | None:
+def _simulator(settings: Settings) -> Any:
     """The physics engine used in MuJoCo's place, imported only if it was chosen."""
     if settings.simulator == "mujoco":
         return None
@@ -104,23 +135,7 @@ def _simulator(settings: Settings) -> Simulator | None:
 
 def parameters(agent: Agent) -> int:
     """Number of trained parameters."""
-    networks = [agent.policy, agent.critic] if isinstance(agent, Learner) else [agent.model.policy]
-    return sum(p.numel() for network in networks for p in network.parameters())
-
-
-def optimizers(agent: Agent) -> dict[str, torch.optim.Optimizer]:
-    """The optimizers by the name of the trained network."""
-    if isinstance(agent, Learner):
-        return {"critic": agent.critic_optimizer, "policy": agent.policy_optimizer}
-    model = agent.model
-    if hasattr(model, "actor"):  # SAC
-        return {"critic": model.critic.optimizer, "policy": model.actor.optimizer, "temperature": model.ent_coef_optimizer}
-    return {"policy": model.policy.optimizer}
-
-
-def updates_of(agent: Agent) -> int:
-    """Number of policy updates so far."""
-    return agent.iteration * agent.config.policy_epochs if isinstance(agent, Learner) else int(agent.model._n_updates)
+    return sum(p.numel() for network in agent.networks for p in network.parameters())
 
 
 def describe(settings: Settings, agent: Agent) -> dict[str, Any]:
@@ -153,29 +168,22 @@ def model_name(settings: Settings) -> str:
     return "gaussian-prodmp" if settings.algorithm in EPISODIC else "gaussian-mlp"
 
 
-_TRPL = ("sb3-trpl",)
-_SAC = tuple(name for name in ALGORITHMS if name.startswith("sb3-sac"))
-_PPO = tuple(name for name in ALGORITHMS if name.startswith("sb3-ppo")) + _TRPL
-_COLOURED = tuple(name for name in ALGORITHMS if name.endswith("-pink"))
-
 _SOME_BASELINES = {
-    "epochs": _PPO,
-    "minibatches": _PPO,
-    "train_freq": _SAC,
-    "gradient_steps": _SAC,
-    "device": _SAC,
-    "noise_colour": _COLOURED,
-    **dict.fromkeys(("projection", "mean_bound", "cov_bound", "regression", "deployed_bound"), _TRPL),
+    "epochs": ("ppo", "trpl"),
+    "minibatches": ("ppo", "trpl"),
+    **dict.fromkeys(("train_freq", "gradient_steps", "device"), ("sac",)),
+    "noise_colour": ("pink",),
+    **dict.fromkeys(("projection", "mean_bound", "cov_bound", "regression", "deployed_bound"), ("trpl",)),
 }
-"""Baselines that read a setting, for settings that only some baselines read."""
+"""Settings that only some baselines read, each with the words in those baselines' names."""
 
 
 def used_by(algorithm: str) -> set[str]:
     """Names of the `learner` settings that an algorithm reads."""
+    names = {item.name for item in fields(config_class(algorithm))}
     if algorithm in EPISODIC:
-        return {item.name for item in fields(EPISODIC[algorithm][1])}
-    names = {item.name for item in fields(BaselineConfig)}
-    return {name for name in names if algorithm in _SOME_BASELINES.get(name, (algorithm,))}
+        return names
+    return {name for name in names if any(word in algorithm for word in _SOME_BASELINES.get(name, ("sb3",)))}
 
 
 def check_used(settings: Settings) -> None:

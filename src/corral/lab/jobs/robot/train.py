@@ -1,7 +1,6 @@
 """Training runs of robots: from settings to environments and a learner, in a resumable run folder."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,21 +8,17 @@ import torch
 
 import corral
 from corral.lab.environments import ENVIRONMENTS
-from corral.lab.jobs.robot.measure import measure
-from corral.lab.jobs.robot.prepare import Agent, check_used, describe, model_name, optimizers, prepare, to_play, updates_of
+from corral.lab.jobs.robot.evaluate import measure
+from corral.lab.jobs.robot.prepare import STATE, Agent, check_used, describe, model_name, prepare, restore
 from corral.lab.jobs.robot.settings import Settings, resolve
 from corral.lab.run import life
-from corral.lab.run.folder import Checkpoint, RunFolder, choose_checkpoint
+from corral.lab.run.folder import Checkpoint
 from corral.lab.run.guard import CollapseLimits, Guard
 from corral.lab.run.life import Job, Outcome, Recorder
 from corral.lab.run.text import count
 from corral.lab.run.view import RunView
 from corral.numerics import drop_gradients, gradient_state
 from corral.robot.learner import Learner
-from corral.validate import RunError
-
-STATE = "state.pt"
-"""Name of a checkpoint's file with the learner's state."""
 
 LIMITS = CollapseLimits(kl=10.0)
 """Limits of collapse with KL per plan instead of per token: a healthy BBRL begins at .6 before its projection."""
@@ -65,32 +60,6 @@ def resume(
     return life.resume(make, Path(path), quiet=quiet, extended=iterations is not None)
 
 
-def restore(agent: Agent, checkpoint: Checkpoint) -> None:
-    """Load a checkpoint's state into the learner, or raise a RunError if it does not fit. No code in the file is run."""
-    try:
-        agent.restore(torch.load(checkpoint.path / STATE, weights_only=True, map_location="cpu"))
-    except Exception as error:  # pickle, torch, zip files and NumPy have one each
-        reason = (str(error).splitlines() or [""])[0]
-        raise RunError(
-            f"{checkpoint.path / STATE} is no state of this learner, though it matches its manifest: {type(error).__name__}: "
-            f"{reason} Remove that checkpoint, and the one before it is used."
-        ) from error
-
-
-@contextmanager
-def restored(run: Path, checkpoint: str) -> Iterator[tuple[Settings, Agent, Checkpoint, list[str]]]:
-    """A run's settings, its learner restored without a GPU, the checkpoint, and why newer checkpoints are not used."""
-    folder = RunFolder.open(run, write=False)
-    settings = resolve([folder.read_config()["settings"]])
-    chosen, complaints = choose_checkpoint(folder, checkpoint)
-    agent = prepare(to_play(settings))
-    try:
-        restore(agent, chosen)
-        yield settings, agent, chosen, complaints
-    finally:
-        agent.plant.close()
-
-
 class RobotRun(Job):
     """A run of a robot: the learner's steps, evaluations and checkpoints."""
 
@@ -128,7 +97,7 @@ class RobotRun(Job):
         """Train all remaining steps."""
         self.record = record
         if self.settings.guard != "off":
-            for name, optimizer in optimizers(self.agent).items():
+            for name, optimizer in self.agent.optimizers.items():
                 optimizer.register_step_pre_hook(lambda optimizer, *_, name=name: self.check_update(name, optimizer))
         record.begin(banner(self.settings, self.agent, record.path))
         if not record.lines:
@@ -142,7 +111,7 @@ class RobotRun(Job):
         """Train on one batch of episodes, write its metrics and a checkpoint if due, and return whether to stop."""
         settings, record, metrics = self.settings, self.record, self.agent.step()
         step = self.agent.iteration
-        line = {"step": step, "update": updates_of(self.agent), "success": None, "return": None}
+        line = {"step": step, "update": self.agent.updates, "success": None, "return": None}
         line |= self.measure() if record.is_due(step, settings.eval_every) else {}
         line |= {"reward": metrics.pop("return"), "batch_success": metrics.pop("success"), **metrics}
         self.add(line | {"env_steps": self.agent.env_steps})

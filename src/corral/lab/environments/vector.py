@@ -1,0 +1,240 @@
+"""Vectorised environments: tasks that move all copies in one call, and threads for any other environment."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, pairwise
+from typing import Any, ClassVar
+
+import gymnasium
+import numpy as np
+from gymnasium.envs.registration import registry
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+from numpy.typing import NDArray
+
+from corral.cores import cores
+from corral.robot.tracking import Array
+from corral.validate import pip_install
+
+AnyArray = NDArray[Any]
+Simulator = Callable[[Any, int, int], Any]
+"""Factory of batches: (MjModel, copies, threads) → a `mujoco.batch.Batch` or its equal, at rest at time 0."""
+
+
+def copies_metadata(dt: float, marks: str) -> dict[str, Any]:
+    """Gymnasium's metadata of a task with steps of `dt` seconds; `marks` says what the marks in its pictures mean."""
+    return {
+        "autoreset_mode": AutoresetMode.NEXT_STEP,
+        "render_modes": ["rgb_array"],
+        "render_fps": round(1 / dt),
+        "render_marks": marks,
+        "reset_options": ("episodes", "learned_from"),
+    }
+
+
+def make_envs(
+    name: str, count: int, *, workers: int | None = None, simulator: Simulator | None = None, **kwargs: Any
+) -> VectorEnv:
+    """Make `count` copies of an environment, in the form that steps fastest.
+
+    Tasks of ours move all copies in one call; any other environment is split among `workers` threads, one per core by default.
+    Copy i draws from seed + i (or from the i-th of a list of seeds) in every form, and sees the same. A `simulator` other than
+    MuJoCo plays the episodes that are learned from; measurements are always MuJoCo's.
+    """
+    if count < 1 or (workers is not None and workers < 1):
+        raise ValueError(f"make_envs: `count` and `workers` are at least 1; got {count} and {workers}.")
+    workers, spec = min(count, workers or cores()), registry.get(name)
+    if name.startswith("corral/") and spec is not None and spec.vector_entry_point:
+        envs = gymnasium.make_vec(name, count, vectorization_mode="vector_entry_point", workers=workers, **kwargs)
+        if simulator is not None:
+            if not isinstance(envs.unwrapped, SimulatedCopies):
+                raise ValueError(f"make_envs: another simulator than MuJoCo's cannot play {name}, which MuJoCo does not play.")
+            envs.unwrapped.simulator = simulator
+        return envs
+    sizes = [count // workers + (index < count % workers) for index in range(workers)]
+    blocks = [gymnasium.make_vec(name, size, vectorization_mode="sync", **kwargs) for size in sizes]
+    return Threads(blocks) if workers > 1 else blocks[0]
+
+
+class Copies(VectorEnv):
+    """Copies of a task that are moved together: their episodes have a fixed length, and begin and end at the same time.
+
+    As in `SyncVectorEnv`, copy i draws from seed + i, and the step after an episode's last one begins the next episode.
+    """
+
+    STEPS: ClassVar[int]
+    """T: steps of an episode."""
+    time: int
+    """Steps since the episodes began."""
+
+    def __init__(self, num_envs: int, max_episode_steps: int) -> None:
+        if max_episode_steps != self.STEPS:  # Gymnasium passes what was registered
+            name = type(self).__name__
+            raise ValueError(f"{name}: episodes have {self.STEPS} steps; got max_episode_steps={max_episode_steps}.")
+        self.num_envs, self.time = num_envs, 0
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self._generators = [np.random.default_rng() for _ in range(num_envs)]
+
+    @abstractmethod
+    def begin(self, generators: Sequence[np.random.Generator]) -> None:
+        """Begin new episodes, each drawn from its own generator."""
+
+    @abstractmethod
+    def move(self, actions: Array) -> Array:
+        """Move all copies by one Δt under actions [E D] within their limits; returns rewards [E]."""
+
+    @abstractmethod
+    def observe(self) -> Array:
+        """Observations [E O]."""
+
+    @abstractmethod
+    def outcome(self) -> dict[str, Array]:
+        """Info of the last step, each entry [E]."""
+
+    @abstractmethod
+    def draw(self) -> NDArray[np.uint8]:
+        """Draw a picture of the first copy."""
+
+    def reset(
+        self, *, seed: int | list[int] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Array, dict[str, Any]]:
+        name = type(self).__name__
+        if seed is not None:
+            seeds = [seed + index for index in range(self.num_envs)] if isinstance(seed, int) else seed
+            if len(seeds) != self.num_envs:
+                raise ValueError(f"{name}: one seed for each of {self.num_envs} copies; got {len(seeds)}.")
+            self._generators = [gymnasium.utils.seeding.np_random(one)[0] for one in seeds]
+        if options and not np.all(options.get("reset_mask", True)):
+            raise ValueError(f"{name}: copies start and end together; got a `reset_mask` that leaves some out.")
+        self.time = 0
+        self.begin(self._generators)
+        return self.observe(), {}
+
+    def step(self, actions: Array) -> tuple[Array, Array, NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]:
+        nobody = np.zeros(self.num_envs, bool)
+        if self.time == self.STEPS:
+            return self.reset()[0], np.zeros(self.num_envs), nobody, nobody.copy(), {}
+        self.time += 1
+        rewards = self.move(np.clip(np.asarray(actions, np.float64), -1.0, 1.0))
+        over = self.time == self.STEPS
+        return self.observe(), rewards, nobody, nobody | over, self.outcome() if over else {}
+
+
+class SimulatedCopies(Copies):
+    """Copies that MuJoCo simulates as one batch, on several threads.
+
+    Options of `reset`: `episodes`, how many copies play, and `learned_from`, whether another simulator plays them, if any.
+    """
+
+    FIELDS: ClassVar[tuple[str, ...]]
+    """Fields of MjData that the task reads besides the state."""
+    simulator: Simulator | None = None
+    batch: Any
+    rows: NDArray[np.integer] | None = None
+    """Copies that play; None for all of them."""
+
+    def __init__(self, model: Any, num_envs: int, max_episode_steps: int, workers: int) -> None:
+        super().__init__(num_envs, max_episode_steps)
+        try:
+            from mujoco.batch import Batch
+        except ImportError as error:
+            raise ImportError(f"{type(self).__name__} needs mujoco 4.0 or newer: {pip_install('robot')}.") from error
+        self.model, self.workers, self._mujoco = model, workers, Batch
+
+    def reset(
+        self, *, seed: int | list[int] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Array, dict[str, Any]]:
+        given = options or {}
+        other = self.simulator if given.get("learned_from") else None
+        self.batch = (other or self._mujoco)(self.model, self.num_envs, self.workers)
+        playing = given.get("episodes", self.num_envs)
+        self.rows = None if playing == self.num_envs else np.arange(playing)
+        for name in self.FIELDS:
+            self.batch.bind(name)  # before they are computed: they are 0 until then
+        return super().reset(seed=seed, options=options)
+
+    def first(self) -> Any:
+        """MjData of the first copy, for a picture."""
+        import mujoco
+
+        data = self.batch.get_data(0)
+        mujoco.mj_forward(self.model, data)
+        return data
+
+
+class Single(gymnasium.Env):
+    """One copy of a task as an environment of its own, which can be rendered."""
+
+    COPIES: ClassVar[type[Copies]]
+
+    def __init__(self, render_mode: str | None = None, **settings: Any) -> None:
+        self.copies, self.render_mode = self.COPIES(1, **settings), render_mode
+        self.observation_space, self.action_space = self.copies.single_observation_space, self.copies.single_action_space
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
+        super().reset(seed=seed)
+        observations, info = self.copies.reset(seed=seed)
+        return observations[0], info
+
+    def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+        observations, rewards, _, over, info = self.copies.step(np.asarray(action)[None])
+        return observations[0], float(rewards[0]), False, bool(over[0]), {key: float(value[0]) for key, value in info.items()}
+
+    def render(self) -> NDArray[np.uint8]:
+        """Render the copy as a picture."""
+        return self.copies.draw()
+
+
+class Threads(VectorEnv):
+    """Blocks of environments, each stepped in its own thread.
+
+    MuJoCo lets other threads run while it simulates, so two threads keep two cores busy, without the pipes, the pickling and
+    the start-up of processes. Numbers do not depend on the blocks: every environment has its own state and generator.
+    """
+
+    def __init__(self, blocks: Sequence[VectorEnv]) -> None:
+        self.blocks, self.num_envs = list(blocks), sum(block.num_envs for block in blocks)
+        first = self.blocks[0]
+        self.single_observation_space, self.single_action_space = first.single_observation_space, first.single_action_space
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        self.metadata = {**first.metadata, "autoreset_mode": AutoresetMode.NEXT_STEP}
+        self._slices = [slice(*ends) for ends in pairwise(accumulate((block.num_envs for block in blocks), initial=0))]
+        self._pool = ThreadPoolExecutor(len(self.blocks))
+
+    def reset(
+        self, *, seed: int | list[int] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[AnyArray, dict[str, Any]]:
+        seeds = [seed + index for index in range(self.num_envs)] if isinstance(seed, int) else seed
+        mask = (options or {}).get("reset_mask")
+
+        def begin(block: VectorEnv, part: slice) -> tuple[AnyArray, dict[str, Any]]:
+            if mask is not None and not mask[part].any():  # Gymnasium refuses to begin none
+                return self._seen[part], {}
+            own = options if mask is None else {**(options or {}), "reset_mask": mask[part]}
+            return block.reset(seed=None if seeds is None else seeds[part], options=own)  # type: ignore[arg-type]  # takes a list
+
+        observations, infos = zip(*self._pool.map(begin, self.blocks, self._slices), strict=True)
+        self._seen = np.concatenate(observations)
+        return self._seen.copy(), self._join_infos(infos)
+
+    def step(self, actions: AnyArray) -> tuple[AnyArray, AnyArray, AnyArray, AnyArray, dict[str, Any]]:
+        done = self._pool.map(lambda block, part: block.step(actions[part]), self.blocks, self._slices)
+        *arrays, infos = zip(*done, strict=True)
+        self._seen, rewards, terminated, truncated = map(np.concatenate, arrays)
+        return self._seen.copy(), rewards, terminated, truncated, self._join_infos(infos)
+
+    def close_extras(self, **_: Any) -> None:
+        self._pool.shutdown()
+        for block in self.blocks:
+            block.close()
+
+    def _join_infos(self, infos: Sequence[dict[str, Any]]) -> dict[str, AnyArray]:
+        """Join the infos of all blocks, key by key; a missing key becomes zeros (and False in the mask `_key`)."""
+        whole: dict[str, AnyArray] = {}
+        for info, part in zip(infos, self._slices, strict=True):
+            for key, value in info.items():
+                whole.setdefault(key, np.zeros((self.num_envs, *value.shape[1:]), value.dtype))[part] = value
+        return whole
