@@ -42,7 +42,7 @@ def test_language_models_alone_are_enough(monkeypatch: pytest.MonkeyPatch, capsy
 def test_a_half_installed_kind_is_trouble(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     status, text = said(monkeypatch, capsys, LANGUAGE | {"mujoco": "2.3.3"})
     assert status == 1
-    assert f"missing: mujoco>=4, found 2.3.3: {pip_install('robot')}" in text
+    assert f"missing: mujoco{OF_ROBOTS['mujoco']}, found 2.3.3: {pip_install('robot')}" in text
 
 
 def test_neither_is_trouble_and_both_are_offered(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
