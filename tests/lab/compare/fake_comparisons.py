@@ -12,13 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from corral.lab.compare.check import Budget
-from corral.lab.compare.folder import Progress
-from corral.lab.compare.job import Preparation, choose, describe, run_comparison
+from corral.lab.compare.job import Preparation, Schedule, choose, describe, run_comparison
 from corral.lab.compare.local import Engine, LocalEngine
-from corral.lab.compare.plan import Training, make_plan
-from corral.lab.compare.record import Comparison, read
-from corral.lab.compare.schedule import Schedule
+from corral.lab.compare.plan import Budget, Training, make_plan
+from corral.lab.compare.record import Comparison, Progress, read
 from corral.lab.compare.view import make_compare_view
 from corral.lab.report.read import PlannedRun
 
@@ -97,9 +94,7 @@ def interrupt_when(steps: int, comparison: Comparison, times: int = 1) -> Callab
 
 def main(path: Path) -> None:
     comparison = begun(path, "slow", "fine", "crash", seeds=1)
-    stage = Preparation(
-        budget=Budget(steps=120, samples=1, what="completions"), engine=LocalEngine(jobs=2, program=FAKE), pace=(0.1, "guessed")
-    )
+    stage = Preparation(budget=Budget(steps=120, samples=1, what="completions"), engine=LocalEngine(jobs=2, program=FAKE))
     view = make_compare_view(quiet=False)
     view.banner(describe(comparison, stage))
     sys.exit({"finished": 0, "failed": 1}[run_comparison(comparison, stage, view)])

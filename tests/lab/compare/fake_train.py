@@ -28,7 +28,7 @@ def main(words: list[str]) -> int:
         sys.stdout.write("corral: there is no such thing.\n")
         return 1
     if not (folder / "config.json").exists():
-        if folder.exists() and any(folder.iterdir()):
+        if folder.exists() and any(path.name != "log.txt" for path in folder.iterdir()):
             sys.stdout.write(f"corral: {folder} is not empty.\n")
             return 1
         folder.mkdir(exist_ok=True)

@@ -14,12 +14,21 @@ import pytest
 
 from corral.lab.cli import main
 from corral.lab.compare import local
-from corral.lab.compare.check import Budget, check_plan, rate_grid, resolve_run, share_reduction, trainer_configs
-from corral.lab.compare.folder import duration, open_log, seconds_per_step
-from corral.lab.compare.local import RunJob
-from corral.lab.compare.plan import Training, make_plan, make_run, start_arguments
-from corral.lab.compare.record import read
+from corral.lab.compare.plan import (
+    Budget,
+    Training,
+    check_plan,
+    make_plan,
+    make_run,
+    rate_grid,
+    resolve_run,
+    share_reduction,
+    start_arguments,
+    trainer_configs,
+)
+from corral.lab.compare.record import open_log, read
 from corral.lab.report.read import FILE, read_run
+from corral.lab.run.text import duration
 from corral.validate import RunError, pip_install
 
 
@@ -187,17 +196,7 @@ def test_robots_rates_have_one_grid() -> None:
     assert given == [1e-4, 3.2e-4, 1e-3, 3.2e-3, 1e-2]
 
 
-def test_time_is_judged_by_earlier_runs(tmp_path: Path) -> None:
-    settings = resolve_run("llm", Training(recipe="demo"), make_run("troll", {}, 0, "report"))
-    assert seconds_per_step("llm", settings, "gsm8k", [tmp_path]) is None
-    for name, seed, seconds in (("a/b", 1, 80.0), ("c", 2, 160.0), ("d", 3, 120.0)):
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "config.json").write_text(json.dumps({"settings": settings.flat() | {"seed": seed}}))
-        (tmp_path / name / "summary.json").write_text(json.dumps({"stopped": "finished", "steps": 40, "seconds": seconds}))
-    (tmp_path / "e").mkdir()
-    (tmp_path / "e" / "config.json").write_text("{")
-    (tmp_path / "d" / "config.json").write_text(json.dumps({"settings": settings.flat() | {"eval_size": 1}}))
-    assert seconds_per_step("llm", settings, "demo", [tmp_path]) == (3.0, "as 2 earlier runs here took")
+def test_durations_in_words() -> None:
     assert [duration(seconds) for seconds in (7, 840, 7500)] == ["7 s", "14 min", "2 h 5 min"]
 
 
@@ -312,10 +311,6 @@ def test_a_sweep_of_robots_from_end_to_end(tmp_path: Path, capsys: pytest.Captur
     assert "Usable range of learning_rate" in printed
     assert "tce: cannot be told from one run each (1 rates)" in printed
     assert (out / "report.html").is_file()
-
-
-def test_jobs_are_named_by_their_folders() -> None:
-    assert RunJob(arguments=["train"], folder=Path("a/b")).name == "b"
 
 
 def test_a_contestant_with_settings_of_its_own() -> None:

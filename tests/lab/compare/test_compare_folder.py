@@ -7,20 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from corral.lab.compare.folder import (
-    LOG,
+from corral.lab.compare.record import (
     Progress,
     failure_reason,
-    log_path,
     log_tail,
     open_log,
-    pending_log,
-    place_log,
     read_state,
-    refuse_busy,
 )
-from corral.lab.run.files import lock, write_whole
-from corral.validate import RunError
+from corral.lab.run.files import write_whole
+from corral.lab.run.folder import LOG, RunFolder
 
 
 def add(path: Path, *lines: dict[str, object]) -> None:
@@ -83,33 +78,37 @@ def test_files_tell_the_state(tmp_path: Path, files: dict[str, str], state: str)
     assert read_state(tmp_path) == state
 
 
-def test_a_log_begins_beside_the_folder_and_moves_into_it(tmp_path: Path) -> None:
+def test_a_run_that_never_began_keeps_its_log_when_it_is_tried_again(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     log = open_log(folder)
     os.write(log, b"first\n")
-    place_log(folder)
-    assert log_path(folder) == pending_log(folder)
-    folder.mkdir()
-    (folder / "config.json").touch()
-    place_log(folder)
-    os.write(log, b"second\n")  # the process goes on writing the same file
     os.close(log)
-    assert (folder / LOG).read_text() == "first\nsecond\n"
-    again = open_log(folder)
-    os.write(again, b"third\n")
-    os.close(again)
-    assert log_tail(folder, 2) == ["second", "third"]
+    (folder / "checkpoints").mkdir()
+    (folder / ".lock").touch()
+    os.close(open_log(folder))
+    assert [path.name for path in folder.iterdir()] == [LOG]  # `corral train --out` wants it so
+    RunFolder.create(folder, "x").close()
+    (folder / "config.json").touch()
+    log = open_log(folder)
+    os.write(log, b"second\n")
+    os.close(log)
+    assert log_tail(folder, 2) == ["first", "second"]
+    assert (folder / "checkpoints").is_dir()
 
 
-def test_a_run_that_never_began_keeps_its_log_when_it_is_tried_again(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    os.close(open_log(folder))
-    (folder / "checkpoints").mkdir(parents=True)
-    place_log(folder, ended=True)
-    assert (folder / LOG).is_file()
-    os.close(open_log(folder))
-    assert not folder.exists()  # `corral train --out` wants it so
-    assert pending_log(folder).is_file()
+def test_silence_counts_from_the_last_growth_and_not_before_there_is_a_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [10.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    progress = Progress(tmp_path, 4)
+    silences = []
+    for log in (None, None, "a", "a", "ab"):
+        if log is not None:
+            (tmp_path / LOG).write_text(log)
+        now[0] += 5.0
+        silences.append(progress.silence())
+    assert silences == [0.0, 0.0, 0.0, 5.0, 0.0]
 
 
 def test_one_line_says_why(tmp_path: Path) -> None:
@@ -121,12 +120,3 @@ def test_one_line_says_why(tmp_path: Path) -> None:
     (tmp_path / LOG).write_text("x" * 50_000)
     assert len(failure_reason(tmp_path, 1)) == 300
     assert failure_reason(tmp_path, -signal.SIGSEGV) == "killed by SIGSEGV"
-
-
-def test_a_run_that_another_process_writes_is_left_alone(tmp_path: Path) -> None:
-    refuse_busy(tmp_path)
-    held = lock(tmp_path)
-    with pytest.raises(RunError, match="another process is writing the run"):
-        refuse_busy(tmp_path)
-    os.close(held)
-    refuse_busy(tmp_path)

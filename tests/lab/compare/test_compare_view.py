@@ -12,9 +12,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from corral.lab.compare.folder import Progress
 from corral.lab.compare.plan import Training, make_plan
-from corral.lab.compare.record import Comparison
+from corral.lab.compare.record import Comparison, Progress
 from corral.lab.compare.view import CompareView, LiveCompareView, PlainCompareView, align_columns, run_cells, visible_records
 
 

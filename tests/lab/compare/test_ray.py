@@ -14,9 +14,9 @@ ray = pytest.importorskip("ray", reason="needs ray (make test-ray)")
 from fake_comparisons import FAKE, Notes, begun, drive, interrupt_when, resumed, states  # noqa: E402
 
 from corral.lab.cli import main  # noqa: E402 - only where there is ray
-from corral.lab.compare.folder import failure_reason, log_tail, place_log  # noqa: E402
-from corral.lab.compare.local import Engine, RunJob  # noqa: E402
+from corral.lab.compare.local import Engine  # noqa: E402
 from corral.lab.compare.ray import RayEngine, stop_file  # noqa: E402
+from corral.lab.compare.record import failure_reason, log_tail  # noqa: E402
 from corral.validate import RunError  # noqa: E402
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning")]  # Ray's own
@@ -99,7 +99,7 @@ def _read(path: Path) -> bytes:
 def test_a_task_that_ray_loses_is_a_failed_run(tmp_path: Path) -> None:
     here = engine()
     folder = tmp_path / "hang_seed0"
-    here.start(RunJob(arguments=["train", "--objective=hang", "--seed=0", f"--out={folder}"], folder=folder))
+    here.start(folder, ["train", "--objective=hang", "--seed=0", f"--out={folder}"])
     threading.Timer(3.0, lambda: ray.cancel(here.started["hang_seed0"][1], force=True)).start()
     found: dict[str, int] = {}
     for _ in range(200):
@@ -109,7 +109,6 @@ def test_a_task_that_ray_loses_is_a_failed_run(tmp_path: Path) -> None:
         threading.Event().wait(0.1)
     assert list(found) == ["hang_seed0"]
     assert failure_reason(folder, found["hang_seed0"])
-    place_log(folder, ended=True)
     for path in Path("/proc").glob("[0-9]*/cmdline"):  # the child of a worker that was shot
         if str(folder).encode() in _read(path):
             os.kill(int(path.parent.name), signal.SIGKILL)

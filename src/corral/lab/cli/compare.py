@@ -143,8 +143,7 @@ def _new_comparison(arguments: argparse.Namespace, rest: list[str]) -> Any:
     kind = kind_of(arguments)
     contestants = _contestants(kind, arguments)
     _check_names(kind, arguments, training.settings)
-    from corral.lab.compare.check import rate_grid, share_reduction
-    from corral.lab.compare.plan import make_plan, parse_sweeps
+    from corral.lab.compare.plan import make_plan, parse_sweeps, rate_grid, share_reduction
     from corral.lab.compare.record import Comparison
     from corral.lab.run.folder import default_name
 

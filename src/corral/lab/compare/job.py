@@ -1,28 +1,47 @@
 """Execution of a comparison: check the plan, run the jobs side by side, and write the report."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
-from corral.lab.compare.check import WEIGHTS, Budget, budget_text, check_plan, resolve_run, trainer_configs
-from corral.lab.compare.folder import Progress, duration, log_tail, seconds_per_step
 from corral.lab.compare.local import Engine, LocalEngine, visible_gpus
-from corral.lab.compare.plan import ChosenSettings, ComparisonPlan, Kind, make_run
-from corral.lab.compare.record import COUNTED, ENDED, Comparison
-from corral.lab.compare.schedule import Schedule
+from corral.lab.compare.plan import (
+    WEIGHTS,
+    Budget,
+    ChosenSettings,
+    ComparisonPlan,
+    Kind,
+    budget_text,
+    check_plan,
+    make_run,
+    resolve_run,
+    resume_arguments,
+    start_arguments,
+    trainer_configs,
+)
+from corral.lab.compare.record import ENDED, Comparison, Progress, failure_reason, log_tail, read_state, read_summary
 from corral.lab.compare.view import CompareView, align_columns, run_cells
 from corral.lab.report.content import RunReport, make_report
-from corral.lab.report.outcomes import RETURN, Measure, main_metric
+from corral.lab.report.outcomes import COUNTED, RETURN, Measure, main_metric
 from corral.lab.report.page import write_page
-from corral.lab.report.read import read_comparison, read_run, read_runs, value_text
+from corral.lab.report.read import PlannedRun, read_comparison, read_run, read_runs, setting_pairs, value_text
 from corral.lab.report.statistics import ENOUGH
 from corral.lab.report.sweep import RULE, Sweep, SweepRow, choose_setting, sweep_row
-from corral.lab.run.text import count
+from corral.lab.run.folder import LOG
+from corral.lab.run.life import Interruptible
+from corral.lab.run.text import count, duration
 from corral.validate import RunError
 
 _START = 10.0
 """Seconds that a process needs to import its packages."""
+
+_PACE = {"demo": 3.4, "via_point": 0.5, "via_point_sparse": 0.35, "via_point_sparse_short": 0.5}
+"""Seconds per step of the built-in recipes on one core; step-based baselines take several times as long."""
+
+_PAUSE = 0.2
+"""Seconds between two polls of the jobs."""
 
 _Status = Literal["finished", "failed", "interrupted"]
 
@@ -44,12 +63,10 @@ class ExecutionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """A comparison that is ready to run: checked budget, engine, and estimate of the time."""
+    """A comparison that is ready to run: checked budget and engine."""
 
     budget: Budget
     engine: Engine
-    pace: tuple[float, str] | None
-    """Seconds per step, and the source of the number."""
     reductions: Mapping[str, str] = field(default_factory=dict)
     """Loss type in TRL for each objective; empty without objectives, or if a sweep sets it."""
     warnings: Sequence[str] = ()
@@ -70,13 +87,11 @@ def set_up(comparison: Comparison, config: Path | None, execution: ExecutionConf
     if plan.kind == "robot" and engine.threads is not None:
         shared.setdefault("workers", str(engine.threads))  # its environments are stepped by as many as there are threads
     comparison.training = replace(training, threads=engine.threads, settings=shared)
-    # A smoke run takes as long as its imports.
-    pace = None if training.smoke else seconds_per_step(plan.kind, settings, training.recipe, [Path("runs")])
     fixed = plan.kind == "llm" and not any(key in plan.sweep for key in WEIGHTS)
     configs = trainer_configs(plan.contestants, training, config, plan.settings[0]) if fixed else {}
     reductions = {contestant: args.loss_type for contestant, args in configs.items()}
     warnings = [args.other_reduction for args in configs.values() if args.other_reduction]
-    return Preparation(budget=budget, engine=engine, pace=pace, reductions=reductions, warnings=warnings)
+    return Preparation(budget=budget, engine=engine, reductions=reductions, warnings=warnings)
 
 
 def _make_engine(kind: Kind, settings: Any, execution: ExecutionConfig, threads: int | None) -> Engine:
@@ -103,11 +118,11 @@ def describe(comparison: Comparison, prepared: Preparation) -> list[tuple[str, s
     seeds = ", ".join(map(str, plan.report_seeds))
     if plan.choose_seeds:
         seeds += f"; settings are chosen on {', '.join(map(str, plan.choose_seeds))}"
-    time = "unknown: no such run is here to judge by"
-    if prepared.pace is not None:
-        seconds, source = prepared.pace
-        rounds = -(-(plan.count - done) // engine.slots)
-        time = f"about {duration(rounds * (_START + budget.steps * seconds))} ({seconds:.2g} s a step, {source})"
+    time = "unknown until the first steps are done"
+    if name in _PACE and not comparison.training.smoke:  # a smoke run takes as long as its imports
+        rounds, seconds = -(-(plan.count - done) // engine.slots), _PACE[name]
+        whole = duration(rounds * (_START + budget.steps * seconds))
+        time = f"about {whole} ({seconds:.2g} s a step, as {name} took on one core elsewhere)"
     lines = [("compare", f"{name}: {', '.join(plan.contestants)}")]
     lines += [("sweep", f"{key} {', '.join(map(value_text, values))}") for key, values in plan.sweep.items()]
     lines += [("reduction", _reduction_text(prepared.reductions))] if prepared.reductions else []
@@ -136,6 +151,171 @@ def _runs_text(plan: ComparisonPlan) -> str:
         return f"{plan.count}: {last}"
     swept = f"{who} × {count(len(plan.settings), 'setting')} × {count(len(plan.choose_seeds), 'seed')}"
     return f"{plan.count}: {swept}, then {last} with the setting chosen for each"
+
+
+# ------------------------------------------------------------------------------------------------------------- schedule
+
+
+@runtime_checkable
+class ScheduleView(Protocol):
+    """Interface for a schedule's output: states of runs, remaining time, and messages."""
+
+    def update_run(self, record: PlannedRun, progress: Progress) -> None:
+        """Called when a run has a new state."""
+
+    def update_time(self, left: float | None) -> None:
+        """Called as time passes; `left` is the estimated number of remaining seconds."""
+
+    def say(self, sentence: str) -> None:
+        """Called with a message for the user."""
+
+    def stopping(self, sentence: str) -> None:
+        """Called after a signal to stop."""
+
+
+@dataclass(kw_only=True)
+class Schedule(Interruptible):
+    """Runs a comparison to its end, or until it is interrupted."""
+
+    comparison: Comparison
+    engine: Engine
+    view: ScheduleView
+    steps: int
+    """Steps of each run."""
+    choose: Callable[[Comparison], ChosenSettings]
+    """Called at the end of the sweep to choose settings."""
+    stall: float = 3600.0
+    """Seconds without new metrics or log output after which a run counts as hung and is ended."""
+    running: dict[str, PlannedRun] = field(default_factory=dict)
+    progress: dict[str, Progress] = field(default_factory=dict)
+    attempted: set[str] = field(default_factory=set)
+    """Runs already started in this call. Each is started once, so that an interrupted run waits for the next call."""
+    hung: set[str] = field(default_factory=set)
+    stop_requested: bool = False
+    """True if the jobs have been requested to stop."""
+
+    def run(self) -> None:
+        """Run until no run is left to start; a second Ctrl-C ends all runs at once."""
+        self.began = time.monotonic()
+        for record in self.comparison.records:
+            self._progress(record).update()
+        self.done_before = self._work_done()
+        with self.stop_on_signals():
+            self.patient = True
+            try:
+                while self._poll():
+                    time.sleep(_PAUSE)
+            except KeyboardInterrupt:
+                self.interrupted = True
+            finally:
+                self.patient = False
+                self._abandon()
+
+    def _poll(self) -> bool:
+        """Poll the jobs once; returns True if there is more to do."""
+        for name, status in self.engine.poll().items():
+            self._end(self.running.pop(name), status)
+        for record in self.running.values():
+            self._progress(record).update()
+        self._end_hung()
+        if self.interrupted and not self.stop_requested:
+            self.stop_requested = True
+            for name in self.running:
+                self.engine.stop(name)
+        if not self.interrupted:
+            self._fill()
+            if self.comparison.must_choose:
+                self._choose()
+                self._fill()
+        self.view.update_time(self.left)
+        return bool(self.running)
+
+    def _fill(self) -> None:
+        """Start or resume runs while slots are free."""
+        for record in self.comparison.records:
+            if len(self.running) >= self.engine.slots:
+                return
+            if record.state in ("waiting", "interrupted") and record.folder not in self.attempted:
+                self._start(record)
+
+    def _start(self, record: PlannedRun) -> None:
+        folder, where = self.comparison.folder(record), self.comparison.path.absolute()
+        if (folder / "config.json").is_file():
+            arguments = resume_arguments(record, where)
+        else:
+            arguments = start_arguments(self.comparison.plan.kind, self.comparison.training, record, where)
+        self.attempted.add(record.folder)
+        self._progress(record).begin()
+        try:
+            self.engine.start(folder, arguments)
+        except RunError as error:
+            self._change(record, "failed", str(error))
+            return
+        self.running[record.folder] = record
+        self._change(record, "running")
+
+    def _end(self, record: PlannedRun, status: int) -> None:
+        """Record the end of a run by its own summary. Without one it failed, unless it was requested to stop."""
+        folder = self.comparison.folder(record)
+        self._progress(record).update()
+        if record.folder in self.hung:
+            self._change(record, "failed", f"no sign of life for {self.stall:g} s: it hung, and was ended")
+            return
+        stopped = read_summary(folder).get("stopped")
+        if stopped in ("finished", "collapsed"):
+            self._change(record, read_state(folder))
+        elif self.stop_requested or stopped == "interrupted":
+            self._change(record, "interrupted")
+        else:
+            self._change(record, "failed", failure_reason(folder, status))
+
+    def _choose(self) -> None:
+        """Choose the settings to report on after the sweep, and add their runs."""
+        self.comparison.chosen = self.choose(self.comparison)
+        self.comparison.add_runs()
+        self.comparison.save()
+        for name, setting in self.comparison.chosen.items():
+            self.view.say(f"chosen for {name}: {', '.join(setting_pairs(setting))}")
+
+    def _end_hung(self) -> None:
+        for name, record in self.running.items():
+            if self._progress(record).silence() > self.stall and name not in self.hung:
+                self.hung.add(name)
+                self.engine.kill(name)
+
+    def _change(self, record: PlannedRun, state: str, error: str | None = None) -> None:
+        record.state, record.error = state, error
+        self.comparison.save()
+        self.view.update_run(record, self._progress(record))
+
+    def _abandon(self) -> None:
+        """End all running runs; their last checkpoints stay."""
+        self.engine.close()
+        for record in self.running.values():
+            record.state = "interrupted"
+            self.view.update_run(record, self._progress(record))
+        if self.running:
+            self.running.clear()
+            self.comparison.save()
+
+    @property
+    def left(self) -> float | None:
+        """Estimated seconds until the end, at the pace so far; None if there is no pace yet."""
+        done = self._work_done() - self.done_before
+        if done <= 0.02:
+            return None
+        plan, records = self.comparison.plan, self.comparison.records
+        to_come = plan.count - len(records)  # runs whose setting has not been chosen
+        open_work = sum(1 - self._progress(record).share for record in records if record.state not in ENDED) + to_come
+        return (time.monotonic() - self.began) * open_work / done
+
+    def _work_done(self) -> float:
+        """Completed work, in runs."""
+        return sum(1.0 if record.state in ENDED else self._progress(record).share for record in self.comparison.records)
+
+    def _progress(self, record: PlannedRun) -> Progress:
+        """Progress of a run."""
+        return self.progress.setdefault(record.folder, Progress(self.comparison.folder(record), self.steps))
 
 
 def run_comparison(comparison: Comparison, prepared: Preparation, view: CompareView, *, stall: float = 3600.0) -> _Status:
@@ -175,7 +355,7 @@ def _show_runs(comparison: Comparison, progress: dict[str, Progress], view: Comp
     for record in comparison.records:
         if record.state == "failed":
             folder = comparison.folder(record)
-            view.end(f"\n{record.label} failed: {record.error}\nThe end of {folder / 'log.txt'}:")
+            view.end(f"\n{record.label} failed: {record.error}\nThe end of {folder / LOG}:")
             for line in log_tail(folder, 5):
                 view.end(f"  {line}")
 

@@ -6,27 +6,13 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from corral.cores import cores
-from corral.lab.compare.folder import open_log, place_log
+from corral.lab.compare.record import open_log
 from corral.lab.run.text import count
 from corral.validate import RunError
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunJob:
-    """Process to start: `corral` with these arguments, for the run in this folder."""
-
-    arguments: Sequence[str]
-    folder: Path
-
-    @property
-    def name(self) -> str:
-        """Unique name of the job."""
-        return self.folder.name
 
 
 @runtime_checkable
@@ -42,8 +28,8 @@ class Engine(Protocol):
     def about(self) -> str:
         """Engine in words: `2 at a time on 2 cores, 1 thread each`."""
 
-    def start(self, job: RunJob) -> None:
-        """Start a job, whose output goes to the run's log."""
+    def start(self, folder: Path, arguments: Sequence[str]) -> None:
+        """Start `corral` with these arguments for the run in this folder. The folder's name identifies the job."""
 
     def poll(self) -> Mapping[str, int]:
         """Exit statuses of jobs that ended since the last call, by name; for a killed job the negative signal number."""
@@ -59,15 +45,6 @@ class Engine(Protocol):
 
 
 PROGRAM = (sys.executable, "-m", "corral.lab.cli")
-
-
-@dataclass
-class _RunningJob:
-    """A job with its process."""
-
-    job: RunJob
-    process: subprocess.Popen[bytes]
-    gpu: str | None
 
 
 class LocalEngine:
@@ -87,7 +64,8 @@ class LocalEngine:
     ) -> None:
         self.threads, self.gpus, self.program = threads, tuple(gpus), tuple(program)
         self.slots = jobs if jobs is not None else len(self.gpus) or max(1, cores() // (threads or 1))
-        self.started: dict[str, _RunningJob] = {}
+        self.started: dict[str, tuple[subprocess.Popen[bytes], str | None]] = {}
+        """Process of each job, and its GPU."""
 
     @property
     def about(self) -> str:
@@ -97,47 +75,34 @@ class LocalEngine:
         each = "" if self.threads is None else f", {count(self.threads, 'thread')} each"
         return f"{self.slots} at a time on {count(cores(), 'core')}{each}"
 
-    def start(self, job: RunJob) -> None:
-        in_use = Counter(started.gpu for started in self.started.values())
+    def start(self, folder: Path, arguments: Sequence[str]) -> None:
+        in_use = Counter(gpu for _, gpu in self.started.values())
         gpu = min(self.gpus, key=lambda name: in_use[name]) if self.gpus else None
         try:
-            process = start_process([*self.program, *job.arguments], job.folder, environment(self.threads, gpu))
+            process = start_process([*self.program, *arguments], folder, environment(self.threads, gpu))
         except OSError as error:
             raise RunError(f"no process could be started: {error}") from error
-        self.started[job.name] = _RunningJob(job, process, gpu)
+        self.started[folder.name] = process, gpu
 
     def poll(self) -> Mapping[str, int]:
-        found = {}
-        for name, started in list(self.started.items()):
-            status = started.process.poll()
-            place_log(started.job.folder, ended=status is not None)
-            if status is not None:
-                found[name] = status
-                del self.started[name]
+        found = {name: status for name, (process, _) in self.started.items() if (status := process.poll()) is not None}
+        for name in found:
+            del self.started[name]
         return found
 
     def stop(self, name: str) -> None:
-        self._signal(name, signal.SIGTERM)
+        self.started[name][0].terminate()  # the process forwards the signal to its children
 
     def kill(self, name: str) -> None:
-        self._signal(name, signal.SIGKILL)
+        process = self.started[name][0]
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        for name, started in self.started.items():
+        for name, (process, _) in self.started.items():
             self.kill(name)
-            started.process.wait()
-            place_log(started.job.folder, ended=True)
+            process.wait()
         self.started.clear()
-
-    def _signal(self, name: str, number: signal.Signals) -> None:
-        """Send a signal: SIGTERM to the process, which forwards it to its children, and SIGKILL to its whole session."""
-        started = self.started.get(name)
-        if started is None or started.process.poll() is not None:
-            return
-        if number == signal.SIGKILL:
-            os.killpg(started.process.pid, number)
-        else:
-            started.process.send_signal(number)
 
 
 def start_process(
@@ -147,8 +112,7 @@ def start_process(
 
     It has its own session, so that Ctrl-C reaches only the scheduler, which forwards it.
     """
-    log = open_log(folder)
-    try:
+    with os.fdopen(open_log(folder), "ab") as log:
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -158,18 +122,12 @@ def start_process(
             cwd=cwd,
             start_new_session=True,
         )
-    finally:
-        os.close(log)
 
 
 def environment(threads: int | None, gpu: str | None) -> dict[str, str]:
     """Environment of a job: threads, and its visible GPU."""
-    found = dict(os.environ)
-    if threads is not None:
-        found["OMP_NUM_THREADS"] = str(threads)
-    if gpu is not None:
-        found["CUDA_VISIBLE_DEVICES"] = gpu
-    return found
+    given = {"OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": gpu}
+    return {**os.environ, **{name: str(value) for name, value in given.items() if value is not None}}
 
 
 def visible_gpus() -> list[str]:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from corral.cores import cores
-from corral.lab.compare.folder import log_path, place_log
-from corral.lab.compare.local import PROGRAM, RunJob, environment, start_process
+from corral.lab.compare.local import PROGRAM, environment, start_process
+from corral.lab.run.folder import LOG
 from corral.validate import RunError, pip_install
 
 try:
@@ -42,22 +42,21 @@ class RayEngine:
         self.gpus = int(there.get("GPU", 0)) if gpus else 0
         self.threads = threads if threads is not None or self.gpus else 1
         self.slots = jobs if jobs is not None else self.gpus or max(1, int(there.get("CPU", 1)) // (self.threads or 1))
-        self.started: dict[str, tuple[RunJob, Any]] = {}
+        self.started: dict[str, tuple[Path, Any]] = {}
 
     @property
     def about(self) -> str:
         """Engine in words: the cluster, and jobs at a time."""
         return f"{self.slots} at a time on {self.where}" + (f", a GPU each of {self.gpus}" if self.gpus else "")
 
-    def start(self, job: RunJob) -> None:
+    def start(self, folder: Path, arguments: Sequence[str]) -> None:
         """Start a task that supervises the process. Ray chooses its node, possibly later."""
-        job.folder.parent.mkdir(parents=True, exist_ok=True)
-        stop_file(job.folder).unlink(missing_ok=True)
-        task = ray.remote(_watch).options(
-            name=job.name, num_cpus=self.threads or 1, num_gpus=1 if self.gpus else 0, max_retries=0
-        )
-        folder = job.folder.absolute()
-        self.started[job.name] = job, task.remote(list(job.arguments), str(folder), self.threads, os.getcwd(), self.program)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        stop_file(folder).unlink(missing_ok=True)
+        options = {"num_cpus": self.threads or 1, "num_gpus": 1 if self.gpus else 0, "max_retries": 0}
+        task = ray.remote(_watch).options(name=folder.name, **options)
+        reference = task.remote(list(arguments), folder.absolute(), self.threads, os.getcwd(), self.program)
+        self.started[folder.name] = folder, reference
 
     def poll(self) -> Mapping[str, int]:
         if not self.started:
@@ -67,7 +66,7 @@ class RayEngine:
         return {names[reference]: self._status(names[reference]) for reference in ready}
 
     def stop(self, name: str) -> None:
-        stop_file(self.started[name][0].folder).touch()
+        stop_file(self.started[name][0]).touch()
 
     def kill(self, name: str) -> None:
         ray.cancel(self.started[name][1], force=False)  # a task that is killed could not end its process
@@ -85,16 +84,16 @@ class RayEngine:
 
     def _status(self, name: str, timeout: float | None = None) -> int:
         """Exit status of a task. If Ray lost the task, its error goes to the run's log."""
-        job, reference = self.started.pop(name)
-        stop_file(job.folder).unlink(missing_ok=True)
+        folder, reference = self.started.pop(name)
+        stop_file(folder).unlink(missing_ok=True)
         try:
             return int(ray.get(reference, timeout=timeout))
         except ray.exceptions.TaskCancelledError:
             return -signal.SIGKILL
         except (ray.exceptions.RayError, TimeoutError) as error:
-            with log_path(job.folder).open("a") as log:
-                log.write(f"the Ray task was lost: {str(error).strip().splitlines()[0] if str(error).strip() else error!r}\n")
-            place_log(job.folder, ended=True)
+            folder.mkdir(exist_ok=True)
+            with (folder / LOG).open("a") as log:
+                log.write(f"the Ray task was lost: {(str(error).strip() or repr(error)).splitlines()[0]}\n")
             return 1
 
 
@@ -120,15 +119,13 @@ def stop_file(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.stop")
 
 
-def _watch(arguments: list[str], folder_text: str, threads: int | None, cwd: str, program: Sequence[str] | None) -> int:
+def _watch(arguments: list[str], folder: Path, threads: int | None, cwd: str, program: Sequence[str] | None) -> int:
     """Run the task on any node: start the process, forward a stop request, and end it if the task is cancelled."""
-    folder = Path(folder_text)
-    environ = environment(threads, None)  # Ray has chosen the GPU
-    process = start_process([*(program or PROGRAM), *arguments], folder, environ, cwd)
+    given = environment(threads, None)  # Ray has chosen the GPU
+    process = start_process([*(program or PROGRAM), *arguments], folder, given, cwd)
     stop_requested = False
     try:
         while process.poll() is None:
-            place_log(folder)
             if not stop_requested and stop_file(folder).exists():
                 stop_requested = True
                 process.send_signal(signal.SIGTERM)
@@ -137,5 +134,4 @@ def _watch(arguments: list[str], folder_text: str, threads: int | None, cwd: str
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        place_log(folder, ended=True)
     return process.returncode

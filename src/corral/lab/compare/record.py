@@ -1,22 +1,28 @@
-"""State of a comparison, saved to compare.json atomically after every change."""
+"""State of a comparison: compare.json, saved atomically after every change, and the files of its runs."""
 
+import json
+import os
 import shutil
+import signal
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from corral.lab.compare.folder import read_state, read_summary, refuse_busy
 from corral.lab.compare.plan import ChosenSettings, ComparisonPlan, Training
 from corral.lab.report.read import FILE, VERSION, PlannedRun, read_comparison
-from corral.lab.run.files import LockedFolder, disk_sentence, write_json
+from corral.lab.run.files import LockedFolder, disk_errors, lock, read_json, write_json
+from corral.lab.run.folder import LOG
+from corral.lab.run.text import visible
+from corral.lab.run.view import Clock
 from corral.validate import RunError
+
+_LONGEST_LINE = 300
+"""Largest number of characters of a line that an error quotes."""
 
 ENDED: tuple[str, ...] = ("finished", "collapsed", "failed")
 """Final states, after which a run is not started again."""
-
-COUNTED: tuple[str, ...] = ("finished", "collapsed")
-"""States of runs that used their budget, or were stopped as collapsed."""
 
 
 @dataclass(kw_only=True)
@@ -97,13 +103,11 @@ class Comparison(LockedFolder):
     def begin(self, config: Path | None) -> None:
         """Make the folder, with a copy of the settings file if there is one, for a later resume."""
         refuse_taken(self)
-        try:
+        with disk_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock_folder()
             if config is not None and self.training.config is not None:
                 shutil.copyfile(config, self.path / self.training.config)
-        except OSError as error:
-            raise RunError(disk_sentence(error, self.path)) from error
         self.save()
 
     def resume(self, *, retry_failed: bool) -> None:
@@ -113,7 +117,8 @@ class Comparison(LockedFolder):
         """
         self._lock_folder()
         for record in self.records:
-            refuse_busy(self.folder(record))
+            if (self.folder(record) / ".lock").is_file():  # perhaps still written, if the comparison was killed
+                os.close(lock(self.folder(record)))
             found = read_state(self.folder(record))
             if record.state != "failed":
                 record.state = found
@@ -199,3 +204,130 @@ def render_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ",".join(map(str, value)) or "nothing"
     return "not given" if value is None else str(value)
+
+
+# ----------------------------------------------------------------------------------------------------- files of the runs
+
+
+@dataclass
+class Progress:
+    """Progress of a run from its metrics.jsonl; each update reads new lines only."""
+
+    folder: Path
+    steps: int
+    """Number of steps to do."""
+    step: int = 0
+    success: float | None = None
+    """Last measured success."""
+    position: int = 0
+    inode: int | None = field(default=None, repr=False)
+    clock: Clock | None = field(default=None, repr=False)
+    written: tuple[int, int] | None = field(default=None, repr=False)
+    """Bytes of metrics and log at the last look."""
+    heard: float = 0.0
+    """Time at which these last grew."""
+
+    def begin(self) -> None:
+        """Reset at the start of a process.
+
+        A resumed run rewrites the file from its checkpoint, and the remaining time is estimated from there.
+        """
+        self.update()
+        self.clock = self.written = None
+
+    def update(self) -> None:
+        """Read the lines written since the last call."""
+        path = self.folder / "metrics.jsonl"
+        try:
+            inode = path.stat().st_ino
+            anew = inode != self.inode
+            if anew:
+                self.inode, self.position, self.step = inode, 0, 0
+            with path.open("rb") as file:
+                file.seek(self.position)
+                text = file.read()
+        except OSError:
+            return
+        whole = text[: text.rfind(b"\n") + 1]
+        self.position += len(whole)
+        for row in whole.splitlines():
+            try:
+                line: dict[str, Any] = json.loads(row)
+                self.step = int(line["step"])
+            except (ValueError, KeyError, TypeError):
+                continue  # torn when a machine went down; whoever resumes cuts it off
+            if line.get("success") is not None:
+                self.success = line["success"]
+        if anew:
+            self.clock = Clock(self.steps, self.step)
+
+    @property
+    def share(self) -> float:
+        """Completed share, from 0 to 1."""
+        return min(1.0, self.step / self.steps)
+
+    def silence(self) -> float:
+        """Seconds since the process wrote metrics or log; 0 while it has no log, as a task that waits for its node."""
+        try:
+            written = self.position, (self.folder / LOG).stat().st_size
+        except OSError:
+            written = None
+        if written is None or written != self.written:
+            self.written, self.heard = written, time.monotonic()
+        return time.monotonic() - self.heard
+
+    @property
+    def left(self) -> str:
+        """Remaining seconds, or None if unknown."""
+        return (self.clock.left(self.step) if self.clock is not None else None) or ""
+
+
+def read_state(folder: Path) -> str:
+    """Determine from its files the state of a run that no process writes."""
+    stopped = str(read_summary(folder).get("stopped"))
+    if stopped in ("finished", "collapsed", "failed"):
+        return stopped
+    return "interrupted" if (folder / "config.json").is_file() else "waiting"
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """Read summary.json; empty if the run has not ended, or was killed."""
+    try:
+        content = read_json(folder / "summary.json")
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def open_log(folder: Path) -> int:
+    """Open a run's log to append to. What else a run left that never began is removed, since `corral train` wants it so."""
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / "config.json").is_file():
+            for path in folder.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path)
+                elif path.name != LOG:
+                    path.unlink()
+        return os.open(folder / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+
+def log_tail(folder: Path, count: int = 1) -> list[str]:
+    """Last lines of a log, without control characters."""
+    try:
+        with (folder / LOG).open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 16_384))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    return [visible(line.strip())[:_LONGEST_LINE] for line in text.splitlines() if line.strip()][-count:]
+
+
+def failure_reason(folder: Path, status: int) -> str:
+    """Reason for a run's failure, in one line: the last line of its log, or the signal that ended the process."""
+    if status < 0:
+        names = {number.value: number.name for number in signal.Signals}
+        hint = ", as when memory runs out" if -status == signal.SIGKILL else ""
+        return f"killed by {names.get(-status, f'signal {-status}')}{hint}"
+    said = log_tail(folder)
+    return said[0].removeprefix("corral: ") if said else f"ended with status {status} and without a word"

@@ -9,9 +9,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from corral.lab.compare.folder import Progress, duration
-from corral.lab.compare.record import Comparison
+from corral.lab.compare.record import Comparison, Progress
 from corral.lab.report.read import PlannedRun, setting_text
+from corral.lab.run.text import duration
 from corral.lab.run.view import RunView, choose_view, number
 
 _COLOURS = {

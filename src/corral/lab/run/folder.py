@@ -33,6 +33,9 @@ from corral.validate import RunError
 
 Stopped = Literal["finished", "interrupted", "collapsed", "failed"]
 
+LOG = "log.txt"
+"""Name of the file in a run's folder to which `corral compare` writes the output of its processes."""
+
 _INFINITE = {"inf": float("inf"), "-inf": float("-inf")}
 """Text in metrics.jsonl for numbers that JSON lacks."""
 
@@ -76,13 +79,13 @@ class RunFolder(LockedFolder):
 
     @classmethod
     def create(cls, out: Path | str | None, label: str, *, smoke: bool = False) -> "RunFolder":
-        """Create a run folder: `out`, which must be new or empty, or a folder under runs/ named by the time and `label`.
+        """Create a run folder: `out`, which must be new or hold a log alone, or one under runs/ named by the time and `label`.
 
         Smoke runs are apart, under smoke-runs/: a report on runs/ is not to count them.
         """
         path = Path(default_name(label, smoke=smoke) if out is None else out)
         with disk_errors(path):
-            if out is not None and path.exists() and (not path.is_dir() or any(path.iterdir())):
+            if out is not None and path.exists() and not (path.is_dir() and {file.name for file in path.iterdir()} <= {LOG}):
                 resumable = path.is_dir() and (path / "config.json").exists()
                 hint = f"continue that run with --resume {path}, or choose" if resumable else "choose"
                 raise RunError(f"{path} is there already and is not an empty folder: {hint} another --out.")

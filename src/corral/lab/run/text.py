@@ -25,6 +25,15 @@ def count(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
+def duration(seconds: float) -> str:
+    """Format a duration: `45 s`, `13 min`, `2 h 5 min`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+
+
 def visible(text: str) -> str:
     """The text with every hidden character written out, as ⟨U+202E⟩."""
     return _HIDDEN.sub(lambda found: f"⟨U+{ord(found.group()):04X}⟩", text.replace("\r\n", "\n"))
