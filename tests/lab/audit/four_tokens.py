@@ -16,6 +16,8 @@ Against ratio 1 ± .2, KL ≤ .05 and TV ≤ .2:
     D is not clipped, outside, and on its way back.            DPPO leaves it. TROLL projects whatever Â says.
 """
 
+import numpy as np
+import pandas as pd
 import torch
 
 from corral.lab.audit.measure import measure
@@ -40,8 +42,8 @@ EXPECTED = {
 }
 
 
-def completion(text: str = "a", **given: object) -> dict[str, object]:
+def completion(text: str = "a", **given: object) -> pd.DataFrame:
     """The four tokens as an audit's folder takes them."""
     columns = measure(TOKENS, OLD, NEW, ADVANTAGES, RULES)
     rows = {"token": TOKENS, "text": [text] * 4, "position": torch.arange(4), "advantage": ADVANTAGES}
-    return {**columns, **rows, **given}
+    return pd.DataFrame({name: np.asarray(column) for name, column in {**columns, **rows, **given}.items()})

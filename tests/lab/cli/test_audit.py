@@ -53,7 +53,7 @@ def test_a_folder_is_shown_and_gets_a_page(audit_folder: Path, capsys: pytest.Ca
     assert "\x1b" not in printed, "a token's control characters do not reach the terminal"
     assert "[red]⟨U+001B⟩[31m" in printed
     assert "would block 50 % of tokens; 50 % of these are inside the KL ball" in printed
-    rows = {line.split("  ")[1].strip(): line.split() for line in printed.splitlines() if line.startswith("  ")}
+    rows = {line.split("  ")[0].strip(): line.split() for line in printed.splitlines() if line.startswith(" ")}
     assert rows["clipping"][1:] == ["50", "%", "1", "(50", "%)", "1", "(50", "%)", "1", "(25", "%)"]
     page = (audit_folder / "audit.html").read_text()
     assert "would block 50 % of tokens" in page

@@ -53,7 +53,7 @@ def test_completions_are_shown_token_by_token(dump: Path, capsys: pytest.Capture
     assert main(["audit", str(dump), "--quiet", "--tokenizer", "tiny"]) == 0
     assert f">{first} </span>" not in (dump.parent / "audits" / "run.jsonl.html").read_text()
     assert main(["audit", str(dump), "--tokenizer", "./none"]) == 1
-    assert "the tokenizer of './none' could not be loaded" in capsys.readouterr().err
+    assert "there is no folder ./none. A model is a run" in capsys.readouterr().err
 
 
 def test_prime_rl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

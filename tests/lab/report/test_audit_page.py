@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from audit.four_tokens import RULES, completion
@@ -23,7 +25,7 @@ HOSTILE = "</script><script>window.owned = 1</script><img src=x onerror=window.o
 
 
 def page_of(
-    path: Path, completions: dict[int, list[dict[str, Any]]], info: dict[str, Any] | None = None, live: float | None = None
+    path: Path, completions: dict[int, list[pd.DataFrame]], info: dict[str, Any] | None = None, live: float | None = None
 ) -> str:
     folder = AuditFolder(path)
     folder.begin({"what": "compared", "model": "m", "rules": RULES.as_dict(), **(info or {})})
@@ -39,7 +41,7 @@ def charts_of(page: str) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def drawn(count: int, vocabulary: int = 12, seed: int = 0, size: float = 0.6, rules: Rules = RULES) -> dict[str, Any]:
+def drawn(count: int, vocabulary: int = 12, seed: int = 0, size: float = 0.6, rules: Rules = RULES) -> pd.DataFrame:
     """A completion of random policies."""
     generator = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(count, vocabulary, generator=generator)
@@ -48,7 +50,7 @@ def drawn(count: int, vocabulary: int = 12, seed: int = 0, size: float = 0.6, ru
     advantages = torch.full((count,), float(seed % 3 - 1))
     columns = measure(tokens, logits.log_softmax(-1), moved.log_softmax(-1), advantages, rules)
     rows = {"token": tokens, "text": [f"w{token}" for token in tokens.tolist()], "position": torch.arange(count)}
-    return {**columns, **rows, "advantage": advantages}
+    return pd.DataFrame({name: np.asarray(column) for name, column in {**columns, **rows, "advantage": advantages}.items()})
 
 
 def test_it_says_what_was_found(tmp_path: Path) -> None:
@@ -161,9 +163,9 @@ def test_every_kind_of_clipping_has_a_page(tmp_path: Path, rules: Rules) -> None
 def test_odd_days(tmp_path: Path, day: str) -> None:
     rows = drawn(1 if day == "one token" else 30, size=0.0 if day == "nothing moved" else 0.6, seed=2)
     if day == "infinitely far":
-        rows["kl"] = torch.full_like(rows["kl"], torch.inf)
+        rows["kl"] = np.inf
     if day == "no advantage":
-        rows["advantage"] = torch.zeros_like(rows["advantage"])
+        rows["advantage"] = 0.0
     page = page_of(tmp_path / "audit", {1: [rows], 2: [rows]})
     assert page.count("<section") == 10
     assert ("∞" in re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)) == (day == "infinitely far")

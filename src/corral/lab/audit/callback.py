@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import pandas as pd
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
@@ -20,7 +21,6 @@ from trl import GRPOConfig, GRPOTrainer
 
 from corral.deployed.state import preserve_state
 from corral.lab.audit.folder import AuditFolder, MicroBatch
-from corral.lab.audit.measure import measure
 from corral.lab.audit.rules import CLIPPING, Rules
 from corral.lab.audit.scoring import AuditedCompletion, choose_completions, logp_at
 from corral.objective import Objective, make_objective
@@ -302,23 +302,22 @@ class AuditCallback(TrainerCallback):
         if rows and self.failed is None:
             self._run_safely(lambda: self._record(state.global_step, rows))
 
-    def _record(self, update: int, completions: list[dict[str, Any]]) -> None:
+    def _record(self, update: int, completions: list[pd.DataFrame]) -> None:
         """Write a measurement, and alert trackio if clipping was wrong on too large a share of it."""
         self._write_made(update)
         self.folder.add(update, completions)
         if self.alert_above is None:
             return
-        clipped, kl, new, old, advantage = (
-            torch.cat([one[name] for one in completions]) for name in ("clipped", "kl", "logp_new", "logp_old", "advantage")
-        )
-        outside = kl > self.rules.kl_bound
-        false, missed = clipped & ~outside, ~clipped & outside & ((new - old) * advantage > 0)
-        share = 100 * float((false | missed).float().mean())
+        rows = pd.concat(completions)
+        outside = rows["kl"] > self.rules.kl_bound
+        outward = (rows["logp_new"] - rows["logp_old"]) * rows["advantage"] > 0
+        false, missed = rows["clipped"] & ~outside, ~rows["clipped"] & outside & outward
+        share = 100 * (false | missed).mean()
         if share > self.alert_above:
             _send_alert(
                 f"clipping would be wrong about {share:.2g} % of the audited tokens",
-                f"On one more update after update {update}, {int(false.sum())} of {len(kl)} would be blocked inside "
-                f"the KL ball of {self.rules.kl_bound:g}, and {int(missed.sum())} missed outside it. corral audit "
+                f"On one more update after update {update}, {false.sum()} of {len(rows)} would be blocked inside "
+                f"the KL ball of {self.rules.kl_bound:g}, and {missed.sum()} missed outside it. corral audit "
                 f"{self.folder.path}",
             )
 
@@ -389,14 +388,16 @@ class AuditCallback(TrainerCallback):
         with self._scoring():
             return [(kept, self._logp(kept).cpu() if self.is_main else self._logp(kept)[:0]) for kept in chosen]
 
-    def _compare(self, done: list[tuple[AuditedCompletion, Tensor]]) -> list[dict[str, Any]]:
+    def _compare(self, done: list[tuple[AuditedCompletion, Tensor]]) -> list[pd.DataFrame]:
         """Compare the current policy with the stored policy in the main process; other processes join the forward passes."""
-        rows: list[dict[str, Any]] = []
+        rows: list[pd.DataFrame] = []
+        processor: Any = self.trainer.processing_class
+        tokenizer = processor if isinstance(processor, PreTrainedTokenizerBase) else processor.tokenizer
         with self._scoring():
             for kept, old in done:
                 new = self._logp(kept)
                 if self.is_main and self.failed is None:
-                    row = self._run_safely(partial(self._measure, kept, old, new))
+                    row = self._run_safely(partial(kept.measure, old, new, self.rules, tokenizer))
                     rows += [] if row is None else [row]
         return rows
 
@@ -414,15 +415,3 @@ class AuditCallback(TrainerCallback):
         """log π [N V] at the audited tokens of a completion, on the model's device."""
         device = self.trainer.accelerator.device
         return logp_at(self.model, kept.ids.to(device), kept.positions.to(device), self.trainer.temperature)
-
-    def _measure(self, kept: AuditedCompletion, old: Tensor, new: Tensor) -> dict[str, Any]:
-        processor: Any = self.trainer.processing_class
-        tokenizer: Any = processor if isinstance(processor, PreTrainedTokenizerBase) else processor.tokenizer
-        tokens = kept.ids[kept.positions]
-        return {
-            **measure(tokens.to(new.device), old, new, kept.advantages, self.rules, kept.logp_rollout),
-            "token": tokens,
-            "text": [tokenizer.decode([token]) for token in tokens.tolist()],
-            "position": kept.positions - kept.start,
-            "advantage": kept.advantages.float(),
-        }

@@ -50,6 +50,11 @@ def _series(label: str, look: Look, points: Sequence[Row], *, line: bool = False
     return {"label": label, "colour": look[0], "marker": look[1], "dash": look[1] % 4, "line": line, "points": points}
 
 
+def _point(x: float, y: float, said: str, **more: Any) -> Row:
+    """A point, and what a reader is told about it; `hollow` points are drawn as rings, and a `name` stands beside them."""
+    return {"x": x, "y": y, "said": said, **more}
+
+
 def bucket_charts(rows: Sequence[Row], rules: Mapping[str, str], distance: str) -> list[Row]:
     """Two charts by bucket: the distances of tokens, and the share of tokens on which each rule would act.
 
@@ -58,36 +63,23 @@ def bucket_charts(rows: Sequence[Row], rules: Mapping[str, str], distance: str) 
         distance: what the total variation is called.
     """
     x = {"title": "old probability of the sampled token", "names": [row["name"] for row in rows]}
+    names = [f"{row['name']}: {count(row['tokens'], 'token')}" for row in rows]
     far = {"tv": ("mean", 0), "tv_p999": ("99.9th percentile", 2), "tv_max": ("largest", 3)}
-    distances = [
-        _series(
-            words,
-            (7, marker),
-            [
-                {
-                    "x": place, "y": row[key], "hollow": key != "tv",
-                    "said": f"{row['name']}: {count(row['tokens'], 'token')}, {distance} {words} {number(row[key])}",
-                }
-                for place, row in enumerate(rows)
-                if row[key] > 0
-            ],
-        )
-        for key, (words, marker) in far.items()
-    ]  # fmt: skip
-    acts = [
-        _series(
-            title,
-            LOOKS[name],
-            [
-                {
-                    "x": place + 0.2 * (index - (len(rules) - 1) / 2), "y": row[name], "hollow": row["tokens"] < _FEW,
-                    "said": f"{row['name']}: {title} would act on {percent(row[name])} of {count(row['tokens'], 'token')}",
-                }
-                for place, row in enumerate(rows)
-            ],
-        )
-        for index, (name, title) in enumerate(rules.items())
-    ]  # fmt: skip
+    distances, acts = [], []
+    for key, (words, marker) in far.items():
+        points = [
+            _point(place, row[key], f"{names[place]}, {distance} {words} {number(row[key])}", hollow=key != "tv")
+            for place, row in enumerate(rows)
+            if row[key] > 0
+        ]
+        distances.append(_series(words, (7, marker), points))
+    for index, (rule, title) in enumerate(rules.items()):
+        aside = 0.2 * (index - (len(rules) - 1) / 2)
+        points = [
+            _point(place + aside, row[rule], f"{names[place]}, {title} {percent(row[rule])}", hollow=row["tokens"] < _FEW)
+            for place, row in enumerate(rows)
+        ]
+        acts.append(_series(title, LOOKS[rule], points))
     most = max((row[name] for row in rows for name in rules if row["tokens"] >= _FEW), default=0.0) or 0.01
     return [
         {
@@ -109,7 +101,7 @@ def threshold_chart(rows: Sequence[Threshold], kl_bound: float, *, certain: bool
         said = f"{row.rule.title}, {row.rule.symbol} = {row.bound:g}: would block {percent(row.kl.share)}, "
         said += f"{percent(row.kl.wrong)} of all tokens inside the ball, and miss {percent(row.kl.missed)}"
         name = f"{row.bound:g}" if row.default or row.rule.name == "clip" else None
-        return {"x": row.kl.wrong, "y": row.kl.missed, "said": said, "hollow": not row.default, "name": name}
+        return _point(row.kl.wrong, row.kl.missed, said, hollow=not row.default, name=name)
 
     drawn = {name: own for name in _OBJECTIVES if (own := [row for row in rows if row.rule.name == name])}
     return {

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
-from torch import Tensor
 
 from corral.lab.audit.rules import read_rules
 from corral.lab.run.files import LockedFolder, disk_sentence, read_json, require_regular, write_json, write_whole
@@ -93,16 +92,12 @@ class AuditFolder(LockedFolder):
                 part.unlink()
         write_json(self.info, {**info, "versions": versions()})
 
-    def add(self, update: int, completions: Sequence[Mapping[str, Any]]) -> None:
+    def add(self, update: int, completions: Sequence[pd.DataFrame]) -> None:
         """Write the tokens of completions measured after `update` updates into a file of their own."""
-        frames = []
-        for sequence, columns in enumerate(completions):
-            arrays = {name: one.numpy() if isinstance(one, Tensor) else one for name, one in columns.items()}
-            frames.append(pd.DataFrame({**arrays, "update": update, "sequence": sequence}))
-        rows = pa.Table.from_pandas(pd.concat(frames), SCHEMA, preserve_index=False)  # NaN becomes null
-        write_whole(self.table / f"update-{update:08d}.parquet", lambda beside: pq.write_table(rows, beside))
+        rows = pd.concat([one.assign(update=update, sequence=number) for number, one in enumerate(completions)])
+        self._write(self.table, update, rows, SCHEMA)
 
-    def fill(self, info: Mapping[str, Any], found: Mapping[int, Sequence[Mapping[str, Any]]]) -> Path:
+    def fill(self, info: Mapping[str, Any], found: Mapping[int, Sequence[pd.DataFrame]]) -> Path:
         """Write a new audit with the completions of every update, and return its folder."""
         self.begin(info)
         try:
@@ -114,8 +109,11 @@ class AuditFolder(LockedFolder):
 
     def add_updates(self, update: int, made: Sequence[MicroBatch]) -> None:
         """Write the micro-batches of updates up to this update into a file of their own."""
-        rows = pa.Table.from_pandas(pd.DataFrame(made), UPDATES_SCHEMA, preserve_index=False)
-        write_whole(self.updates / f"update-{update:08d}.parquet", lambda beside: pq.write_table(rows, beside))
+        self._write(self.updates, update, pd.DataFrame(made), UPDATES_SCHEMA)
+
+    def _write(self, folder: Path, update: int, rows: pd.DataFrame, schema: pa.Schema) -> None:
+        table = pa.Table.from_pandas(rows, schema, preserve_index=False)  # NaN becomes null
+        write_whole(folder / f"update-{update:08d}.parquet", lambda beside: pq.write_table(table, beside))
 
 
 def read_audit(path: Path) -> tuple[dict[str, Any], pd.DataFrame]:

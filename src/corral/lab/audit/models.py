@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,15 +11,14 @@ from typing import Any
 
 import pandas as pd
 import torch
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from corral.advantage import group_advantages
 from corral.deployed.state import preserve_state
 from corral.lab.audit.dump import Dump, read_texts
 from corral.lab.audit.folder import AuditFolder
-from corral.lab.audit.measure import measure
 from corral.lab.audit.rules import CLIPPING, Rules, read_objective
-from corral.lab.audit.scoring import logp_at
+from corral.lab.audit.scoring import AuditedCompletion, logp_at
 from corral.lab.audit.words import percent
 from corral.lab.jobs.llm.eval_settings import EvalSettings, Subject, find_subject
 from corral.lab.jobs.llm.evaluate import EvalJob, prepare_evaluation
@@ -26,8 +26,7 @@ from corral.lab.jobs.llm.problems import Problems, Sampling, generate
 from corral.lab.jobs.llm.rewards import verifier
 from corral.lab.jobs.llm.sampler import set_pad_token
 from corral.lab.jobs.llm.turns import Dialogue
-from corral.lab.models import BUILT_IN
-from corral.lab.models.load import NO_CODE, choose_device, load_model
+from corral.lab.models.load import choose_device, load_model
 from corral.lab.run.folder import RunFolder
 from corral.lab.run.text import count
 from corral.validate import RunError
@@ -36,10 +35,6 @@ _CHUNK = 512
 """Number of a completion's tokens whose distributions are in memory at a time."""
 
 _Say = Callable[[str], object]
-
-
-_Rows = list[dict[str, Any]]
-"""Columns of an audit, filled completion by completion."""
 
 
 @dataclass(frozen=True)
@@ -54,22 +49,21 @@ class ModelPair:
 
     def measure(
         self, prompt: list[int], completion: list[int], advantage: float, own: Sequence[int] | None = None
-    ) -> dict[str, Any]:
-        """Columns for the tokens of a completion that the model wrote: all tokens if `own` is None."""
+    ) -> pd.DataFrame:
+        """Rows of the tokens of a completion that the model wrote: all tokens if `own` is None."""
         places = torch.arange(len(completion)) if own is None else torch.tensor(own).nonzero()[:, 0]
         ids = torch.tensor(prompt + completion, device=self.old.device)
-        positions = len(prompt) + places.to(ids.device)
-        credit, found = torch.full((len(places),), advantage), []
+        found = []
         with preserve_state(self.old), preserve_state(self.new):
-            for part in positions.split(len(positions) if self.rules.whole_sequences else _CHUNK):
-                old, new = (logp_at(model, ids, part, self.temperature) for model in (self.old, self.new))
+            for part in places.split(len(places) if self.rules.whole_sequences else _CHUNK):
+                kept = AuditedCompletion(
+                    ids, len(prompt), (len(prompt) + part).to(ids.device), torch.full((len(part),), advantage)
+                )
+                old, new = (logp_at(model, ids, kept.positions, self.temperature) for model in (self.old, self.new))
                 if old.shape != new.shape:
                     raise RunError(f"one model has {old.shape[-1]} words in its head and the other {new.shape[-1]}.")
-                found.append(measure(ids[part], old, new, credit[: len(part)], self.rules))
-        columns = {name: torch.cat([piece[name] for piece in found]) for name in found[0]}
-        tokens = torch.tensor(completion)[places]
-        texts = [self.tokenizer.decode([token]) for token in tokens.tolist()]
-        return {**columns, "token": tokens, "advantage": credit, "position": places, "text": texts}
+                found.append(kept.measure(old, new, self.rules, self.tokenizer))
+        return pd.concat(found)
 
 
 def load_pair(old: Subject, new: Subject, device: str, rules: Rules, temperature: float) -> ModelPair:
@@ -116,7 +110,7 @@ def _audit(pairs: Mapping[int, tuple[Subject, Subject]], job: EvalJob, rules: Ru
     folder = AuditFolder(out)
     info = {"kind": "models", "what": what, "model": job.subject.name, "rules": rules.as_dict(), "settings": job.plan()}
     folder.check(rules.as_dict())
-    found: dict[int, _Rows] = {}
+    found: dict[int, list[pd.DataFrame]] = {}
     for step, (old, new) in pairs.items():
         say(f"{old.model} → {new.model}: {len(job.held_out)} problems, {job.samples} completions each")
         pair = load_pair(old, new, job.device, rules, job.sampling.temperature)
@@ -157,52 +151,6 @@ def _complete(model: PreTrainedModel, problems: Problems, asked: list[str], samp
         yield one
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a built-in model, a folder or a name on the hub, without weights if possible."""
-    if name in BUILT_IN:
-        return load_model(name)[1]
-    try:
-        return AutoTokenizer.from_pretrained(name, **NO_CODE)
-    except Exception as error:  # transformers, tokenizers and the hub have one each
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise RunError(f"the tokenizer of {name!r} could not be loaded. transformers says: {reason}") from error
-
-
-class _Retokenised:
-    """Tokenizer of logged texts that counts known mismatches."""
-
-    def __init__(self, tokenizer: Any) -> None:  # transformers types its call by a dozen unions
-        self.tokenizer = tokenizer
-        self.completions = self.other = self.empty = 0
-
-    def __call__(self, said: str | tuple[tuple[str, str], ...], text: str) -> tuple[list[int], list[int]]:
-        """Tokens of a prompt and a completion; a prompt of messages goes through its chat template."""
-        if isinstance(said, str):
-            prompt = self.tokenizer(said)["input_ids"]
-        else:
-            messages = [{"role": role, "content": content} for role, content in said]
-            try:
-                prompt = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-            except Exception as error:  # a template is a program of its own, and raises what it likes
-                reason = (str(error).splitlines() or [type(error).__name__])[0]
-                raise RunError(f"the model's chat template cannot render the logged messages: {reason}") from error
-        completion = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        self.completions += 1
-        self.empty += not completion
-        self.other += self.tokenizer.decode(completion, skip_special_tokens=True) != text
-        return prompt or [self.tokenizer.bos_token_id or self.tokenizer.eos_token_id or 0], completion
-
-    def remarks(self) -> list[str]:
-        """Remarks for a reader of the audit."""
-        said = (
-            "The texts were tokenised again. Special tokens (ends, chat markers) are gone from such logs, so they are neither "
-            f"read nor scored; in {count(self.other, 'completion')} of {self.completions:,} "
-            f"({percent(self.other / max(self.completions, 1))}) the tokens do not spell the text, and in others they may be "
-            "different ones from those that were sampled."
-        )
-        return [said, *([f"{count(self.empty, 'completion')} without a token left out."] if self.empty else [])]
-
-
 def audit_texts(
     dump: Dump,
     models: tuple[str, str],
@@ -222,31 +170,40 @@ def audit_texts(
     folder.check(rules.as_dict())
     old, new = (find_subject(name, None) for name in models)
     pair = load_pair(old, new, choose_device(settings.device), rules, settings.temperature)
-    retokenise = _Retokenised(pair.tokenizer)
-    notes: list[str] = []
-    logged = pd.DataFrame(read_texts(dump, progress, notes.append))
-    found: dict[int, _Rows] = {}
+    tokenizer: Any = pair.tokenizer  # transformers types its call by a dozen unions
+    left_out = Counter[str]()
+    found: dict[int, list[pd.DataFrame]] = {}
+    completions = other = 0
+    logged = pd.DataFrame(read_texts(dump, progress, lambda reason: left_out.update([reason])))
     for step, texts in logged.groupby("step", sort=False) if len(logged) else ():
-        prompts = pd.factorize(texts["prompt"])[0]  # prompts of the step, in their order
+        place = pd.factorize(texts["prompt"])[0]  # of the prompt among those of the step
         if settings.problems is not None:
-            texts, prompts = texts[prompts < settings.problems], prompts[prompts < settings.problems]
+            texts, place = texts[place < settings.problems], place[place < settings.problems]
         if "advantage" in texts:
             credits = texts["advantage"].tolist()
         else:
-            credits = group_advantages(torch.tensor(texts["reward"].tolist()), torch.tensor(prompts), "grpo").tolist()
-        tokens = map(retokenise, texts["prompt"], texts["completion"])
-        rows = [
-            pair.measure(prompt, written, credit) for (prompt, written), credit in zip(tokens, credits, strict=True) if written
-        ]
-        found |= {int(step): rows} if rows else {}
+            credits = group_advantages(torch.tensor(texts["reward"].tolist()), torch.tensor(place), "grpo").tolist()
+        for said, text, credit in zip(texts["prompt"], texts["completion"], credits, strict=True):
+            written = tokenizer(text, add_special_tokens=False)["input_ids"]
+            completions += 1
+            other += tokenizer.decode(written, skip_special_tokens=True) != text
+            if written:
+                found.setdefault(int(step), []).append(pair.measure(_prompt_tokens(tokenizer, said), written, credit))
+            else:
+                left_out["completions without a token"] += 1
     if not found:
         raise RunError(f"{dump.path} has no completion with a token.")
+    remark = (
+        "The texts were tokenised again. Special tokens (ends, chat markers) are gone from such logs, so they are neither "
+        f"read nor scored; in {count(other, 'completion')} of {completions:,} ({percent(other / completions)}) the tokens do "
+        "not spell the text, and in others they may be different ones from those that were sampled."
+    )
     info = {
         "kind": "texts",
         "what": f"logged by {dump.format} and rescored by {models[0]} (old) and {models[1]} (new)",
         "model": models[1],
         "rules": rules.as_dict(),
-        "remarks": [*retokenise.remarks(), *(f"Left out: {note}." for note in sorted(set(notes)))],
+        "remarks": [remark, *(f"Left out: {number:,} {what}." for what, number in left_out.items())],
         "settings": {
             "dump": str(dump.path),
             "format": dump.format,
@@ -256,3 +213,17 @@ def audit_texts(
         "command": sys.argv,
     }
     return folder.fill(info, found)
+
+
+def _prompt_tokens(tokenizer: Any, said: str | tuple[tuple[str, str], ...]) -> list[int]:
+    """Tokens of a prompt, at least one; messages, as pairs of role and content, go through the chat template."""
+    if isinstance(said, str):
+        tokens = tokenizer(said)["input_ids"]
+    else:
+        messages = [{"role": role, "content": content} for role, content in said]
+        try:
+            tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        except Exception as error:  # a template is a program of its own, and raises what it likes
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise RunError(f"the model's chat template cannot render the logged messages: {reason}") from error
+    return tokens or [tokenizer.bos_token_id or tokenizer.eos_token_id or 0]

@@ -4,10 +4,13 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
+import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from corral.lab.audit.measure import measure
+from corral.lab.audit.rules import Rules
 from corral.trl.processes import base_model
 from corral.validate import RunError
 
@@ -56,17 +59,13 @@ def choose(
                 f"tokens={tokens} are audited. Raise it."
             )
         return [(row, torch.arange(int(lengths[row]))) for row in fitting]
-    order = order[:sequences]
-    total = int(lengths[order].sum()) if order else 0
-    drawn = torch.randperm(total, generator=generator)[:tokens].sort().values
-    chosen, first = [], 0
-    for row in order:
-        last = first + int(lengths[row])
-        ranks = drawn[(drawn >= first) & (drawn < last)] - first
-        if len(ranks):
-            chosen.append((row, ranks))
-        first = last
-    return chosen
+    if not (order := order[:sequences]):
+        return []
+    owners = torch.tensor(order).repeat_interleave(lengths[order])
+    ranks = torch.cat([torch.arange(int(lengths[row])) for row in order])
+    drawn = torch.randperm(len(ranks), generator=generator)[:tokens].sort().values
+    owners, ranks = owners[drawn], ranks[drawn]
+    return [(row, ranks[owners == row]) for row in order if bool((owners == row).any())]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,9 +79,17 @@ class AuditedCompletion:
     positions: Tensor
     """Positions of the audited tokens in `ids`."""
     advantages: Tensor
-    logp_rollout: Tensor | None
-    end: int
+    logp_rollout: Tensor | None = None
+    end: int = 0
     """The trainer's micro-step that ends the batch."""
+
+    def measure(self, old: Tensor, new: Tensor, rules: Rules, tokenizer: Any) -> pd.DataFrame:
+        """Rows of an audit: the two policies' log-probs of the full softmax at these tokens, compared."""
+        tokens = self.ids[self.positions].cpu()
+        columns = measure(tokens.to(new.device), old, new, self.advantages, rules, self.logp_rollout)
+        rows = {**columns, "token": tokens, "position": self.positions.cpu() - self.start, "advantage": self.advantages.float()}
+        texts = [tokenizer.decode([token]) for token in tokens.tolist()]
+        return pd.DataFrame({name: column.numpy() for name, column in rows.items()}).assign(text=texts)
 
 
 def choose_completions(

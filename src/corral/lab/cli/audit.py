@@ -7,8 +7,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from corral.lab.cli import INTERRUPTED, check_installed, given_flags, refuse
 from corral.lab.cli.eval import FLAGS, eval_settings
@@ -36,9 +37,6 @@ _INTERVAL = 10.0
 wait: Callable[[float], object] = time.sleep
 """Function that waits between polls; tests replace it."""
 
-_TEXT_FLAGS = ("temperature", "device", "problems")
-"""Model flags that apply when logged texts are rescored."""
-
 _MODEL_FLAGS = {
     "task": "what to ask; by default a run's own task",
     "problems": "held-out problems (16)",
@@ -47,6 +45,22 @@ _MODEL_FLAGS = {
     "batch-size": "prompts at a time (256)",
     **{name: FLAGS[name] for name in ("instruction", "max-tokens", "seed", "device", "tool", "environment-factory")},
 }
+
+_RULES = ("clip", "kl_bound", "tv_bound")
+_TEXT_FLAGS = ("temperature", "device", "problems")
+_SETTINGS = ("set", "tools", "unsafe_code_execution", *_MODEL_FLAGS)
+
+_TAKEN: dict[str, Sequence[str]] = {
+    "{path} is an audit that was measured already": (),
+    "{path} is a dump of logged tokens": (*_RULES, "tokenizer"),
+    "{path} holds logged texts": (*_RULES, *_TEXT_FLAGS, "model", "out"),
+    "{path} is a run": (*_RULES, *_SETTINGS, "out"),
+    "two models are compared": (*_RULES, *_SETTINGS, "old", "new", "out"),
+    "--live loads no model": (*_RULES, "tokenizer"),
+}
+"""What can be audited, with the flags that it takes besides those of the output."""
+
+_OUTPUT = ("path", "page", "json", "fail_above", "live", "interval", "quiet")
 
 _EPILOG = """
 Five things can be audited:
@@ -114,7 +128,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _check_files(arguments: argparse.Namespace) -> None:
-    """Refuse unreadable input, unwritable output and meaningless combinations before any computation."""
+    """Refuse unreadable input and unwritable output before any computation."""
     if arguments.path is not None:
         try:
             arguments.path.stat()
@@ -122,7 +136,7 @@ def _check_files(arguments: argparse.Namespace) -> None:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise RunError(f"{str(arguments.path)[:200]} cannot be read: {reason}.") from error
     limit = arguments.fail_above
-    if limit is not None and not (math.isfinite(limit) and 0 <= limit <= 100):
+    if limit is not None and not 0 <= limit <= 100:
         raise RunError(f"--fail-above is a percentage from 0 to 100; got {limit:g}.")
     if arguments.json not in (None, "-") and not Path(arguments.json).parent.is_dir():
         raise RunError(f"there is no folder {Path(arguments.json).parent} to write {Path(arguments.json).name} into.")
@@ -135,7 +149,7 @@ def _check_live(arguments: argparse.Namespace) -> None:
         raise RunError("--interval is the time between two looks of --live, which is not given.")
     if not arguments.live:
         return
-    if interval is not None and not (math.isfinite(interval) and interval >= 0.1):
+    if interval is not None and not 0.1 <= interval < math.inf:
         raise RunError(f"--interval is a number of seconds, 0.1 or more; got {interval:g}.")
     if arguments.json == "-":
         raise RunError("--live writes its numbers again and again: name a file for --json, not the standard output.")
@@ -144,46 +158,31 @@ def _check_live(arguments: argparse.Namespace) -> None:
             "--live follows a dump of logged tokens, or the folder of corral.llm.audit(trainer, out=…); the checkpoints of a "
             "run, and two models, are compared without it."
         )
-    _refuse_flags(arguments, ("old", "new", "model", *_MODEL_FLAGS, "out"), "--live loads no model")
+    _refuse_others(arguments, "--live loads no model")
 
 
-def _refuse_flags(arguments: argparse.Namespace, names: Sequence[str], why: str) -> None:
-    given = [name for name, value in given_flags(arguments, names).items() if value != []]
-    given += [name for name in ("set", "tools", "unsafe_code_execution") if vars(arguments)[name]]
-    if given:
-        raise RunError(f"{why}, so --{given[0].replace('_', '-')} cannot be given with it.")
+def _refuse_others(arguments: argparse.Namespace, kind: str) -> None:
+    """Refuse flags that a kind of audit does not take; `kind` is a key of `_TAKEN`."""
+    taken = {name.replace("-", "_") for name in (*_OUTPUT, *_TAKEN[kind])}
+    for name, value in vars(arguments).items():
+        if name not in taken and value not in (None, [], False):
+            why = kind.format(path=arguments.path)
+            raise RunError(f"{why}, so --{name.replace('_', '-')} cannot be given with it.")
 
 
 def _measure(arguments: argparse.Namespace) -> "tuple[Audit, Path]":
     """Compute the audit for the arguments, and the path of its page."""
     from corral.lab.audit.dump import find_dump
-    from corral.lab.audit.tally import DumpAudit
 
     path: Path | None = arguments.path
-    if path is not None and (path / "audit.json").is_file():
-        return _read_folder(_existing_audit(arguments))
-    if path is None or (path / "config.json").is_file():
+    measured = path is not None and (path / "audit.json").is_file()
+    if path is None or (not measured and (path / "config.json").is_file()):
         return _read_folder(_audit_models(arguments))
-    dump = find_dump(path)
-    if dump.texts:
-        names = [name for name in _MODEL_FLAGS if name not in _TEXT_FLAGS]
-        _refuse_flags(arguments, ("old", "new", "tokenizer", *names), f"{path} holds logged texts")
-        return _read_folder(_rescore(dump, _rules(arguments), arguments))
-    _refuse_flags(arguments, ("old", "new", "model", *_MODEL_FLAGS, "out"), f"{path} is a dump of logged tokens")
-    stream = DumpAudit(_rules(arguments))
-    with _progress_bar(dump.bytes, quiet=arguments.quiet) as progress:
-        stream.read(dump, progress)
-    return _describe_dump(dump, stream, arguments)
-
-
-def _existing_audit(arguments: argparse.Namespace) -> Path:
-    """Folder of a finished audit; a RunError for flags that could not change it."""
-    _refuse_flags(
-        arguments,
-        ("old", "new", "model", "tokenizer", *_MODEL_FLAGS, "clip", "kl-bound", "tv-bound", "out"),
-        f"{arguments.path} is an audit that was measured already",
-    )
-    return arguments.path
+    if not measured and (dump := find_dump(path)).texts:
+        return _read_folder(_rescore(dump, arguments))
+    found = _reader(arguments)()
+    assert found is not None, "only growing input has nothing new"
+    return found
 
 
 def _read_folder(folder: Path) -> "tuple[Audit, Path]":
@@ -194,34 +193,69 @@ def _read_folder(folder: Path) -> "tuple[Audit, Path]":
     return audit_table(*read_audit(folder)), folder / "audit.html"
 
 
+def _reader(arguments: argparse.Namespace, *, growing: bool = False) -> "Callable[[], tuple[Audit, Path] | None]":
+    """Build a function that returns the current audit and its page, or None if it grows and has no new data.
+
+    A dump, or an audit's folder: which of them is decided at every look, as either may still have to appear.
+    """
+    from corral.lab.audit.dump import find_dump
+    from corral.lab.audit.tally import DumpAudit
+
+    path: Path = arguments.path
+    stream, seen = DumpAudit(_rules(arguments)), frozenset[Path]()
+
+    def look() -> "tuple[Audit, Path] | None":
+        nonlocal seen
+        if (path / "audit.json").is_file():
+            _refuse_others(arguments, "{path} is an audit that was measured already")
+            parts = frozenset((path / "audit.parquet").glob("update-*.parquet"))
+            if parts and parts == seen:
+                return None
+            found = _read_folder(path)
+            seen = parts
+            return found
+        dump = find_dump(path)
+        if dump.texts:
+            raise RunError(
+                f"{path} holds logged texts ({dump.format}), which two models have to rescore: audit it without --live."
+            )
+        _refuse_others(arguments, "{path} is a dump of logged tokens")
+        with _progress_bar(dump.bytes, quiet=growing or arguments.quiet) as progress:
+            new = stream.read(dump, progress, growing=growing)
+        return _describe_dump(dump, stream, arguments) if new or not growing else None
+
+    return look
+
+
 def _describe_dump(dump: "Dump", stream: "DumpAudit", arguments: argparse.Namespace) -> "tuple[Audit, Path]":
     """Audit a dump, with a page below the current folder: nothing is written to a dump."""
     name = arguments.tokenizer
-    audit = stream.result(dump) if name is None else stream.result(dump, lambda ids: _token_texts(ids, name))
+    audit = stream.result(dump) if name is None else stream.result(dump, partial(_token_texts, name))
     folder = Path("audits")
     folder.mkdir(exist_ok=True)
-    return audit, folder / f"{_label(dump.path)}.html"
+    return audit, folder / f"{_label(dump.path.resolve().name, 80)}.html"
 
 
-def _token_texts(ids: Sequence[int], name: str) -> dict[int, str]:
+def _token_texts(name: str, ids: Sequence[int]) -> dict[int, str]:
     """Decode tokens with a model's tokenizer."""
     check_kind("llm", "a tokenizer")
     quiet_libraries()
-    from corral.lab.audit.models import load_tokenizer
+    from corral.lab.models.load import load_skeleton
 
-    tokenizer: Any = load_tokenizer(name)
+    tokenizer: Any = load_skeleton(name)[1]
     known = len(tokenizer)
     return {token: tokenizer.decode([token]) if 0 <= token < known else f"⟨{token}⟩" for token in ids}
 
 
-def _label(path: Path) -> str:
-    """Turn a dump's name into a file name."""
-    return "".join(x if x.isalnum() or x in "._-" else "-" for x in path.resolve().name).strip("-.")[-80:] or "dump"
+def _label(name: str, most: int) -> str:
+    """Turn a name into a file name."""
+    return "".join(x if x.isalnum() or x in "._-" else "-" for x in name).strip("-.")[-most:] or "dump"
 
 
-def _rescore(dump: "Dump", rules: "Rules", arguments: argparse.Namespace) -> Path:
+def _rescore(dump: "Dump", arguments: argparse.Namespace) -> Path:
     """Rescore the texts of a dump under the two models of --model, and return the folder of the audit."""
-    names = arguments.model
+    _refuse_others(arguments, "{path} holds logged texts")
+    names, rules = arguments.model, _rules(arguments)
     if len(names) != 2:
         raise RunError(
             f"{dump.path} holds texts and scores without log-probs ({dump.format}): name the model that sampled and the one "
@@ -233,7 +267,7 @@ def _rescore(dump: "Dump", rules: "Rules", arguments: argparse.Namespace) -> Pat
     from corral.lab.jobs.llm.eval_settings import EvalSettings
 
     settings = EvalSettings(model=names[0], **eval_settings(arguments, _TEXT_FLAGS))
-    out = arguments.out or Path("audits") / _label(dump.path)
+    out = arguments.out or Path("audits") / _label(dump.path.resolve().name, 80)
     with _progress_bar(dump.bytes, quiet=arguments.quiet) as progress:
         return audit_texts(dump, (names[0], names[1]), settings, rules, out, progress)
 
@@ -243,10 +277,7 @@ def _audit_models(arguments: argparse.Namespace) -> Path:
     path, old, new = arguments.path, arguments.old, arguments.new
     if path is None and (old is None or new is None):
         raise RunError("audit takes an audit's folder, a dump, a run's folder, or --old MODEL --new MODEL --task TASK.")
-    if path is not None and (old is not None or new is not None):
-        raise RunError("audit takes a folder, or --old and --new; not both.")
-    if arguments.model or arguments.tokenizer:
-        raise RunError("--model and --tokenizer are for what other engines logged; models are compared by --old and --new.")
+    _refuse_others(arguments, "two models are compared" if path is None else "{path} is a run")
     if path is not None and kind_of_run(path) == "robot":
         raise RunError(f"{path} is a robot's run; audits are about the tokens of language models.")
     check_kind("llm", "auditing models")
@@ -259,8 +290,8 @@ def _audit_models(arguments: argparse.Namespace) -> Path:
     settings, rules, say = EvalSettings(**{"model": "", **given}), _rules(arguments), make_view(quiet=arguments.quiet).say
     if path is not None:
         return audit_run(path, settings, rules, arguments.out or path / "audit", say)
-    label = "-".join("".join(x if x.isalnum() or x in "._" else "-" for x in name).strip("-.")[-40:] for name in (old, new))
-    return audit_pair(old, new, settings, rules, arguments.out or Path("audits") / label, say)
+    out = arguments.out or Path("audits") / f"{_label(old, 40)}-{_label(new, 40)}"
+    return audit_pair(old, new, settings, rules, out, say)
 
 
 def _rules(arguments: argparse.Namespace) -> "Rules":
@@ -269,12 +300,12 @@ def _rules(arguments: argparse.Namespace) -> "Rules":
     from corral.objective import make_objective
 
     given = given_flags(arguments, ("kl_bound", "tv_bound"))
-    try:
-        if arguments.clip is not None:
-            low, _, high = arguments.clip.partition(",")
+    if arguments.clip is not None:
+        low, _, high = arguments.clip.partition(",")
+        try:
             given |= {"clip": make_objective("ppo_clip", clip_low=float(low), clip_high=float(high or low))}
-    except ValueError as error:
-        raise RunError(f"--clip takes LOW,HIGH such as 0.2,0.28; got {arguments.clip!r}: {error}") from error
+        except ValueError as error:
+            raise RunError(f"--clip takes LOW,HIGH such as 0.2,0.28; got {arguments.clip!r}: {error}") from error
     try:
         return Rules(**given)
     except ValueError as error:
@@ -289,13 +320,9 @@ def _progress_bar(total: int, *, quiet: bool) -> Iterator[Callable[[int], object
     from corral.lab.run.view import PatientConsole
 
     console = PatientConsole(stderr=True)
-    if quiet or not console.is_terminal:
-        yield lambda _: None
-        return
     columns = (TextColumn("reading"), BarColumn(bar_width=None), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("reading", total=total)
-        yield lambda size: bar.advance(task, size)
+    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
+        yield partial(bar.advance, bar.add_task("reading", total=total))
 
 
 def _publish(audit: "Audit", page: Path, arguments: argparse.Namespace, live: float | None = None) -> str:
@@ -321,15 +348,11 @@ def _finish(audit: "Audit", page: Path, arguments: argparse.Namespace) -> int:
         sys.stdout.write(json.dumps(plain(audit.as_dict()), indent=2, allow_nan=False) + "\n")
     else:
         show(audit, last, quiet=arguments.quiet)
-    ball, limit = audit.verdicts["clipped"]["kl"], arguments.fail_above
-    share = 100 * ball.wrong
+    share, limit = 100 * audit.verdicts["clipped"]["kl"].wrong, arguments.fail_above
     if limit is None or share <= limit:
         return 0
-    sys.stderr.write(
-        f"corral: clipping would block {share:.3g} % of all tokens though inside the KL ball, more than the {limit:g} % of "
-        f"--fail-above.\n"
-    )
-    return _ABOVE
+    said = f"clipping would block {share:.3g} % of all tokens though inside the KL ball"
+    return refuse(f"{said}, more than the {limit:g} % of --fail-above.", _ABOVE)
 
 
 def _follow(arguments: argparse.Namespace) -> int:
@@ -337,10 +360,10 @@ def _follow(arguments: argparse.Namespace) -> int:
     from corral.lab.audit.folder import NothingYet
 
     interval: float = arguments.interval or _INTERVAL
+    look = _reader(arguments, growing=True)
     newest: tuple[Audit, Path] | None = None
     try:
         with _status_line(quiet=arguments.quiet) as say:
-            look = _look_again(arguments, lambda text: say(text, brief=True))
             while True:
                 try:
                     if (found := look()) is not None:
@@ -360,44 +383,6 @@ def _follow(arguments: argparse.Namespace) -> int:
         raise
 
 
-def _look_again(arguments: argparse.Namespace, tell: Callable[[str], object]) -> "Callable[[], tuple[Audit, Path] | None]":
-    """Build a function that returns the current audit and its page, or None if it has no new data.
-
-    A dump, or an audit's folder: which of them is decided at every look, as either may still have to appear.
-    """
-    from corral.lab.audit.dump import find_dump
-    from corral.lab.audit.tally import DumpAudit
-
-    path: Path = arguments.path
-    stream, parts = DumpAudit(_rules(arguments)), frozenset[Path]()
-
-    def look() -> "tuple[Audit, Path] | None":
-        nonlocal parts
-        if (path / "audit.json").is_file():
-            there = frozenset((_existing_audit(arguments) / "audit.parquet").glob("update-*.parquet"))
-            if there and there == parts:
-                return None
-            found = _read_folder(path)
-            parts = there
-            return found
-        dump = find_dump(path)
-        if dump.texts:
-            raise RunError(
-                f"{path} holds logged texts ({dump.format}), which two models have to rescore: audit it without --live."
-            )
-        done = 0
-
-        def add_bytes(size: int) -> None:
-            nonlocal done
-            before, done = done >> 24, done + size
-            if done >> 24 > before:  # of a dump that takes a while
-                tell(f"Reading, {done / 1e9:.2f} GB so far.")
-
-        return _describe_dump(dump, stream, arguments) if stream.read(dump, add_bytes, growing=True) else None
-
-    return look
-
-
 def _status(audit: "Audit") -> str:
     """Training progress and the audit's findings so far, in 80 columns for a terminal."""
     from corral.lab.audit.words import percent
@@ -405,37 +390,26 @@ def _status(audit: "Audit") -> str:
     ball = audit.verdicts["clipped"]["kl"]
     newest = f"{'update' if audit.whole else 'step'} {audit.by_step[-1]['step']:,}"
     inside = f", {percent(ball.inside)} of these inside the KL ball" if ball.blocked else ""
-    clipped = percent(ball.share)
-    return f"{time.strftime('%H:%M:%S')}  {newest}, {count(ball.tokens, 'token')}: would clip {clipped}{inside}"
-
-
-class _Say(Protocol):
-    def __call__(self, text: str, *, brief: bool = False) -> None: ...
+    return f"{time.strftime('%H:%M:%S')}  {newest}, {count(ball.tokens, 'token')}: would clip {percent(ball.share)}{inside}"
 
 
 @contextmanager
-def _status_line(*, quiet: bool) -> Iterator[_Say]:
-    """Status line that is overwritten in a terminal; elsewhere a new line after each change, unless it is brief."""
+def _status_line(*, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Status line that is overwritten in a terminal; elsewhere a new line after each change."""
     from rich.live import Live
     from rich.text import Text
 
     from corral.lab.run.view import PatientConsole
 
-    console = PatientConsole(quiet=quiet)
-    if not console.is_terminal or quiet:
-        last = ""
+    console, last = PatientConsole(quiet=quiet), ""
 
-        def print_line(text: str, *, brief: bool = False) -> None:
-            nonlocal last
-            if not brief and text != last:
-                last = text
-                console.print(Text(text), soft_wrap=True)
-
-        yield print_line
-        return
-    with Live(Text("Reading …"), console=console, transient=True, refresh_per_second=4) as live:
-
-        def update_line(text: str, *, brief: bool = False) -> None:
+    def say(text: str) -> None:
+        nonlocal last
+        if console.is_terminal:
             live.update(Text(text, overflow="ellipsis", no_wrap=True), refresh=True)
+        elif text != last:
+            console.print(Text(text), soft_wrap=True)
+        last = text
 
-        yield update_line
+    with Live(Text("Reading …"), console=console, transient=True, auto_refresh=False) as live:
+        yield say
