@@ -1,4 +1,4 @@
-"""How long does a batch of covariances take to project onto a KL ball, with its gradient?
+"""Benchmark of the projection of covariances onto a KL ball: time, error and gradient.
 
 Against one solve per matrix as a general optimiser does it: SciPy's L-BFGS-B on the convex dual of the same problem,
 min over η ≥ 0 of η ε − η/2 log det Σ_o + (1 + η)/2 log det Σ̃(η), each evaluation a fresh Cholesky factor in NumPy, and the
@@ -47,7 +47,7 @@ def batched(new: Tensor, old: Tensor, upstream: Tensor, bound: float) -> tuple[T
 
 
 def one_by_one(new: Tensor, old: Tensor, upstream: Tensor, bound: float) -> tuple[Tensor, Tensor, float, float]:
-    """The same, one matrix at a time."""
+    """Project one matrix at a time; results as those of `batched`."""
     factors, gradients, forward, backward = [], [], 0.0, 0.0
     for chol, old_chol, v in zip(new.numpy(), old.numpy(), upstream.numpy(), strict=True):
         start = time.process_time()

@@ -1,4 +1,4 @@
-"""How fast, how small and how exact is the language-model head? Named sections, each a table against an anchor of its own.
+"""Benchmark of the language-model head: time, memory and errors, in named sections with an anchor each.
 
 All contenders of a case run in one process and in turns; medians count, and "×" is the time over the anchor's: one GEMM of the
 same shape, or stock TRL's update. "sustained" puts three milliseconds of GEMMs before each run, as the layers of a model do,
@@ -26,7 +26,7 @@ LABELS = ("section", "model", "N", "V", "H", "K", "policy", "dtype", "sequences"
 
 
 def measure(section: Section, about: About, rounds: int | None = None) -> list[Row]:
-    """One row per contender: times, the multiple of the anchor's, memory, errors; of one that cannot run, why."""
+    """Measure a case: a row per contender with times, memory and errors, or the reason why it cannot run."""
     device = section.device
     prepared = section.prepare(about, device)
     rows: dict[Any, Row] = {key: {**about, "task": key[0], "name": key[1]} for key in prepared.runs}
@@ -55,7 +55,7 @@ def label(row: Row) -> tuple[Any, ...]:
 
 
 def holds(rows: list[Row], name: str, about: About, here: Row) -> bool:
-    """Whether a case was measured already, on this machine and this state of the code."""
+    """True if a case was measured already, on this machine and this state of the code."""
     wanted = {"section": name, **about} | {key: here[key] for key in ("gpu", "threads", "torch", "code")}
     return any(wanted.items() <= row.items() for row in rows)
 

@@ -98,7 +98,7 @@ def prepare_union(about: About, device: str) -> Prepared:
 
 
 def prepare_update(about: About, device: str) -> Prepared:
-    """One update of a trainer: TRL's own, and corral's."""
+    """Prepare an update of TRL's trainer and of corral's."""
     updates = update_phase.make_updates(about, device)
     runs: dict[Key, Run] = {("update", name): update for name, update in updates.items()}
     return Prepared(runs=runs, anchor=("update", CONTENDERS[0]), check=lambda key, _: updates[key[1]].metrics(), wall=True)

@@ -1,4 +1,4 @@
-"""What the head is compared with: bare GEMMs, research code on full logits, and the fused heads of others.
+"""Contenders of the head's benchmark: bare GEMMs, research code on full logits, and the fused heads of others.
 
 A contender is a function of a Problem: an old pass returns (log-probs, SparseDist), an update (dH, dW). Of corral it calls the
 two public verbs alone, so that any two source trees with these verbs can be compared.
@@ -56,7 +56,7 @@ def corral_update(p: Problem, objective: str, exact: bool = False) -> tuple[Tens
 
 
 def overshoot(p: Problem) -> float:
-    """How far the KL of projected tokens is from the bound, at most; 0 where none had to be projected."""
+    """Largest distance of a projected token's KL from the bound; 0 if no token was projected."""
     with torch.no_grad():
         out = _policy_loss(p, p.hidden_new, p.weight, "troll")
     off = (out.kl_after[out.acted] - corral.make_objective("troll").config.bound).abs()
@@ -124,7 +124,7 @@ def _one_minus(support: Tensor) -> Tensor:
 
 
 def trl_clip(p: Problem) -> tuple[Tensor, Tensor]:
-    """Its trainers' head, in chunks as wide as theirs."""
+    """Clip update with TRL's chunked head, in TRL's chunk size."""
     utils = importlib.import_module("trl.trainer.utils")
     function, chunk = utils._ChunkedLogProbFunction, utils._CHUNKED_LOGPROB_CHUNK_SIZE
     return _clip(p, lambda h, w: function.apply(h, w, None, p.tokens, 1.0, chunk, None, 1.0, ())[0])
@@ -141,7 +141,7 @@ def cce_clip(p: Problem) -> tuple[Tensor, Tensor]:
 
 
 def liger_clip(p: Problem) -> tuple[Tensor, Tensor]:
-    """Its loss has one advantage per sequence: rows of 1024 tokens share the first one's. Only its time is compared."""
+    """Clip update with Liger's GRPO loss, for its time alone: sequences of 1024 tokens share the first token's advantage."""
     kind = importlib.import_module("liger_kernel.chunked_loss").LigerFusedLinearGRPOLoss
     head, rows = kind(beta=0.0, use_ref_model=False, loss_type="bnpo"), (-1, min(1024, len(p.tokens)))
     tokens, old, advantages = p.tokens.view(rows), p.old.logp[:, 0].contiguous().view(rows), p.advantages.view(rows)[:, 0]

@@ -22,7 +22,7 @@ JITTER = 0.35
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Problem:
-    """One batch: hidden states under both policies, the head's weight, what was sampled, and the old policy's support."""
+    """Batch of the benchmark: hidden states under both policies, the head's weight, sampled tokens, the old support."""
 
     hidden_old: Tensor
     hidden_new: Tensor
@@ -45,13 +45,13 @@ class Problem:
         return torch.ones_like(self.advantages)[None]
 
     def first(self, rows: int) -> "Problem":
-        """The same with fewer tokens."""
+        """Return the problem's first tokens as a problem."""
         some = {name: getattr(self, name)[:rows] for name in ("hidden_old", "hidden_new", "tokens", "advantages")}
         return replace(self, **some)
 
     @cached_property
     def batch(self) -> corral.TokenBatch:
-        """What an objective reads, as one sequence [1 N], with the new policy left blank."""
+        """Token batch of one sequence [1 N], without the new policy."""
         old = corral.SparseDist(self.old.ids[None], self.old.logp[None], self.old.rest[None])
         logp_old = old.logp[..., 0].contiguous()
         return corral.TokenBatch(logp_old, logp_old, self.advantages[None], torch.ones_like(logp_old) > 0, None, old)

@@ -1,4 +1,4 @@
-"""What does a region on the union of both supports cost, and what does it see, beside the old policy's support alone?
+"""Contenders for a region on the union of both supports, and a float64 reference of what each support sees.
 
 `gathered` is the adversarial policy: the old one's mass lies nearly all in its tail, and the new one gathers it on one token.
 What an older tree may lack is looked up when it is called, so that other sections can be compared with it.
@@ -17,7 +17,7 @@ import corral
 
 
 def union_of(p: Problem) -> Any:
-    """As many of the new policy's tokens as the old one's support has, and the old head."""
+    """Union support: the new policy adds as many tokens as the old support has, scored by the old head."""
     return corral.UnionSupport.of_batch(p.hidden_old[None], p.weight, top_k=p.k)
 
 

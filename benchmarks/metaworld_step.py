@@ -1,4 +1,4 @@
-"""How long is a step of Meta-World: its own environment, and corral's with shorter ways to the same numbers? In one process.
+"""Benchmark of a step of Meta-World: its own environment, and corral's with shorter ways to the same numbers.
 
 python benchmarks/metaworld_step.py reach-v3 pick-place-wall-v3         (needs corral[metaworld])
 """

@@ -1,4 +1,4 @@
-"""How many evaluations of the distribution does one projection need, and how long does it take?
+"""Benchmark of the categorical projection: evaluations of the distribution, time and error.
 
 Against bracketing as the published solver is configured (8 trial points per round on η ∈ [1e-7, 100], at most 20 rounds,
 until the bracket is narrower than 1e-5; rebuilt from that, since the solver's source was not at hand), in float32, on four

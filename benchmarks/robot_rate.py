@@ -1,4 +1,4 @@
-"""How many control steps a second do the simulated tasks take, as one batch and step by step, and how long is TCE's own update?
+"""Benchmark of the simulated tasks: control steps a second, as one batch and step by step, and TCE's own update.
 
     python benchmarks/robot_rate.py                     threads 1, 2, 4, … up to the number of cores
     python benchmarks/robot_rate.py --threads 1 16 --episodes 512 --way batch --repetitions 2 --save     16 cores? a minute
@@ -39,7 +39,7 @@ FILE = FOLDER / "robot_rate.jsonl"
 
 
 def best(run: Callable[[], object], repetitions: int) -> tuple[float, float]:
-    """Least seconds of the clock and of the processor."""
+    """Fewest seconds of the clock, and fewest of the processor."""
     found = []
     for _ in range(repetitions):
         clock, processor = time.perf_counter(), time.process_time()
@@ -84,7 +84,7 @@ def warp_simulator() -> Simulator:
 
 
 def with_ratios(rows: Sequence[Row]) -> list[Row]:
-    """How many times faster each row of a task is than one thread's batch, and than one thread's steps, if those are there."""
+    """Add each row's speed relative to one thread's batch, and to one thread step by step, if those were measured."""
     alone = {row["way"]: row["steps_per_second"] for row in rows if row["workers"] == 1}
     return [row | {f"times_one_{way}": row["steps_per_second"] / rate for way, rate in alone.items()} for row in rows]
 

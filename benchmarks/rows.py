@@ -32,7 +32,7 @@ def arguments(description: str, **options: Any) -> argparse.ArgumentParser:
 
 
 def stamp() -> Row:
-    """Where, when and on which code a row is measured."""
+    """Machine, date and code of a measurement."""
     code = hashlib.sha256()
     for path in sorted(path for part in MEASURED for path in Path(corral.__file__).with_name(part).rglob("*.py")):
         code.update(path.read_bytes())
@@ -47,7 +47,7 @@ def rounded(value: Any) -> Any:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All rows of a file; none where there is no file."""
+    """Read a file's rows; a missing file has none."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 

@@ -1,4 +1,4 @@
-"""How many trivial programs are graded per second, one by one and in the pool?
+"""Benchmark of the sandbox: trivial programs graded per second, one by one and in the pool.
 
 Against a bare interpreter, started once per program with no sandbox at all, timed in the same process in turns: a machine that
 is busy with other things slows all of them alike. "per core" divides by the workers. "per processor second" divides by the time
@@ -41,7 +41,7 @@ def pooled(count: int, pool: SandboxPool) -> None:
 
 
 def processor_seconds(pool: SandboxPool) -> float:
-    """Of this process, the pool's workers, and all programs that they have run."""
+    """Processor seconds of this process, the pool's workers, and all programs that they have run."""
     workers = {worker.process.pid for worker, _ in pool._idle}
     ticks = 0
     for path in Path("/proc").glob("[0-9]*/stat"):

@@ -29,7 +29,7 @@ def log_prob(rows: Tensor, params: Tensor, mean: Tensor, chol: Tensor, jitter: T
 
 
 def log_prob_expanded(rows: Tensor, params: Tensor, mean: Tensor, chol: Tensor, jitter: Tensor) -> Tensor:
-    """The same [B N] without a loop, with parameters and covariance copied to every episode and pair: [B, N, W, W]."""
+    """`log_prob` [B N] without a loop: parameters and covariance are copied to every episode and pair, [B, N, W, W]."""
     joints = params.shape[-1] // rows.shape[-1]
     batch = (len(params), len(rows))
     matrix = torch.stack([pair_matrix(row, joints) for row in rows]).expand(*batch, -1, -1)

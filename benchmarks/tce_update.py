@@ -1,4 +1,4 @@
-"""How long does one policy epoch of TCE take, and one batch of trajectories?
+"""Benchmark of TCE: one policy epoch, and one batch of trajectories.
 
 An epoch is a projection, the likelihood of every segment, the loss with its regression term, and the backward pass, at box
 pushing's size: 152 episodes × 24 segments × 63 parameters, one covariance for all. Against the equations as they are written,
@@ -91,7 +91,7 @@ def time_epochs(update: Update, repeats: int) -> list[dict[str, Any]]:
 
 
 def mp_pytorch(update: Update) -> tuple[Callable[[], tuple[Tensor, ...]], Callable[[], tuple[Tensor, ...]]]:
-    """Its trajectories of the batch, and its covariance of one episode, at the step of the task, 0.02 s."""
+    """Functions for mp_pytorch's trajectories of the batch and covariance of one episode, in steps of 0.02 s."""
     from mp_pytorch.mp import MPFactory
 
     logging.disable(logging.WARNING)

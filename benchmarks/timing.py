@@ -95,7 +95,7 @@ def free_memory() -> None:
 
 
 def peak_mebibytes(run: Run, device: str) -> float:
-    """Most memory held during a run, beyond what was held before."""
+    """Peak memory of a run in MiB, beyond the memory held before it."""
     gc.collect()
     if device != "cpu":
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""One update of the trainer (forward, backward, metrics, optimizer step) of stock TRL and of corral, on the same rollouts.
+"""Updates of stock TRL's trainer and of corral's on the same rollouts: forward, backward, metrics, optimizer step.
 
 TRL's defaults, gradient checkpointing among them. Rollouts are drawn once, then the weights move a little, so that the old
 policy is an old one; nothing is sampled afterwards. Weights are random: "peaked" models have a final norm large enough for a
@@ -49,7 +49,7 @@ SMOKE = {"model": "smoke", "policy": "peaked", "sequences": 4, "tokens": 4}
 
 
 class Update:
-    """One micro-batch through a trainer and the optimizer, as often as it is called."""
+    """Callable that takes one micro-batch through a trainer and the optimizer."""
 
     def __init__(self, trainer: "GRPOTrainer", device: str) -> None:
         self.trainer = trainer
@@ -66,7 +66,7 @@ class Update:
         self.optimizer.zero_grad(set_to_none=True)
 
     def metrics(self) -> dict[str, float]:
-        """What the trainer has logged since the last time."""
+        """Return what the trainer has logged since the last call."""
         self.trainer.log({})
         logged = self.trainer.state.log_history[-1]
         return {name: float(logged[name]) for name in REPORTED if name in logged}

@@ -29,7 +29,7 @@ def signed(value: float) -> str:
 
 
 def numbers(values: Iterable[float]) -> str:
-    """Several numbers with blanks between them, or a dash."""
+    """Numbers with blanks between them, or a dash."""
     return " ".join(map(short, values)) or "–"
 
 

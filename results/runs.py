@@ -50,7 +50,7 @@ def group(runs: Iterable[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]:
 
 
 def is_demo(run: Row) -> bool:
-    """Whether a run has the demo's own model and task."""
+    """True if a run has the demo's own model and task."""
     return (run["start"], run["recipe"]) == (START, "demo")
 
 
@@ -76,7 +76,7 @@ def area(run: Row) -> float:
 
 
 def is_below_start(run: Row) -> bool:
-    """Whether any measurement is below the first."""
+    """True if any measurement is below the first."""
     points = held_out(run)
     return any(value < points[0][1] for _, value in points)
 
@@ -87,7 +87,7 @@ def final(run: Row, key: str = "success") -> float:
 
 
 def greedy(run: Row) -> float:
-    """The same, greedily."""
+    """Greedy success after the last step; 0 of a dead run."""
     return final(run, "greedy")
 
 
@@ -103,7 +103,7 @@ def mean_kl(runs: Sequence[Row], name: str) -> float:
 
 
 def kl(runs: Sequence[Row], name: str) -> str:
-    """The same in two digits."""
+    """Mean statistic of the deployed network's KL, in two digits."""
     return two_digits(mean_kl(runs, name))
 
 

@@ -49,7 +49,7 @@ def beyond_gradients(row: Row) -> float | None:
 
 
 def source(rows: Rows, *sections: str) -> str:
-    """On what, when and by which command a block was measured."""
+    """Machine, date and command of a block's measurements."""
     some = [row for row in rows if row["section"] in sections]
     if not some:
         return "Not measured yet.\n"

@@ -24,7 +24,7 @@ def via_point() -> np.ndarray:
 
 
 def hopper() -> np.ndarray:
-    """In the air, before the landing."""
+    """The hopper in the air, before the landing."""
     env = gymnasium.make("corral/HopperJump-v0", render_mode="rgb_array").unwrapped
     env.reset(seed=0)
     env.copies.batch.qpos[:] = [0.35, 1.65, 0.1, -0.35, -0.6, 0.3]

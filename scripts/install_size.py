@@ -18,7 +18,7 @@ SHOWN = 8
 
 
 def resolve(arguments: list[str]) -> list[dict]:
-    """What pip would install: its report on packages, without installing any."""
+    """Return pip's report on the packages that it would install; installs none."""
     asked = ["-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--report", "-"]
     done = subprocess.run([sys.executable, *asked, *arguments], capture_output=True, text=True)
     if done.returncode:

@@ -48,7 +48,7 @@ def make_copy(folder: Path) -> Path:
 
 
 def run_tests(tree: Path, tests: list[str]) -> subprocess.CompletedProcess[str] | None:
-    """Their result in this tree; None where they do not end."""
+    """Run tests in this tree; None if they do not end in time."""
     # Compiled files are told apart by size and time alone: a mutant may have those of the file before it.
     environment = os.environ | {"PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
@@ -60,7 +60,7 @@ def run_tests(tree: Path, tests: list[str]) -> subprocess.CompletedProcess[str] 
 
 
 def is_noticed(mutant: Mutant, tree: Path) -> bool:
-    """Whether a test fails with the defect in the tree, which is put right again."""
+    """True if a test fails with the defect in the tree. The tree is restored afterwards."""
     file = tree / "src/corral" / mutant.file
     whole = file.read_text()
     if whole.count(mutant.old) != 1:

@@ -42,7 +42,7 @@ class PageError(Exception):
 
 
 def cells(name: str, root: Path = ROOT) -> dict[str, str]:
-    """Everything that a table may say of an objective, by column."""
+    """Cells of an objective's rows in all tables, by column."""
     path = root / "docs" / "objectives" / f"{name}.md"
     if not path.exists():
         raise PageError(f"docs/objectives/{name}.md is not there: every objective has a page.")
@@ -60,7 +60,7 @@ def cells(name: str, root: Path = ROOT) -> dict[str, str]:
 
 
 def needs(config: corral.ObjectiveConfig, estimator: str) -> str:
-    """What an objective with its defaults reads of a batch."""
+    """Name the parts of a batch that an objective with its defaults reads."""
     read = "both policies on a support" if "dist_old" in config.needs else "sampled tokens"
     if "logp_rollout" in config.needs:
         read += ", the sampler's log-probs"

@@ -32,7 +32,7 @@ WIDE = 1200
 
 
 def main() -> None:
-    """All pictures, or those that are named."""
+    """Take all pictures, or the named ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=Path("runs/pictures"), help="where the runs are, or go")
     parser.add_argument("only", nargs="*", choices=[*TAKEN, []], help="explore, report, audit; by default all")
@@ -129,12 +129,12 @@ def open_page(browser: Any, path: Path, width: int, scheme: str = "light") -> Pa
 
 
 def picture(what: Any, **options: Any) -> Image.Image:
-    """Of a page or of an element on it."""
+    """Take a picture of a page, or of an element on it."""
     return Image.open(io.BytesIO(what.screenshot(**options))).convert("RGB")
 
 
 def from_top(page: Page, selector: str) -> dict[str, float]:
-    """From the top of the page to the end of the first such element."""
+    """Clip of a page from its top to the end of the first such element."""
     box = page.locator(selector).first.bounding_box()
     page.set_viewport_size({"width": WIDE, "height": math.ceil(box["y"] + box["height"]) + 20})
     box = page.locator(selector).first.bounding_box()
@@ -142,7 +142,7 @@ def from_top(page: Page, selector: str) -> dict[str, float]:
 
 
 def side_by_side(pictures: Sequence[Image.Image], gap: int = 16) -> Image.Image:
-    """In a row, on white."""
+    """Join pictures in a row, on white."""
     whole = Image.new("RGB", (sum(one.width + gap for one in pictures) - gap, max(one.height for one in pictures)), "white")
     left = 0
     for one in pictures:
@@ -152,13 +152,13 @@ def side_by_side(pictures: Sequence[Image.Image], gap: int = 16) -> Image.Image:
 
 
 def stacked(pictures: Sequence[Image.Image], gap: int = 16) -> Image.Image:
-    """One below the other, on white."""
+    """Join pictures in a column, on white."""
     turned = side_by_side([one.transpose(Image.Transpose.TRANSPOSE) for one in pictures], gap)
     return turned.transpose(Image.Transpose.TRANSPOSE)
 
 
 def save(name: str, taken: Image.Image) -> None:
-    """Into docs/: with a palette of 256 colours, unless that changes one by more than can be seen."""
+    """Save a picture in docs/, with a palette of 256 colours unless that visibly changes one."""
     small = taken.quantize(256, dither=Image.Dither.NONE)
     largest = max(high for _, high in ImageChops.difference(taken, small.convert("RGB")).getextrema())
     write_whole(ROOT / "docs" / name, lambda beside: (small if largest <= 16 else taken).save(beside, "PNG", optimize=True))

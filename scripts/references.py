@@ -235,7 +235,7 @@ def outcome(run: Path) -> Found:
 
 
 def trainings(part: int, parts: int) -> Found:
-    """What `corral train` makes of every `parts`-th of the runs below, or its last line where it refuses.
+    """Outcomes of `corral train` for every `parts`-th of the runs below, or the last line of a refusal.
 
     Each run is a fork of this process, which has imported what takes seconds and computed nothing.
     """
@@ -310,7 +310,7 @@ STOPPED = {
 
 
 def resumed(name: str) -> Found:
-    """How a stored run ends when it goes on, and how `corral eval` and `corral export` then read it."""
+    """Outcome of a stored run that is resumed, evaluated and exported."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         with tarfile.open(REFERENCES / f"run_{name}.tar.xz") as file:
@@ -443,7 +443,7 @@ def write(part: str, found: Found) -> None:
 
 
 def machine() -> str:
-    """What numbers depend on besides corral."""
+    """Versions and instruction set that numbers depend on."""
     import torch
     import transformers
 
@@ -451,7 +451,7 @@ def machine() -> str:
 
 
 def compute(job: tuple[str, tuple[Any, ...]]) -> Found:
-    """What a function finds, called in a process of its own."""
+    """Call a function in a process of its own and return its outputs."""
     done = call(sys.executable, __file__, "job", json.dumps(job))
     if done.returncode:
         raise RuntimeError("".join(done.stderr.strip().splitlines()[-1:]))
@@ -459,7 +459,7 @@ def compute(job: tuple[str, tuple[Any, ...]]) -> Found:
 
 
 def differences(before: Any, now: Any, name: str) -> Iterator[str]:
-    """One line for each output that is gone, new or different."""
+    """Yield a line for each output that is gone, new or different."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in sorted(before.keys() | now.keys()):
             if key not in now:

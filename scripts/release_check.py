@@ -25,7 +25,7 @@ INTERPRETERS = ("3.11", "3.12", "3.13", "3.14")
 
 
 def run(*command: object, cwd: Path = ROOT) -> str:
-    """What a command printed; the check ends with what it said where it failed."""
+    """Run a command and return its output; a failure ends the program with that output."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}  # threads that wait for each other spin where others work too
     environment.pop("PYTHONPATH", None)  # what is tried is the wheel
     done = subprocess.run([str(part) for part in command], cwd=cwd, env=environment, capture_output=True, text=True)
@@ -42,7 +42,7 @@ def version() -> str:
 
 
 def notes(tag: str) -> str:
-    """What CHANGELOG.md says of a version; ends the program where it has no such section."""
+    """Return a version's section of CHANGELOG.md; ends the program if there is none."""
     wanted = re.escape(tag.removeprefix("v"))
     text = (ROOT / "CHANGELOG.md").read_text()
     found = re.search(rf"^## \[{wanted}\] - \d{{4}}-\d\d-\d\d\n(.*?)(?=^## \[|\Z)", text, re.MULTILINE | re.DOTALL)
@@ -73,7 +73,7 @@ def build() -> Path:
 
 
 def interpreters() -> list[str]:
-    """One of each release that answers: on PATH, where pyenv has names for some that are not selected, or in pyenv's folder."""
+    """Find a working interpreter for each release of Python, on PATH or in pyenv's folder."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     answering = []
     for each in INTERPRETERS:

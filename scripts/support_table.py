@@ -104,7 +104,7 @@ def marked_files() -> list[Path]:
 
 
 def collect(files: Iterable[Path]) -> list[pytest.Item]:
-    """Their tests."""
+    """Collect the tests of some files."""
 
     class Collected:
         items: list[pytest.Item]
@@ -122,7 +122,7 @@ def collect(files: Iterable[Path]) -> list[pytest.Item]:
 
 
 def read_items(items: Iterable[pytest.Item]) -> Iterable[Claim]:
-    """What the markers of tests claim."""
+    """Yield the claims of collected tests."""
     for item in items:
         where = next((place for marker, place in TARGETS.items() if item.get_closest_marker(marker)), "CI")
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
@@ -133,7 +133,7 @@ def read_items(items: Iterable[pytest.Item]) -> Iterable[Claim]:
 
 
 def read_markers(path: Path) -> Iterable[Claim]:
-    """What the markers of a file claim that is skipped for want of what its tests need."""
+    """Yield the claims of a file that is skipped because its tests need another environment."""
     text = path.read_text()
     place = next((place for name, place in TARGETS.items() if f"\npytestmark = pytest.mark.{name}\n" in text), None)
     if place is None:
@@ -175,7 +175,7 @@ def link(path: Path) -> str:
 
 
 def add(table: Table, feature: str, door: str, where: str) -> None:
-    """One more thing that is known."""
+    """Add a claim to the table."""
     if feature.partition(": ")[0] not in GROUPS:
         raise SupportError(f"{feature!r} should begin with a group and a colon; there are {', '.join(GROUPS)}.")
     if door not in DOORS:

@@ -55,7 +55,7 @@ CPU_ONLY = {"interpreter": {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
 
 
 class Result(NamedTuple):
-    """What became of a shard."""
+    """Outcome of a shard."""
 
     passed: int
     failed: int
@@ -89,7 +89,7 @@ def environment(shard: str) -> dict[str, str]:
 
 
 def run(shard: str, workers: int) -> Result | str:
-    """One shard, or why nothing is known of it; what pytest says is printed as it comes."""
+    """Run a shard; returns its result, or the reason why there is none. pytest's output is printed as it comes."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
@@ -108,7 +108,7 @@ def run(shard: str, workers: int) -> Result | str:
 
 
 def read(report: Path, seconds: float) -> Result:
-    """What pytest wrote down of a shard."""
+    """Read pytest's report on a shard."""
     suites = list(ElementTree.parse(report).iter("testsuite"))
     tests, failures, errors, skipped = (
         sum(int(suite.attrib[name]) for suite in suites) for name in ("tests", "failures", "errors", "skipped")

@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -133,7 +134,7 @@ def train(
     data: Demonstrations,
     args: argparse.Namespace,
 ) -> None:
-    """AdamW with a linear warm-up and a cosine down to 0, on the tokens after the prompt; ends early as `args` says."""
+    """Train by AdamW with a linear warm-up and a cosine down to 0, on the tokens after the prompt."""
     # Vectors are norms' scales, which have no reason to shrink.
     matrices = [p for p in model.parameters() if p.ndim > 1]
     scales = [p for p in model.parameters() if p.ndim == 1]
@@ -148,7 +149,6 @@ def train(
     generator = torch.Generator(model.device).manual_seed(args.seed)
     few = min(512, args.evaluate)
     seen, held_out = task.train_prompts(few, args.seed), task.held_out_prompts(few, args.seed + 1)
-    watched = task.train_prompts(min(256, few), args.seed + 2)
     start = time.perf_counter()
     for step in range(1, args.steps + 1):
         inputs, targets = data.batch(args.batch, args.noise, generator)
@@ -168,20 +168,20 @@ def train(
                 f"seen in training: greedy {greedy[1]:.3f}",
                 flush=True,
             )
-        over = time.perf_counter() - start > args.seconds
-        if over or (args.until is not None and step % 10 == 0 and success(model, tokenizer, task, watched, None) >= args.until):
-            break
 
 
 def save_whole(out: Path, model: PreTrainedModel, card: dict[str, object]) -> None:
     """Write the folder under another name, then move it into place: it is there whole or not at all."""
     beside = out.with_name(f".{out.name}-{os.getpid()}")
-    model.save_pretrained(beside)
-    build_tokenizer().save_pretrained(beside)  # one that was used would write down its last padding, too
-    (beside / "warm_start.json").write_text(json.dumps(card, indent=2) + "\n")
-    for path in beside.iterdir():
-        path.chmod(0o644)  # safetensors' files are private otherwise
-    beside.replace(out)
+    try:
+        model.save_pretrained(beside)
+        build_tokenizer().save_pretrained(beside)  # one that was used would write down its last padding, too
+        (beside / "warm_start.json").write_text(json.dumps(card, indent=2) + "\n")
+        for path in beside.iterdir():
+            path.chmod(0o644)  # safetensors' files are private otherwise
+        os.replace(beside, out)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)  # gone already, unless something failed
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -201,8 +201,6 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--evaluate", type=int, default=4096, help="held-out prompts for the numbers at the end")
     parser.add_argument("--report-every", type=int, default=500, help="steps between lines of progress")
-    parser.add_argument("--until", type=float, help="greedy success on 256 training problems that ends the training early")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="of training, after which it ends")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
     if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):

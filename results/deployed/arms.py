@@ -77,7 +77,7 @@ def gate0(runs: Sequence[Row], schedule: str) -> str:
 
 
 def gate0_words(runs: Sequence[Row], schedule: str) -> str:
-    """The same on SmolLM2."""
+    """Every arm at every rate on SmolLM2."""
     some = [run for run in where(runs, schedule=schedule, recipe="evidence-b") if "held" in run]
     return gate0_table(some, ARMS | {"lookahead": "Lookahead, share .03"})
 
@@ -123,7 +123,7 @@ def pretrained_table(runs: Sequence[Row]) -> str:
 
 
 def start_over() -> str:
-    """What starting the optimizer over changes at a rate far too large: success after 5 and 10 steps, a number per seed."""
+    """Success after 5 and 10 steps at a far too large learning rate, by whether the optimizer starts over, of each seed."""
     names = {"before": "moments kept, rate down to a quarter", "after": "the optimizer starts over"}
     lines = []
     for (objective, code), members in group(read(FOLDER / "deployed/start-over.parquet"), "objective", "code").items():
@@ -133,7 +133,7 @@ def start_over() -> str:
 
 
 def first_batches(runs: Sequence[Row]) -> str:
-    """What the first batches pay for a rate that is found: mean training reward, and "auto" less each other arm in points."""
+    """Mean training reward of the first batches, and the difference between "auto" and each other arm in points."""
     lines = []
     for (objective, passes), members in group(where(runs, aim=None), "objective", "passes").items():
         arms = [where(members, rate="auto"), where(members, rate=1e-3), where(members, bound=math.inf)]

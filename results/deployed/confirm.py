@@ -1,4 +1,4 @@
-"""What the fresh seeds say of settings that were chosen on others: named comparisons under Holm, other tasks and starts."""
+"""Settings chosen on some seeds, confirmed on fresh ones: named comparisons under Holm, other tasks and starts."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -130,7 +130,7 @@ def runs_elsewhere(runs: Sequence[Row]) -> dict[str, tuple[list[Row], list[Row]]
 
 
 def places_above(runs: Sequence[Row]) -> tuple[int, int]:
-    """On how many of the other tasks and starts TROLL's mean is above clipping's, and how many there are."""
+    """Number of other tasks and starts on which TROLL's mean is above clipping's, and number of all."""
     sides = runs_elsewhere(runs).values()
     return sum(fmean(map(final, ours)) > fmean(map(final, theirs)) for ours, theirs in sides), len(sides)
 
@@ -148,7 +148,7 @@ def elsewhere(runs: Sequence[Row]) -> str:
 
 
 def collapses(runs: Sequence[Row]) -> str:
-    """How many held runs of the trainer as it ships fell below their start, at bounds up to .03 and wider ones."""
+    """Number of bounded runs that fell below their start, at bounds up to .03 and at wider ones."""
     held, said = [run for run in runs if "passes" in run and run["arm"] != "off"], []
     for name, wide in ((f"{two_digits(WIDE)} or less", False), ("more", True)):
         some = [run for run in held if (run.get("bound", 0.02) > WIDE) == wide]

@@ -49,7 +49,7 @@ def draw_headline(runs: Sequence[Row], path: Path) -> None:
 
 
 def sentence(runs: Sequence[Row]) -> str:
-    """What README says below the figure: batches of rollouts to a success, and how many seeds that rests on."""
+    """Sentence below README's figure: batches of rollouts to a success, and the number of seeds."""
     ours, tuned, _ = (median(map(steps_to, runs_of(runs, how))) for how in CHOSEN[: len(LEARNED)])
     (seeds,) = {len(runs_of(runs, how)) for how in CHOSEN[: len(LEARNED)]}
     above, places = places_above(runs)

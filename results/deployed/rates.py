@@ -1,4 +1,4 @@
-"""How far off a learning rate may be, or the bound that replaces it: tables, usable ranges, and rates on fresh seeds."""
+"""Usable ranges of the learning rate, and of the bound that replaces it: tables, and rates on fresh seeds."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -96,7 +96,7 @@ def usable_bounds(runs: Sequence[Row], schedule: str) -> str:
 
 
 def fresh_rates(runs: Iterable[Row]) -> dict[tuple[Any, ...], list[Row]]:
-    """One pass, fifteen steps, on fresh seeds: by objective, rate, arm and schedule."""
+    """Group the runs of one pass and fifteen steps on fresh seeds by objective, rate, arm and schedule."""
     return group(where(runs, passes=1, steps=15, seed=FRESH, reuse=None), "objective", "rate", "arm", "schedule")
 
 
@@ -115,7 +115,7 @@ def confirmed_rates(runs: Sequence[Row]) -> str:
 
 
 class NotWorse(NamedTuple):
-    """Whether ours is not inferior to theirs by a margin."""
+    """Test of non-inferiority by a margin."""
 
     mean: float
     low: float

@@ -28,7 +28,7 @@ def read_automatic() -> list[Row]:
 
 
 def _shipped() -> list[Row]:
-    """One of each key and device, with the trainer as it ships."""
+    """Finished runs with the trainer as it ships, one of each key and device."""
     return [run for run in finished(EVIDENCE, DEPLOYED, by=("key", "device")) if "held" not in run]
 
 
@@ -53,11 +53,11 @@ class Cell:
 
     @property
     def rates(self) -> tuple[float | str, ...]:
-        """All of them."""
+        """Learning rates of the cell."""
         return self.rate if isinstance(self.rate, tuple) else (self.rate,)
 
     def runs(self, runs: Iterable[Row]) -> dict[tuple[int, float | str, str], Row]:
-        """By seed, rate and device."""
+        """Runs of the cell by seed, learning rate and device."""
         wanted = {**DEFAULTS, "reuse": None, "schedule": "linear", "passes": self.passes, "steps": self.steps}
         wanted |= {"objective": self.arm[0], "variant": self.arm[1], "recipe": self.recipe, "eval_every": self.every}
         wanted |= self.others | ({} if self.seeds is None else {"seed": self.seeds})
@@ -82,7 +82,7 @@ def arm_name(arm: tuple[str, str]) -> str:
 
 
 def collapsed(run: Row) -> bool:
-    """Whether a run lost what it had, or never earned anything again."""
+    """True if a run lost its success, or never earned a reward again."""
     return bool(run["dead"]) or has_collapsed(held_out(run), "finished")
 
 

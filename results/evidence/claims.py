@@ -39,7 +39,7 @@ def _chosen(base: str, objective: str, passes: int) -> Cell:
 
 
 def _on(model: str, name: str, base: str) -> tuple[Claim, ...]:
-    """What is claimed of every pretrained model."""
+    """Claims on a pretrained model."""
     best, clip = f"on {model}, each at its best rate", _chosen(base, "ppo_clip", 1)
     reused = f"TROLL with four passes beats clipping with one {best}, at equal rollouts"
     return (
@@ -95,7 +95,7 @@ CLAIMS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What may be said of a claim."""
+    """Verdict on a claim."""
 
     claim: Claim
     found: Difference | None
@@ -104,7 +104,7 @@ class Verdict:
 
     @property
     def can_tell(self) -> bool:
-        """Whether there are the seeds that a verdict needs."""
+        """True if there are enough seeds for a verdict."""
         return self.found is not None and self.found.seeds >= ENOUGH
 
     @property

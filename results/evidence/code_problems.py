@@ -1,4 +1,4 @@
-"""One-line functions to write: problems in the shape of the task `code`, and demonstrations of others."""
+"""Problems of the task `code` whose answers are one-line functions, and demonstrations of others."""
 
 import json
 import random
@@ -16,7 +16,7 @@ SIZES = {"sft": 2000, "train": 2000, "test": 1024}
 
 
 def functions() -> list[tuple[str, str]]:
-    """All sentences with a right function, each once, in a random order that is always the same."""
+    """Pairs of a sentence and a right function, each once, in a fixed random order."""
     found = {}
     for x in TERMS:
         for y in TERMS:

@@ -26,7 +26,7 @@ FIGURES = {
 
 
 def count(runs: Sequence[Row], found: Sequence[Verdict]) -> str:
-    """How much there is to go by."""
+    """Number of runs, and of claims with enough seeds for a verdict."""
     return (
         f"{len(runs)} runs in all; {sum(one.can_tell for one in found)} of {len(CLAIMS)} claims have the {ENOUGH} fresh seeds "
         "that a verdict needs.\n"

@@ -40,7 +40,7 @@ TEMPERATURES = (1.0, 0.7, 0.4, 0.2)
 
 @dataclass(frozen=True, kw_only=True)
 class WarmUp:
-    """How a base becomes a start."""
+    """Supervised warm-up that makes a start from a base model."""
 
     model: str
     """What `corral train --model` calls it."""

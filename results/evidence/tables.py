@@ -151,7 +151,7 @@ def published(runs: Sequence[Row]) -> str:
 
 
 def floor(runs: Sequence[Row]) -> str:
-    """With one update per batch every objective is the same algorithm: what is left is chance."""
+    """Spread between objectives with one update per batch, where all objectives are one algorithm."""
     found = defaultdict(list)
     for run in runs:
         if (run["updates"], run["passes"], run["steps"]) == (1, 1, 15):

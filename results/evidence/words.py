@@ -53,7 +53,7 @@ def confirmed(runs: Sequence[Row], base: str) -> str:
 
 
 def made_again(runs: Sequence[Row]) -> str:
-    """By how much areas change where rollouts are drawn in the precision of training, and what objectives then differ by."""
+    """Change of areas when rollouts are drawn in the precision of training, and differences between objectives then."""
     keys = {run["key"]: run for run in runs}
     before = [DEFAULTS | run for run in read(ROUNDED) if run["key"] in keys]
     if not before:
@@ -89,7 +89,7 @@ def code(runs: Sequence[Row]) -> str:
 
 
 def pretrained_starts() -> str:
-    """What the starts can do on held-out problems, as the model comes and after its warm-up, greedy and by temperature."""
+    """Held-out success of the starts before and after the warm-up, greedy and by temperature."""
     lines, kinds = [], ("greedy", "1", "0.7", "0.4", "0.2")
     for row in raw("pretrained-starts"):
         comes, rounds = f"{row['model']} as it comes", len(row["rounds"])
@@ -112,7 +112,7 @@ def blocked() -> str:
 
 
 def routing() -> str:
-    """How often a sampler in lower precision uses other experts than the trainer, and |log-prob gaps| with and without that."""
+    """Share of tokens that a sampler in lower precision routes to other experts, and |log-prob gaps| with and without that."""
     lines = []
     for row in raw("routing"):
         shares = [f"{100 * row[key]:.1f} %" if key in row else "–" for key in ("flipped_places", "flipped_tokens")]

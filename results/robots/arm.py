@@ -29,7 +29,7 @@ REWARDS = ("dense", "sparse")
 
 
 def is_tuning(run: Row) -> bool:
-    """Whether a run chose a setting, and is no evidence."""
+    """True if a run served to choose a setting, and is no evidence."""
     return run["name"].startswith("arm-tune")
 
 
@@ -97,7 +97,7 @@ def claims(final: Sequence[Row], chosen: dict[tuple[str, str], str]) -> list[str
 
 
 def block(runs: Sequence[Row]) -> str:
-    """What the page says of the arm's long runs."""
+    """Block of the page on the arm's long runs."""
     tuned, final = ([run for run in runs if is_tuning(run) == wanted] for wanted in (True, False))
     text = "".join(f"**{reward.capitalize()}**\n\n{final_table(where(final, reward=reward))}\n" for reward in REWARDS)
     by_success = sorted(tuned, key=lambda run: (*reached(run), run["setting"]))

@@ -49,12 +49,12 @@ def by_task(runs: Iterable[Row]) -> dict[str, Rows]:
 
 
 def rank(row: str) -> tuple[int, str]:
-    """Where a row stands in tables."""
+    """Sort key of a row in tables."""
     return ORDER.index(row.split(",")[0]), row
 
 
 def colours(tasks: dict[str, Rows]) -> dict[str, str]:
-    """One for each row, the same in every figure."""
+    """Colour of each row, the same in every figure."""
     every = sorted({row for rows in tasks.values() for row in rows}, key=rank)
     alike = {first: list(found) for first, found in groupby(every, lambda row: row.split(",")[0])}
     return {
@@ -63,7 +63,7 @@ def colours(tasks: dict[str, Rows]) -> dict[str, str]:
 
 
 def place(run: Row) -> tuple[int, str]:
-    """Where a run's task stands on the page."""
+    """Sort key of a run's task on the page."""
     return list(TASKS.values()).index(run["task"].split(",")[0]), run["task"]
 
 
@@ -78,12 +78,12 @@ def common_end(runs: list[Row]) -> int:
 
 
 def at(run: Row, name: str, end: int) -> float | None:
-    """What was measured at `end`."""
+    """Measurement of a run at environment step `end`."""
     return run[name][run["env_steps"].index(end)]
 
 
 def values(runs: list[Row], name: str, end: int) -> np.ndarray:
-    """The same of every seed that has it."""
+    """Measurements at environment step `end` of every seed that has one."""
     return np.array([value for run in runs if (value := at(run, name, end)) is not None], dtype=float)
 
 
@@ -220,7 +220,7 @@ def glance_table(tasks: dict[str, Rows]) -> str:
 
 
 def anchor(title: str) -> str:
-    """Where the page has a section, as mkdocs names it."""
+    """Anchor of a section, as mkdocs names it."""
     return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title.lower()))
 
 
@@ -240,7 +240,7 @@ def moved(rows: Rows) -> list[str]:
 
 
 def section(task: str, rows: Rows, said: list[str]) -> str:
-    """Everything about one task."""
+    """Section of the page on one task."""
     cut = [f"{row} ({thousands(max(run['asked'] * run['batch'] for run in rows[row]))})" for row in unfinished(rows)]
     text = f"### {task[0].upper()}{task[1:]}\n\n{results_table(rows)}\n"
     if cut:

@@ -1,4 +1,4 @@
-"""Which robots' runs belong to which study: settings, seeds and steps. `study.py` runs them."""
+"""Plans of the robots' studies: settings, seeds and steps of runs. `study.py` runs them."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ Score = Callable[[str], tuple[float, float]]
 
 @dataclass(frozen=True)
 class Job:
-    """One run: a recipe, what differs from it, and a seed."""
+    """Run of a plan: a recipe, changes to it, and a seed."""
 
     setting: str
     """Name of the row, for tables and folders."""
@@ -29,13 +29,13 @@ class Job:
         return f"{self.setting}-{self.seed}"
 
     def arguments(self) -> list[str]:
-        """Of `corral train`."""
+        """Arguments of `corral train`."""
         flags = [part for key, value in self.changes for part in ("--set", f"{key}={value}")]
         return ["--recipe", self.recipe, "--seed", str(self.seed), *flags]
 
 
 def jobs(setting: str, recipe: str, seeds: Sequence[int], **changes: Any) -> Iterator[Job]:
-    """One for each seed; `learner__std=0.1` is the setting `learner.std`."""
+    """Yield a run for each seed; `learner__std=0.1` is the setting `learner.std`."""
     given = tuple((key.replace("__", "."), str(value)) for key, value in changes.items())
     yield from (Job(setting, recipe, given, seed) for seed in seeds)
 
@@ -112,7 +112,7 @@ def hopper_long(_: Score) -> Iterator[Job]:
 
 
 def hopper_48m(_: Score) -> Iterator[Job]:
-    """The same plans once at the published 48 million steps."""
+    """Plans on hopper jump once at the published 48 million steps."""
     yield from _hopper_plans("48M", SEEDS[:1], LONG | {"iterations": 3000, "eval_every": 75})
 
 
@@ -153,7 +153,7 @@ def hopper_steps(_: Score) -> Iterator[Job]:
 
 
 def variants(_: Score) -> Iterator[Job]:
-    """What several plans per episode and a covariance of the context change: the arm and the hopper, recipes as they are."""
+    """Runs with several plans per episode, or a covariance of the context, on the arm and the hopper."""
     for name, changes in VARIANTS.items():
         for recipe in ("via_point", "via_point_sparse_short"):
             yield from jobs(f"{recipe}-{name}", recipe, SEEDS, **LONG, **changes)

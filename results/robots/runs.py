@@ -1,4 +1,4 @@
-"""How well, how fast and how smoothly do TCE, BBRL and step-based baselines learn the robots' tasks? Folders of runs → rows.
+"""Rows of the robots' studies from folders of runs.
 
 python -m results.robots.runs RUNS [RUNS …] --keep      folders of `corral train`, or folders of those, into runs.parquet
 python -m results.robots.runs RUNS --into arm           the arm's long runs, by the names that study.py gives them
@@ -37,8 +37,7 @@ MEASURED = (
 
 
 def task_of(config: Mapping[str, Any]) -> str:
-    """What was learned: the environment, its reward or task, where it was simulated if not in MuJoCo, and for how long where
-    that is long."""
+    """Name of a run's task: the environment, its reward or task, the simulator if not MuJoCo, and the length if long."""
     settings = config["settings"]
     chosen = [
         key if value is True else str(value) for key, value in settings["environment_config"].items() if value is not False
@@ -51,7 +50,7 @@ def task_of(config: Mapping[str, Any]) -> str:
 
 
 def row_of(config: Mapping[str, Any]) -> str:
-    """How: the algorithm, and by which rules where there are several."""
+    """Name of a run's row: the algorithm, and the rules that differ from its usual ones."""
     algorithm, chosen = config["settings"]["algorithm"], config["objective"]
     row = ROWS[algorithm]
     if algorithm == "tce" and not chosen["closing_segment"]:
@@ -83,7 +82,7 @@ def measured_lines(folder: Path) -> list[Row]:
 
 
 def read_run(path: Path) -> Row | None:
-    """What the page needs of a run; None if nothing was measured in it."""
+    """Read the fields of a run that the page needs; None if nothing was measured."""
     config, measured = json.loads((path / "config.json").read_text()), measured_lines(path)
     if not measured or "motion/jerk" not in measured[0]:
         return None
@@ -112,7 +111,7 @@ def run_folders(root: Path) -> Iterator[Path]:
 
 
 def longest(runs: list[Row]) -> list[Row]:
-    """One run per task, row and seed: the one that went furthest."""
+    """Longest run of each task, row and seed."""
     by_length = sorted(runs, key=lambda run: run["iterations"])
     kept = {(run["task"], run["row"], run["seed"]): run for run in by_length}
     return [kept[key] for key in sorted(kept)]

@@ -42,7 +42,7 @@ _ON_GPU = {("learner.device", "cuda"), ("simulator", "warp")}
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether a run came to its end."""
+    """True if a run came to its end."""
     summary = folder / "summary.json"
     return summary.is_file() and json.loads(summary.read_text())["stopped"] == "finished"
 
@@ -63,7 +63,7 @@ def start(job: Job, folder: Path) -> subprocess.Popen[bytes]:
 
 
 def settings_of(job: Job) -> Settings:
-    """As `corral train` resolves and checks them."""
+    """Settings of a run, resolved and checked as by `corral train`."""
     layers = [read_recipe(job.recipe), nested([("seed", str(job.seed)), *job.changes], TABLES)]
     settings = resolve(layers)
     check_flags(settings, layers[-1])
@@ -78,7 +78,7 @@ def select(jobs: Iterable[Job], only: str | None, given: Sequence[str] = ()) -> 
 
 
 def try_jobs(jobs: Sequence[Job]) -> None:
-    """One batch of one run of each setting, after another that warms up; what all of them would take, in hours of one core.
+    """Time one batch of each setting after a warm-up, and print what all runs would take, in hours of one core.
 
     SAC is tried with four episodes: an update for every step makes a batch of 64 take minutes.
     """
@@ -101,7 +101,7 @@ def try_jobs(jobs: Sequence[Job]) -> None:
 
 
 def run_jobs(jobs: Sequence[Job], workers: int, minutes: float, root: Path) -> None:
-    """As many at a time as there are workers, in the plan's order; at the end of the time, runs stop at a checkpoint."""
+    """Run as many jobs at a time as there are workers, in the plan's order; when time is over, runs stop at a checkpoint."""
     began, waiting, running = time.monotonic(), list(jobs), dict[Job, subprocess.Popen[bytes]]()
     while (waiting or running) and (left := 60 * minutes - (time.monotonic() - began)) > 0:
         while waiting and len(running) < workers and left > _GRACE:

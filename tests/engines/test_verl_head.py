@@ -181,8 +181,8 @@ def test_a_token_that_the_old_pass_kept_no_support_for_is_refused() -> None:
 
 def test_rows_are_split_as_sequence_parallel_ranks_split_tokens() -> None:
     packed = torch.arange(10).view(5, 2)
-    parts = [local_rows(packed, 1, rank, 2, fill=-1) for rank in range(2)]
+    parts = [local_rows(packed, 1, rank, 2) for rank in range(2)]
     assert torch.equal(torch.cat(parts), torch.cat([packed, torch.full((1, 2), -1)]))
-    assert torch.equal(local_rows(packed, 0, 0, 1, fill=-1), packed)
+    assert torch.equal(local_rows(packed, 0, 0, 1), packed)
     with pytest.raises(ValueError, match="5 packed tokens do not split over 2"):
-        local_rows(packed, 0, 0, 2, fill=-1)
+        local_rows(packed, 0, 0, 2)

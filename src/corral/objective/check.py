@@ -58,7 +58,7 @@ class FirstCall:
 
 
 class _Check(NamedTuple):
-    """One check: the failing tokens [B T], the message, and the value to report."""
+    """Check of a batch: the failing tokens [B T], the message, and the value to report."""
 
     bad: Tensor
     message: str

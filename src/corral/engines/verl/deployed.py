@@ -82,7 +82,7 @@ class DeployedRegion:
         return self._of_all_ranks(found)
 
     def _of_all_ranks(self, rows: Float[Tensor, "n 3"]) -> BatchKL:
-        """All ranks' tokens in the same order everywhere, so that all ranks decide alike."""
+        """Join the tokens of all ranks, in an order that is equal on every rank, so that all ranks decide alike."""
         everyone = self._gather(rows)
         for rank, others in enumerate(everyone):
             others[:, 2] += rank * 2**32  # sequences of this rank alone; exact in float64

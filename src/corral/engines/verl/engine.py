@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
-from verl.utils import tensordict_utils
 from verl.utils.metric import AggregationType, Metric
+from verl.utils.tensordict_utils import get_non_tensor_data
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
@@ -49,20 +49,18 @@ class SupportFSDPEngine(FSDPEngineWithLMHead):
 
     def train_batch(self, data: TensorDict, loss_function: Any) -> Any:
         """Run verl's update. With `deployed_bound` the last one before a weight synchronisation also bounds the network."""
-        bound = tensordict_utils.get_non_tensor_data(data, DEPLOYED_BOUND, None)
+        bound = get_non_tensor_data(data, DEPLOYED_BOUND, None)
         if bound is None:
             return super().train_batch(data, loss_function)
-        if self.use_ulysses_sp:
-            raise ValueError("corral for verl: deployed_bound measures whole sequences. Set ulysses_sequence_parallel_size=1.")
         if self._deployed is None:
             self._deployed = DeployedRegion(self)
         if not self._deployed.tokens:
             self._deployed.choose(data)
         outputs = super().train_batch(data, loss_function)
-        last_of_batch = tensordict_utils.get_non_tensor_data(data, "update_lr_scheduler", False)
-        if last_of_batch and tensordict_utils.get_non_tensor_data(data, DEPLOYED_SYNC, False):
+        last_of_batch = get_non_tensor_data(data, "update_lr_scheduler", False)
+        if last_of_batch and get_non_tensor_data(data, DEPLOYED_SYNC, False):
             region, self._deployed = self._deployed, None
-            certificate = region.hold(bound, tensordict_utils.get_non_tensor_data(data, DEPLOYED_STATISTIC, "mean"))
+            certificate = region.hold(bound, get_non_tensor_data(data, DEPLOYED_STATISTIC, "mean"))
             metrics = {} if certificate is None else certificate.metrics()
             outputs["metrics"] |= {name: Metric(AggregationType.MEAN, value) for name, value in metrics.items()}
         return outputs
@@ -71,22 +69,26 @@ class SupportFSDPEngine(FSDPEngineWithLMHead):
         """Prepare verl's inputs, and tell the head what this pass computes."""
         inputs, output_args = super().prepare_model_inputs(micro_batch)
         for key in ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only"):
-            if tensordict_utils.get_non_tensor_data(micro_batch, key, False):
+            if get_non_tensor_data(micro_batch, key, False):
                 raise ValueError(f"corral for verl: {key} reads all logits, which model_type={MODEL_TYPE} never holds.")
         tokens, ids = output_args["input_ids_rmpad_rolled"], None
-        top_k = tensordict_utils.get_non_tensor_data(micro_batch, TOP_K, None)
+        top_k = get_non_tensor_data(micro_batch, TOP_K, None)
         if top_k is not None and torch.is_grad_enabled():
             slots, top_k = min(top_k, self.head.linear.out_features) + 1, None
-            pad = output_args.get("pad_size", 0)
-            ids = local_rows(self._whole_support(micro_batch, slots), pad, *self._sequence_shard(), fill=-1)
+            ids = tokens.new_full((len(micro_batch["input_ids"].values()), slots), -1)  # where no response token follows
+            ids = ids.index_copy(0, response_positions(micro_batch), read_support(micro_batch, slots).ids)
+            rank, ranks = 0, 1
+            if self.use_ulysses_sp:
+                rank, ranks = self.ulysses_device_mesh["sp"].get_local_rank(), self.ulysses_sequence_parallel_size
+            ids = local_rows(ids, output_args.get("pad_size", 0), rank, ranks)
         self.head.expect(
             HeadCall(
                 tokens,
                 temperature=_one_temperature(micro_batch["temperature"]),
                 top_k=top_k,
-                mass=tensordict_utils.get_non_tensor_data(micro_batch, MASS, 1.0),
+                mass=get_non_tensor_data(micro_batch, MASS, 1.0),
                 ids=ids,
-                entropy=bool(tensordict_utils.get_non_tensor_data(micro_batch, "calculate_entropy", False)),
+                entropy=bool(get_non_tensor_data(micro_batch, "calculate_entropy", False)),
                 compare=not self.use_ulysses_sp,
                 witness=self.witness,
             )
@@ -101,23 +103,12 @@ class SupportFSDPEngine(FSDPEngineWithLMHead):
         rows = self.head.read(output).map(lambda x: self._gather_and_unpad_packed(x, pad))
         offsets = micro_batch["input_ids"].offsets()
         found = {"log_probs": torch.nested.nested_tensor_from_jagged(rows.logp, offsets)}
-        if tensordict_utils.get_non_tensor_data(micro_batch, "calculate_entropy", False):
+        if get_non_tensor_data(micro_batch, "calculate_entropy", False):
             assert rows.entropy is not None  # a column of every pass
             found["entropy"] = torch.nested.nested_tensor_from_jagged(rows.entropy, offsets)
         if rows.dist is not None:
             found |= (write_new if torch.is_grad_enabled() else write_support)(rows.dist, micro_batch)
         return found
-
-    def _whole_support(self, micro_batch: TensorDict, slots: int) -> Tensor:
-        """Ids of the old support at every packed position [N slots]; −1 where no response token follows."""
-        ids = micro_batch["input_ids"].values().new_full((len(micro_batch["input_ids"].values()), slots), -1)
-        return ids.index_copy(0, response_positions(micro_batch), read_support(micro_batch, slots).ids)
-
-    def _sequence_shard(self) -> tuple[int, int]:
-        """This rank's place among those that share its sequences, and their number."""
-        if not self.use_ulysses_sp:
-            return 0, 1
-        return self.ulysses_device_mesh["sp"].get_local_rank(), self.ulysses_sequence_parallel_size
 
 
 def _one_temperature(temperature: Any) -> float:

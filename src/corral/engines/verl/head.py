@@ -204,8 +204,8 @@ def write_support(dist: SparseDist, data: Any) -> dict[str, Tensor]:
     trained = data["response_mask"].values().bool()
     packed = replace(rows, ids=torch.where(trained[:, None], rows.ids, -1)).pack(rows.ids.device)
     ends = nn.functional.pad(packed.counts.cumsum(0), (1, 0))[offsets]  # where each sequence's entries end
-    values = {name: (getattr(packed, name), offsets if name in ROWS else ends) for name in (*ROWS, *ENTRIES)}
-    return {f"{OLD}_{name}": torch.nested.nested_tensor_from_jagged(x, where) for name, (x, where) in values.items()}
+    places = dict.fromkeys(ROWS, offsets) | dict.fromkeys(ENTRIES, ends)
+    return {f"{OLD}_{name}": torch.nested.nested_tensor_from_jagged(vars(packed)[name], x) for name, x in places.items()}
 
 
 def read_support(data: Any, slots: int) -> SparseDist:
@@ -244,10 +244,9 @@ def take_dists(output: dict[str, Any], data: Any) -> tuple[SparseDist, SparseDis
     return SparseDist(old.ids, logp, rest, rest_max)[trained], old[trained]
 
 
-def local_rows(packed: Tensor, pad: int, rank: int, ranks: int, *, fill: float) -> Tensor:
-    """This rank's share of packed rows [N …], after `pad` more at the end: as verl's Ulysses splits tokens."""
-    if pad:
-        packed = torch.cat([packed, packed.new_full((pad, *packed.shape[1:]), fill)])
+def local_rows(packed: Tensor, pad: int, rank: int, ranks: int) -> Tensor:
+    """This rank's share of packed ids [N K], after `pad` rows of −1 at the end: as verl's Ulysses splits tokens."""
+    packed = nn.functional.pad(packed, (0, 0, 0, pad), value=-1)
     if len(packed) % ranks:
         raise ValueError(f"corral for verl: {len(packed)} packed tokens do not split over {ranks} sequence-parallel ranks.")
     return packed.tensor_split(ranks)[rank]

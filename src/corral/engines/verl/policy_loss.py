@@ -51,7 +51,14 @@ def make_policy_loss(loss_mode: str, aggregate: Aggregate) -> Callable[..., tupl
         config: Any = None,
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        settings = _settings_of(loss_mode, config)
+        settings = config.policy_loss
+        if not isinstance(settings, VerlSettings):  # verl's own PolicyLossConfig
+            raise ValueError(
+                f"corral for verl: {loss_mode} finds no settings. Add actor_rollout_ref.actor.policy_loss._target_={CONFIG}; "
+                f"`corral doctor --engine verl` prints every line."
+            )
+        if settings.loss_mode != loss_mode:
+            raise ValueError(f"corral for verl: settings are of {settings.loss_mode}, and verl calls {loss_mode}.")
         wanted, extras = settings.resolve(), vars(config).get("corral_extras")
         if wanted.needs_support and (extras is None or extras.dist_new is None):
             raise ValueError(
@@ -92,16 +99,3 @@ def _token_loss(
         return packing.unpack(loss[0]), metrics
     whole = replace(batch, dist_new=packing.unpack_dist(extras.dist_new), dist_old=packing.unpack_dist(extras.dist_old))
     return wanted.token_loss(whole, weights)
-
-
-def _settings_of(loss_mode: str, config: Any) -> VerlSettings:
-    """corral's settings in verl's ActorConfig; refused where they are not there, or of another loss."""
-    found = config.policy_loss
-    if not isinstance(found, VerlSettings):  # verl's own PolicyLossConfig
-        raise ValueError(
-            f"corral for verl: {loss_mode} finds no settings. Add actor_rollout_ref.actor.policy_loss._target_={CONFIG}; "
-            f"`corral doctor --engine verl` prints every line."
-        )
-    if found.loss_mode != loss_mode:
-        raise ValueError(f"corral for verl: settings are of {found.loss_mode}, and verl calls {loss_mode}.")
-    return found

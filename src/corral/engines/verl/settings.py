@@ -27,8 +27,6 @@ DEPLOYED_BOUND, DEPLOYED_STATISTIC = "corral_deployed_bound", "corral_deployed_s
 """Keys of a batch's extra_info: the bound on the network's KL to the sampler's weights, and its statistic."""
 DEPLOYED_SYNC = "corral_deployed_sync"
 """Key of a batch's extra_info: whether the sampler gets the weights after this batch's updates."""
-WHOLE_SEQUENCES = "deployed_bound measures whole sequences. Set actor.fsdp_config.ulysses_sequence_parallel_size=1."
-"""Reason why sequence parallelism is refused beside `deployed_bound`."""
 
 
 def loss_modes() -> list[str]:
@@ -66,10 +64,7 @@ class VerlSettings:
         require(self, "support_size", at_least=1, integer=True, name="corral for verl")
         require(self, "support_mass", above=0, at_most=1, name="corral for verl")
         require(self, "deployed_bound", above=0, optional=True, name="corral for verl")
-        if self.deployed_statistic not in STATISTICS:
-            raise ValueError(
-                f"corral for verl: `deployed_statistic` is one of {', '.join(STATISTICS)}; got {self.deployed_statistic!r}."
-            )
+        require(self, "deployed_statistic", one_of=STATISTICS, name="corral for verl")
         wanted = self.resolve()
         if self.bypass_mode is None:
             raise ValueError(

@@ -10,7 +10,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from corral.engines.verl.config import CorralPolicyLossConfig
 from corral.engines.verl.head import OLD
 from corral.engines.verl.loss import corral_ppo_loss
-from corral.engines.verl.settings import CONFIG, MODEL_TYPE, PREFIX, WHOLE_SEQUENCES
+from corral.engines.verl.settings import CONFIG, MODEL_TYPE, PREFIX
 
 
 class _WithRegion:
@@ -117,7 +117,9 @@ def _check_deployed(config: Any) -> None:
     if actor.strategy != "fsdp2":
         raise ValueError(f"corral for verl: deployed_bound holds the weights of FSDP2; got actor.strategy={actor.strategy}.")
     if max(actor.ulysses_sequence_parallel_size, actor.fsdp_config.ulysses_sequence_parallel_size) > 1:
-        raise ValueError(f"corral for verl: {WHOLE_SEQUENCES}")
+        raise ValueError(
+            "corral for verl: deployed_bound measures whole sequences. Set actor.fsdp_config.ulysses_sequence_parallel_size=1."
+        )
 
 
 @register_trainer(PREFIX + "sync")
