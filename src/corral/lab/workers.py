@@ -1,13 +1,20 @@
 """A pool of worker processes: jobs go to idle workers, dead or hung workers are replaced, and results keep their order."""
 
 import atexit
+import contextlib
 import os
+import signal
+import socket
+import subprocess
 import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
+
+EXIT_SECONDS = 2.0
+"""Seconds in which a process may end by itself, and within which a killed one has gone."""
 
 
 class WorkerLost(RuntimeError):
@@ -18,14 +25,34 @@ class WorkerLost(RuntimeError):
         self.hung = hung
 
 
-class _PoolWorker(Protocol):
-    """A process that does one job at a time for one thread; it raises WorkerLost if it cannot continue."""
+class WorkerProcess:
+    """A process that does one job at a time for one thread, and the socket to it. It leads a process group of its own.
 
-    def kill(self) -> None: ...
-    def close(self) -> None: ...
+    A job that the process cannot do to its end raises WorkerLost.
+    """
+
+    process: subprocess.Popen[bytes]
+    control: socket.socket
+
+    def kill(self) -> None:
+        """Kill the process and what it started at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a process that the kernel itself holds dies when it can
+            self.process.wait(EXIT_SECONDS)
+
+    def close(self) -> None:
+        """End the process, which leaves when its socket is shut down, and wait until it has gone."""
+        with contextlib.suppress(OSError):
+            self.control.shutdown(socket.SHUT_RDWR)  # it sees this even if a forked process has the socket too
+        try:
+            self.process.wait(EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        self.control.close()
 
 
-_Worker = TypeVar("_Worker", bound=_PoolWorker)
+_Worker = TypeVar("_Worker", bound=WorkerProcess)
 _Result = TypeVar("_Result")
 _Pool = TypeVar("_Pool", bound="WorkerPool[Any]")
 

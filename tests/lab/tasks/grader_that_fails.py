@@ -20,8 +20,8 @@ def obey(what: str) -> float:
     if what == "die":
         os._exit(3)
     if what == "print":
-        print("score 1.0", flush=True)  # noqa: T201
-        os.write(1, b"score 1.0\n")  # as a library in C would
+        print("graded 1.0", flush=True)  # noqa: T201
+        os.write(1, b"graded 1.0\n")  # as a library in C would
     if what == "hang up":
         os.closerange(3, 100)  # the pipe of the answers among them
         time.sleep(3600)

@@ -1,7 +1,6 @@
 """Completions that attack the graders: none ends the run, none is paid for what it forged, none takes the host's time."""
 
 import json
-import logging
 import re
 from collections.abc import Callable
 from typing import ClassVar
@@ -357,12 +356,9 @@ def test_references_are_run_before_any_program(monkeypatch: pytest.MonkeyPatch) 
     assert ran == ["reference"] * 3 + ["program"] * 4
 
 
-def test_a_reference_that_ran_out_of_time_is_tried_again_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reference_has_more_time_than_programs() -> None:
     tests = Agreement("f", (dumps([30]),), SLOW, "ref_func")
-    with caplog.at_level(logging.WARNING, "corral.task"):
-        reward = grade_all([Problem(tests=tests)], ["def f(x): return x + 1"], shared_pool(), SandboxLimits(timeout=0.2))
-    assert reward == [1.0]
-    assert "the reference of f failed within 0.2 s, and not with more time" in caplog.text
+    assert grade_all([Problem(tests=tests)], ["def f(x): return x + 1"], shared_pool(), SandboxLimits(timeout=0.2)) == [1.0]
     assert code_problem._references[tests] == (dumps(31),)
 
 

@@ -34,7 +34,7 @@ for name, code in modules:
         setattr(sys.modules[parent], leaf, module)
     if code:
         exec(code, module.__dict__)
-sys.modules[name].main(config)
+sys.modules[name].main(**config)
 """
 
 ENVIRONMENT = {

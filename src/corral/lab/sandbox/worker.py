@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import selectors
-import signal
 import socket
 import subprocess
 import time
@@ -21,14 +20,12 @@ from corral.lab.sandbox.backend import ENVIRONMENT, command, payload, refusal
 from corral.lab.sandbox.cgroup import find_cgroup_parent, make_cgroup
 from corral.lab.sandbox.result import SandboxJob, SandboxResult, SandboxStatus, encode
 from corral.lab.sandbox.view import SandboxUnavailable, file_view
-from corral.lab.workers import WorkerLost
+from corral.lab.workers import WorkerLost, WorkerProcess
 
 _START_SECONDS = 30.0
 """Seconds within which a sandboxed interpreter must have started, even on a busy machine."""
 GRACE = 5.0
 """Seconds after a program's own limit until its worker counts as hung."""
-_EXIT_SECONDS = 2.0
-"""Seconds in which the interpreter may end by itself before it is killed."""
 _CHUNK = 1 << 16
 
 
@@ -55,7 +52,7 @@ def open_pipe() -> Iterator[Pipe]:
         yield Pipe(readable, writable)
 
 
-class SandboxWorker(contextlib.AbstractContextManager["SandboxWorker"]):
+class SandboxWorker(WorkerProcess, contextlib.AbstractContextManager["SandboxWorker"]):
     """A warm sandboxed interpreter that forks once per program; a context manager for one program and one thread at a time."""
 
     def __init__(self, backend: str) -> None:
@@ -67,8 +64,8 @@ class SandboxWorker(contextlib.AbstractContextManager["SandboxWorker"]):
         passed = [self.group.members, self.group.events] if self.group else []
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._log = os.memfd_create("log")
-        config = payload({"control": theirs.fileno(), "proc": proc, "view": view, "group": passed})
+        self._log = FileIO(os.memfd_create("log"), "r+")
+        config = payload({"socket": theirs.fileno(), "proc": proc, "view": view, "group": passed})
         try:
             with theirs, memory_file(config) as config_file:
                 self.process = subprocess.Popen(
@@ -94,7 +91,7 @@ class SandboxWorker(contextlib.AbstractContextManager["SandboxWorker"]):
         except OSError:
             message = {}
         if "ready" not in message:
-            log = os.pread(self._log, _CHUNK, 0).decode(errors="replace").strip()
+            log = os.pread(self._log.fileno(), _CHUNK, 0).decode(errors="replace").strip()
             self.close()
             raise SandboxUnavailable(message.get("failed") or (log.splitlines() or ["it ended at once"])[-1])
         if self.group and not message["grouped"]:
@@ -125,28 +122,14 @@ class SandboxWorker(contextlib.AbstractContextManager["SandboxWorker"]):
 
     def close(self) -> None:
         """End the interpreter inside with all its processes, and wait until they have gone. A second call does nothing."""
-        if self.control.fileno() < 0:
-            return
-        with contextlib.suppress(OSError):
-            self.control.shutdown(socket.SHUT_RDWR)  # it leaves when it sees this, even if a forked process has the socket too
-        try:
-            self.process.wait(_EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.kill()
+        super().close()
         self._release()
 
     def _release(self) -> None:
         self.control.close()
-        os.close(self._log)
+        self._log.close()
         if self.group:
             self.group.close()
-
-    def kill(self) -> None:
-        """Kill the interpreter and what started it at once, by their process group."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a process that the kernel itself holds dies when it can
-            self.process.wait(_EXIT_SECONDS)
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -8,10 +8,8 @@ is wrong, and counted. Every wait has a deadline.
 
 import contextlib
 import logging
-import math
 import os
 import pickle
-import signal
 import socket
 import subprocess
 import sys
@@ -19,10 +17,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from corral.cores import cores
-from corral.lab.workers import WorkerLost, WorkerPool
+from corral.lab.workers import WorkerLost, WorkerPool, WorkerProcess
 
 _LOG = logging.getLogger("corral.task")
 SCRIPT = Path(__file__).with_name("grader_worker.py")
@@ -34,9 +32,6 @@ _WALL_FACTOR = 4.0
 """Wall-clock time of a worker as a multiple of its processor time,"""
 _LEAST_WALL_SECONDS = 2.0
 """but at least this many seconds, since a worker killed by the clock has to be restarted."""
-
-EXIT_SECONDS = 5.0
-"""Seconds within which a process that was killed has gone."""
 
 _LEAST_SECONDS = 0.25
 """Seconds of processor time for an answer to a problem whose answers keep running out of time: many times what others need."""
@@ -58,21 +53,21 @@ class Verdict:
     score: float = 0.0
 
 
-class GraderWorker:
+class GraderWorker(WorkerProcess):
     """One process that grades, one question at a time."""
 
     def __init__(self, kind: str) -> None:
         # -P: the folder of the script has a math.py, which must not stand in for Python's own.
         command = [sys.executable, "-P", str(SCRIPT), kind]
-        self.socket, theirs = socket.socketpair()
+        self.control, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
                 command, stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=subprocess.DEVNULL, start_new_session=True
             )
-        self.socket.settimeout(_START_SECONDS)
+        self.control.settimeout(_START_SECONDS)
         ready = b""
         with contextlib.suppress(OSError):
-            ready = self.socket.recv(4096)
+            ready = self.control.recv(4096)
         if ready != b"ready\n":
             self.close()
             raise RuntimeError(f"the grader's process does not start: {' '.join(command)} says why.")
@@ -80,32 +75,15 @@ class GraderWorker:
     def ask(self, arguments: tuple[Any, ...], seconds: float) -> Verdict:
         """The verdict on one question, "graded" or "error"; WorkerLost where it takes too long or kills the process."""
         question = pickle.dumps((seconds, arguments))
-        self.socket.settimeout(max(_WALL_FACTOR * seconds, _LEAST_WALL_SECONDS))  # a worker that has stopped reads nothing
+        self.control.settimeout(max(_WALL_FACTOR * seconds, _LEAST_WALL_SECONDS))  # a worker that has stopped reads nothing
         try:
-            self.socket.sendall(len(question).to_bytes(8, "big") + question)
-            status, _, value = self.socket.recv(4096).decode().strip().partition(" ")  # a line, which it wrote at once
+            self.control.sendall(len(question).to_bytes(8, "big") + question)
+            status, _, value = self.control.recv(4096).decode().strip().partition(" ")  # a line, which it wrote at once
         except OSError as error:
             raise WorkerLost(f"grader: its process does not answer ({error}).", hung=isinstance(error, TimeoutError)) from error
-        if status == "score" and math.isfinite(score := float(value)):
-            return Verdict("graded", score)
-        if status == "timeout":
-            return Verdict("timeout")
-        if status in ("score", "error"):
-            return Verdict("error")
-        raise WorkerLost("grader: its process has ended.", hung=False)
-
-    def kill(self) -> None:
-        """End the process and its fork at once, whatever they do."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        """End the process, which leaves when its input ends."""
-        self.socket.close()
-        try:
-            self.process.wait(EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.kill()
+        if status not in ("graded", "error", "timeout"):
+            raise WorkerLost("grader: its process has ended.", hung=False)
+        return Verdict(cast(GraderStatus, status), float(value or 0.0))
 
 
 class GraderPool(WorkerPool[GraderWorker]):

@@ -1,12 +1,13 @@
 """The grader's own process: reads questions from its standard input, writes one line for each.
 
 This file is run as a script, by its path: it imports nothing of corral that imports torch. A question is
-eight bytes of length and a pickle of (seconds, arguments); an answer is "score 0.5", "error" and what was raised, or "timeout".
+eight bytes of length and a pickle of (seconds, arguments); an answer is "graded 0.5", "error" or "timeout".
 
 A fork answers, and the process itself waits: it answers where the fork has run out of time, and forks again.
 """
 
 import gc
+import math
 import os
 import pickle
 import resource
@@ -87,9 +88,10 @@ def main(kind: str) -> None:
         # Processor time, so that a busy machine grades as an idle one does. SIGPROF ends the process, whatever it is doing.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
-            line = f"score {score(*arguments)!r}"
-        except BaseException as error:  # anything at all that a grader raises is an answer
-            line = f"error {type(error).__name__}"
+            number = float(score(*arguments))
+            line = f"graded {number!r}" if math.isfinite(number) else "error"
+        except BaseException:  # anything at all that a grader raises is an answer
+            line = "error"
         signal.setitimer(signal.ITIMER_PROF, 0)
         answers.write(line + "\n")
     os._exit(0)

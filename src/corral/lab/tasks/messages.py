@@ -62,6 +62,6 @@ def conversation(prompt: Any, column: str) -> tuple[str, list[Message]]:
 
 
 def _content(message: dict[str, Any]) -> str:
-    """Of one message: nothing where it only calls a tool, the texts of its parts where it has several."""
+    """The text of a message: of all its parts, or nothing if it only calls a tool."""
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)

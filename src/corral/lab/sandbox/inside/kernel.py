@@ -2,6 +2,8 @@
 
 import _signal  # the functions without the enumerations around them
 import ctypes
+import functools
+import io
 import os
 import struct
 
@@ -110,14 +112,8 @@ def write_at(folder: int, path: str, text: str) -> None:
 
 def read_at(folder: int, path: str) -> str:
     """Read the whole text of a file."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
-    try:
-        text = b""
-        while part := os.read(file, 1 << 16):
-            text += part
-    finally:
-        os.close(file)
-    return text.decode()
+    with io.FileIO(path, opener=functools.partial(os.open, dir_fd=folder)) as file:
+        return file.readall().decode()
 
 
 def clone_mount(path: str, flags: int) -> int:

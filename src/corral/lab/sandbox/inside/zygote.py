@@ -18,7 +18,7 @@ import select
 import signal
 import site
 import time
-from typing import Any, TypedDict
+from typing import Any
 
 from corral.lab.sandbox.inside import filter, kernel, program, root
 from corral.lab.sandbox.inside.memory import Memory
@@ -30,25 +30,19 @@ _TICK = 0.02
 """Seconds between two measurements of the program's memory."""
 
 
-class _ZygoteConfig(TypedDict):
-    """Configuration from the host; numbers are file descriptors."""
+def main(socket: int, proc: int, view: dict[str, list[Any]] | None, group: list[int]) -> None:
+    """Enter the namespaces, report readiness, and serve until the host closes the socket.
 
-    control: int
-    """Socket for orders."""
-    proc: int
-    """Folder /proc."""
-    view: dict[str, list[Any]] | None
-    """Files that stay visible (corral.lab.sandbox.view); None if bubblewrap has set up the root already."""
-    group: list[int]
-    """Files with members and events of the cgroup to enter; empty without a cgroup."""
-
-
-def main(config: _ZygoteConfig) -> None:
-    """Enter the namespaces, report readiness, and serve until the host closes the socket."""
-    control = _socket.socket(fileno=config["control"])
+    Args:
+        socket: an open socket for orders.
+        proc: an open folder /proc.
+        view: files that stay visible (corral.lab.sandbox.view); None if bubblewrap has set up the root already.
+        group: open files with members and events of the cgroup to enter; empty without a cgroup.
+    """
+    control = _socket.socket(fileno=socket)
     events = None
-    if config["group"]:
-        members, counted = config["group"]
+    if group:
+        members, counted = group
         with contextlib.suppress(OSError):  # the kernel may refuse
             os.write(members, b"0")
             events = counted
@@ -57,10 +51,10 @@ def main(config: _ZygoteConfig) -> None:
     site.setquit()  # exit() and quit()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # first processes have copies of our handlers, and must have none
     try:
-        if config["view"] is not None:
-            root.leave_host(config["view"], config["proc"])
-        root.enter_user_namespace(config["proc"])
-        zygote = _Zygote(control, Memory(config["proc"], events))
+        if view is not None:
+            root.leave_host(view, proc)
+        root.enter_user_namespace(proc)
+        zygote = _Zygote(control, Memory(proc, events))
     except (OSError, ValueError) as error:
         _send(control, {"failed": str(error)})
         os._exit(1)

@@ -1,7 +1,6 @@
 """Code problems: extract the program from a completion, run its tests in the sandbox, return the share that passes."""
 
 import json
-import logging
 import marshal
 import re
 import secrets
@@ -214,29 +213,25 @@ def harness(last_line: str) -> str:
 
 # ----------------------------------------------------------------------------------------------------------- references
 
-_LOG = logging.getLogger("corral.task")
-
 _REFERENCE_OUTPUT = 8 << 20
 """Bytes that a reference's results may have."""
 
-_RETRY_FACTOR = 10.0
-"""Factor on the time limit for a second try of a reference that failed, since the machine may have been busy."""
+_PATIENCE = 10.0
+"""Factor on the time limit for references, since other processes may crowd the machine."""
 
 _references: dict[Agreement, tuple[str, ...]] = {}
 """Results of references, as lines of `value.dumps`."""
 
 
 def _run_references(tests: Sequence[Agreement], pool: SandboxPool, limits: SandboxLimits) -> None:
-    """Run every reference that has not been run yet, with no program of a model beside it. One that fails is run again, alone
-    and with more time, since others may share the machine; ValueError if it fails then too."""
+    """Run every reference that has not been run yet, with no program of a model beside it; ValueError for one that fails."""
     missing = [one for one in dict.fromkeys(tests) if one not in _references]
-    patience = min(_RETRY_FACTOR * limits.timeout, MAX_TIMEOUT)
-    for one, results in zip(missing, pool.map(lambda one: _reference_results(one, pool, limits), missing), strict=True):
+    patient = replace(limits, timeout=min(_PATIENCE * limits.timeout, MAX_TIMEOUT))
+    for one, results in zip(missing, pool.map(lambda one: _reference_results(one, pool, patient), missing), strict=True):
         if results is None:
-            results = _reference_results(one, pool, replace(limits, timeout=patience))
-            if results is None:
-                raise ValueError(f"code: the reference of {one.entry} fails on some of its own inputs within {patience:g} s.")
-            _LOG.warning("code: the reference of %s failed within %g s, and not with more time.", one.entry, limits.timeout)
+            raise ValueError(
+                f"code: the reference of {one.entry} fails on some of its own inputs within {patient.timeout:g} s."
+            )
         _references[one] = results
 
 
