@@ -61,7 +61,6 @@ CASES: list[tuple[Any, dict[str, str], dict[str, Any], int]] = [
     (backward._piece_kernel, HEAD, {}, 16),
     *((backward._weight_kernel, HEAD, {"ADD": add}, 4) for add in (True, False)),
     (backward._dense_kernel, {"ids": "*i32"}, {}, 8),
-    (backward._gradient_kernel, {"ids": "*i32"}, {"SOME": 16}, 8),
     (backward._scale_kernel, {"x": "*bf16"}, {"BLOCK": 8192}, 8),
     (loss._metrics_kernel, {}, {"BLOCK": 2048}, 8),
     (loss._troll_kernel, {}, {"GRADIENT": "exact"}, 1),

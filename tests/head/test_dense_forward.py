@@ -307,7 +307,8 @@ def test_what_is_stored_reaches_far_below_the_reference(kind):
     reference = row_factor.sampled_logits(*how, torch.tensor([0, 70, 200], device=DEVICE))
     width = dispatch.tile_of(hidden).columns
     stored = torch.empty(3, -(-300 // width) * width, device=DEVICE)
-    gemm_stats.gemm_stats(*how, entropy=False, store=stored, reference=reference)
+    source = HeadInput(*how[:3], torch.zeros(3, dtype=torch.long, device=DEVICE), None, how[3])
+    gemm_stats.gemm_stats(source, store=stored, reference=reference)
     expected = (weight[:266, 0].double() - reference[:, None].double()).exp()
     torch.testing.assert_close(stored[:, :266].double(), expected, rtol=2e-5, atol=0)
 
@@ -352,8 +353,8 @@ def test_every_time_the_same():
     assert all(torch.equal(one, other) for one, other in zip(first[:2], second[:2], strict=True))
 
 
-def test_float16_and_a_soft_cap_do_not_reach():
+def test_float16_and_a_soft_cap_cannot_be_stored():
     half, single = (torch.zeros(1, dtype=dtype, device=DEVICE) for dtype in (torch.float16, torch.float32))
-    assert row_factor.reaches(single, LogitSpec())
-    assert not row_factor.reaches(half, LogitSpec())
-    assert not row_factor.reaches(single, LogitSpec(1.2, 6.0, 0.9))
+    assert row_factor.can_store(single, LogitSpec())
+    assert not row_factor.can_store(half, LogitSpec())
+    assert not row_factor.can_store(single, LogitSpec(1.2, 6.0, 0.9))

@@ -5,6 +5,7 @@ import torch
 
 from corral.head.dispatch import tile_of
 from corral.head.logits import LogitSpec
+from corral.head.rows import HeadInput
 from interpreted import DEVICE, small_tiles
 
 from corral.head.triton.gemm_stats import gemm_stats  # isort: skip  # after `interpreted`
@@ -17,6 +18,16 @@ ROWS, VOCABULARY, WIDTH = 37, 83, 24
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     small_tiles(monkeypatch)
+
+
+def source(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    spec: LogitSpec = LogitSpec(),  # noqa: B008 (frozen)
+    entropy: bool = False,
+) -> HeadInput:
+    return HeadInput(hidden, weight, bias, torch.zeros(len(hidden), device=DEVICE).long(), None, spec, entropy=entropy)
 
 
 def problem(bias: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -38,7 +49,7 @@ def test_what_is_stored_relative_to_a_reference(spec, bias):
     tiles = -(-VOCABULARY // width)
     store = torch.full((ROWS, tiles * width), torch.nan, device=DEVICE)
     reference = z[:, 0].float() - 1.5
-    gemm_stats(hidden, weight, shift, spec, entropy=False, store=store, reference=reference)
+    gemm_stats(source(hidden, weight, shift, spec), store=store, reference=reference)
     wanted = torch.nn.functional.pad((z - reference.double()[:, None]).exp(), (0, tiles * width - VOCABULARY))
     torch.testing.assert_close(store.double(), wanted, rtol=1e-4, atol=1e-12)
 
@@ -50,7 +61,7 @@ def test_what_would_be_infinite_is_stored_as_a_large_number(step):
     hidden, weight = with_logits(z)
     width = tile_of(hidden).columns
     store = torch.full((ROWS, -(-VOCABULARY // width) * width), torch.nan, device=DEVICE)
-    gemm_stats(hidden, weight, None, LogitSpec(), entropy=False, store=store, reference=torch.zeros(ROWS, device=DEVICE))
+    gemm_stats(source(hidden, weight), store=store, reference=torch.zeros(ROWS, device=DEVICE))
     kept = store[:, :VOCABULARY]
     assert bool(((kept >= 2.0**96) & (kept <= 2.0**100)).all())
     assert not store[:, VOCABULARY:].any()
@@ -59,10 +70,10 @@ def test_what_would_be_infinite_is_stored_as_a_large_number(step):
 def test_rows_behind_the_counter_are_not_written():
     hidden, weight, _ = problem(False)
     counter = torch.tensor([5], dtype=torch.int32, device=DEVICE)
-    whole = gemm_stats(hidden, weight, None, LogitSpec(), entropy=True)
+    whole = gemm_stats(source(hidden, weight, entropy=True))
     torch.use_deterministic_algorithms(True)  # new memory holds NaN then
     try:
-        some = gemm_stats(hidden, weight, None, LogitSpec(), entropy=True, counter=counter)
+        some = gemm_stats(source(hidden, weight, entropy=True), counter=counter)
     finally:
         torch.use_deterministic_algorithms(False)
     assert bool(some.peak[5:].isnan().all())
@@ -91,7 +102,7 @@ CASES = {
 def test_statistics_are_those_of_float64(case, scale):
     z = CASES[case](torch.Generator().manual_seed(1))
     hidden, weight = with_logits(z)
-    got = gemm_stats(hidden, weight, None, LogitSpec(scale, None, 1.0), entropy=True)
+    got = gemm_stats(source(hidden, weight, spec=LogitSpec(scale, None, 1.0), entropy=True))
     width = tile_of(hidden).columns
     tiles = (scale * torch.nn.functional.pad(z, (0, -VOCABULARY % width), value=-torch.inf).double()).unflatten(-1, (-1, width))
     (peak, second), order = tiles.topk(2, -1).values.unbind(-1), tiles.sort(stable=True, dim=-1, descending=True)[1]
@@ -111,7 +122,7 @@ def test_a_second_largest_far_below_still_counts():
     z = torch.zeros(ROWS, VOCABULARY)
     z[:, ::16] = 200.0
     hidden, weight = with_logits(z)
-    got = gemm_stats(hidden, weight, None, LogitSpec(), entropy=False)
+    got = gemm_stats(source(hidden, weight))
     whole = got.others[:, :-1] if DEVICE == "cpu" else got.others  # the last tile is not whole, and exact
     assert bool((whole >= 1.0).all())
     assert bool(got.others.isfinite().all())

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral import categorical_kl, head_kl
-from corral.head.torch.head_kl import head_kl_both_ways
+from corral.head.logits import LogitSpec
+from corral.head.torch.head_kl import HeadStates, head_kl_both_ways
 from device import DEVICE
 from tolerance import assert_close
 
@@ -49,7 +50,7 @@ def test_golden_two_tokens():
     assert_close(head_kl(new, weight, old, weight), expected)
     assert expected[0] == pytest.approx(0.130812, abs=1e-6)
     # The other way: ½ log(2/3) + ½ log 2 = ½ log(4/3) = 0.143841.
-    there, back = head_kl_both_ways(new, weight, old, weight)
+    there, back = head_kl_both_ways(HeadStates(new, weight), HeadStates(old, weight), LogitSpec())
     assert_close(there, expected)
     assert_close(back, torch.tensor([0.5 * math.log(4 / 3), 0.0], dtype=F64))
 
@@ -57,7 +58,8 @@ def test_golden_two_tokens():
 def test_both_ways_are_the_two_of_one_way():
     new, weight_new, old, weight_old = given = networks(n=71, dtype=torch.float32)
     bias = {"bias_new": weight_new[:, 0].clone(), "bias_old": weight_old[:, 1].clone()}
-    there, back = head_kl_both_ways(*given, **bias, softcap=3.0, temperature=0.7)
+    both = HeadStates(new, weight_new, bias["bias_new"]), HeadStates(old, weight_old, bias["bias_old"])
+    there, back = head_kl_both_ways(*both, LogitSpec(softcap=3.0, temperature=0.7))
     swapped = {"bias_new": bias["bias_old"], "bias_old": bias["bias_new"]}
     assert torch.equal(there, head_kl(*given, **bias, softcap=3.0, temperature=0.7))
     assert torch.equal(back, head_kl(old, weight_old, new, weight_new, **swapped, softcap=3.0, temperature=0.7))

@@ -143,7 +143,7 @@ def test_an_exact_gradient_in_two_parts(case, monkeypatch):
         return problem.loss(corral.make_objective(name), bias=rest[0] if rest else None, exact=True, impl=impl, **case).loss
 
     got = torch.autograd.grad(loss("triton", dtype), leaves)
-    assert seen == [1]
+    assert len(seen) == ("softcap" not in case and dtype != torch.float16)
     wanted = torch.autograd.grad(loss("torch", torch.float32), leaves)
     for actual, expected in zip(got, wanted, strict=True):
         assert (actual.float() - expected.float()).norm() < (2e-5 if dtype == torch.float32 else 6e-3) * expected.float().norm()

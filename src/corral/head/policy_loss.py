@@ -73,9 +73,9 @@ def policy_loss_from_hidden(
     Loss and gradient are computed together, and every token passes the objective once. With a GPU's kernels a token's gradient
     is sparse, one GEMM in all, where what that leaves out is less than 10⁻³ of its own Σ |dz| or of the mean token's; tokens
     that `dist_old` shows to be dense, and with `exact` all, take three GEMMs. Dense tokens that it does not show take four, and
-    so do objectives without a kernel, objectives of sequences, functions of your own, and a soft cap on the torch path: there
-    this is `lm_head`, the objective and autograd. Masked tokens never enter the head. On a GPU a loss that is not finite is
-    refused in the backward pass, which waits for the device anyway.
+    so do dense tokens in float16 or under a soft cap. Objectives without a kernel, objectives of sequences, functions of your
+    own, and a soft cap on the torch path take four too: there this is `lm_head`, the objective and autograd. Masked tokens
+    never enter the head. On a GPU a loss that is not finite is refused in the backward pass, which waits for the device anyway.
 
     Args:
         hidden: last hidden states of the positions that predict `tokens` [B T H].

@@ -28,7 +28,7 @@ from trl import GRPOTrainer
 from corral.deployed import BatchKL, Certificate, RateController, TokenKL, restore, retract, snapshot
 from corral.deployed.retract import FEW
 from corral.deployed.state import preserve_state
-from corral.head.torch.head_kl import head_kl_both_ways
+from corral.head.torch.head_kl import HeadStates, head_kl_both_ways
 from corral.numerics import drop_gradients, gradient_state
 from corral.trl.api import FUSED, steps_per_batch, updates_per_step
 from corral.trl.callbacks import on_any_process
@@ -534,10 +534,8 @@ class DeployedProbe:
         for some in rollouts:
             assert some.old is not None
             (new_hidden, new_logp, head), (old_hidden, old_logp) = self._score(some), some.old
-            kl = head_kl_both_ways(
-                new_hidden, head.weight, old_hidden, old_head.weight,
-                bias_new=head.bias, bias_old=old_head.bias, **vars(head.spec),
-            )  # fmt: skip
+            new, old = HeadStates(new_hidden, head.weight, head.bias), HeadStates(old_hidden, old_head.weight, old_head.bias)
+            kl = head_kl_both_ways(new, old, head.spec)
             sequence = some.live.nonzero()[:, 0] + sequences
             sequences += len(some.live)
             parts.append(torch.stack([x.double() for x in (*kl, sequence, new_logp - old_logp)], -1))

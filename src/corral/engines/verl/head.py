@@ -17,7 +17,7 @@ from corral.head import HeadOutput, lm_head
 from corral.head.dispatch import choose
 from corral.head.logits import LogitSpec
 from corral.head.policy_loss import TOLERANCE
-from corral.head.torch.head_kl import head_kl_both_ways
+from corral.head.torch.head_kl import HeadStates, head_kl_both_ways
 from corral.tensors import PackedSparseDist, SparseDist
 
 _LOGP, _ENTROPY, _REST, _REST_MAX, _SUPPORT = range(5)
@@ -32,18 +32,17 @@ class HeadWitness:
     """Compares a network with itself: the first pass's hidden states and head are kept, later ones measured against them."""
 
     def __init__(self) -> None:
-        self._old: tuple[Tensor, Tensor, Tensor | None] | None = None
+        self._old: HeadStates | None = None
         self.kl: Tensor | None = None
         """KL(new‖old) and KL(old‖new) at every position of the last pass, [N 2]."""
 
     def see(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LogitSpec) -> None:
         """Keep the first pass's hidden states [N H] and head, or measure a later pass against them."""
         if self._old is None:
-            self._old = (hidden.detach().clone(), weight.detach().clone(), None if bias is None else bias.detach().clone())
+            copied_bias = None if bias is None else bias.detach().clone()
+            self._old = HeadStates(hidden.detach().clone(), weight.detach().clone(), copied_bias)
             return
-        old, weight_old, bias_old = self._old
-        both = head_kl_both_ways(hidden, weight, old, weight_old, bias_new=bias, bias_old=bias_old, **vars(spec))
-        self.kl = torch.stack(both, -1)
+        self.kl = torch.stack(head_kl_both_ways(HeadStates(hidden, weight, bias), self._old, spec), -1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,6 @@ from corral.head.torch.stream import COLUMNS, HELD, MOST_ROWS, ROWS, make_logits
 from corral.numerics import require_tensors, without_autocast
 
 
-@without_autocast
 @torch.no_grad()
 def head_kl(
     hidden_new: Float[Tensor, "*b H"],
@@ -45,42 +44,27 @@ def head_kl(
         Schulman 2020, "Approximating KL divergence" (the term is its k3). Invariant: equal to categorical_kl of both
         log-softmaxes.
     """
-    new, old = _Network("new", hidden_new, weight_new, bias_new), _Network("old", hidden_old, weight_old, bias_old)
+    new, old = HeadStates(hidden_new, weight_new, bias_new), HeadStates(hidden_old, weight_old, bias_old)
     return _measure(new, old, LogitSpec(scale, softcap, temperature), both=False)[0]
 
 
-@without_autocast
-@torch.no_grad()
-def head_kl_both_ways(
-    hidden_new: Float[Tensor, "*b H"],
-    weight_new: Float[Tensor, "V H"],
-    hidden_old: Float[Tensor, "*b G"],
-    weight_old: Float[Tensor, "V G"],
-    *,
-    bias_new: Float[Tensor, " V"] | None = None,
-    bias_old: Float[Tensor, " V"] | None = None,
-    scale: float = 1.0,
-    softcap: float | None = None,
-    temperature: float = 1.0,
-) -> tuple[Float[Tensor, "*b"], Float[Tensor, "*b"]]:
-    """KL(new‖old) and KL(old‖new) from the two GEMMs of `head_kl`, with equal results."""
-    new, old = _Network("new", hidden_new, weight_new, bias_new), _Network("old", hidden_old, weight_old, bias_old)
-    there, back = _measure(new, old, LogitSpec(scale, softcap, temperature), both=True)
-    return there, back
+class HeadStates(NamedTuple):
+    """Last hidden states of a network [*, H], and its head."""
 
-
-class _Network(NamedTuple):
-    """One of the two networks to compare: its last hidden states [*, H] and its head."""
-
-    name: str
     hidden: Tensor
     weight: Tensor
-    bias: Tensor | None
+    bias: Tensor | None = None
 
 
-def _measure(new: _Network, old: _Network, spec: LogitSpec, *, both: bool) -> list[Tensor]:
+@torch.no_grad()
+def head_kl_both_ways(new: HeadStates, old: HeadStates, spec: LogitSpec) -> list[Tensor]:
+    """KL(new‖old) and KL(old‖new) from the two GEMMs of `head_kl`, with equal results."""
+    return _measure(new, old, spec, both=True)
+
+
+def _measure(new: HeadStates, old: HeadStates, spec: LogitSpec, *, both: bool) -> list[Tensor]:
     """Compute [KL(new‖old)], or with `both` [KL(new‖old), KL(old‖new)]."""
-    for name, hidden, weight, bias in (new, old):
+    for name, (hidden, weight, bias) in (("new", new), ("old", old)):
         require_tensors("head_kl", **{f"hidden_{name}": hidden, f"weight_{name}": weight})
         if weight.ndim != 2 or hidden.shape[-1:] != weight.shape[-1:]:
             raise ValueError(
@@ -97,9 +81,9 @@ def _measure(new: _Network, old: _Network, spec: LogitSpec, *, both: bool) -> li
     dtype = working_dtype(new.hidden, new.weight, old.hidden, old.weight)
     at_once = HELD.get(device.type, HELD["cpu"]) // 2 // max(vocabulary, 1) // ROWS * ROWS
     found = [torch.empty(shape.numel(), dtype=dtype, device=device) for _ in range(1 + both)]
-    scratch = {"new": Scratch(device), "old": Scratch(device)}
+    scratch = Scratch(device), Scratch(device)  # both networks' logits are read together
     for part in slices(shape.numel(), max(ROWS, min(at_once, MOST_ROWS))):
-        p, q = (_log_softmax(side, part, spec, dtype, scratch[side.name]) for side in (new, old))
+        p, q = (_log_softmax(*side, part, spec, dtype, memory) for side, memory in zip((new, old), scratch, strict=True))
         for kl, (one, other) in zip(found, ((p, q), (q, p)), strict=False):
             total = torch.zeros(len(p), dtype=dtype, device=device)
             for block in slices(vocabulary, COLUMNS):
@@ -108,9 +92,11 @@ def _measure(new: _Network, old: _Network, spec: LogitSpec, *, both: bool) -> li
     return [kl.reshape(shape) for kl in found]
 
 
-def _log_softmax(side: _Network, part: slice, spec: LogitSpec, dtype: torch.dtype, scratch: Scratch) -> Tensor:
+@without_autocast
+def _log_softmax(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, part: slice, spec: LogitSpec, dtype: torch.dtype, scratch: Scratch
+) -> Tensor:
     """Log-probs of some rows [n, V], with n padded to a multiple of `ROWS`. The next call overwrites the memory."""
-    _, hidden, weight, bias = side
     hidden = hidden.reshape(-1, hidden.shape[-1])[part]
     h = pad(operand(hidden, dtype), (0, 0, 0, -len(hidden) % ROWS))
     z = make_logits(h, weight, None if bias is None else bias.to(dtype), spec, dtype, scratch)

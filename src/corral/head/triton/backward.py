@@ -320,33 +320,32 @@ LIKELY = 4
 
 @dataclass(frozen=True, eq=False)
 class FactoredGradient:
-    """Gradient of h Wᵀ [n, V] of some rows, as `stored` times one factor per row [n], or `stored` alone."""
+    """Gradient of h Wᵀ [n, V] of some rows, as diag(factor) · stored: what the GEMM stored becomes the gradient as it is.
+
+    The gradient of a logit off the support is c e^(z − lse − rest), and e^(z − reference) is stored already, so one factor
+    s = c e^(reference − lse − rest) per row is all that is missing. It is multiplied onto dH, or onto the hidden states for dW,
+    which saves a pass that would read and write all of [n, V]. Only explicit entries are written, divided by s.
+    """
 
     stored: Tensor
-    factor: Tensor | None = None
-    likely: Tensor | None = None
-    lost: Tensor | None = None
+    factor: Tensor
+    """s [n]; 0 for rows without a gradient."""
+    likely: Tensor
+    lost: Tensor
     """Tokens of the first few explicit entries [n, LIKELY], −1 for padding, and their rounding errors."""
 
     def times_weight(self, weight: Tensor, out: Tensor) -> None:
-        """Compute dH [n, H] into `out`."""
-        if self.factor is None:
-            multiply(self.stored, weight, out)
-            return
+        """Compute dH [n, H] into `out`, with the rounding errors of the largest entries put right."""
         sums = torch.empty_like(out, dtype=torch.float32)  # rounded once, when it is multiplied
         multiply(self.stored, weight, sums)
         scale_rows(sums, self.factor, out, self.likely, self.lost, weight)
 
     def times_hidden(self, hidden: Tensor, out: Tensor, *, add: bool) -> None:
         """Compute dW [V, H] into `out`, or add it to `out`."""
-        if self.factor is not None:
-            hidden = scale_rows(hidden, self.factor, torch.empty_like(hidden))
-        multiply(self.stored.T, hidden, out, add=add)
+        multiply(self.stored.T, scale_rows(hidden, self.factor, torch.empty_like(hidden)), out, add=add)
 
     def sums(self) -> Tensor:
         """Compute db [V] in float32."""
-        if self.factor is None:
-            return self.stored.sum(0, dtype=torch.float32)
         # The factor as a sum of two numbers in half precision, so that only E is rounded; matrix units want 8 columns.
         parts = self.stored.new_zeros(len(self.factor), 8)
         parts[:, 0] = self.factor
@@ -356,7 +355,7 @@ class FactoredGradient:
         return out.sum(-1)
 
 
-def reaches(hidden: Tensor, spec: LogitSpec) -> bool:
+def can_store(hidden: Tensor, spec: LogitSpec) -> bool:
     """True if E = e^(z − reference) is in range for this dtype, and dz / d(h·w) is the same for every token."""
     return hidden.dtype != torch.float16 and spec.softcap is None
 
@@ -500,8 +499,9 @@ def dense_forward(
 ) -> DenseRows:
     """Compute rows, losses, and the needed gradients into `out`; `overflows` as in `stream_head`.
 
-    One GEMM makes the logits and stores their exponentials; the gradient is made from these in place, for two more GEMMs. The
-    GEMMs of a part are queued after the next part's kernels, so that the host is ahead of the device.
+    One GEMM makes the logits and stores their exponentials, relative to the sampled token's logit; the gradient is made from
+    these in place, for two more GEMMs. The GEMMs of a part are queued after the next part's kernels, so that the host is ahead
+    of the device.
     """
     hidden, weight, bias, spec = source.hidden, source.weight, source.bias, source.spec
     d_hidden, d_weight, d_bias = out
@@ -510,7 +510,7 @@ def dense_forward(
     tiles = triton.cdiv(len(weight), tile.columns)
     most = max(tile.rows, BYTES_AT_ONCE // (tiles * tile.columns * hidden.element_size()))
     memory = hidden.new_empty(triton.cdiv(len(hidden), triton.cdiv(len(hidden), most)), tiles * tile.columns)
-    reference = sampled_logits(hidden, weight, bias, spec, source.tokens) if reaches(hidden, spec) else None
+    reference = sampled_logits(hidden, weight, bias, spec, source.tokens)
     left_out = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
     sizes = torch.empty(len(hidden), device=hidden.device)
     found: list[HeadRows] = []
@@ -528,23 +528,11 @@ def dense_forward(
     for part in slices(len(hidden), len(memory)):
         if pending is not None:
             multiply_out(*pending)  # of the part before, whose memory this one overwrites
-        some, level = source[part], None if reference is None else reference[part]
-        stored = memory[: part.stop - part.start]
-        stats = gemm_stats(some.hidden, weight, bias, spec, entropy=source.entropy, store=stored, reference=level)
-        second = stats.second.clone() if level is None else stats.second  # recomputed tiles change it
-        rows = support_rows(some, stats, overflows)
+        some, stored = source[part], memory[: part.stop - part.start]
+        rows = support_rows(some, gemm_stats(some, store=stored, reference=reference[part]), overflows)
         loss = loss_of(rows, terms[:, part])
         gradient = row_gradient(rows, some.tokens, loss, spec, terms.weights[0, part])
-        dz = FactoredGradient(stored[:, : len(weight)])
-        if level is not None:
-            dz = put_singles(dz.stored, level, rows, gradient, spec, left_out[part])
-        else:
-            at_once = min(16, triton.next_power_of_2(tiles))
-            _gradient_kernel[(len(stored), triton.cdiv(tiles, at_once))](
-                stored, stats.peak, stats.place, second, rows.lse, rows.rest, gradient.factor, gradient.ids, gradient.value,
-                tiles, gradient.ids.shape[1], spec.slope, spec.curve, SOME=at_once, COLUMNS=tile.columns,
-                SLOTS=lanes(gradient.ids.shape[1]), num_warps=8,
-            )  # fmt: skip
+        dz = put_singles(stored[:, : len(weight)], reference[part], rows, gradient, spec, left_out[part])
         found.append(rows)
         losses.append(loss)
         sizes[part] = gradient.size
@@ -573,46 +561,6 @@ def _scale_kernel(x, factor, total, BLOCK: tl.constexpr):
             at = (tl.program_id(0).to(tl.int64) * 8 + step) * BLOCK + tl.arange(0, BLOCK)
             value = tl.load(x + at, mask=at < total, other=0.0).to(tl.float32) * times
             tl.store(x + at, value.to(x.dtype.element_ty), mask=at < total)
-
-
-@triton.jit
-def _gradient_kernel(
-    stored, peak, place, second, lse, rest, factor, ids, value, tiles, slots, slope, curve, SOME: tl.constexpr,
-    COLUMNS: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
-    """Gradient of SOME tiles of one row: the factor times p / p_rest, then the tiles' largest logits, then explicit entries."""
-    row = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1) * SOME + tl.arange(0, SOME)
-    valid = tile < tiles
-    local = tl.arange(0, COLUMNS)
-    log_rest = tl.load(rest + row)
-    log_rest = tl.where(log_rest == -float("inf"), 0.0, log_rest)
-    shift = tl.load(lse + row) + log_rest
-    times = tl.load(factor + row) * slope
-    below = tl.load(second + row * tiles + tile, mask=valid, other=-float("inf"))
-    top = tl.load(peak + row * tiles + tile, mask=valid, other=-float("inf"))
-    here = stored + row * tiles * COLUMNS + tile[:, None] * COLUMNS + local[None, :]
-    e = tl.load(here, mask=valid[:, None], other=0.0).to(tl.float32)
-    # Above a rest too small for float32 only members are that large, which are replaced; in two steps, since 0 · inf is NaN.
-    high = below - shift
-    g = e * tl.exp(tl.minimum(high, 80.0))[:, None] * (tl.exp(tl.minimum(tl.maximum(high - 80.0, 0.0), 80.0)) * times)[:, None]
-    of_top = tl.exp(top - shift) * times
-    if curve is not None:
-        u = tl.where(e > 0.0, (tl.log(e) + below[:, None]) * curve, 0.0)
-        g = g * (1.0 - u * u)
-        v = tl.where(top > -float("inf"), top * curve, 0.0)
-        of_top = of_top * (1.0 - v * v)
-    kind = stored.dtype.element_ty
-    tl.store(here, g.to(kind), mask=valid[:, None])
-    tl.debug_barrier()
-    at = tl.load(place + row * tiles + tile, mask=valid, other=0).to(tl.int32)
-    tl.store(stored + row * tiles * COLUMNS + tile * COLUMNS + at, of_top.to(kind), mask=valid)
-    tl.debug_barrier()
-    slot = tl.arange(0, SLOTS)
-    id = tl.load(ids + row * slots + slot, mask=slot < slots, other=-1)
-    single = tl.load(value + row * slots + slot, mask=slot < slots, other=0.0)
-    begin = tl.program_id(1) * SOME * COLUMNS
-    tl.store(stored + row * tiles * COLUMNS + id, single.to(kind), mask=(id >= begin) & (id < begin + SOME * COLUMNS))
 
 
 BLOCK = 4096

@@ -12,25 +12,22 @@ from torch import Tensor
 from corral.head.dispatch import own_top_k
 from corral.head.packed import FusedLoss, LossTerms, Packing, token_advantages
 from corral.head.rows import AsyncCopy, Gradients, HeadInput, HeadRows, blank_gradients
-from corral.head.triton.backward import PADDED, DenseRows, dense_forward, dense_rows, head_gradients, row_gradient, scale
+from corral.head.triton.backward import (
+    PADDED,
+    DenseRows,
+    can_store,
+    dense_forward,
+    dense_rows,
+    head_gradients,
+    row_gradient,
+    scale,
+)
 from corral.head.triton.gathered import extend_rows
 from corral.head.triton.gemm_stats import gemm_stats, lanes
-from corral.head.triton.loss import (
-    ACTED,
-    KL_AFTER,
-    LOSS,
-    REGRESSION,
-    TOLERATED,
-    LossRows,
-    kernel_rule,
-    row_losses,
-    summarize,
-)
+from corral.head.triton.loss import TOLERATED, LossRows, kernel_rule, row_losses, summarize
 from corral.head.triton.support import fits_at_once, stream_head
 from corral.objective import Objective
-from corral.objective.config import ProjectionRule
 from corral.support import LogpTolerance
-from corral.tensors import ObjectiveOutput
 
 FEWEST, SMALLEST_SHARE = 128, 0.03
 """Number and share of rows below which a separate GEMM does not pay, for dense rows and for streamed rows."""
@@ -201,14 +198,13 @@ def fused_loss(
     own = own_top_k(source.hidden, len(source.weight)) if batch.dist_old is None and tolerance > 0 and trained else None
     checked = isinstance(objective, Objective) and objective.check and not terms.on_policy
     limits = LogpTolerance.of(batch.logp_old, batch.dist_old) if checked else LogpTolerance()
-    order, counts = plan_rows(
-        terms, source.tokens, source.weight, own=own, dense=trained and own is None, tolerance=tolerance, limits=limits
-    )
+    dense = trained and own is None and can_store(source.hidden, spec)
+    order, counts = plan_rows(terms, source.tokens, source.weight, own=own, dense=dense, tolerance=tolerance, limits=limits)
     planned = AsyncCopy(counts)
     hidden, stats = source.hidden.flatten(0, 1)[order], None
-    bias = None if source.bias is None else source.bias.contiguous()
+    source = replace(source, bias=None if source.bias is None else source.bias.contiguous())
     if fits_at_once(len(hidden)):  # the GEMM is queued before the host knows the number of rows: the device need not wait
-        stats = gemm_stats(hidden, source.weight, bias, spec, entropy=source.entropy, counter=counts)
+        stats = gemm_stats(replace(source, hidden=hidden), counter=counts)
     streamed, count, invalid = planned.wait()
     if invalid or not count:
         return None
@@ -220,7 +216,7 @@ def fused_loss(
     ids, joins = (None if x is None else packing.pack(x).contiguous() for x in (source.ids, source.joins))
     # A dense gradient needs no support of its own.
     top_k = source.top_k if terms.union is not None else own if streamed else None
-    packed = replace(source, hidden=hidden, bias=bias, tokens=tokens, ids=ids, joins=joins, top_k=top_k)
+    packed = replace(source, hidden=hidden, tokens=tokens, ids=ids, joins=joins, top_k=top_k)
     terms_packed = terms.pack(packing).map(lambda x: x.detach().contiguous())
 
     def loss_of(rows: HeadRows, some: LossTerms) -> LossRows:
@@ -275,10 +271,7 @@ def fused_loss(
     if finish is None:
         check_finite()
     metrics |= {"head/dense_share": shares[0], "head/dropped_max": shares[1]}
-    output = ObjectiveOutput(loss.field(LOSS)[None], metrics, loss.field(ACTED)[None] > 0)
-    if isinstance(rule, ProjectionRule):
-        output = replace(output, kl_after=loss.field(KL_AFTER)[None], regression=loss.field(REGRESSION)[None])
-    return FusedLoss(packing, total, rows, output, finish_scaled if trained else None)
+    return FusedLoss(packing, total, rows, loss.output(rule, metrics), finish_scaled if trained else None)
 
 
 def _rows_of(out: Gradients, part: slice) -> Gradients:

@@ -10,6 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from corral.head.dispatch import tile_of
 from corral.head.logits import LogitSpec
+from corral.head.rows import HeadInput
 from corral.tensors import Tensors
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -98,39 +99,33 @@ class TileStatistics(Tensors):
 
 
 def gemm_stats(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    spec: LogitSpec,
-    *,
-    entropy: bool,
-    store: Tensor | None = None,
-    reference: Tensor | None = None,
-    counter: Tensor | None = None,
+    source: HeadInput, *, store: Tensor | None = None, reference: Tensor | None = None, counter: Tensor | None = None
 ) -> TileStatistics:
-    """Compute statistics of every logit of hidden [N, H] times weight [V, H], in one GEMM.
+    """Compute statistics of every logit of the hidden states [N, H] times the weight [V, H], in one GEMM.
 
-    `store` [N, tiles · C] gets e^(z − second) of every logit, and 0 for its tile's largest: a dense gradient is made from it,
-    as exact in half precision as the gradient itself will be. With a `reference` [N] it gets e^(z − reference) of every logit,
-    at most 2¹⁰⁰. With a `counter` [1] on the device, only that number of rows counts: the host need not know their number.
+    `store` [N, tiles · C] gets e^(z − reference) of every logit, at most 2¹⁰⁰, for a `reference` [N]: a dense gradient is made
+    from it, as exact in half precision as the gradient itself will be. With a `counter` [1] on the device, only that number of
+    rows counts: the host need not know their number.
     """
-    tile = tile_of(hidden)
+    hidden, weight, bias, spec, tile = source.hidden, source.weight, source.bias, source.spec, tile_of(source.hidden)
     count, vocabulary = len(hidden), len(weight)
     tiles = triton.cdiv(vocabulary, tile.columns)
     peak, second, others = (hidden.new_empty(count, tiles, dtype=torch.float32) for _ in range(3))
     place = hidden.new_empty(count, tiles, dtype=torch.uint8)
-    weighted = torch.empty_like(others) if entropy else others[:0]
+    weighted = torch.empty_like(others) if source.entropy else others[:0]
     programs = processors(hidden)
     # A positive factor changes no order: it goes into the exponent and the results.
-    plain = bias is None and spec.softcap is None and spec.scale > 0 and (store is None) == (reference is None)
-    group = 16 if hidden.shape[1] >= 2048 else 32  # row blocks that share a tile's weights: best on an H200
-    stages = tile.stages if store is None else min(tile.stages, 3)  # what is stored takes the memory of a step
+    plain = bias is None and spec.softcap is None and spec.scale > 0
+    # Row blocks that share a tile's weights: a group re-reads its hidden states from L2 for every tile of weights, and the
+    # weights once. With little depth a tile is done sooner, and more rows have to share its weights. Best on an H200.
+    group = 16 if hidden.shape[1] >= 2048 else 32
+    stages = tile.stages if store is None else min(tile.stages, 3)  # what is stored takes the shared memory of a stage
     _stats_kernel[(programs,)](
         TensorDescriptor.from_tensor(hidden, [tile.rows, tile.depth]),
         TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]),
         None if store is None else TensorDescriptor.from_tensor(store, [tile.rows, tile.columns]),
         bias, reference, peak, place, second, others, weighted, counter, count, vocabulary, hidden.shape[1], tiles,
-        *spec_arguments(spec), PLAIN=plain, ENTROPY=entropy, COMPILED=hidden.is_cuda and torch.version.hip is None,
+        *spec_arguments(spec), PLAIN=plain, ENTROPY=source.entropy, COMPILED=hidden.is_cuda and torch.version.hip is None,
         PROGRAMS=programs, ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, GROUP=group, num_warps=tile.warps,
         num_stages=stages,
     )  # fmt: skip
@@ -164,19 +159,6 @@ def finish_logits(dots, columns, bias, vocabulary, before, cap, after):
         e = tl.exp(-2.0 * tl.abs(z) / cap)
         z = cap * after * tl.where(z < 0.0, e - 1.0, 1.0 - e) / (1.0 + e)
     return tl.where((columns < vocabulary)[None, :], z, -float("inf"))
-
-
-@triton.jit
-def rank_bits(z):
-    """Map a logit to an integer of equal order."""
-    bits = (z + 0.0).to(tl.int32, bitcast=True)  # + 0 turns −0 into 0, its equal
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-@triton.jit
-def rank_key(z, ids):
-    """Map (logit, id) to an integer that orders by logit, then lower id first."""
-    return (rank_bits(z).to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
 
 
 @triton.jit
@@ -243,14 +225,12 @@ def _put(
     """Write a tile's statistics, and its exponentials if they are stored."""
     rows = row_block * ROWS + tl.arange(0, ROWS)
     valid = rows < count
-    if store is not None:
-        kept = e
-        if reference is not None:  # e^(z − reference), from e relative to `base` and from the largest, which e leaves out
-            level = tl.load(reference + rows, mask=valid, other=0.0)
-            of_top = tl.exp2(tl.minimum((top - level) * LOG2_E, 100.0))
-            # In two steps: alone either would be too small for float32 where both together are not.
-            half = tl.exp2(0.5 * tl.minimum(base - level * LOG2_E, most))
-            kept = e * half[:, None] * half[:, None] + is_top * of_top[:, None]
+    if store is not None:  # e^(z − reference), from e relative to `base` and from the largest, which e leaves out
+        level = tl.load(reference + rows, mask=valid, other=0.0)
+        of_top = tl.exp2(tl.minimum((top - level) * LOG2_E, 100.0))
+        # In two steps: alone either would be too small for float32 where both together are not.
+        half = tl.exp2(0.5 * tl.minimum(base - level * LOG2_E, most))
+        kept = e * half[:, None] * half[:, None] + is_top * of_top[:, None]
         store.store([row_block * ROWS, column_block * COLUMNS], kept.to(store.dtype))
     here = rows.to(tl.int64) * tiles + column_block
     tl.store(peak + here, top, mask=valid)

@@ -17,7 +17,7 @@ from corral.objective import Objective
 from corral.objective.config import ProjectionRule, TokenRule
 from corral.projection import categorical_kl as reference
 from corral.support import ANCHOR_TOLERANCE, LogpTolerance
-from corral.tensors import TokenBatch
+from corral.tensors import ObjectiveOutput, TokenBatch
 
 RULED_OUT, LOG_RATIO_MAX, CERTAIN, TOLERATED = (
     tl.constexpr(x) for x in (reference.RULED_OUT, numerics.LOG_RATIO_MAX, numerics.CERTAIN, ANCHOR_TOLERANCE)
@@ -186,6 +186,13 @@ class LossRows(Upstream):
     def field(self, which: tl.constexpr) -> Tensor:
         """Return one of the fields [N]."""
         return self.fields[which.value]
+
+    def output(self, rule: TokenRule | ProjectionRule, metrics: dict[str, Tensor]) -> ObjectiveOutput:
+        """Output of the objective [1 N]."""
+        out = ObjectiveOutput(self.field(LOSS)[None], metrics, self.field(ACTED)[None] > 0)
+        if isinstance(rule, TokenRule):
+            return out
+        return replace(out, kl_after=self.field(KL_AFTER)[None], regression=self.field(REGRESSION)[None])
 
     @classmethod
     def cat(cls, parts: Sequence["LossRows"], dim: int = 0) -> "LossRows":

@@ -12,16 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from corral.head.dispatch import tile_of
 from corral.head.rows import AsyncCopy, HeadInput, HeadRows
 from corral.head.torch.stream import Shard, head_forward
-from corral.head.triton.gemm_stats import (
-    TileStatistics,
-    finish_logits,
-    gemm_stats,
-    lanes,
-    processors,
-    rank_bits,
-    rank_key,
-    spec_arguments,
-)
+from corral.head.triton.gemm_stats import TileStatistics, finish_logits, gemm_stats, lanes, processors, spec_arguments
 from corral.support import refuse_ids, refuse_repeats
 
 WARPS = 4
@@ -110,7 +101,7 @@ def stream_head(
     top_k, given = whole.top_k, whole.ids
     if top_k is not None and given is None:
         return _own_rows(whole, ROOM, stats, queued)
-    parts = [support_rows(part, stats or _statistics(part), overflows) for part in _parts(whole)]
+    parts = [support_rows(part, stats or gemm_stats(part), overflows) for part in _parts(whole)]
     queued()
     return HeadRows.cat(parts) if parts else _blank_rows(whole, 1 if given is None else given.shape[1] + (top_k or 0))
 
@@ -123,10 +114,6 @@ def _parts(whole: HeadInput) -> Iterator[HeadInput]:
         return
     size = triton.cdiv(total, triton.cdiv(total, ROWS_AT_ONCE))
     yield from (whole[a : a + size] for a in range(0, total, size))
-
-
-def _statistics(part: HeadInput) -> TileStatistics:
-    return gemm_stats(part.hidden, part.weight, part.bias, part.spec, entropy=part.entropy)
 
 
 def support_rows(part: HeadInput, stats: TileStatistics, overflows: list[AsyncCopy] | None = None) -> HeadRows:
@@ -179,7 +166,7 @@ def _own_rows(
     assert top_k is not None
     best, found = lanes(top_k), []
     for part in _parts(whole):
-        stats = early or _statistics(part)
+        stats = early or gemm_stats(part)
         marks = (part.tokens[:, None] if part.ids is None else part.ids[:, :1]).int()
         out, plan = _blank_rows(part, top_k + 1), _blank_plan(stats, room * best, own=True)
         count, tiles = stats.peak.shape
@@ -283,6 +270,19 @@ def _repeat_kernel(ids, found, slots, SLOTS: tl.constexpr, SOME: tl.constexpr):
         same = (id[:, None] == other[None, :]) & (slot[:, None] > before[None, :]) & (id >= 0)[:, None]
         # Several programs may write, but all write 1.
         tl.store(found, 1, mask=tl.max(tl.max(same.to(tl.int32), 1), 0) > 0)
+
+
+@triton.jit
+def rank_bits(z):
+    """Map a logit to an integer of equal order."""
+    bits = (z + 0.0).to(tl.int32, bitcast=True)  # + 0 turns −0 into 0, its equal
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def rank_key(z, ids):
+    """Map (logit, id) to an integer that orders by logit, then lower id first."""
+    return (rank_bits(z).to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
 
 
 @triton.jit
