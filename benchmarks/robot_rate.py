@@ -26,7 +26,8 @@ from corral.cores import cores
 from corral.lab.environments import ENVIRONMENTS, make_envs
 from corral.lab.environments.vector import Simulator, Threads
 from corral.lab.jobs.robot.prepare import prepare
-from corral.lab.jobs.robot.settings import read_recipe, resolve
+from corral.lab.jobs.robot.settings import resolve
+from corral.lab.run.settings import read_recipe
 from corral.robot.episode import Plant
 
 RECIPES = (

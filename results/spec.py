@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from corral.lab.jobs.llm.settings import read_recipe
+from corral.lab.run.settings import read_recipe
 
 START = "demo"
 STARTS: dict[str, dict[str, Any]] = {

@@ -42,11 +42,12 @@ from transformers.utils import logging as transformers_logging
 from corral.lab.jobs.llm.evaluate import EvalSettings, prepare_evaluation
 from corral.lab.jobs.llm.problems import Sampling, generate
 from corral.lab.jobs.llm.rewards import verifier
-from corral.lab.jobs.llm.settings import read_recipe, resolve
+from corral.lab.jobs.llm.settings import resolve
 from corral.lab.jobs.llm.train import train
 from corral.lab.models.load import load_model
 from corral.lab.run.files import append_line
 from corral.lab.run.folder import RunFolder
+from corral.lab.run.settings import read_recipe
 from results.packed import Row
 from results.plans import PLANS
 from results.runs import DEPLOYED, EVIDENCE, finished

@@ -30,8 +30,8 @@ import pandas as pd
 import torch
 
 from corral.lab.jobs.robot.prepare import check_used, learner_config, prepare
-from corral.lab.jobs.robot.settings import TABLES, Settings, check_flags, read_recipe, resolve
-from corral.lab.run.settings import nested
+from corral.lab.jobs.robot.settings import TABLES, Settings, check_flags, resolve
+from corral.lab.run.settings import nested, read_recipe
 from results.robots.plans import PLANS, Job
 from results.robots.runs import measured_lines
 

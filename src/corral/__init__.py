@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_moved.install()
+_moved.install(__path__)
 
 __all__ = [
     "CategoricalProjection", "Certificate", "EntropyProjection", "GaussianDistance", "GaussianProjection", "HeadOutput",

@@ -4,10 +4,9 @@ This table is the one place in the library that names the lab, and nothing in it
 """
 
 import sys
-from collections.abc import Iterable
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 MOVED = {
@@ -52,6 +51,13 @@ MOVED = {
 """Old path → new path below `corral`; the modules inside a moved package move with it."""
 
 
+ENTRY = f"{__file__}:moved"
+"""Entry in the `__path__` of packages that had modules which have moved: the import system asks `MovedFinder` for it."""
+
+HOLDERS = ("corral.llm", "corral.robot", "corral.task")
+"""Packages that have not moved, but some of their modules have."""
+
+
 def new_path(name: str) -> str | None:
     """Return the present path of an old module path; None for a name without an entry."""
     old = name.removeprefix("corral.")
@@ -61,15 +67,18 @@ def new_path(name: str) -> str | None:
     return None
 
 
-class MovedFinder(MetaPathFinder, Loader):
-    """Import hook that makes an old path another name of the module at its new path."""
+class MovedFinder(Loader):
+    """Finder for `ENTRY` that makes an old path another name of the module at its new path."""
 
-    def find_spec(
-        self, fullname: str, path: Iterable[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Find a spec for an old path; None for any other, including the real modules `corral.llm` and `corral.task`."""
-        moved = fullname.startswith("corral.") and fullname not in ("corral.llm", "corral.task") and new_path(fullname)
-        return ModuleSpec(fullname, self) if moved else None
+    def find_spec(self, fullname: str, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Find a spec for an old path, or for a package that holds old paths; None for any other."""
+        if fullname in HOLDERS:
+            spec = PathFinder.find_spec(fullname, [entry for entry in sys.modules["corral"].__path__ if entry != ENTRY])
+            assert spec is not None
+            assert spec.submodule_search_locations is not None  # since they are packages
+            spec.submodule_search_locations.insert(0, ENTRY)
+            return spec
+        return ModuleSpec(fullname, self) if new_path(fullname) else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Import the module at the new path; a missing one is a ModuleNotFoundError with that path."""
@@ -77,6 +86,8 @@ class MovedFinder(MetaPathFinder, Loader):
         assert path is not None
         module = import_module(path)
         self._own = module.__spec__
+        if ENTRY not in (inside := vars(module).get("__path__", [ENTRY])):
+            inside.insert(0, ENTRY)  # else its modules would be imported twice, under both names
         return module
 
     def exec_module(self, module: ModuleType) -> None:
@@ -84,7 +95,18 @@ class MovedFinder(MetaPathFinder, Loader):
         module.__spec__ = self._own
 
 
-def install() -> None:
-    """Install the hook once, before all others: an updated checkout may have empty folders of moved packages."""
-    if not any(isinstance(finder, MovedFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, MovedFinder())
+def find_moved(entry: str) -> MovedFinder:
+    """Path hook of the import system: the finder for `ENTRY`, and for no other entry."""
+    if entry != ENTRY:
+        raise ImportError
+    return MovedFinder()
+
+
+def install(path: list[str]) -> None:
+    """Put `ENTRY` into the `__path__` of corral, before its folder: an updated checkout may have empty folders of old packages.
+
+    A hook for all imports would do the same, and be asked for every import of every library.
+    """
+    if ENTRY not in path:
+        sys.path_hooks.append(find_moved)
+        path.insert(0, ENTRY)

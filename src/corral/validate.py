@@ -4,7 +4,8 @@ import dataclasses
 import math
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -22,6 +23,15 @@ class UserCodeError(RunError):
 
 class RewardError(UserCodeError):
     """Raised if a reward function failed; the cause is chained."""
+
+
+@contextmanager
+def run_errors(kinds: type[Exception] | tuple[type[Exception], ...] = ValueError) -> Iterator[None]:
+    """Turn errors about what a caller has given into a RunError with the same sentence."""
+    try:
+        yield
+    except kinds as error:
+        raise RunError(str(error)) from error
 
 
 def pip_install(extra: str) -> str:

@@ -11,9 +11,9 @@ from unittest import mock
 import pytest
 
 from corral.lab.cli import COMMANDS, main
-from corral.lab.cli.kind import all_recipes
 from corral.lab.jobs.llm.smoke import TASK_CONFIG
 from corral.lab.models.smoke import build_smoke
+from corral.lab.run.settings import recipes
 from corral.objective import OBJECTIVES
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +77,7 @@ def on_this_machine(line: str, page: str) -> list[str]:
     recipe = words[words.index("--recipe") + 1] if "--recipe" in words else "demo"
     if "mine.toml" in words and page == "docs/robots.md":
         words[words.index("mine.toml")] = "robot.toml"
-    if "robot.toml" in words or all_recipes()[recipe].parent.name == "robot":
+    if "robot.toml" in words or recipes()[recipe].parent.name == "robot":
         return words
     words += ["--steps", "1", "--eval-size", "8"]  # the last one counts
     if "--model runs/" in line or "Qwen/" in line:

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from corral.lab.jobs.llm.settings import read_recipe, resolve
+from corral.lab.jobs.llm.settings import resolve
+from corral.lab.run.settings import read_recipe
 from corral.lab.tasks.code import Code
 from results.evidence import code_problems
 from results.plans import PLANS

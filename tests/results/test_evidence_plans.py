@@ -5,7 +5,8 @@ from dataclasses import asdict, replace
 import pytest
 
 from corral.lab.jobs.llm.prepare import trainer_config
-from corral.lab.jobs.llm.settings import Settings, read_recipe, resolve
+from corral.lab.jobs.llm.settings import Settings, resolve
+from corral.lab.run.settings import read_recipe
 from results.evidence.cells import read_runs
 from results.evidence.claims import CLAIMS
 from results.plans import ABLATIONS, PLANS, SEEDS, WORD_SEEDS

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from corral.lab.jobs.llm.settings import read_recipe, resolve
+from corral.lab.jobs.llm.settings import resolve
 from corral.lab.models.load import load_model
+from corral.lab.run.settings import read_recipe
 from results import spec as runs_spec
 from results.evidence import starts
 from results.evidence.cells import at_best

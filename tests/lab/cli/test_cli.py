@@ -16,8 +16,8 @@ import pytest
 import corral
 from corral.lab.cli import doctor, main
 from corral.lab.cli.explain import field_docs
-from corral.lab.jobs.llm.settings import RECIPES, TABLES, Settings, read_recipe, resolve, trainer_types
-from corral.lab.run.settings import nested
+from corral.lab.jobs.llm.settings import TABLES, Settings, resolve, trainer_types
+from corral.lab.run.settings import RECIPES, nested, read_recipe
 from corral.objective import OBJECTIVES, make_objective
 from corral.objective.config import TROLLConfig
 from corral.objective.correction import CORRECTIONS
@@ -123,7 +123,7 @@ def test_a_flag_without_a_value_is_true(settings_of: Callable[..., Settings]) ->
 
 
 def test_recipes_fit_on_a_screen_and_resolve() -> None:
-    recipes = sorted(RECIPES.glob("*.toml"))
+    recipes = sorted((RECIPES / "llm").glob("*.toml"))
     assert recipes
     for path in recipes:
         assert len(path.read_text().splitlines()) <= 40

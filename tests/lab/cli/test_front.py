@@ -13,10 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from corral.lab.cli import main
-from corral.lab.cli.kind import all_recipes
 from corral.lab.jobs.llm import settings as known
 from corral.lab.jobs.llm.prepare import model_to_fetch
-from corral.lab.jobs.llm.settings import Settings, read_recipe, resolve
+from corral.lab.jobs.llm.settings import Settings, resolve
 from corral.lab.jobs.llm.train import resume, train
 from corral.lab.jobs.robot.settings import ALGORITHMS
 from corral.lab.jobs.robot.settings import resolve as resolve_robot
@@ -24,7 +23,7 @@ from corral.lab.jobs.robot.train import train as train_robot
 from corral.lab.models.load import load_skeleton
 from corral.lab.run.folder import default_name
 from corral.lab.run.life import last_words, summarise
-from corral.lab.run.settings import toml_lines
+from corral.lab.run.settings import read_recipe, recipes, toml_lines
 from corral.lab.tasks import TASKS
 from corral.lab.tasks.dataset import FiniteTask
 from corral.objective import OBJECTIVES
@@ -167,7 +166,7 @@ def test_a_dry_run_of_every_recipe_and_task_names_what_is_fetched_and_the_memory
         "corral.lab.jobs.llm.prepare.load_skeleton", lambda name: load(name) if name in ("tiny", "smoke") else offline(name)
     )
     monkeypatch.setattr("corral.lab.jobs.llm.prepare.is_installed", lambda name: False)
-    for recipe, path in all_recipes().items():
+    for recipe, path in recipes().items():
         if path.parent.name == "llm":
             assert main(["train", "--recipe", recipe, "--dry-run"]) == 0, recipe
             text = capsys.readouterr().out

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from corral.lab.cli import main
-from corral.lab.cli.kind import all_recipes
-from corral.lab.jobs.llm.settings import RECIPES as LLM_RECIPES
-from corral.lab.jobs.robot.settings import RECIPES, Settings, read_recipe, resolve
-from corral.lab.run.settings import recipes
+from corral.lab.jobs.robot.settings import Settings, resolve
+from corral.lab.run.settings import read_recipe, recipes
 
 
 @pytest.fixture
@@ -41,8 +39,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_no_recipe_has_two_kinds() -> None:
-    assert not recipes(RECIPES).keys() & recipes(LLM_RECIPES).keys()
-    assert all_recipes() == recipes(RECIPES) | recipes(LLM_RECIPES)
+    assert not recipes("robot").keys() & recipes("llm").keys()
+    assert recipes() == recipes("robot") | recipes("llm")
 
 
 @pytest.mark.supports("run: recipe, file and flags in layers", door="robots")

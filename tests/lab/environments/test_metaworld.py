@@ -10,7 +10,8 @@ import torch
 
 from corral.lab.environments import ENVIRONMENTS, make_envs
 from corral.lab.environments.metaworld import DT, STEPS, MetaWorld, _tolerance, quickened, task_names
-from corral.lab.jobs.robot.settings import read_recipe, resolve
+from corral.lab.jobs.robot.settings import resolve
+from corral.lab.run.settings import read_recipe
 from corral.robot.prodmp import ProDMP
 
 NAME = "corral/MetaWorld-v0"

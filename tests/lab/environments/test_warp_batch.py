@@ -11,7 +11,8 @@ import torch
 from corral.lab.environments import ENVIRONMENTS, make_envs
 from corral.lab.environments.box_pushing import UNSTABLE, BoxPushings, scene
 from corral.lab.jobs.robot.prepare import describe, prepare
-from corral.lab.jobs.robot.settings import read_recipe, resolve
+from corral.lab.jobs.robot.settings import resolve
+from corral.lab.run.settings import read_recipe
 from corral.robot.episode import Episodes, Plant
 from corral.validate import RunError
 from device import DEVICE

@@ -220,7 +220,7 @@ def test_a_package_that_trl_misses_is_a_sentence(model: str, tmp_path: Path, mon
     def without(*_: Any, **__: Any) -> None:
         raise ImportError("Using tools with GRPOTrainer requires the jmespath library")  # releases up to 1.9
 
-    monkeypatch.setattr("corral.lab.jobs.llm.train.RunTrainer", without)
+    monkeypatch.setattr("corral.lab.jobs.llm.trainer.CorralTrainer.__init__", without)
     with pytest.raises(RunError, match="requires the jmespath library"):
         train(small(model, tools=[double]), out=tmp_path / "run", quiet=True)
 

@@ -12,14 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.lab.cli import main
-from corral.lab.jobs.llm.settings import RECIPES, read_recipe, resolve
+from corral.lab.jobs.llm.settings import resolve
 from corral.lab.jobs.llm.smoke import TASK_CONFIG, letters
 from corral.lab.models.smoke import build_byte_tokenizer, build_smoke
+from corral.lab.run.settings import RECIPES, read_recipe
 from corral.lab.tasks import make_task
 from corral.objective import make_objective
 from corral.trl.api import REDUCTIONS
 
-NAMES = sorted(path.stem for path in RECIPES.glob("*.toml"))
+NAMES = sorted(path.stem for path in (RECIPES / "llm").glob("*.toml"))
 
 
 def test_the_recipes_that_there_are() -> None:
@@ -61,7 +62,7 @@ def test_a_recipe_runs_in_smoke_form(name: str, tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_says_what_it_is_and_why(name: str) -> None:
-    text = (RECIPES / f"{name}.toml").read_text()
+    text = (RECIPES / "llm" / f"{name}.toml").read_text()
     assert text.startswith("# ")
     assert len(text.splitlines()) <= 40
     assert all(len(line) <= 128 for line in text.splitlines())
@@ -93,7 +94,9 @@ def test_packaged_problems_are_in_the_data_set_s_own_shape(name: str) -> None:
 
 def test_the_packaged_solutions_of_gsm8k_add_up() -> None:
     """As in the data set, every step stands between << and >> with its result."""
-    rows = [json.loads(line) for path in (RECIPES / "smoke" / "gsm8k").iterdir() for line in path.read_text().splitlines()]
+    rows = [
+        json.loads(line) for path in (RECIPES / "llm" / "smoke" / "gsm8k").iterdir() for line in path.read_text().splitlines()
+    ]
     assert len(rows) == 9
     for row in rows:
         steps = re.findall(r"<<([\d*/+-]+)=(\d+)>>", row["answer"])

@@ -7,20 +7,20 @@ from pathlib import Path
 import pytest
 
 from corral.lab.jobs.robot.prepare import EPISODIC, learner_config, prepare
-from corral.lab.jobs.robot.settings import ALGORITHMS, RECIPES, read_recipe, resolve
+from corral.lab.jobs.robot.settings import ALGORITHMS, resolve
 from corral.lab.jobs.robot.smoke import TRAINING
 from corral.lab.jobs.robot.train import train
-from corral.lab.run.settings import recipes
+from corral.lab.run.settings import RECIPES, read_recipe, recipes
 from corral.robot.tce import AS_PUBLISHED
 from corral.validate import RunError
 
-NAMES = [name for name in sorted(recipes(RECIPES)) if "metaworld" not in name or find_spec("metaworld")]
+NAMES = [name for name in sorted(recipes("robot")) if "metaworld" not in name or find_spec("metaworld")]
 OURS = [name for name in NAMES if not name.endswith("_published")]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_fits_on_a_screen_and_runs(name: str, tmp_path: Path) -> None:
-    assert len((RECIPES / f"{name}.toml").read_text().splitlines()) <= 46
+    assert len((RECIPES / "robot" / f"{name}.toml").read_text().splitlines()) <= 46
     outcome = train(resolve([read_recipe(name), TRAINING]), out=tmp_path / "run", quiet=True)
     assert (outcome.summary["stopped"], outcome.summary["steps"]) == ("finished", 2)
 
@@ -53,7 +53,7 @@ def test_published_sizes() -> None:
 @pytest.mark.parametrize("name", ["metaworld", "metaworld_published"])
 def test_metaworld_s_recipes_fit_and_have_the_published_trajectory(name: str) -> None:
     # The environment is not here; what can be said without it: 4 joints × (8 weights + goal) = 36 parameters.
-    assert len((RECIPES / f"{name}.toml").read_text().splitlines()) <= 46
+    assert len((RECIPES / "robot" / f"{name}.toml").read_text().splitlines()) <= 46
     settings = resolve([read_recipe(name)])
     assert 4 * (settings.prodmp["basis"] + 1) == 36
     for algorithm in EPISODIC:

@@ -8,10 +8,10 @@ import pytest
 from corral.lab.baselines.config import BaselineConfig
 from corral.lab.cli.explain import field_docs
 from corral.lab.jobs.robot.prepare import check_used, prepare, rehearse, used_by
-from corral.lab.jobs.robot.settings import ALGORITHMS, RECIPES, Settings, check_flags, read_recipe, resolve
+from corral.lab.jobs.robot.settings import ALGORITHMS, Settings, check_flags, resolve
 from corral.lab.jobs.robot.smoke import TRAINING
 from corral.lab.jobs.robot.train import train
-from corral.lab.run.settings import recipes
+from corral.lab.run.settings import read_recipe, recipes
 from corral.validate import RunError
 
 SMALL: dict[str, Any] = {**TRAINING, "environment_config": {"reward": "sparse"}}
@@ -162,6 +162,6 @@ def test_flags_that_change_something_pass(flags: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_no_recipe_has_a_setting_that_its_algorithm_would_not_read(algorithm: str) -> None:
-    for recipe in recipes(RECIPES):
+    for recipe in recipes("robot"):
         if not recipe.endswith("_published") or algorithm in ("tce", "bbrl"):
             check_used(resolve([read_recipe(recipe), {"algorithm": algorithm}]))

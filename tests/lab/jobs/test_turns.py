@@ -13,9 +13,10 @@ from corral.lab.audit.rules import Rules
 from corral.lab.jobs.llm.evaluate import EvalSettings, evaluate
 from corral.lab.jobs.llm.prepare import prepare
 from corral.lab.jobs.llm.problems import Sampling
-from corral.lab.jobs.llm.settings import read_recipe, resolve
+from corral.lab.jobs.llm.settings import resolve
 from corral.lab.jobs.llm.train import train
 from corral.lab.jobs.llm.turns import Dialogue, TextTool, converse
+from corral.lab.run.settings import read_recipe
 from corral.validate import RewardError, RunError
 from small_runs import save_model, small
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from corral.lab.run.settings import add_layer, coerce, guess, nested, read_file, read_named, recipes
+from corral.lab.run.settings import add_layer, coerce, guess, nested, read_file, read_recipe, recipes
 from corral.validate import RunError
 
 
@@ -56,10 +56,13 @@ def test_flags_of_a_table_and_of_none() -> None:
         nested([("seed.a", "1")], ["table", "other"])
 
 
-def test_recipes_are_found_by_name(tmp_path: Path) -> None:
-    (tmp_path / "one.toml").write_text("seed = 1\n")
-    (tmp_path / "note.md").write_text("no recipe\n")
-    known = recipes(tmp_path)
-    assert read_named("one", known) == {"seed": 1}
+def test_recipes_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("corral.lab.run.settings.RECIPES", tmp_path)
+    (tmp_path / "llm").mkdir()
+    (tmp_path / "llm" / "one.toml").write_text("seed = 1\n[compare]\nseeds = 3\n")
+    (tmp_path / "llm" / "note.md").write_text("no recipe\n")
+    assert recipes().keys() == recipes("llm").keys() == {"one"}
+    assert recipes("robot") == {}
+    assert read_recipe("one") == {"seed": 1}
     with pytest.raises(RunError, match=r"no recipe 'onne'\. Did you mean 'one'\?"):
-        read_named("onne", known)
+        read_recipe("onne")

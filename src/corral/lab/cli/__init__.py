@@ -7,11 +7,13 @@ import importlib.util
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import corral
-from corral.lab.run.files import DENIED
+from corral.lab.run.files import DENIED, read_json
+from corral.lab.run.settings import read_file, recipes
 from corral.lab.run.text import visible, visible_output
 from corral.trl import IncompatibleTRL
 from corral.validate import RunError, nearest, pip_install
@@ -122,3 +124,38 @@ def check_installed(what: str, packages: Iterable[str], extra: str) -> None:
     absent = [name for name in packages if importlib.util.find_spec(name) is None]
     if absent:
         raise RunError(f"{what} {', '.join(absent)}. Install them: {pip_install(extra)}.")
+
+
+Kind = Literal["llm", "robot"]
+
+_NEEDED: dict[Kind, tuple[str, ...]] = {
+    "llm": ("transformers", "trl", "accelerate", "rich"),
+    "robot": ("gymnasium", "mujoco", "rich", "pyarrow"),
+}
+"""Packages that training of each kind requires."""
+
+
+def kind_of(arguments: argparse.Namespace) -> Kind:
+    """The kind of run that flags ask for: by the run's settings, the recipe's folder, or an `environment` in the file."""
+    if arguments.resume is not None:
+        return kind_of_run(arguments.resume)
+    if arguments.recipe is not None:
+        found = recipes().get(arguments.recipe)
+        return "robot" if found is not None and found.parent.name == "robot" else "llm"
+    if arguments.config is not None:
+        return "robot" if "environment" in read_file(arguments.config) else "llm"
+    return "llm"
+
+
+def kind_of_run(path: Path) -> Kind:
+    """The kind of the run in this folder; "llm" if it is no run."""
+    try:
+        content = read_json(path / "config.json")
+        return "robot" if "environment" in content["settings"] else "llm"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "llm"
+
+
+def check_kind(kind: Kind, what: str) -> None:
+    """Raise a RunError if a package is missing for `what`, such as "training"."""
+    check_installed(f"{what} needs", _NEEDED[kind], kind)

@@ -11,9 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from corral.lab.cli import INTERRUPTED, check_installed, given_flags, refuse
+from corral.lab.cli import INTERRUPTED, check_installed, check_kind, given_flags, kind_of_run, refuse
 from corral.lab.cli.eval import FLAGS, eval_settings
-from corral.lab.cli.kind import check_kind, kind_of_run
 from corral.lab.cli.train import TOOLS, UNSAFE, quiet_libraries
 from corral.lab.run.files import write_json
 from corral.lab.run.text import count

@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from corral.lab.cli import FAILED, INTERRUPTED, check_installed, refuse, say
-from corral.lab.cli.kind import Kind, all_recipes, check_kind, kind_of
+from corral.lab.cli import FAILED, INTERRUPTED, Kind, check_installed, check_kind, kind_of, refuse, say
 from corral.lab.cli.report import NEEDED
 from corral.lab.cli.train import FLAGS, UNSAFE, add_setting_flags, given_settings, quiet_libraries
-from corral.lab.run.settings import nested, read_file, read_named
+from corral.lab.run.settings import nested, read_file, read_recipe, recipes
 from corral.objective import objective_names
 from corral.validate import RunError, nearest, pip_install
 
@@ -121,7 +120,7 @@ def _compare(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def _say_imports(comparison: Any, config: Path | None) -> None:
     """Print the user code that a resumed comparison is about to import from its folder."""
-    from corral.lab.jobs.llm.eval_settings import named_code
+    from corral.lab.jobs.llm.settings import named_code
 
     settings = importlib.import_module(f"corral.lab.jobs.{comparison.plan.kind}.settings")
     layers = [
@@ -168,7 +167,7 @@ def _take_from_recipe(arguments: argparse.Namespace) -> None:
     """Fill `arguments` from the recipe's table `[compare]`, where no flag is given: contestants, sweep, seeds."""
     from corral.lab.run.settings import COMPARE, coerce, read_file
 
-    found = all_recipes().get(arguments.recipe)
+    found = recipes().get(arguments.recipe)
     table = read_file(found).get(COMPARE, {}) if found is not None else {}
     if table and arguments.objectives is None and arguments.algorithms is None:
         arguments.objectives = ",".join(table["objectives"])
@@ -215,7 +214,7 @@ def _check_names(kind: Kind, arguments: argparse.Namespace, given: Mapping[str, 
     settings = importlib.import_module(f"corral.lab.jobs.{kind}.settings")
     layer = nested(given.items(), settings.TABLES)
     recipe = arguments.recipe or (None if arguments.config else "demo")
-    before = [read_named(recipe, all_recipes())] if recipe else []
+    before = [read_recipe(recipe)] if recipe else []
     before += [read_file(arguments.config)] if arguments.config else []
     settings.resolve([*before, {key: value for key, value in layer.items() if key != "objective_config"}])
 

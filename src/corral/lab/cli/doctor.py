@@ -14,7 +14,7 @@ import torch
 
 import corral
 from corral.cores import cores
-from corral.engines.checkup import ENGINES, Checkup, release_in, run_checkup
+from corral.engines.checkup import ENGINES, release_in, run_checkup
 from corral.lab.cli import refuse
 from corral.lab.run.text import count
 from corral.lab.sandbox import SandboxUnavailable, available_backend, memory_bound
@@ -78,7 +78,12 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 def _run_checkup(arguments: argparse.Namespace) -> int:
     """Print the check of an engine or a model; the status is 1 if something is wrong."""
     try:
-        found = run_checkup(arguments.engine) if arguments.model is None else _check_model(arguments.model)
+        if arguments.model is None:
+            found = run_checkup(arguments.engine)
+        else:
+            found = importlib.import_module("corral.lab.jobs.llm.model_check").check_model(arguments.model)
+    except ImportError as error:
+        return refuse(f"--model needs {error.name}: {pip_install('llm')}")
     except (ValueError, RunError) as error:
         return refuse(str(error))
     for row, what in found.rows:
@@ -87,20 +92,6 @@ def _run_checkup(arguments: argparse.Namespace) -> int:
         sys.stdout.write(f"\n# {what}\n{lines}\n")
     sys.stdout.write("\n" + "".join(f"wrong: {line}\n" for line in found.trouble) if found.trouble else f"\n{found.verdict}\n")
     return 1 if found.trouble else 0
-
-
-def _check_model(name: str) -> Checkup:
-    """Check a model by corral.lab.jobs.llm.model_check; a RunError if its packages are missing."""
-    try:
-        check = importlib.import_module("corral.lab.jobs.llm.model_check").check_model
-    except ImportError as error:
-        raise RunError(f"--model needs {error.name}: {pip_install('llm')}") from error
-    rows, trouble = check(name)
-    return Checkup(
-        rows,
-        trouble,
-        verdict="Padded batches give what float32 gives, one prompt at a time, and the tokenizer survives saving.",
-    )
 
 
 def requirements(extra: str | None) -> dict[str, str]:

@@ -5,8 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from corral.lab.cli import INTERRUPTED, given_flags, refuse
-from corral.lab.cli.kind import check_kind, kind_of_run
+from corral.lab.cli import INTERRUPTED, check_kind, given_flags, kind_of_run, refuse
 from corral.lab.cli.train import TOOLS, UNSAFE, quiet_libraries
 from corral.lab.run.settings import coerce, guess, nested
 from corral.validate import RunError

@@ -13,8 +13,8 @@ from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 from corral.lab.cli import refuse
-from corral.lab.cli.kind import all_recipes
 from corral.lab.jobs.robot.settings import ALGORITHMS
+from corral.lab.run.settings import recipes
 from corral.lab.tasks import TASKS
 from corral.objective import OBJECTIVES, objective_function, objective_names
 from corral.objective.config import ObjectiveConfig
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if not found:
         from corral.lab.jobs.llm.settings import trainer_types
 
-        known = {*OBJECTIVES, *CORRECTIONS, *all_recipes(), *TASKS, *ALGORITHMS, "settings", *_own_settings()}
+        known = {*OBJECTIVES, *CORRECTIONS, *recipes(), *TASKS, *ALGORITHMS, "settings", *_own_settings()}
         guess = suggest(name, known | set(trainer_types()))
         listed = f"There are: {', '.join(sorted(known))}, and settings of the trainer."
         return refuse(f"there is no objective, recipe, task, algorithm or setting {name!r}.{guess} {listed}")
@@ -56,8 +56,8 @@ def _explanations(name: str) -> Iterator[Sequence[str]]:
     """Explanations of a name, each in parts that an empty line separates."""
     if name in OBJECTIVES or name in CORRECTIONS:
         yield _objective(name)
-    if name in all_recipes():  # its comments explain it
-        yield f"{name}: a recipe\n", f"{all_recipes()[name].read_text().rstrip()}\n", f"use it   corral train --recipe {name}\n"
+    if name in recipes():  # its comments explain it
+        yield f"{name}: a recipe\n", f"{recipes()[name].read_text().rstrip()}\n", f"use it   corral train --recipe {name}\n"
     if name in TASKS:
         use = f"use it   corral train --task {name} --set task_config.KEY=VALUE\n         docs/tasks.md\n"
         yield f"{name}: a task\n", _body(TASKS[name]), _settings(TASKS[name]), use
@@ -136,7 +136,7 @@ def _listing() -> str:
         "objectives": {name: inspect.getdoc(objective_function(name)) for name in objective_names()},
         "corrections": {name: inspect.getdoc(function) for name, (function, _) in CORRECTIONS.items()},
         "tasks": {name: inspect.getdoc(cls) for name, cls in TASKS.items()},
-        "recipes": {name: path.read_text().lstrip("# ") for name, path in all_recipes().items()},
+        "recipes": {name: path.read_text().lstrip("# ") for name, path in recipes().items()},
     }
     lines = []
     for title, registry in registries.items():

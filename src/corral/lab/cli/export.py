@@ -3,8 +3,7 @@
 import argparse
 from pathlib import Path
 
-from corral.lab.cli import refuse, say
-from corral.lab.cli.kind import check_kind, kind_of_run
+from corral.lab.cli import check_kind, kind_of_run, refuse, say
 from corral.lab.cli.train import quiet_libraries
 from corral.validate import RunError
 

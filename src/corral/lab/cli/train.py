@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from corral.lab.cli import FAILED, INTERRUPTED, given_flags, refuse, say
-from corral.lab.cli.kind import Kind, all_recipes, check_kind, kind_of
-from corral.lab.run.settings import nested, read_file, read_named
+from corral.lab.cli import FAILED, INTERRUPTED, Kind, check_kind, given_flags, kind_of, refuse, say
+from corral.lab.run.settings import nested, read_file, read_recipe, recipes
 from corral.lab.run.text import columns
 from corral.validate import RunError, UserCodeError
 
@@ -86,7 +85,7 @@ def _names() -> str:
     """Names of recipes and tasks, for the help."""
     from corral.lab.tasks import names
 
-    return f"\nrecipes:\n{columns(all_recipes())}\ntasks:\n{columns(names())}\n"
+    return f"\nrecipes:\n{columns(recipes())}\ntasks:\n{columns(names())}\n"
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
@@ -125,7 +124,7 @@ def _resolve(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> Any:
     """Settings of a new run from recipe, file, --smoke and flags. What is wrong is said before torch and TRL are imported."""
     source = _module(kind, "settings")
     recipe = arguments.recipe or (None if arguments.config else "demo")
-    layers = [read_named(recipe, all_recipes())] if recipe else []
+    layers = [read_recipe(recipe)] if recipe else []
     layers += [read_file(arguments.config)] if arguments.config else []
     unsafe = [("task_config.unsafe_code_execution", "true")] if arguments.unsafe_code_execution else []
     given = nested([*given_settings(arguments, rest), *unsafe], source.TABLES)

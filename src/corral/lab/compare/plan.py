@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from corral.lab.report.read import PlannedRun, setting_pairs, setting_text, value_text
-from corral.lab.run.settings import guess, nested, read_file, read_named, recipes
+from corral.lab.run.settings import guess, nested, read_file, read_recipe
 from corral.objective import OBJECTIVES
 from corral.validate import RunError, check_keys
 
@@ -281,7 +281,7 @@ def check_plan(plan: ComparisonPlan, training: Training, config: Path | None = N
 def resolve_run(kind: Kind, training: Training, run: PlannedRun, config: Path | None = None) -> Any:
     """Resolve the settings of one run from recipe, file, --smoke and flags."""
     settings, smoke = (importlib.import_module(f"corral.lab.jobs.{kind}.{name}") for name in ("settings", "smoke"))
-    layers = [read_named(training.recipe, recipes(settings.RECIPES))] if training.recipe else []
+    layers = [read_recipe(training.recipe)] if training.recipe else []
     layers += [read_file(config)] if config is not None else []
     given = nested(run_settings(kind, training, run).items(), settings.TABLES)
     layers += smoke.smoke_layers([*layers, given]) if training.smoke else []

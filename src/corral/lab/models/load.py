@@ -16,7 +16,7 @@ from corral.lab.models.smoke import build_smoke
 from corral.lab.models.tiny import load_tiny
 from corral.lab.run.files import read_json, require_regular
 from corral.trl.processes import base_model
-from corral.validate import RunError
+from corral.validate import RunError, run_errors
 
 _Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
@@ -37,10 +37,8 @@ def load_trainable(
     if name == "smoke":
         return build_smoke()
     if name == "tiny":
-        try:
+        with run_errors(FileNotFoundError):
             return load_tiny()
-        except FileNotFoundError as error:
-            raise RunError(str(error)) from error
     if name in PACKAGED:
         return load_packaged(name)
     where = _where(name)

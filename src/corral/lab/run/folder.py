@@ -280,3 +280,12 @@ def choose_checkpoint(folder: RunFolder, which: str) -> tuple[Checkpoint, list[s
     if int(which) not in whole:
         raise RunError(f"{folder.path} keeps no whole checkpoint of step {which}. {there}")
     return whole[int(which)], []
+
+
+def read_run(path: Path) -> dict[str, Any] | None:
+    """The content of config.json in the folder of a language model's run; None if the folder is no such run."""
+    try:
+        content = read_json(path / "config.json")
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) and {"settings", "objective"} <= content.keys() else None

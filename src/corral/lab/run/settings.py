@@ -16,6 +16,8 @@ GuardMode = Literal["warn", "stop", "off"]
 MAX_SEED = 2**32 - 1
 """The largest random seed that NumPy accepts, and so do all libraries that use it."""
 
+RECIPES = Path(__file__).parents[1] / "recipes"
+
 COMPARE = "compare"
 """Name of a recipe's table for `corral compare`; it is no setting of a run."""
 
@@ -116,13 +118,14 @@ def _toml_key(key: str) -> str:
     return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else json.dumps(key)
 
 
-def recipes(folder: Path) -> dict[str, Path]:
-    """The recipes in a folder of the package, by name."""
-    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+def recipes(kind: str = "*") -> dict[str, Path]:
+    """The recipes that are part of corral, by name: all of them, or those of one kind of run, llm or robot."""
+    return {path.stem: path for path in sorted(RECIPES.glob(f"{kind}/*.toml"))}
 
 
-def read_named(name: str, known: Mapping[str, Path]) -> dict[str, Any]:
+def read_recipe(name: str) -> dict[str, Any]:
     """Read a layer from a recipe that is part of corral."""
+    known = recipes()
     if name not in known:
         raise RunError(f"there is no recipe {name!r}.{nearest(name, known)}")
     layer = read_file(known[name])

@@ -1,5 +1,6 @@
 """Terminal output of a run: a live panel in a terminal, plain lines elsewhere, and only warnings and the end with --quiet."""
 
+import math
 import os
 import sys
 import time
@@ -10,7 +11,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -27,8 +28,8 @@ _Line = Mapping[str, Any]
 _Row = Mapping[str, Any]
 
 
-class View:
-    """Output of a command: warnings always, and sentences unless the command is quiet."""
+class RunView:
+    """The view of a quiet run or evaluation, with warnings and the end only, and the base class of the other views."""
 
     quiet = True
 
@@ -50,10 +51,6 @@ class View:
 
     def close(self) -> None:
         """Release the terminal."""
-
-
-class RunView(View):
-    """The view of a quiet run or evaluation, with warnings and the end only, and the base class of the other views."""
 
     def begin(self, banner: Sequence[tuple[str, str]], steps: int, done: int, what: str = "step") -> None:
         """Called when the job starts or resumes after `done` steps; `what` names a step."""
@@ -103,12 +100,10 @@ class LiveView(RunView):
     live: Live | None = None
 
     def begin(self, banner: Sequence[tuple[str, str]], steps: int, done: int, what: str = "step") -> None:
-        self.clock = Clock(steps, done)
         for name, text in banner:
             self.console.print(f"[bold]{name:<10}[/] {escape(text)}", highlight=False)
-        self.progress = Progress(
-            TextColumn(what), MofNCompleteColumn(), BarColumn(bar_width=None), TimeLeft(self.clock), expand=True
-        )
+        columns = (TextColumn(what), MofNCompleteColumn(), BarColumn(bar_width=None), TimeRemainingColumn(), TextColumn("left"))
+        self.progress = Progress(*columns, expand=True, speed_estimate_period=math.inf)  # a step may take minutes
         self.task = self.progress.add_task(what, total=steps, completed=done)
         self.newest: dict[str, Any] = {}
         self.rows: Sequence[_Row] = ()
@@ -119,7 +114,6 @@ class LiveView(RunView):
     def line(self, line: _Line) -> None:
         self.newest |= {key: value for key, value in line.items() if value is not None}
         self.progress.update(self.task, completed=line["step"])
-        self.clock.left(line["step"])
 
     def completions(self, rows: Sequence[_Row], *, verified: bool = True) -> None:
         self.rows = [{**row, "mark": _mark(row["reward"], verified)} for row in rows]
@@ -143,18 +137,6 @@ class LiveView(RunView):
         return Panel(
             Group(self.progress, table, *shown, *([self.last] if self.last else [])), title="corral", title_align="left"
         )
-
-
-class TimeLeft(ProgressColumn):
-    """A progress column with the time left."""
-
-    def __init__(self, clock: "Clock") -> None:
-        super().__init__()
-        self.clock = clock
-
-    def render(self, task: Task) -> Text:
-        left = self.clock.left(int(task.completed))
-        return Text(f"{left} left" if left else "", style="cyan")
 
 
 class Clock:
@@ -205,7 +187,7 @@ class PatientConsole(Console):
         os.close(null)
 
 
-_View = TypeVar("_View", bound=View)
+_View = TypeVar("_View", bound=RunView)
 
 
 def make_view(*, quiet: bool, silent: bool = False) -> RunView:

@@ -17,7 +17,7 @@ from scipy.special import stdtrit
 
 from corral.lab.run.files import LockedFolder, disk_errors, read_settings, require_regular, write_json, write_whole
 from corral.lab.run.interval import LEVEL, Estimate, wilson
-from corral.lab.run.view import View
+from corral.lab.run.view import RunView
 from corral.validate import RunError
 
 RIGHT = 1.0 - 1e-6
@@ -245,7 +245,7 @@ def compare(first: Path, second: Path) -> dict[str, Estimate]:
     return {name: difference(before, after) for name, (before, after) in pairs}
 
 
-def show(view: View, result: Mapping[str, Any], where: Path) -> None:
+def show(view: RunView, result: Mapping[str, Any], where: Path) -> None:
     """Print the results as a table, or the two most important ones in a sentence if the view is quiet, with their folder."""
     estimates, tokens, plan = result["estimates"], result["tokens"], result["settings"]
     last = f"{result['problems']:,} problems of {plan['task']['name']}; {tokens['mean']:.0f} tokens a completion"

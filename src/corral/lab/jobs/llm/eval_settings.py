@@ -1,16 +1,15 @@
 """Settings of an evaluation and its subject, a model or a run; both are checked before torch or TRL is imported."""
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import corral
-from corral.lab.jobs.llm.settings import ONE_OF_TOOLS, Settings, resolve
+from corral.lab.jobs.llm.settings import ONE_OF_TOOLS, Settings, named_code, resolve
 from corral.lab.models import BUILT_IN
-from corral.lab.run.files import read_json
-from corral.lab.run.folder import RunFolder, choose_checkpoint
+from corral.lab.run.folder import RunFolder, choose_checkpoint, read_run
 from corral.lab.run.settings import coerce
 from corral.lab.tasks import TASKS
 from corral.validate import RunError, nearest, require
@@ -160,7 +159,7 @@ class EvalSettings:
 def find_subject(name: str, checkpoint: str | None) -> Subject:
     """Find a run's checkpoint (`latest` by default), or a model: tiny, smollm2, a folder, or a name on the hub."""
     path = Path(name)
-    if name not in BUILT_IN and path.is_dir() and (content := _run_config(path)) is not None:
+    if name not in BUILT_IN and path.is_dir() and (content := read_run(path)) is not None:
         return _of_run(name, path, content, checkpoint or "latest")
     if checkpoint is not None:
         raise RunError(f"--checkpoint chooses among those of a run, and {name} is no run.")
@@ -175,35 +174,6 @@ def find_subject(name: str, checkpoint: str | None) -> Subject:
     if name.startswith((".", "/", "runs/")) or name.count("/") > 1 or path.exists():
         raise RunError(f"there is no run or model folder {name}.")
     return Subject(name=name, model=name, identity={"hub": name})
-
-
-def is_run(path: Path) -> bool:
-    """Return True if a folder is a run of a language model."""
-    return _run_config(path) is not None
-
-
-def _run_config(path: Path) -> dict[str, Any] | None:
-    """The content of a run's config.json; None if the folder holds a model or no config.json."""
-    try:
-        content = read_json(path / "config.json")
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) and {"settings", "objective"} <= content.keys() else None
-
-
-def named_code(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Flags and values of settings that import user code, or run model-written code outside the sandbox.
-
-    These are imported, and so executed, when they are used: a run that comes from a stranger may name its own files.
-    """
-    for name in ("task", "objective", "tool", "tools", "environment_factory", "reward"):
-        given = settings.get(name) or ()
-        paths = given if isinstance(given, list | tuple) else [given]
-        yield from ((f"--{name.replace('_', '-')}", str(path)) for path in paths if ":" in str(path))
-    config = settings.get("task_config")
-    verifier = config.get("verifier") if isinstance(config, Mapping) else None  # of `jsonl`
-    if ":" in str(verifier):
-        yield "--set", f"task_config.verifier={verifier}"
 
 
 def _of_run(name: str, path: Path, content: dict[str, Any], which: str) -> Subject:
@@ -227,10 +197,3 @@ def _of_run(name: str, path: Path, content: dict[str, Any], which: str) -> Subje
         )
     except RunError as error:
         raise RunError(f"{folder.config} is not what a run writes: {error}") from error
-
-
-def newest_checkpoint(name: str) -> str | None:
-    """The newest intact checkpoint of a run's folder; None if the folder is no run."""
-    if name in BUILT_IN or not Path(name).is_dir():
-        return None
-    return find_subject(name, None).model if is_run(Path(name)) else None

@@ -23,7 +23,7 @@ from corral.lab.run.life import Evaluation
 from corral.lab.run.view import RunView, make_view
 from corral.lab.tasks import Task, make_task
 from corral.provenance import commit, plain, versions
-from corral.validate import RewardError, RunError
+from corral.validate import RewardError, RunError, run_errors
 
 _PROCEDURAL = 512
 """Number of held-out problems of a procedural task, which can draw any number."""
@@ -76,10 +76,8 @@ class EvalJob:
 
     def problems(self, tokenizer: PreTrainedTokenizerBase) -> Problems:
         """The problems in the model's chat template and instruction."""
-        try:
+        with run_errors():
             tools = self.turns.template(tokenizer) if self.turns is not None else {}
-        except ValueError as error:
-            raise RunError(str(error)) from error
         template = tools | self.how.get("chat_template_kwargs", {})
         return Problems(task=self.task, tokenizer=tokenizer, instruction=self.instruction, template=template)
 
@@ -127,14 +125,12 @@ def prepare_evaluation(settings: EvalSettings) -> EvalJob:
     device = choose_device(settings.device)
     how = settings.multi_turn(subject)
     backend = choose_backend(settings.backend, subject, device, played=not how.keys().isdisjoint(MULTI_TURN))
-    try:
+    with run_errors():
         turns = make_multi_turn(
             how.get("tool", ""), how.get("tools", ()), how.get("environment_factory", ""), how.get("max_turns")
         )
         task = make_task(name, **{**subject.settings_of(name), **settings.task_config})
         held_out = task.held_out_prompts(settings.problems or default_problems(task), settings.seed)
-    except ValueError as error:
-        raise RunError(str(error)) from error
     if not held_out:
         raise RunError(f"the task {task.name} has no held-out problems to evaluate on.")
     needed, trained = task.max_completion_length + 1, subject.trainer.get("max_completion_length", 0)

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from corral.engines.checkup import Checkup
 from corral.lab.jobs.llm.eval_settings import find_subject
 from corral.lab.jobs.llm.problems import Sampling, cut_at_end, end_tokens, own_settings_aside, plain_sampling
 from corral.lab.jobs.llm.sampler import set_pad_token
@@ -38,6 +39,8 @@ TOLERANCE = 0.1
 """Mean KL of a token, in nats, above which something is wrong: half precision alone left .02 or
 less with Gemma on a CPU, and with it and SmolLM2 on an H200."""
 
+_FINE = "Padded batches give what float32 gives, one prompt at a time, and the tokenizer survives saving."
+
 
 class Distance(NamedTuple):
     """KL of next tokens from float32, in nats."""
@@ -51,14 +54,7 @@ class Distance(NamedTuple):
         return f"KL {self.mean:.1e}, at most {self.largest:.1e}"
 
 
-class Findings(NamedTuple):
-    """Rows to show, each a name and a finding, and a list of faults."""
-
-    rows: list[tuple[str, str]]
-    trouble: list[str]
-
-
-def check_model(name: str) -> Findings:
+def check_model(name: str) -> Checkup:
     """Check that saving leaves the tokenizer unchanged, and that each attention kernel agrees with float32."""
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()  # of settings that greedy sampling does not read
@@ -69,7 +65,7 @@ def check_model(name: str) -> Findings:
     half = torch.bfloat16 if on == "cuda" and subject.half and name != "tiny" else None  # as `corral train` has it
     task = Countdown() if name == "tiny" else TwoNumbers()
     asked = prompts(task, tokenizer)
-    found = Findings([("model", name), ("device", f"{on}, {'float32' if half is None else 'bfloat16'}")], [])
+    found = Checkup([("model", name), ("device", f"{on}, {'float32' if half is None else 'bfloat16'}")], verdict=_FINE)
     changed = count_changed(tokenizer, task.held_out_prompts(PROMPTS, seed=0))
     found.rows.append(("tokenizer", f"{changed} of {PROMPTS} problems have other tokens once it is saved and loaded"))
     if changed:

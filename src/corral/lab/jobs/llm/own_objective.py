@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from corral.lab.tasks.imports import by_path
 from corral.objective import OBJECTIVES, Objective, ObjectiveConfig, register_objective, unknown_objective
-from corral.validate import RunError, UserCodeError
+from corral.validate import RunError, UserCodeError, run_errors
 
 if TYPE_CHECKING:
     from corral.tensors import ObjectiveOutput
@@ -23,12 +23,10 @@ def find_objective(name: str) -> type[ObjectiveConfig]:
         return OBJECTIVES[name][1]
     if ":" not in name:
         raise RunError(f"{unknown_objective(name)} Or your own: file.py:function.")
-    try:
+    with run_errors():
         function = by_path(name, HOW)
         config_cls, takes_config = _config_of(name, function)
         register_objective(name, function if takes_config else _without_config(function), config_cls)
-    except ValueError as error:
-        raise RunError(str(error)) from error
     return config_cls
 
 

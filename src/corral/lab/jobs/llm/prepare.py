@@ -7,9 +7,10 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -21,43 +22,38 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from corral.lab.jobs.llm.eval_settings import newest_checkpoint
 from corral.lab.jobs.llm.own_objective import find_objective, try_objective
 from corral.lab.jobs.llm.problems import Problems
 from corral.lab.jobs.llm.rewards import Reward, check_columns, make_rewards, verifier
 from corral.lab.jobs.llm.settings import Settings, missing_packages
 from corral.lab.jobs.llm.turns import FunctionCalls, MultiTurn, TextTool, make_multi_turn
+from corral.lab.models import BUILT_IN
 from corral.lab.models.load import choose_device, is_local, load_model, load_skeleton, load_trainable
 from corral.lab.models.packaged import PACKAGED, is_installed
+from corral.lab.run.folder import RunFolder, choose_checkpoint, read_run
 from corral.lab.run.settings import coerce, toml_lines
 from corral.lab.tasks import Task, columns_of, find_task, make_task
 from corral.lab.tasks.dataset import FiniteTask
 from corral.provenance import plain
+from corral.trl import TEACHER_PROMPT
 from corral.trl.api import REDUCTIONS, steps_per_batch
 from corral.trl.config import CorralConfig, Sampler
-from corral.validate import RunError, nearest
+from corral.validate import RunError, nearest, run_errors
 
 
 def describe_data(task: Task, train: Sequence[str], held_out: Sequence[str]) -> dict[str, dict[str, Any]]:
     """The numbers of training and held-out rows of a run, and the digest of each set."""
-    return {
-        name: {"rows": len(prompts), "sha256": digests(task, prompts)[len(prompts)]}
-        for name, prompts in (("train", train), ("held_out", held_out))
-    }
+    rows = {"train": train, "held_out": held_out}
+    return {name: {"rows": len(prompts), "sha256": digest(task, prompts)} for name, prompts in rows.items()}
 
 
-def digests(task: Task, prompts: Sequence[str], *counts: int) -> dict[int, str]:
-    """SHA-256 of all rows in their order, and of each prefix whose length is in `counts`, by number of rows.
-
-    A row is its prompt, and where the task has data its answer and its other columns.
-    """
-    found, running = dict[int, str](), hashlib.sha256()
-    for number, prompt in enumerate(prompts):
-        if number in counts:
-            found[number] = running.hexdigest()
+def digest(task: Task, prompts: Iterable[str]) -> str:
+    """SHA-256 of rows in their order. A row is its prompt, and where the task has data its answer and its other columns."""
+    running = hashlib.sha256()
+    for prompt in prompts:
         row = [task.answer(prompt), task.row(prompt)] if isinstance(task, FiniteTask) else columns_of(task, [prompt])
         running.update(_ENCODE([prompt, row]).encode())
-    return found | {len(prompts): running.hexdigest()}
+    return running.hexdigest()
 
 
 def _as_plain(value: Any) -> Any:
@@ -99,7 +95,7 @@ class Parts:
     rewards: list[Reward]
     teacher: PreTrainedModel | None = None
     """The teacher model, or None if the model learns from itself."""
-    notes: tuple[str, ...] = ()
+    notes: Sequence[str] = ()
     """Sentences about settings that were chosen automatically."""
     turns: MultiTurn | None = None
     """The tool, functions or environment that answer the model within a completion."""
@@ -131,16 +127,19 @@ def changed_data(before: Any, settings: Settings, parts: Parts) -> tuple[list[st
         rows = entry["rows"]
         if rows > len(prompts) and name == "train":  # a shorter run; the first rows of a longer draw are those of a shorter one
             prompts = task.train_prompts(rows, settings.seed)
-        found = digests(task, prompts, rows)
-        if found.get(rows) != entry.get("sha256"):
+        now[name] = {"rows": len(prompts), "sha256": digest(task, prompts)}
+        first = now[name]["sha256"] if rows == len(prompts) else digest(task, prompts[:rows])
+        if rows > len(prompts) or first != entry.get("sha256"):
             words.append(f"the {rows:,} rows {what}")
-        now[name] = {"rows": len(prompts), "sha256": found[len(prompts)]}
     return words, now
 
 
 def pin_model(settings: Settings) -> Settings:
     """Settings in which a model that is a run is replaced by the path of the run's newest valid checkpoint."""
-    return dataclasses.replace(settings, model=newest_checkpoint(settings.model) or settings.model)
+    path = Path(settings.model)
+    if settings.model in BUILT_IN or not path.is_dir() or read_run(path) is None:
+        return settings
+    return dataclasses.replace(settings, model=str(choose_checkpoint(RunFolder.open(path, write=False), "latest")[0].path))
 
 
 def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedTokenizerBase]] = load_trainable) -> Parts:
@@ -150,7 +149,7 @@ def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedToken
     for name in settings.report_to.split(","):
         if name not in ("none", "all", *INTEGRATION_TO_CALLBACK):
             raise RunError(f"`report_to` has {name!r}, which transformers cannot report to.{nearest(name, _REPORTS)}")
-    try:
+    with run_errors():
         task = make_task(settings.task, **settings.task_config)
         find_objective(settings.objective)
         config = trainer_config(settings, task.max_completion_length + 1)
@@ -176,8 +175,6 @@ def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedToken
         teacher = load_model(settings.teacher, dtype)[0] if settings.teacher else None
         template = turns.template(tokenizer) if turns is not None else {}
         template |= cast(dict[str, Any], config.chat_template_kwargs or {})  # TRL has read a text as JSON
-    except ValueError as error:
-        raise RunError(str(error)) from error
     if config.beta and not settings.lora and settings.model in _WITHOUT_FOLDER:
         raise RunError(
             f"`beta` needs a reference, which TRL loads by name, and {settings.model} is no folder. Leave beta out, or train "
@@ -205,14 +202,14 @@ def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedToken
     if settings.reward or settings.environment_factory:
         check_columns(task, held_out[0])
     given = "max_completion_length" in settings.trainer or "max_completion_length" in settings.task_config
-    asked = [*dataset["problem"], *held_out]
-    notes: tuple[str, ...] = ()
-    room = None if given else problems.room(asked, model.config)
-    if room is not None and _LEAST_ROOM <= room < config.max_completion_length:  # shorten the task's own length
+    longest, asked, notes = config.max_completion_length, [*dataset["problem"], *held_out], list[str]()
+    room = problems.check_length(asked, model.config, longest, least=None if given else _LEAST_ROOM)
+    if room < longest:  # the task's own length
         config.max_completion_length = room
-        notes = (f"max_completion_length is {room}: all that the model's positions leave beside the longest prompt.",)
-    problems.check_length(asked, model.config, config.max_completion_length)
-    problems.check_teacher_length(dataset, (teacher or model).config, config.max_completion_length)
+        notes = [f"max_completion_length is {room}: all that the model's positions leave beside the longest prompt."]
+    if TEACHER_PROMPT in dataset.column_names:
+        shown_prompts = dataset[TEACHER_PROMPT][:]
+        problems.check_length(dataset["problem"][:], (teacher or model).config, room, prompts=shown_prompts)
     return Parts(settings, model, problems, dataset, held_out, config, adapter, rewards, teacher, notes, turns)
 
 
@@ -286,10 +283,8 @@ def rehearse(settings: Settings) -> list[str]:
         config = parts.config
         about = [f"{len(parts.dataset):,} prompts to train on, {len(parts.held_out):,} to measure success on", *parts.notes]
     else:  # without the data there are no prompts to check, without a tokenizer no lengths
-        try:
+        with run_errors():
             config, about = trainer_config(settings, 1024), missing
-        except ValueError as error:
-            raise RunError(str(error)) from error
     weights = model_to_fetch(settings.model)
     about += [f"would fetch {line}" for line in ([weights] if weights else []) + data or ["nothing"]]
     about += ["memory unknown: the model is not here"] if skeleton is None else memory(settings, config, skeleton[0])
@@ -298,10 +293,8 @@ def rehearse(settings: Settings) -> list[str]:
 
 def data_to_fetch(settings: Settings) -> list[str]:
     """The data sets that the task would download from the hub."""
-    try:
+    with run_errors():
         task_cls = find_task(settings.task)
-    except ValueError as error:
-        raise RunError(str(error)) from error
     if not issubclass(task_cls, FiniteTask) or settings.task_config.get("path") is not None:
         return []
     names, where = task_cls.hub_names(), "FILE reads a file"

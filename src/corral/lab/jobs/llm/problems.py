@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, Pr
 from corral.lab.tasks import Task, columns_of, messages_of
 from corral.lab.tasks.procedural import ProceduralTask
 from corral.trl import MODEL_IDS, TEACHER_PROMPT
-from corral.validate import RunError
+from corral.validate import RunError, run_errors
 
 Prompt = str | list[dict[str, str]]
 
@@ -72,10 +72,8 @@ class Problems:
 
     def dataset(self, count: int, seed: int, teacher_instruction: str = "") -> Dataset:
         """`count` training problems in training order, with the teacher's prompt of each if there is a teacher."""
-        try:
+        with run_errors():
             problems = self.task.train_prompts(count, seed)
-        except ValueError as error:
-            raise RunError(str(error)) from error
         if len(problems) < count:
             raise RunError(
                 f"the task {self.task.name} has {len(problems)} problems to train on, and this run needs {count}. Use fewer "
@@ -97,36 +95,38 @@ class Problems:
         told = [self._worded(problem, teacher_instruction, row) for problem, row in zip(problems, rows, strict=True)]
         return Dataset.from_dict(columns | {TEACHER_PROMPT: told})
 
-    def room(self, problems: Sequence[str], config: PreTrainedConfig) -> int | None:
-        """Positions that the longest of these prompts leaves for a completion; None if the model has no limit."""
-        room = getattr(config, "max_position_embeddings", None)  # not every family has a limit
-        longest = sorted(set(problems), key=len)[-_LONGEST:]
-        return None if room is None else room - max(map(len, self.tokens(longest)))
+    def check_length(
+        self,
+        problems: Sequence[str],
+        config: PreTrainedConfig,
+        longest: int,
+        *,
+        least: int | None = None,
+        prompts: Sequence[Prompt] | None = None,
+    ) -> int:
+        """Tokens that fit behind the longest prompt: `longest`, or at least `least` of them. A RunError if fewer fit.
 
-    def check_length(self, problems: Sequence[str], config: PreTrainedConfig, longest: int) -> None:
-        """Refuse prompts that leave fewer than `longest` positions for a completion, so that the model's limit is never
-        exceeded."""
-        problems = sorted(set(problems), key=len)[-_LONGEST:]
-        self._check_room("a prompt", [(problem, self.prompt(problem)) for problem in problems], config, longest)
-
-    def check_teacher_length(self, dataset: Dataset, config: PreTrainedConfig, longest: int) -> None:
-        """Refuse teacher prompts that leave too few positions for the longest completion."""
-        if TEACHER_PROMPT in dataset.column_names:
-            shown = zip(dataset["problem"][:], dataset[TEACHER_PROMPT][:], strict=True)
-            rows = sorted(shown, key=lambda row: len(str(row[1])))[-_LONGEST:]
-            self._check_room("a teacher's prompt", rows, config, longest)
-
-    def _check_room(self, what: str, rows: list[tuple[str, Prompt]], config: PreTrainedConfig, longest: int) -> None:
-        room = getattr(config, "max_position_embeddings", None)  # not every family has a limit
-        if room is None or not rows:
-            return
-        problems, prompts = zip(*rows, strict=True)
-        tokens, problem = max(zip(map(len, self.tokenise(prompts)), problems, strict=True))
-        if tokens + longest > room:
+        Args:
+            prompts: the teacher's; by default those of the problems.
+        """
+        positions = getattr(config, "max_position_embeddings", None)  # not every family has a limit
+        what = "a prompt" if prompts is None else "a teacher's prompt"
+        if prompts is None:
+            rows = [(problem, self.prompt(problem)) for problem in sorted(set(problems), key=len)[-_LONGEST:]]
+        else:
+            rows = sorted(zip(problems, prompts, strict=True), key=lambda row: len(str(row[1])))[-_LONGEST:]
+        if positions is None or not rows:
+            return longest
+        lengths = map(len, self.tokenise(prompt for _, prompt in rows))
+        tokens, problem = max(zip(lengths, (problem for problem, _ in rows), strict=True))
+        room: int = positions - tokens
+        if room < longest and (least is None or room < least):
             raise RunError(
-                f"{what} has {tokens} tokens, and with max_completion_length={longest} that is more than the {room} positions "
-                f"of the model: {problem[:80]!r}. Use shorter problems, a smaller max_completion_length, or another model."
+                f"{what} has {tokens} tokens, and with max_completion_length={longest} that is more than the {positions} "
+                f"positions of the model: {problem[:80]!r}. Use shorter problems, a smaller max_completion_length, or another "
+                f"model."
             )
+        return min(room, longest)
 
 
 def plain_sampling(tokenizer: PreTrainedTokenizerBase, ends: set[int], sampling: Sampling) -> GenerationConfig:

@@ -11,7 +11,7 @@ from corral.lab.run.settings import guess
 from corral.lab.tasks import Task, columns_of, text_of, verify_all
 from corral.lab.tasks.imports import by_path
 from corral.lab.tasks.messages import answer_of
-from corral.validate import RewardError, RunError
+from corral.validate import RewardError, RunError, run_errors
 
 Reward = Callable[..., list[float | None]]
 
@@ -140,10 +140,8 @@ def _function(reward: str | Reward, label: str, task: Task) -> Reward:
         return verifier(task)
     function = reward
     if isinstance(reward, str):
-        try:
+        with run_errors():
             function = by_path(reward, _HOW)
-        except ValueError as error:
-            raise RunError(str(error)) from error
     if not callable(function):
         raise RunError(f"{_HOW}, and {reward!r} is {type(function).__name__}, which cannot be called.")
     return _with_checks(path_of(reward), _with_columns(function, task), label)

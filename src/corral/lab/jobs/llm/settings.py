@@ -17,14 +17,14 @@ from packaging.version import Version
 
 from corral.lab.jobs.llm.own_objective import find_objective
 from corral.lab.jobs.llm.rewards import Reward, as_functions, as_rewards, path_of
-from corral.lab.run.settings import MAX_SEED, GuardMode, add_layer, coerce, read_named, recipes
+from corral.lab.run.settings import MAX_SEED, GuardMode, add_layer, coerce
 from corral.lab.tasks import TASKS, make_task
 from corral.lab.tasks.dataset import FiniteTask
 from corral.lab.tasks.imports import make_tool
 from corral.lab.tasks.procedural import ProceduralTask
 from corral.objective import OBJECTIVES, make_config
 from corral.trl import TRL_RANGE
-from corral.validate import RunError, check_keys, nearest, require, suggest
+from corral.validate import RunError, check_keys, nearest, require, run_errors, suggest
 
 _PACKAGE = Path(__file__).parents[3]
 
@@ -139,8 +139,6 @@ def missing_packages(settings: Mapping[str, Any]) -> Iterator[str]:
         if find_spec(package) is None:
             yield f"`{setting}` needs the package {package}, which is not installed: pip install {package}, or leave it out."
 
-
-RECIPES = Path(__file__).parents[2] / "recipes" / "llm"
 
 TABLES = ("objective_config", "task_config", "lora")
 """Settings that are tables: layers merge into them key by key."""
@@ -259,7 +257,7 @@ class Settings:
     def _check_named(self) -> None:
         """Refuse wrong settings of a packaged objective, task or tool. A path, module:Class, is imported when it is used."""
         task, config, task_cls = self.task, self.task_config, TASKS.get(self.task)
-        try:
+        with run_errors():
             if ":" not in self.objective:
                 find_objective(self.objective)
                 make_config(self.objective, self.objective_config)
@@ -269,8 +267,6 @@ class Settings:
                     make_task(task, **config)
             if self.tool and ":" not in self.tool:
                 make_tool(self.tool)
-        except ValueError as error:
-            raise RunError(str(error)) from error
         if is_dataclass(task_cls) and issubclass(task_cls, FiniteTask) and config.get("held_out", task_cls.held_out) == 1:
             raise RunError(
                 f"{task} is for evaluation: all of its problems are held out, and none is left to train on. Train on a file "
@@ -352,6 +348,16 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 """Settings that hold user functions and classes, or their names."""
 
 
-def read_recipe(name: str) -> dict[str, Any]:
-    """Read a layer from a language-model recipe that is part of corral."""
-    return read_named(name, recipes(RECIPES))
+def named_code(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Flags and values of settings that import user code, or run model-written code outside the sandbox.
+
+    These are imported, and so executed, when they are used: a run that comes from a stranger may name its own files.
+    """
+    for name in ("task", "objective", "tool", "tools", "environment_factory", "reward"):
+        given = settings.get(name) or ()
+        paths = given if isinstance(given, list | tuple) else [given]
+        yield from ((f"--{name.replace('_', '-')}", str(path)) for path in paths if ":" in str(path))
+    config = settings.get("task_config")
+    verifier = config.get("verifier") if isinstance(config, Mapping) else None  # of `jsonl`
+    if ":" in str(verifier):
+        yield "--set", f"task_config.verifier={verifier}"

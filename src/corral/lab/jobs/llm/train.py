@@ -1,6 +1,5 @@
 """Training runs of language models: from settings to model, task and trainer, in a resumable run folder."""
 
-import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,14 +11,12 @@ import torch
 import transformers
 import trl
 from accelerate.utils import broadcast_object_list, is_peft_model
-from transformers import PrinterCallback, set_seed
 
 import corral
-from corral.lab.jobs.llm.eval_settings import named_code
 from corral.lab.jobs.llm.prepare import Parts, changed_data, config_content, pin_model, prepare
 from corral.lab.jobs.llm.rewards import path_of
-from corral.lab.jobs.llm.settings import Settings, resolve
-from corral.lab.jobs.llm.trainer import GuardCallback, RunCallback, RunTrainer, cannot_resume
+from corral.lab.jobs.llm.settings import Settings, named_code, resolve
+from corral.lab.jobs.llm.trainer import GuardCallback, RunTrainer, cannot_resume
 from corral.lab.run import life
 from corral.lab.run.life import Job, Outcome, Recorder
 from corral.lab.run.text import count
@@ -136,7 +133,7 @@ class ModelRun(Job):
             record.view.warn(ALONE)
         checkpoint = record.checkpoint
         with _tensorboard_in(record.path):
-            trainer = self.build_trainer(record)
+            trainer = RunTrainer(self.parts, record, self.guard)
             record.begin(banner(self.settings, trainer, record.path, self.parts.notes))
             try:
                 trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint is not None else None)
@@ -147,45 +144,6 @@ class ModelRun(Job):
 
     def explain(self, error: BaseException) -> BaseException:
         return RunError(LOST) if lost_process(error) else error
-
-    def build_trainer(self, record: Recorder) -> RunTrainer:
-        """Build the trainer with its dataset, rewards and callbacks."""
-        parts, config, guard = self.parts, self.parts.config, self.guard
-        config.output_dir = str(record.path / "checkpoints")
-        log = logging.getLogger("corral.trl.trainer")
-        level = log.level
-        log.setLevel(logging.ERROR)  # the banner says the same, in its place
-        set_seed(self.settings.seed)  # the trainer does that too, but an adapter is drawn before
-        try:
-            os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # of several turns; tests run every release
-            trainer = RunTrainer(
-                parts.model,
-                parts.rewards,
-                config,
-                parts.dataset,
-                processing_class=parts.problems.tokenizer,
-                peft_config=parts.adapter,
-                teacher=parts.teacher,
-                **({} if parts.turns is None else parts.turns.trainer_arguments()),
-            )
-        except (
-            ValueError,
-            ImportError,
-        ) as error:  # what only TRL, peft and the model together show
-            raise RunError(str(error)) from error
-        finally:
-            log.setLevel(level)
-        trainer.parts, trainer.record, trainer.guard = parts, record, guard
-        trainer.token_observer, check = trainer.sample_tokens, trainer.self_check
-        check.say = guard.tell
-        earlier = [text for line in record.lines for text in line.get("warnings", ())]
-        off = guard.mode == "off"
-        check.drift_reported = off or any("before any update" in text for text in earlier)
-        check.tail_reported = off or any("tr/hidden_kl_max" in text for text in earlier)
-        trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(guard)
-        trainer.add_callback(RunCallback(trainer))
-        return trainer
 
 
 @contextmanager

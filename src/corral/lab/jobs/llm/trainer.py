@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,15 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
+)
 from trl.models.utils import unwrap_model_for_generation
 
 from corral.lab.jobs.llm.prepare import Parts
@@ -30,7 +39,7 @@ from corral.trl.api import updates_per_step
 from corral.trl.callbacks import on_any_process
 from corral.trl.processes import base_model, is_sharded, one_autocast, root_weights
 from corral.trl.trainer import CorralTrainer
-from corral.validate import RewardError, RunError
+from corral.validate import RewardError, RunError, run_errors
 
 _COMPLETIONS = 4
 """Number of completions kept per step."""
@@ -173,13 +182,42 @@ class RunTrainer(CorralTrainer):
 
     processing_class: PreTrainedTokenizerBase
     max_completion_length: int
-    parts: Parts
-    record: Recorder
-    guard: GuardCallback
-    _sample: tuple[CompletionSample, Objective] | None = None
-    """Completions of a step's last update, stored for tokens.parquet until the step's line is written."""
-    _drawn: list[tuple[list[int], list[int]]]
-    """Prompts and completions of a few held-out samples, while success is measured."""
+
+    def __init__(self, parts: Parts, record: Recorder, guard: GuardCallback) -> None:
+        self.parts, self.record, self.guard = parts, record, guard
+        self._sample: tuple[CompletionSample, Objective] | None = None
+        """Completions of a step's last update, stored for tokens.parquet until the step's line is written."""
+        self._drawn: list[tuple[list[int], list[int]]] = []
+        """Prompts and completions of a few held-out samples, while success is measured."""
+        parts.config.output_dir = str(record.path / "checkpoints")
+        os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # of several turns; tests run every release
+        set_seed(parts.settings.seed)  # TRL does that too, but an adapter is drawn before
+        log = logging.getLogger("corral.trl.trainer")
+        level = log.level
+        log.setLevel(logging.ERROR)  # the banner says the same, in its place
+        try:
+            with run_errors((ValueError, ImportError)):  # what only TRL, peft and the model together show
+                super().__init__(
+                    parts.model,
+                    parts.rewards,
+                    parts.config,
+                    parts.dataset,
+                    processing_class=parts.problems.tokenizer,
+                    peft_config=parts.adapter,
+                    teacher=parts.teacher,
+                    **({} if parts.turns is None else parts.turns.trainer_arguments()),
+                )
+        finally:
+            log.setLevel(level)
+        self.token_observer, check = self.sample_tokens, self.self_check
+        check.say = guard.tell
+        earlier = [text for line in record.lines for text in line.get("warnings", ())]
+        off = guard.mode == "off"
+        check.drift_reported = off or any("before any update" in text for text in earlier)
+        check.tail_reported = off or any("tr/hidden_kl_max" in text for text in earlier)
+        self.remove_callback(PrinterCallback)
+        self.add_callback(guard)
+        self.add_callback(RunCallback(self))
 
     @property
     def updates_per_step(self) -> int:

@@ -3,13 +3,10 @@
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from corral.lab.run.settings import GuardMode, add_layer, check_least, coerce, read_named, recipes
+from corral.lab.run.settings import GuardMode, add_layer, check_least, coerce
 from corral.validate import RunError, nearest
-
-RECIPES = Path(__file__).parents[2] / "recipes" / "robot"
 
 _Algorithm = Literal[
     "tce", "bbrl", "sb3-ppo", "sb3-ppo-gsde", "sb3-ppo-pink", "sb3-sac", "sb3-sac-gsde", "sb3-sac-pink", "sb3-trpl"
@@ -127,11 +124,6 @@ def check_flags(settings: Settings, given: Mapping[str, Any]) -> None:
             raise RunError(f"`{key}` would change nothing: {why}")
     if "dtype" in given and algorithm.startswith("sb3-") and settings.dtype != "float32":
         raise RunError(f"`dtype` is float32 for {algorithm}, as stable-baselines3 has it; got {settings.dtype}. Leave it out.")
-
-
-def read_recipe(name: str) -> dict[str, Any]:
-    """A layer from a recipe for robots that ships with corral."""
-    return read_named(name, recipes(RECIPES))
 
 
 def coerce_fields(owner: str, config_cls: type, given: Mapping[str, Any], *, without: Iterable[str] = ()) -> dict[str, Any]:
