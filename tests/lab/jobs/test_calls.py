@@ -16,7 +16,7 @@ from corral.lab.jobs.llm.prepare import prepare
 from corral.lab.jobs.llm.problems import Problems, Sampling
 from corral.lab.jobs.llm.settings import FUNCTIONS
 from corral.lab.jobs.llm.train import train
-from corral.lab.jobs.llm.turns import FunctionCalls, make_multi_turn
+from corral.lab.jobs.llm.turns import FunctionCalls, OneTurn, make_turns
 from corral.lab.models.smoke import build_byte_tokenizer, build_smoke
 from corral.lab.tasks.messages import answer_of, transcript
 from corral.llm import CorralConfig, CorralTrainer
@@ -92,7 +92,7 @@ def trainer_of(model: str, folder: Path, settings: dict[str, Any] | None = None,
     rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": letter}] for letter in "ab"], "problem": ["a", "b"]})
     reward = [lambda completions, **_: [float(len(transcript(one))) for one in completions]]
     tokenizer = AutoTokenizer.from_pretrained(model)
-    calls = make_multi_turn("", given.get("tools") or (), given.get("environment_factory") or "")
+    calls = make_turns("", given.get("tools") or (), given.get("environment_factory") or "")
     assert calls is not None
     calls.template(tokenizer)  # teaches it how calls are read, as `corral train` does
     return CorralTrainer(AutoModelForCausalLM.from_pretrained(model), reward, args, rows, processing_class=tokenizer, **given)
@@ -165,7 +165,7 @@ def test_a_run_with_tools_is_evaluated_and_audited_with_them(model: str, tmp_pat
     assert any('→ double({"number": 7})\n← 14' in text for text in shown)
     assert FUNCTIONS["tools"]([""]) == (), "corral eval RUN --tools ''"
     without = prepare_evaluation(EvalSettings(model=str(run), tools=(), device="cpu"))
-    assert without.turns is None
+    assert type(without.turns) is OneTurn
     with pytest.raises(RunError, match="played with transformers"):
         prepare_evaluation(EvalSettings(model=str(run), tools=ours, backend="vllm"))
 
@@ -209,7 +209,7 @@ def test_what_cannot_be_called_is_refused(model: str, tmp_path: Path) -> None:
         (("", (), "Game"), "module:Class"),
     ):
         with pytest.raises(ValueError, match=words):
-            make_multi_turn(*given)
+            make_turns(*given)
     with pytest.raises(RunError, match="use one or the other"):
         small(model, tool="calculator", tools=[double])
     with pytest.raises(RunError, match="whose template has tool calls"):

@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +22,6 @@ from corral.lab.audit.scoring import AuditedCompletion, logp_at
 from corral.lab.audit.words import percent
 from corral.lab.jobs.llm.eval_settings import EvalSettings, Subject, find_subject
 from corral.lab.jobs.llm.evaluate import EvalJob, prepare_evaluation
-from corral.lab.jobs.llm.problems import Problems, Sampling, generate
 from corral.lab.jobs.llm.rewards import verifier
 from corral.lab.jobs.llm.sampler import set_pad_token
 from corral.lab.jobs.llm.turns import Dialogue
@@ -130,25 +129,13 @@ def _sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: Eva
         torch.manual_seed(job.seed)
         for start in range(0, len(repeated), job.batch_size):
             asked = repeated[start : start + job.batch_size]
-            if job.turns is not None:
-                found += job.turns.play(model, problems, asked, job.sampling)
-            else:
-                found += _complete(model, problems, asked, job.sampling)
+            found += job.turns.play(model, problems, asked, job.sampling)
     rewards = [one.reward for one in found]
     if None in rewards:
         texts = [one.answer for one in found]
         rewards = verifier(job.task)(prompts=repeated, completions=texts, problem=repeated)
     group = torch.arange(len(job.held_out)).repeat_interleave(job.samples)
     return found, group_advantages(torch.tensor([reward or 0.0 for reward in rewards]), group, "grpo")
-
-
-def _complete(model: PreTrainedModel, problems: Problems, asked: list[str], sampling: Sampling) -> Iterator[Dialogue]:
-    """Completions of a single turn."""
-    tokenizer, prompts = problems.tokenizer, problems.tokens(asked)
-    for problem, prompt, tokens in zip(asked, prompts, generate(model, tokenizer, prompts, sampling), strict=True):
-        one = Dialogue(problem, prompt, answer=str(tokenizer.decode(tokens, skip_special_tokens=True)))
-        one.add(tokens)
-        yield one
 
 
 def audit_texts(

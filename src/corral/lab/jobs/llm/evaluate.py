@@ -16,8 +16,8 @@ from corral.lab.jobs.llm.eval_results import RIGHT, EvalFolder, Row, show, summa
 from corral.lab.jobs.llm.eval_settings import MULTI_TURN, EvalSettings, Subject
 from corral.lab.jobs.llm.problems import Problems, Sampling
 from corral.lab.jobs.llm.rewards import Reward, path_of, verifier
-from corral.lab.jobs.llm.sampler import Backend, Sampler, TransformersSampler, choose_backend, make_sampler
-from corral.lab.jobs.llm.turns import MultiTurn, make_multi_turn
+from corral.lab.jobs.llm.sampler import Backend, Sampler, choose_backend, make_sampler
+from corral.lab.jobs.llm.turns import Turns, make_turns
 from corral.lab.models.load import choose_device
 from corral.lab.run.life import Evaluation
 from corral.lab.run.view import RunView, make_view
@@ -48,8 +48,8 @@ class EvalJob:
     seed: int
     device: str
     backend: Backend
-    turns: MultiTurn | None = None
-    """The tool, functions or environment that answer within completions."""
+    turns: Turns
+    """The tool, functions or environment that answer within completions, if any do."""
     how: dict[str, Any] = field(default_factory=dict)
     """Entry of the plan for `turns` and the chat template; empty if the evaluation uses neither."""
 
@@ -77,7 +77,7 @@ class EvalJob:
     def problems(self, tokenizer: PreTrainedTokenizerBase) -> Problems:
         """The problems in the model's chat template and instruction."""
         with run_errors():
-            tools = self.turns.template(tokenizer) if self.turns is not None else {}
+            tools = self.turns.template(tokenizer)
         template = tools | self.how.get("chat_template_kwargs", {})
         return Problems(task=self.task, tokenizer=tokenizer, instruction=self.instruction, template=template)
 
@@ -126,9 +126,7 @@ def prepare_evaluation(settings: EvalSettings) -> EvalJob:
     how = settings.multi_turn(subject)
     backend = choose_backend(settings.backend, subject, device, played=not how.keys().isdisjoint(MULTI_TURN))
     with run_errors():
-        turns = make_multi_turn(
-            how.get("tool", ""), how.get("tools", ()), how.get("environment_factory", ""), how.get("max_turns")
-        )
+        turns = make_turns(how.get("tool", ""), how.get("tools", ()), how.get("environment_factory", ""), how.get("max_turns"))
         task = make_task(name, **{**subject.settings_of(name), **settings.task_config})
         held_out = task.held_out_prompts(settings.problems or default_problems(task), settings.seed)
     if not held_out:
@@ -160,15 +158,15 @@ def default_problems(task: Task) -> int:
 def _run(job: EvalJob, problems: Problems, sampler: Sampler, folder: EvalFolder, view: RunView) -> dict[str, Any]:
     """Generate and grade the missing batches, then summarise."""
     score = verifier(job.task)
-    ids = problems.tokens(job.held_out)
     batches = list(job.batches())
     kept = {index: part for index in range(len(batches)) if (part := folder.part(index)) is not None}
     step = "" if job.subject.step is None else f", after step {job.subject.step}"
     how = f"temperature {job.sampling.temperature:g}, top_p {job.sampling.top_p:g}, at most {job.sampling.max_tokens} tokens"
+    tools = [f"{name} {job.how[name]}" for name in MULTI_TURN if name in job.how]
     heading = [
         ("model", f"{job.subject.name}{step}"),
         ("task", f"{job.task.name}, {len(job.held_out):,} held-out problems"),
-        *([("tools", ", ".join(f"{name} {job.how[name]}" for name in MULTI_TURN if name in job.how))] if job.turns else []),
+        *([("tools", ", ".join(tools))] if tools else []),
         ("answers", f"1 greedy and {job.samples} sampled each: {how}, seed {job.seed}"),
         ("device", f"{job.device}, {job.backend}, {job.batch_size} at a time"),
         ("results", str(folder.path)),
@@ -180,11 +178,11 @@ def _run(job: EvalJob, problems: Problems, sampler: Sampler, folder: EvalFolder,
     rows: list[Row] = []
     right: dict[bool, list[bool]] = {True: [], False: []}  # by whether the answer is greedy
     if len(kept) < len(batches):
-        sampler.start(max(map(len, ids)) + job.sampling.max_tokens)
+        sampler.start(max(map(len, problems.tokens(job.held_out))) + job.sampling.max_tokens)
     for index, batch in enumerate(batches):
         found = kept.get(index)
         if found is None:
-            found = answer_batch(job, problems, ids, batch, sampler, score)
+            found = answer_batch(job, problems, batch, sampler, score)
             folder.add(index, found)
         rows += found
         marks = right[found[0]["greedy"]]
@@ -202,30 +200,22 @@ def _run(job: EvalJob, problems: Problems, sampler: Sampler, folder: EvalFolder,
     return result
 
 
-def answer_batch(
-    job: EvalJob, problems: Problems, ids: list[list[int]], batch: _Batch, sampler: Sampler, score: Reward
-) -> list[Row]:
+def answer_batch(job: EvalJob, problems: Problems, batch: _Batch, sampler: Sampler, score: Reward) -> list[Row]:
     """Generate and grade one batch."""
     greedy = batch[0][2]
-    sampling = replace(job.sampling, greedy=greedy)
     seeds = [draw_seed(job.seed, problem, sample) for problem, sample, _ in batch]
     prompts = [job.held_out[problem] for problem, _, _ in batch]
-    if job.turns is None:
-        written = sampler.complete([ids[problem] for problem, _, _ in batch], seeds, sampling)
-    else:
-        assert isinstance(sampler, TransformersSampler)  # `choose_backend` has seen to it
-        written = sampler.play(job.turns, problems, prompts, seeds, sampling)
+    written = sampler.complete(job.turns, problems, prompts, seeds, replace(job.sampling, greedy=greedy))
     rewards = [one.reward for one in written]
     if any(reward is None for reward in rewards):
-        rewards = score(prompts=prompts, completions=[one.text for one in written], problem=prompts)
+        rewards = score(prompts=prompts, completions=[one.answer for one in written], problem=prompts)
     rows = []
     for (problem, sample, _), prompt, one, reward in zip(batch, prompts, written, rewards, strict=True):
         if reward is None or not 0 <= reward <= 1:
             who = f"{job.task.name}.verify" if one.reward is None else "get_reward of the environment"
-            raise RewardError(f"{who} gave {reward} for {one.text!r}. An evaluation needs rewards in 0..1.")
-        shown = one.transcript or one.text
-        row = {"problem": problem, "sample": sample, "greedy": greedy, "prompt": prompt, "completion": shown}
-        rows.append({**row, "reward": reward, "tokens": one.tokens, "ended": one.ended})
+            raise RewardError(f"{who} gave {reward} for {one.answer!r}. An evaluation needs rewards in 0..1.")
+        row = {"problem": problem, "sample": sample, "greedy": greedy, "prompt": prompt, "completion": one.transcript}
+        rows.append({**row, "reward": reward, "tokens": sum(one.own), "ended": one.ended})
     return rows
 
 

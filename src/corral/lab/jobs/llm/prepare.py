@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -26,7 +26,7 @@ from corral.lab.jobs.llm.own_objective import find_objective, try_objective
 from corral.lab.jobs.llm.problems import Problems
 from corral.lab.jobs.llm.rewards import Reward, check_columns, make_rewards, verifier
 from corral.lab.jobs.llm.settings import Settings, missing_packages
-from corral.lab.jobs.llm.turns import FunctionCalls, MultiTurn, TextTool, make_multi_turn
+from corral.lab.jobs.llm.turns import FunctionCalls, OneTurn, TextTool, Turns, make_turns
 from corral.lab.models import BUILT_IN
 from corral.lab.models.load import choose_device, is_local, load_model, load_skeleton, load_trainable
 from corral.lab.models.packaged import PACKAGED, is_installed
@@ -97,8 +97,8 @@ class Parts:
     """The teacher model, or None if the model learns from itself."""
     notes: Sequence[str] = ()
     """Sentences about settings that were chosen automatically."""
-    turns: MultiTurn | None = None
-    """The tool, functions or environment that answer the model within a completion."""
+    turns: Turns = field(default_factory=OneTurn)
+    """The tool, functions or environment that answer the model within a completion, if any do."""
 
     @cached_property
     def verify(self) -> Reward:
@@ -154,7 +154,7 @@ def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedToken
         find_objective(settings.objective)
         config = trainer_config(settings, task.max_completion_length + 1)
         try_objective(config.make_objective())
-        turns = make_multi_turn(settings.tool, settings.tools, settings.environment_factory, config.max_tool_calling_iterations)
+        turns = make_turns(settings.tool, settings.tools, settings.environment_factory, config.max_tool_calling_iterations)
         if isinstance(turns, TextTool) and config.use_vllm:
             raise ValueError("`tool` plays its turns with the trainer's own model. Leave `use_vllm` out.")
         sampler: Sampler = "vllm" if config.use_vllm else "rollout_func" if isinstance(turns, TextTool) else "transformers"
@@ -173,7 +173,7 @@ def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedToken
         model, tokenizer = load(settings.model)
         dtype = torch.bfloat16 if config.bf16 else torch.float32
         teacher = load_model(settings.teacher, dtype)[0] if settings.teacher else None
-        template = turns.template(tokenizer) if turns is not None else {}
+        template = turns.template(tokenizer)
         template |= cast(dict[str, Any], config.chat_template_kwargs or {})  # TRL has read a text as JSON
     if config.beta and not settings.lora and settings.model in _WITHOUT_FOLDER:
         raise RunError(

@@ -1,9 +1,6 @@
 """Samplers of an evaluation: transformers, or vLLM if it is installed."""
 
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -12,27 +9,13 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from corral.lab.jobs.llm.eval_settings import Subject
-from corral.lab.jobs.llm.problems import Problems, Sampling, end_tokens, generate
-from corral.lab.jobs.llm.turns import MultiTurn
+from corral.lab.jobs.llm.problems import Problems, Sampling, end_tokens
+from corral.lab.jobs.llm.turns import Dialogue, OneTurn, Turns
 from corral.lab.models import BUILT_IN
 from corral.lab.models.load import NO_CODE, load_model
 from corral.validate import RunError
 
 Backend = Literal["transformers", "vllm"]
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One completion of a prompt."""
-
-    text: str
-    tokens: int
-    ended: bool
-    """False if the completion was cut off at the largest length."""
-    transcript: str = ""
-    """The whole text of several turns, including answers of tools."""
-    reward: float | None = None
-    """Reward from the environment, for an environment that gives rewards."""
 
 
 def choose_backend(requested: str, subject: Subject, device: str, *, played: bool = False) -> Backend:
@@ -75,33 +58,20 @@ class TransformersSampler:
     def start(self, room: int) -> None:
         """Do nothing: the cache grows during generation."""
 
-    def complete(self, ids: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Completion]:
-        with self._drawing(seeds):
-            tokens = generate(self.model, self.tokenizer, ids, sampling)
-        texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-        return [Completion(text, len(row), self._ended(row)) for text, row in zip(texts, tokens, strict=True)]
-
-    def play(
-        self, turns: MultiTurn, problems: Problems, asked: list[str], seeds: list[int], sampling: Sampling
-    ) -> list[Completion]:
-        """One completion per problem, in several turns."""
-        with self._drawing(seeds):
-            found = turns.play(self.model, problems, asked, sampling)
-        return [Completion(one.answer, sum(one.own), self._ended(one.tokens), one.transcript, one.reward) for one in found]
-
-    @contextmanager
-    def _drawing(self, seeds: list[int]) -> Iterator[None]:
-        """The random stream of a batch. Running out of memory raises an error in plain words."""
+    def complete(
+        self, turns: Turns, problems: Problems, asked: list[str], seeds: list[int], sampling: Sampling
+    ) -> list[Dialogue]:
         devices = [self.model.device] if self.model.device.type == "cuda" else []
         try:
             with torch.random.fork_rng(devices=devices):
                 torch.manual_seed(seeds[0])
-                yield
+                found = turns.play(self.model, problems, asked, sampling)
         except torch.OutOfMemoryError as error:
             raise RunError(f"the GPU's memory is too small for {len(seeds)} prompts at a time: lower --batch-size.") from error
-
-    def _ended(self, tokens: list[int]) -> bool:
-        return tokens[-1:] != [] and tokens[-1] in end_tokens(self.model, self.tokenizer)
+        ends = end_tokens(self.model, self.tokenizer)
+        for one in found:
+            one.ended = one.tokens[-1:] != [] and one.tokens[-1] in ends
+        return found
 
 
 class VllmSampler:
@@ -125,12 +95,20 @@ class VllmSampler:
             raise RunError(f"vLLM could not start with {self.name!r}: {str(error).splitlines()[0]}") from error
         self.parameters = vllm.SamplingParams
 
-    def complete(self, ids: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Completion]:
+    def complete(
+        self, turns: Turns, problems: Problems, asked: list[str], seeds: list[int], sampling: Sampling
+    ) -> list[Dialogue]:
+        assert type(turns) is OneTurn  # `choose_backend` has seen to it
         how = {"temperature": 0.0} if sampling.greedy else {"temperature": sampling.temperature, "top_p": sampling.top_p}
         parameters = [self.parameters(max_tokens=sampling.max_tokens, seed=seed, **how) for seed in seeds]
-        prompts = [{"prompt_token_ids": row} for row in ids]
-        found = [request.outputs[0] for request in self.engine.generate(prompts, parameters, use_tqdm=False)]
-        return [Completion(one.text, len(one.token_ids), one.finish_reason == "stop") for one in found]
+        found = [Dialogue(problem, prompt) for problem, prompt in zip(asked, problems.tokens(asked), strict=True)]
+        prompts = [{"prompt_token_ids": one.prompt} for one in found]
+        for one, request in zip(found, self.engine.generate(prompts, parameters, use_tqdm=False), strict=True):
+            written = request.outputs[0]
+            one.add(written.token_ids)
+            one.answer = one.transcript = written.text
+            one.ended = written.finish_reason == "stop"
+        return found
 
 
 def set_pad_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
@@ -142,4 +120,4 @@ def set_pad_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase
 
 Sampler = TransformersSampler | VllmSampler
 """A model that completes prompts. `start` is called before the first prompt, and reserves `room` tokens for the longest prompt
-and its completion. `complete` gives a completion per prompt, each with its own random seed."""
+and its completion. `complete` gives a completion per problem, each with its own random seed."""

@@ -25,7 +25,8 @@ from transformers import (
 from trl.models.utils import unwrap_model_for_generation
 
 from corral.lab.jobs.llm.prepare import Parts
-from corral.lab.jobs.llm.problems import Sampling, generate
+from corral.lab.jobs.llm.problems import Sampling
+from corral.lab.jobs.llm.turns import OneTurn
 from corral.lab.run.guard import Guard
 from corral.lab.run.life import Recorder
 from corral.lab.tasks import columns_of
@@ -205,7 +206,7 @@ class RunTrainer(CorralTrainer):
                     processing_class=parts.problems.tokenizer,
                     peft_config=parts.adapter,
                     teacher=parts.teacher,
-                    **({} if parts.turns is None else parts.turns.trainer_arguments()),
+                    **parts.turns.trainer_arguments(),
                 )
         finally:
             log.setLevel(level)
@@ -312,34 +313,24 @@ class RunTrainer(CorralTrainer):
     def _scores(self, model: Any, problems: list[str], greedy: bool) -> Iterator[float]:
         """Rewards of one completion per problem. All processes generate equally often, as a sharded model requires."""
         parts, size = self.parts, self.parts.settings.eval_batch_size
+        if is_sharded(self) and type(parts.turns) is not OneTurn:
+            raise RunError("a tool is asked as often as a process needs it, and a sharded model generates in step. Use DDP.")
+        sampling = Sampling(max_tokens=self.max_completion_length, greedy=greedy)
         most = math.ceil(len(parts.held_out) / self.accelerator.num_processes) if is_sharded(self) else len(problems)
         for start in range(0, most, size):
             batch = problems[start : start + size]
-            asked = batch or parts.held_out[:1]
-            texts, paid = self._answers(model, asked, greedy)
+            found = parts.turns.play(model, parts.problems, batch or parts.held_out[:1], sampling)
+            if self.deployed is not None and type(parts.turns) is OneTurn and not greedy:
+                self._drawn += [(one.prompt, one.tokens) for one in found]
             if not batch:
                 continue
+            texts, paid = [one.answer for one in found], [one.reward for one in found if one.reward is not None]
             scores = paid or parts.verify(prompts=batch, completions=texts, problem=batch)
             for text, score in zip(texts, scores, strict=True):
                 if score is None:
                     name = parts.problems.task.name
                     raise RewardError(f"{name}.verify gave None for {text!r}. Success on held-out problems needs a number.")
                 yield score
-
-    def _answers(self, model: Any, asked: list[str], greedy: bool) -> tuple[list[str], list[float]]:
-        """One completion per problem, in several turns if a tool answers, and the rewards that an environment gave."""
-        turns, problems = self.parts.turns, self.parts.problems
-        sampling = Sampling(max_tokens=self.max_completion_length, greedy=greedy)
-        if turns is None:
-            ids = problems.tokens(asked)
-            tokens = generate(model, self.processing_class, ids, sampling)
-            if self.deployed is not None and not greedy:
-                self._drawn += zip(ids, tokens, strict=True)
-            return self.processing_class.batch_decode(tokens, skip_special_tokens=True), []
-        if is_sharded(self):
-            raise RunError("a tool is asked as often as a process needs it, and a sharded model generates in step. Use DDP.")
-        found = turns.play(model, problems, asked, sampling)
-        return [one.answer for one in found], [one.reward for one in found if one.reward is not None]
 
     def newest_completions(self, count: int) -> list[dict[str, Any]]:
         """The first completions of the newest rollouts, grouped by prompt."""

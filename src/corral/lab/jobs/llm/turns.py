@@ -53,6 +53,8 @@ class Dialogue:
     logps: list[float] = field(default_factory=list)
     replies: int = 0
     over: bool = False
+    ended: bool = False
+    """False if the completion was cut off at the largest length, in an evaluation."""
     answer: str = ""
     """Text that is graded."""
     transcript: str = ""
@@ -68,25 +70,46 @@ class Dialogue:
 
 
 @dataclass(frozen=True)
-class TextTool:
+class OneTurn:
+    """Completions of a single turn, which nothing answers."""
+
+    def template(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """No arguments of the chat template: no template supports tools in a text."""
+        return {}
+
+    def trainer_arguments(self) -> dict[str, Any]:
+        """No arguments: TRL samples by itself."""
+        return {}
+
+    def write(self, model: PreTrainedModel, problems: Problems, asked: Sequence[str], sampling: Sampling) -> list[Dialogue]:
+        """The tokens of one completion per problem."""
+        prompts = problems.tokens(asked)
+        found = [Dialogue(problem, prompt) for problem, prompt in zip(asked, prompts, strict=True)]
+        for one, tokens in zip(found, generate(model, problems.tokenizer, prompts, sampling), strict=True):
+            one.add(tokens)
+        return found
+
+    def play(self, model: PreTrainedModel, problems: Problems, asked: Sequence[str], sampling: Sampling) -> list[Dialogue]:
+        """One completion per problem; all of its text is graded."""
+        found = self.write(model, problems, asked, sampling)
+        for one in found:
+            one.answer = one.transcript = str(problems.tokenizer.decode(one.tokens, skip_special_tokens=True))
+        return found
+
+
+@dataclass(frozen=True)
+class TextTool(OneTurn):
     """A `Tool` that writes into the text of any model after the model has written one of its stop strings."""
 
     tool: Tool
-
-    def template(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """No template arguments: no chat template supports text tools."""
-        return {}
 
     def trainer_arguments(self) -> dict[str, Any]:
         """Pass `rollout` to TRL as its `rollout_func`."""
         return {"rollout_func": rollout}
 
-    def play(self, model: PreTrainedModel, problems: Problems, asked: Sequence[str], sampling: Sampling) -> list[Dialogue]:
-        """One completion per problem; all of its text is graded."""
-        found = converse(model, problems.tokenizer, asked, problems.tokens(asked), self.tool, sampling)
-        for one in found:
-            one.answer = one.transcript = str(problems.tokenizer.decode(one.tokens, skip_special_tokens=True))
-        return found
+    def write(self, model: PreTrainedModel, problems: Problems, asked: Sequence[str], sampling: Sampling) -> list[Dialogue]:
+        """The tokens of one completion per problem, of the model and the tool."""
+        return converse(model, problems.tokenizer, asked, problems.tokens(asked), self.tool, sampling)
 
 
 @torch.no_grad()
@@ -192,14 +215,14 @@ _HOW_TOOLS = "`tools` are module:function or file.py:function"
 _HOW_ENVIRONMENT = "`environment_factory` is module:Class or file.py:Class"
 
 
-def make_multi_turn(
+def make_turns(
     tool: str, tools: Sequence[str | _Function], environment_factory: str | _Function, max_turns: int | None = None
-) -> "MultiTurn | None":
-    """Build the tool, functions or environment that settings name; None if there is none."""
+) -> "Turns":
+    """Build the tool, functions or environment that settings name, or a single turn if they name none."""
     if tool:
         return TextTool(make_tool(tool))
     if not tools and not environment_factory:
-        return None
+        return OneTurn()
     given = environment_factory or None
     factory = by_path(given, _HOW_ENVIRONMENT) if isinstance(given, str) else given
     return FunctionCalls([_function(one) for one in tools], factory, sys.maxsize if max_turns is None else max_turns)
@@ -306,9 +329,9 @@ class FunctionCalls:
         return self._pool[:count]
 
 
-MultiTurn = TextTool | FunctionCalls
-"""Completions of several turns. `template` has arguments for the chat template, `trainer_arguments` has those of GRPOTrainer
-for the training, and `play` gives a completion per problem."""
+Turns = OneTurn | FunctionCalls
+"""Completions of one or several turns. `template` has arguments for the chat template, `trainer_arguments` has those of
+GRPOTrainer for the training, and `play` gives a completion per problem."""
 
 
 class _Chat:
