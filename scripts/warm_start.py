@@ -28,7 +28,7 @@ import transformers
 from torch import Tensor
 from transformers import Gemma2Config, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, Qwen3MoeConfig
 
-from corral.lab.models.tiny import EOS, build_tiny, build_tokenizer
+from corral.lab.models.tiny import build_tiny, tiny_tokenizer
 from corral.lab.tasks import verify_all
 from corral.lab.tasks.procedural import OPERATORS, Arithmetic, Countdown, ProceduralTask
 
@@ -56,7 +56,7 @@ def build(family: str, seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerB
     """A model of about a million fresh random weights, and the embedded model's tokenizer."""
     if family == "llama":
         return build_tiny(seed)
-    tokenizer = build_tokenizer()
+    tokenizer = tiny_tokenizer()
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -93,7 +93,7 @@ def demonstrate(
 ) -> Demonstrations:
     """Draw the demonstrations. Of countdown there are 165 thousand of them to draw from, prompts in every order."""
     pairs = task.demonstrations(count, seed)
-    texts = [prompt + answer + EOS for prompt, answer in pairs]
+    texts = [prompt + answer + str(tokenizer.eos_token) for prompt, answer in pairs]
     rows = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
     return Demonstrations(
         tokens=rows["input_ids"].to(device),
@@ -123,7 +123,7 @@ def success(
         mask = torch.cat([mask, torch.ones_like(tokens)], 1)
         written.append(tokens)
     # What has not ended by now is longer than any right answer.
-    answers = [text.partition(EOS)[0] for text in tokenizer.batch_decode(torch.cat(written, 1))]
+    answers = [text.partition(str(tokenizer.eos_token))[0] for text in tokenizer.batch_decode(torch.cat(written, 1))]
     return sum(verify_all(task, prompts, answers)) / len(prompts)
 
 
@@ -175,7 +175,7 @@ def save_whole(out: Path, model: PreTrainedModel, card: dict[str, object]) -> No
     beside = out.with_name(f".{out.name}-{os.getpid()}")
     try:
         model.save_pretrained(beside)
-        build_tokenizer().save_pretrained(beside)  # one that was used would write down its last padding, too
+        tiny_tokenizer().save_pretrained(beside)  # one that was used would write down its last padding, too
         (beside / "warm_start.json").write_text(json.dumps(card, indent=2) + "\n")
         for path in beside.iterdir():
             path.chmod(0o644)  # safetensors' files are private otherwise

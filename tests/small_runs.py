@@ -22,7 +22,7 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from corral.lab.jobs.llm.settings import Settings, resolve
-from corral.lab.models.tiny import build_tokenizer
+from corral.lab.models.tiny import tiny_tokenizer
 from corral.lab.tasks import TASKS
 from device import DEVICE
 
@@ -59,7 +59,7 @@ TASKS["digits"] = Digits
 
 def save_model(folder: Path, hidden: int = 16) -> str:
     """A model whose first samples are noise."""
-    tokenizer = build_tokenizer()
+    tokenizer = tiny_tokenizer()
     ids = {
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.bos_token_id,

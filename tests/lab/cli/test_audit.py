@@ -80,9 +80,9 @@ def test_two_models(model: str, moved: str, tmp_path: Path, capsys: pytest.Captu
     # By hand on one completion: the model's own softmax, over everything.
     here = columns["sequence"] == 3
     old, new = (AutoModelForCausalLM.from_pretrained(name) for name in (model, moved))
-    from corral.lab.models.tiny import build_tokenizer
+    from corral.lab.models.tiny import tiny_tokenizer
 
-    prompt = build_tokenizer()(["qqq"])["input_ids"][0]
+    prompt = tiny_tokenizer()(["qqq"])["input_ids"][0]
     ids = torch.tensor([prompt + columns["token"][here].tolist()])
     with torch.no_grad():
         p, q = (one(input_ids=ids).logits[0, len(prompt) - 1 : -1].double().log_softmax(-1) for one in (old, new))

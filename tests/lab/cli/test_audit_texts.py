@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from corral.lab.audit.folder import read_audit
 from corral.lab.cli import main
-from corral.lab.models.tiny import build_tokenizer
+from corral.lab.models.tiny import tiny_tokenizer
 from small_runs import save_model
 
 
@@ -55,7 +55,7 @@ def test_verl(verl: Path, models: list[str], capsys: pytest.CaptureFixture[str])
     first = columns["update"] == 1
     assert columns["advantage"][first].tolist() == pytest.approx([1.1545, -0.5773, -0.5773, -0.5773, 0.0], abs=1e-3)
     # The second completion by hand: both models' softmax over everything, after the prompt.
-    tokenizer = build_tokenizer()
+    tokenizer = tiny_tokenizer()
     prompt, completion = tokenizer("1 + 1")["input_ids"], tokenizer("13", add_special_tokens=False)["input_ids"]
     ids = torch.tensor([prompt + completion])
     with torch.no_grad():

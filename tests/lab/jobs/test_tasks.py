@@ -8,7 +8,7 @@ import pytest
 
 from corral.lab.cli import main
 from corral.lab.jobs.llm.train import resume, train
-from corral.lab.models.tiny import build_tokenizer
+from corral.lab.models.tiny import tiny_tokenizer
 from corral.lab.tasks import names
 from corral.validate import RunError
 from small_runs import save_model, small
@@ -122,7 +122,7 @@ def test_a_file_of_the_users_own_from_the_command_line(model: str, tmp_path: Pat
 def test_the_embedded_model_reads_every_procedural_task() -> None:
     from corral.lab.tasks import make_task
 
-    tokenizer = build_tokenizer()
+    tokenizer = tiny_tokenizer()
     for name in ("arithmetic", "countdown", "expression"):
         assert name in names()
         task = make_task(name)

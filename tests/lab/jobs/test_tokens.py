@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from corral import TokenBatch, gather_support, make_objective, top_k_support
 from corral.lab.jobs.llm.train import resume, train
 from corral.lab.jobs.llm.trainer import CompletionSample, thin_rows, token_rows, token_texts
-from corral.lab.models.tiny import build_tokenizer
+from corral.lab.models.tiny import tiny_tokenizer
 from corral.lab.report.read import read_run
 from corral.lab.run.folder import TOKENS, RunFolder
 from policy_objectives import POLICY_OBJECTIVES
@@ -56,7 +56,7 @@ def test_every_objective_says_where_it_acted(name: str) -> None:
     assert out.acted is not None
     assert not (out.acted & ~given_batch.mask).any()
     assert float(out.metrics["tr/active_frac"]) == pytest.approx(out.acted.sum() / given_batch.mask.sum())
-    rows = token_rows(CompletionSample.of(given_batch, tokens, None), objective, build_tokenizer(), step=1, update=8)
+    rows = token_rows(CompletionSample.of(given_batch, tokens, None), objective, tiny_tokenizer(), step=1, update=8)
     acted = [action for row in rows for action in row["action"]]
     assert acted == [ACTIONS.get(name, "clipped") if here else "" for here in out.acted[given_batch.mask].tolist()]
     assert "" in acted
@@ -66,7 +66,7 @@ def test_every_objective_says_where_it_acted(name: str) -> None:
 def test_golden_rows_of_a_projection() -> None:
     given_batch, tokens = batch(2.0)
     rows = token_rows(
-        CompletionSample.of(given_batch, tokens, torch.tensor([1.0, 0.0, 0.25])), make_objective("troll"), build_tokenizer()
+        CompletionSample.of(given_batch, tokens, torch.tensor([1.0, 0.0, 0.25])), make_objective("troll"), tiny_tokenizer()
     )
     assert [row["reward"] for row in rows] == [1.0, 0.0, 0.25]
     assert [row["advantage"] for row in rows] == [1.0, -1.0, 0.5]
@@ -95,7 +95,7 @@ def test_what_is_kept_holds_on_to_nothing() -> None:
 
 def test_bounds_by_the_sign_of_the_advantage_and_objectives_without_any() -> None:
     given_batch, tokens = batch()
-    few, tokenizer = CompletionSample.of(given_batch, tokens, None), build_tokenizer()
+    few, tokenizer = CompletionSample.of(given_batch, tokens, None), tiny_tokenizer()
     assert [row["bound"] for row in token_rows(few, make_objective("clip_higher"), tokenizer)] == [0.28, 0.2, 0.28]
     assert [row["bound"] for row in token_rows(few, make_objective("dppo", bound_low=0.1), tokenizer)] == [0.2, 0.1, 0.2]
     (row, *_) = token_rows(few, make_objective("reinforce"), tokenizer)
@@ -105,7 +105,7 @@ def test_bounds_by_the_sign_of_the_advantage_and_objectives_without_any() -> Non
 def test_completions_without_live_tokens_have_no_row() -> None:
     given_batch, tokens = batch()
     given_batch.mask[1] = False
-    assert len(token_rows(CompletionSample.of(given_batch, tokens, None), make_objective("dppo"), build_tokenizer())) == 2
+    assert len(token_rows(CompletionSample.of(given_batch, tokens, None), make_objective("dppo"), tiny_tokenizer())) == 2
 
 
 class Pieces(PreTrainedTokenizerBase):
@@ -165,7 +165,7 @@ def test_a_run_writes_tokens_that_the_report_reads(model: str, tmp_path: Path, o
     completions = pq.read_table(tmp_path / "run/completions.parquet").to_pylist()
     texts = {(row["step"], row["completion"], row["reward"], round(row["advantage"], 4)) for row in completions}
     for row in rows:
-        text = "".join(token for token in row["token"] if token not in build_tokenizer().all_special_tokens)
+        text = "".join(token for token in row["token"] if token not in tiny_tokenizer().all_special_tokens)
         assert (row["step"], text, row["reward"], round(row["advantage"], 4)) in texts
         assert any(value > 0 for value in row["kl_before"])  # the second of two updates: the policy has moved
         assert (row["kl_after"] is not None) == (objective == "troll")

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import string
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -15,12 +16,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 from transformers.utils import logging
 
 import corral.lab.models.tiny as module
-from corral.lab.models.tiny import BOS, CHARACTERS, EOS, FILES, PAD, TINY_FOLDER, UNKNOWN, build_tiny, load_tiny
+from corral.lab.models.tiny import FILES, TINY_FOLDER, build_tiny, load_tiny
 from corral.lab.tasks.procedural import Countdown
 
 logging.disable_progress_bar()
 
 MODEL, TOKENIZER = build_tiny(0)
+PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
+CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
 PROMPTS = ["3 7 12>22:", "19 18 17>54:", "1 2 3>6:"]  # 10, 12 and 8 characters
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from corral.lab.models.tiny import CHARACTERS
+from corral.lab.models.tiny import tiny_tokenizer
 from corral.lab.tasks import make_task
 from corral.lab.tasks import procedural as draws
 from corral.lab.tasks.procedural import BOUND, Expression, format_prompt
@@ -112,7 +112,8 @@ def test_draws_repeat_extend_fit_and_never_leak(settings: dict[str, int]) -> Non
     assert all(task.verify(prompt, answer) == 1.0 for prompt, answer in pairs)
     assert max(len(prompt) for prompt, _ in pairs) <= task.max_prompt_length
     assert max(len(answer) for _, answer in pairs) <= task.max_completion_length
-    assert all(set(prompt + answer) <= set(CHARACTERS) for prompt, answer in pairs)
+    known = set(tiny_tokenizer().get_vocab())
+    assert all(set(prompt + answer) <= known for prompt, answer in pairs)
     assert not {prompt for prompt, _ in pairs} & set(held_out)
 
 

@@ -1,9 +1,8 @@
 """The random model over bytes for `--smoke`: seven thousand weights and a chat template."""
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-
-from corral.lab.models.tiny import build_llama
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 _PAD, _START, _END = _SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
 
@@ -20,17 +19,23 @@ TEMPLATE = (
 def build_smoke() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
     """Build a Llama over bytes with seven thousand fixed random weights."""
     tokenizer = build_byte_tokenizer()
-    model = build_llama(
-        tokenizer,
-        tokenizer.get_vocab()[_START],
-        seed=0,
+    start = tokenizer.get_vocab()[_START]
+    ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": start, "eos_token_id": tokenizer.eos_token_id}
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
         hidden_size=16,
         intermediate_size=32,
         num_hidden_layers=1,
         num_attention_heads=2,
         max_position_embeddings=16_384,  # rotary: costs nothing, and a token is a byte
         tie_word_embeddings=True,
+        **ids,
     )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).eval()
+    # Plain `generate` samples the policy itself; transformers' own default would cut it to the 50 likeliest tokens.
+    model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, **ids)
     model.name_or_path = "smoke"  # what an adapter's checkpoint names as its base
     return model, tokenizer
 
