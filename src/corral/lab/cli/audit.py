@@ -21,11 +21,12 @@ from corral.validate import RunError
 
 if TYPE_CHECKING:
     from corral.lab.audit.dump import Dump
+    from corral.lab.audit.limits import Limit
     from corral.lab.audit.rules import Rules
     from corral.lab.audit.tally import Audit, DumpAudit
 
-_ABOVE = 3
-"""Exit status if more tokens would be wrongly blocked than --fail-above allows."""
+_BEYOND = 3
+"""Exit status if a number is beyond its limit in --fail-above or --fail-if."""
 
 _NEEDED = ("numpy", "pandas", "pyarrow", "rich", "jinja2")
 """Packages that showing an audit needs; comparing models needs more."""
@@ -59,7 +60,7 @@ _TAKEN: dict[str, Sequence[str]] = {
 }
 """What can be audited, with the flags that it takes besides those of the output."""
 
-_OUTPUT = ("path", "page", "json", "fail_above", "live", "interval", "quiet")
+_OUTPUT = ("path", "page", "json", "fail_above", "fail_if", "live", "interval", "quiet")
 
 _EPILOG = """
 Five things can be audited:
@@ -71,7 +72,7 @@ Five things can be audited:
   corral audit --old A --new B --task T   two models: A writes completions, B is measured on their tokens
 With --live the first two are followed while they grow, until Ctrl-C: the page is written again whenever there is more.
 A task's own settings: --set task_config.path=problems.jsonl.
-Exit status: 0 fine, 1 failed, 2 not understood, 3 more than --fail-above, 130 interrupted.
+Exit status: 0 fine, 1 failed, 2 not understood, 3 beyond --fail-above or --fail-if, 130 interrupted.
 """
 
 
@@ -105,6 +106,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         help="exit with 3 if more of all tokens would be blocked inside the KL ball",
     )
+    parser.add_argument(
+        "--fail-if",
+        metavar="EXPRESSION",
+        action="append",
+        default=[],
+        help="exit with 3 if a number is beyond a limit: 'ess<0.7', 'wrong>2%%'; repeatable, docs/audit.md lists the numbers",
+    )
     parser.add_argument("--live", action="store_true", help="of dumps and audits that grow: write the page again and again")
     parser.add_argument("--interval", metavar="SECONDS", type=float, help="of --live: between two looks at the files (10)")
     parser.add_argument("--unsafe-code-execution", action="store_true", help=UNSAFE)
@@ -137,6 +145,8 @@ def _check_files(arguments: argparse.Namespace) -> None:
     limit = arguments.fail_above
     if limit is not None and not 0 <= limit <= 100:
         raise RunError(f"--fail-above is a percentage from 0 to 100; got {limit:g}.")
+    if arguments.fail_if:
+        _limits(arguments)
     if arguments.json not in (None, "-") and not Path(arguments.json).parent.is_dir():
         raise RunError(f"there is no folder {Path(arguments.json).parent} to write {Path(arguments.json).name} into.")
 
@@ -336,10 +346,7 @@ def _publish(audit: "Audit", page: Path, arguments: argparse.Namespace, live: fl
 
 
 def _finish(audit: "Audit", page: Path, arguments: argparse.Namespace) -> int:
-    """Write page, JSON and terminal output; returns 0, or 3 with a message if --fail-above is exceeded.
-
-    The limit is on tokens that are blocked inside the KL ball.
-    """
+    """Write page, JSON and terminal output; returns 0, or 3 with a message for each limit that is exceeded."""
     from corral.lab.cli.audit_view import show
 
     last = _publish(audit, page, arguments)
@@ -347,11 +354,15 @@ def _finish(audit: "Audit", page: Path, arguments: argparse.Namespace) -> int:
         sys.stdout.write(json.dumps(plain(audit.as_dict()), indent=2, allow_nan=False) + "\n")
     else:
         show(audit, last, quiet=arguments.quiet)
-    share, limit = 100 * audit.verdicts["clipped"]["kl"].wrong, arguments.fail_above
-    if limit is None or share <= limit:
-        return 0
-    said = f"clipping would block {share:.3g} % of all tokens though inside the KL ball"
-    return refuse(f"{said}, more than the {limit:g} % of --fail-above.", _ABOVE)
+    return max((refuse(text, _BEYOND) for limit in _limits(arguments) if (text := limit.exceeded(audit))), default=0)
+
+
+def _limits(arguments: argparse.Namespace) -> "list[Limit]":
+    """The limits of --fail-above and --fail-if."""
+    from corral.lab.audit.limits import Limit, read_limit
+
+    above = arguments.fail_above
+    return [*([] if above is None else [Limit("wrong", ">", above, "%")]), *map(read_limit, arguments.fail_if)]
 
 
 def _follow(arguments: argparse.Namespace) -> int:

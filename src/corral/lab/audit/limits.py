@@ -1,0 +1,71 @@
+"""Limits on an audit's numbers, such as `ess<0.7`, and the entries of docs/symptoms.md on numbers beyond them."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from corral.lab.audit.tally import Audit
+from corral.validate import RunError, nearest
+
+QUANTITIES = {
+    "blocked": ("clipping would block {} of all tokens", "clip-ratio-is-always-0"),
+    "wrong": ("clipping would block {} of all tokens though inside the KL ball", "which-threshold"),
+    "missed": ("clipping would miss {} of all tokens outside the KL ball", "which-threshold"),
+    "ess": ("the effective sample size is {} of the number of tokens", "may-i-reuse-rollouts"),
+    "kl": ("the mean KL to the old policy is {} nats", "it-got-worse-with-more-passes"),
+    "mismatch": ("sampler and trainer differ by a mean TV of {}", "ratios-differ-from-1-before-any-update"),
+    "age": ("the oldest tokens were sampled {} steps before they were trained on", "rollouts-are-stale"),
+    "entropy": ("the entropy of the last step is {} nats", "entropy-collapses"),
+    "alarms": ("the number of signs of a collapse is {}", "reward-collapses"),
+}
+"""What may have a limit: a sentence with {} for the number, and a heading of docs/symptoms.md."""
+
+
+def quantities(audit: Audit) -> dict[str, Any]:
+    """The numbers of `QUANTITIES`; None for those that were not logged."""
+    ball = audit.verdicts["clipped"]["kl"]
+    return {
+        "blocked": ball.share,
+        "wrong": ball.wrong,
+        "missed": ball.missed,
+        "ess": audit.ess,
+        "kl": audit.distances["kl"]["mean"],
+        "mismatch": audit.distances.get("mismatch", {}).get("mean"),
+        "age": audit.by_age[-1]["age"] if audit.by_age else None,
+        "entropy": audit.by_step[-1]["entropy"],
+        "alarms": len(audit.alarms),
+    }
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A quantity, and the number above or below which it is wrong."""
+
+    name: str
+    sign: str
+    bound: float
+    unit: str
+    """"%" for a limit in percent, otherwise empty."""
+
+    def exceeded(self, audit: Audit) -> str | None:
+        """Sentence on a quantity beyond its limit, or None; a RunError if it was not logged."""
+        value = quantities(audit)[self.name]
+        if value is None:
+            raise RunError(f"--fail-if asks for `{self.name}`, which nobody logged for this audit.")
+        value = 100 * value if self.unit else value
+        if not (value > self.bound if self.sign == ">" else value < self.bound):
+            return None
+        words, symptom = QUANTITIES[self.name]
+        how = f"{'more' if self.sign == '>' else 'less'} than {self.bound:g} {self.unit}".rstrip()
+        return f"{words.format(f'{value:.3g} {self.unit}'.rstrip())}, {how}: see docs/symptoms.md#{symptom}."
+
+
+def read_limit(text: str) -> Limit:
+    """Read a limit such as `ess<0.7` or `wrong > 2 %`."""
+    found = re.fullmatch(r"\s*(\w+)\s*([<>])\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*(%?)\s*", text)
+    if found is None:
+        raise RunError(f"--fail-if takes NAME<NUMBER or NAME>NUMBER such as 'ess<0.7' or 'wrong>2%'; got {text!r}.")
+    name, sign, bound, unit = found.groups()
+    if name not in QUANTITIES:
+        raise RunError(f"--fail-if has no number `{name}`.{nearest(name, QUANTITIES)}")
+    return Limit(name, sign, float(bound), unit)
