@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
+from accelerate.utils import gather_object
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
@@ -27,13 +27,7 @@ _HIDDEN_KL = 0.05
 
 def on_any_process(flag: bool) -> bool:
     """All-reduce a flag with `or`. Every process must call it, and every process gets the same result."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
-        return flag
-    device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
-    shared = torch.tensor([float(flag)], device=device)
-    distributed.all_reduce(shared, op=distributed.ReduceOp.MAX)
-    return bool(shared.item())
+    return any(gather_object([flag]))
 
 
 class SelfCheck(TrainerCallback):

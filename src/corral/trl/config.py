@@ -137,7 +137,7 @@ class CorralConfig(GRPOConfig):
         _check_values(self)  # before TRL divides by them
         super().__post_init__()
         self.make_correction()
-        _refuse(_of_trl(self) | _of_generation(self, _settings("generation_kwargs", self.generation_kwargs)))
+        _refuse(_of_trl(self))
         if self.use_vllm:
             self.check_sampler("vllm")
 
@@ -262,8 +262,65 @@ def _refuse(refusals: _Refusals) -> None:
             raise ValueError(f"CorralConfig: {why}")
 
 
+_WHY = "completions must be drawn from the policy that is trained, or its ratios and gradient are of another one's tokens"
+
+_HARMLESS = (
+    "max_new_tokens", "max_tokens", "max_length", "max_time",
+    "stop", "stop_strings", "stop_token_ids", "include_stop_str_in_output", "eos_token_id", "pad_token_id", "bos_token_id",
+    "seed", "use_cache", "cache_implementation", "cache_config", "prefill_chunk_size",
+    "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
+)  # fmt: skip
+"""Keys of `generation_kwargs`, in transformers and vLLM, that change no token's probability."""
+
+_NEUTRAL = {
+    "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "typical_p": 1, "guidance_scale": 1, "min_p": 0,
+    "repetition_penalty": 1, "encoder_repetition_penalty": 1, "frequency_penalty": 0, "presence_penalty": 0,
+    "no_repeat_ngram_size": 0, "min_length": 0, "min_new_tokens": 0, "epsilon_cutoff": 0, "eta_cutoff": 0, "penalty_alpha": 0,
+    "do_sample": True, "return_dict_in_generate": False, "remove_invalid_values": False, "token_healing": False,
+    "use_mtp": False, "bad_words_ids": [], "suppress_tokens": [], "begin_suppress_tokens": [], "stop_strings": [],
+}  # fmt: skip
+"""Settings of generation → the only value that changes no token's probability; in a model's configuration None is another."""
+
+_TRUNCATIONS = ("top_p", "top_k", "min_p")
+"""Settings that remove unlikely tokens and rescale the others. The ratio of two policies is then wrong by the kept mass of
+each. They are refused with anchors for which this matters."""
+
+
+_BY_TRL = (
+    "do_sample", "max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "disable_compile", *MODEL_IDS,
+)  # fmt: skip
+"""Fields of a generation_config that TRL sets itself, so that the model's values are ignored."""
+
+_UNREAD = (
+    "max_length", "early_stopping", "length_penalty", "diversity_penalty", "renormalize_logits", "low_memory",
+    "use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size",
+    "continuous_batching_config", "output_attentions", "output_hidden_states", "output_scores", "output_logits",
+    "decoder_start_token_id", "num_assistant_tokens",
+    "num_assistant_tokens_schedule", "assistant_confidence_threshold", "max_matching_ngram_size", "assistant_lookbehind",
+    "target_lookbehind", "_from_model_config", "transformers_version",
+)  # fmt: skip
+"""Fields that change no token: for beams, encoders, assistants, caches and extra outputs."""
+
+
+def model_refusals(generation_config: GenerationConfig | None, given: Mapping[str, Any]) -> Iterator[str]:
+    """Messages about a model's own generation settings that change the sampling distribution, or are unknown.
+
+    Args:
+        given: settings of the user's own, which come first.
+    """
+    own = {} if generation_config is None else vars(generation_config)
+    read = vars(GenerationConfig()).keys() - {*_BY_TRL, *_UNREAD}  # transformers reads no others
+    for key in sorted(read):
+        value = own.get(key)
+        if value is not None and value != _NEUTRAL.get(key) and given.get(key) is None:
+            yield (
+                f"the model's generation_config has {key}={value!r}: {_WHY}. Set model.generation_config.{key} = None, or "
+                f"take it out of the model's generation_config.json."
+            )
+
+
 def _of_trl(config: CorralConfig) -> _Refusals:
-    """Refusals of TRL settings that this trainer does not support or replaces, or that conflict with corral's settings."""
+    """Refusals of TRL settings that this trainer replaces or does not support, and of settings that change what is sampled."""
     how, every, a_pass = config.loss_type, config.gradient_accumulation_steps, config.steps_per_generation
     assert a_pass is not None  # TRL has filled it in
     unknown, same_name = how not in REDUCTIONS, f" Did you mean objective={how!r}?" if how in objective_names() else ""
@@ -272,6 +329,9 @@ def _of_trl(config: CorralConfig) -> _Refusals:
     of_others = [f.name for f in own if vars(config)[f.name] != f.default]
     own_scale = config.scale_rewards == "group" and config.multi_objective_aggregation == "sum_then_normalize"
     bound, plateau = config.deployed_bound, config.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU
+    given = _settings("generation_kwargs", config.generation_kwargs)
+    known, neutral = (*_HARMLESS, *_TRUNCATIONS, "logprobs"), _NEUTRAL | {"temperature": config.temperature}
+    changing = [key for key in given if key not in known and neutral.get(key) != given[key]]
     taught, reuses = "dist_teacher" in config.make_objective().needs, config.reuse == "auto"
     return {
         f"`loss_type` chooses the reduction here: auto, {', '.join(REDUCTIONS)}; got {how!r}.{same_name}": unknown,
@@ -309,84 +369,12 @@ def _of_trl(config: CorralConfig) -> _Refusals:
         "`use_liger_kernel` replaces layers and the head that corral reads. Leave it off.": config.use_liger_kernel,
         "Unsloth rewrites GRPOTrainer's methods, and corral's would never run. Use a process that does not import "
         "it.": "unsloth" in sys.modules,
-    }
-
-
-_WHY = "completions must be drawn from the policy that is trained, or its ratios and gradient are of another one's tokens"
-
-_HARMLESS = (
-    "max_new_tokens", "max_tokens", "max_length", "max_time",
-    "stop", "stop_strings", "stop_token_ids", "include_stop_str_in_output", "eos_token_id", "pad_token_id", "bos_token_id",
-    "seed", "use_cache", "cache_implementation", "cache_config", "prefill_chunk_size",
-    "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
-)  # fmt: skip
-"""Keys of `generation_kwargs`, in transformers and vLLM, that change no token's probability."""
-
-_NEUTRAL = {
-    "do_sample": True, "num_beams": 1, "repetition_penalty": 1, "frequency_penalty": 0, "presence_penalty": 0,
-    "typical_p": 1, "guidance_scale": 1,
-}  # fmt: skip
-"""Keys of `generation_kwargs` → the only value that changes no token's probability."""
-
-_TRUNCATIONS = ("top_p", "top_k", "min_p")
-"""Settings that remove unlikely tokens and rescale the others. The ratio of two policies is then wrong by the kept mass of
-each. They are refused with anchors for which this matters."""
-
-
-def _of_generation(config: GRPOConfig, given: dict[str, Any]) -> _Refusals:
-    """Refusals of a `repetition_penalty` and of `given` generation_kwargs that change the sampling distribution."""
-    neutral = _NEUTRAL | {"temperature": config.temperature}
-    known = (*_HARMLESS, *_TRUNCATIONS, "logprobs")
-    changing = [key for key in given if key not in known and neutral.get(key) != given[key]]
-    return {
         f"`repetition_penalty` is {config.repetition_penalty}: {_WHY}. Leave it at 1.": config.repetition_penalty != 1,
         f"generation_kwargs has temperature {given.get('temperature')}, and the trained policy {config.temperature}: {_WHY}. "
         f"Use `temperature`, which sets both.": "temperature" in changing,
         f"generation_kwargs has `{'`, `'.join(changing)}`, not known to leave every token its probability: {_WHY}. Leave that "
         f"out. Allowed: {', '.join(_HARMLESS)}.": changing,
     }
-
-
-_BY_TRL = (
-    "do_sample", "max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "disable_compile", *MODEL_IDS,
-)  # fmt: skip
-"""Fields of a generation_config that TRL sets itself, so that the model's values are ignored."""
-
-_UNREAD = (
-    "max_length", "early_stopping", "length_penalty", "diversity_penalty", "renormalize_logits", "low_memory",
-    "use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size",
-    "continuous_batching_config", "output_attentions", "output_hidden_states", "output_scores", "output_logits",
-    "decoder_start_token_id", "num_assistant_tokens",
-    "num_assistant_tokens_schedule", "assistant_confidence_threshold", "max_matching_ngram_size", "assistant_lookbehind",
-    "target_lookbehind", "_from_model_config", "transformers_version",
-)  # fmt: skip
-"""Fields that change no token: for beams, encoders, assistants, caches and extra outputs."""
-
-_OFF = {
-    "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "typical_p": 1, "guidance_scale": 1, "min_p": 0,
-    "encoder_repetition_penalty": 1, "no_repeat_ngram_size": 0, "min_length": 0, "min_new_tokens": 0, "epsilon_cutoff": 0,
-    "eta_cutoff": 0, "return_dict_in_generate": False, "remove_invalid_values": False, "token_healing": False,
-    "use_mtp": False, "bad_words_ids": [], "suppress_tokens": [], "begin_suppress_tokens": [], "stop_strings": [],
-    "penalty_alpha": 0,
-}  # fmt: skip
-"""Values that switch the other fields off; None also switches each of them off."""
-
-
-def model_refusals(generation_config: GenerationConfig | None, given: Mapping[str, Any]) -> Iterator[str]:
-    """Messages about a model's own generation settings that change the sampling distribution, or are unknown.
-
-    Args:
-        given: settings of the user's own, which come first.
-    """
-    own = {} if generation_config is None else vars(generation_config)
-    read = vars(GenerationConfig()).keys() - {*_BY_TRL, *_UNREAD}  # transformers reads no others
-    for key in sorted(read):
-        value = own.get(key)
-        if value is not None and value != _OFF.get(key) and given.get(key) is None:
-            yield (
-                f"the model's generation_config has {key}={value!r}: {_WHY}. Set model.generation_config.{key} = None, or "
-                f"take it out of the model's generation_config.json."
-            )
 
 
 _VLLM_LOGPROBS = 20

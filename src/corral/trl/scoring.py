@@ -144,7 +144,10 @@ class ScoringPass:
         places = completion.flatten().byte().argsort(descending=True, stable=True)  # without a host sync for the count
         count = len(tokens)
         packing = Packing(completion, places[:count])
-        ids, top_k = None if self.support.ids is None else packing.pack(self.support.ids), self.support.top_k
+        ids, top_k = self.support.ids, self.support.top_k
+        if ids is not None:  # of the whole batch
+            done = sum(result.packing.shape[0] for result in self.results)
+            ids = packing.pack(ids[done : done + len(completion)])
         if not count:  # a micro-batch with nothing to score: one row, then dropped, keeps the loss connected to the weights
             hidden, tokens = torch.cat([hidden, hidden.new_zeros(1, hidden.shape[-1])]), tokens.new_zeros(1)
             ids = None if ids is None else ids.new_full((1, ids.shape[-1]), -1)

@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from trl.trainer.utils import pad
 
-from corral.head.logits import slices
 from corral.tensors import SparseDist
 from corral.trl import TEACHER_PROMPT
 from corral.trl.api import FUSED
@@ -90,11 +89,8 @@ class Teacher:
         assert old is not None
         shown_more = not self.is_reference and (self.is_own or TEACHER_PROMPT in rows[0])
         shown = self._prompts(rows) if shown_more else student
-        found = ScoringPass()
-        for part in slices(len(old.ids), self._batch_size):  # as TRL would: here each has a support of its own
-            some = ScoringPass(support=replace(trainer.own_support, ids=old.ids[part]))
-            self._score(self.model, shown, output, some, part)
-            found.results += some.results
+        found = ScoringPass(support=replace(trainer.own_support, ids=old.ids))
+        self._score(self.model, shown, output, found)
         teacher = found.dist()
         assert teacher is not None
         teacher, old = policy.union(output, teacher, output["completion_mask"].bool())
@@ -111,20 +107,13 @@ class Teacher:
         assert old is not None
         return SparseDist(old.ids, *(inputs[key] for key in _KEYS))
 
-    def _score(
-        self, model: Any, prompt: tuple[Tensor, Tensor], output: dict[str, Any], scoring: ScoringPass, part: slice = slice(None)
-    ) -> None:
-        """Score some of the completions after these prompts in one pass; ids and masks are padded on the left."""
-        ids, mask = (torch.cat([x, output[f"completion_{y}"]], 1)[part] for x, y in zip(prompt, ("ids", "mask"), strict=True))
-        tokens = output["completion_ids"].shape[1]
+    def _score(self, model: Any, prompt: tuple[Tensor, Tensor], output: dict[str, Any], scoring: ScoringPass) -> None:
+        """Score the completions after these prompts in one pass; ids and masks are padded on the left."""
+        ids, mask = (torch.cat([x, output[f"completion_{y}"]], 1) for x, y in zip(prompt, ("ids", "mask"), strict=True))
+        tokens, args = output["completion_ids"].shape[1], self.trainer.args
+        at_once = args.per_device_train_batch_size if self.trainer.model.training else args.per_device_eval_batch_size
         with self.trainer.policy_head.expect(scoring):
-            self.trainer._get_per_token_logps_and_entropies(model, ids, mask, tokens, self._batch_size)
-
-    @property
-    def _batch_size(self) -> int:
-        """Number of completions that TRL scores at a time."""
-        args = self.trainer.args
-        return args.per_device_train_batch_size if self.trainer.model.training else args.per_device_eval_batch_size
+            self.trainer._get_per_token_logps_and_entropies(model, ids, mask, tokens, at_once)
 
     def _prompts(self, rows: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
         """Prompts of the teacher: ids and mask, padded on the left."""
