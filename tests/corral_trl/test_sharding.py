@@ -76,13 +76,12 @@ class TestWeights:
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
         weight, spec = torch.zeros(3, 2), LogitSpec(1.0, None, 1.0)  # no gradient, as gathered weights without autograd
         scoring, packing = ScoringPass(keep_hidden=True), Packing(torch.ones(1, 2, dtype=torch.bool))
-        kept = scoring._keep(torch.zeros(2, 2), packing, HeadInputs(weight, None, spec))
+        scoring._keep(torch.zeros(2, 2), packing, HeadInputs(weight, None, spec))
         weight.fill_(1.0)  # by the next update
-        assert kept is not None
-        assert float(kept.head.weight.sum()) == 0.0
-        second = scoring._keep(torch.zeros(2, 2), packing, HeadInputs(weight, None, spec))
-        assert second is not None
-        assert second.head is kept.head
+        scoring._keep(torch.zeros(2, 2), packing, HeadInputs(weight, None, spec))
+        first, second = scoring.kept
+        assert float(first.head.weight.sum()) == 0.0
+        assert second.head is first.head
 
     def test_a_model_that_is_whole_needs_nothing(self, tmp_path: Path) -> None:
         trainer = make_trainer(tmp_path)

@@ -484,7 +484,7 @@ class TestParity:
         expected = (rounded / 0.7).log_softmax(-1)
         assert_close(logp, logp_of(expected, tokens))
         assert_close(entropy, -(expected.exp() * expected).sum(-1))
-        assert_close(scoring.results[0].output.dist.logp, top_k_support(expected, tokens, k=4).logp)
+        assert_close(scoring.results[0][0].dist.logp, top_k_support(expected, tokens, k=4).logp)
         got = torch.autograd.grad(logp.sum(), (hidden, weight), retain_graph=True)
         for mine, other in zip(got, torch.autograd.grad(logp_of(expected, tokens).sum(), (hidden, weight)), strict=True):
             assert_close(mine, other, torch.bfloat16)  # gradients go back through half-precision weights

@@ -17,7 +17,7 @@ from corral.head.logits import LogitSpec
 from corral.head.packed import LossTerms, Packing
 from corral.head.policy_loss import PolicyLoss, policy_loss_from_hidden
 from corral.support import gather_support, top_k_support
-from corral.tensors import SparseDist
+from corral.tensors import SparseDist, Tensors
 from corral.trl.api import FUSED
 
 
@@ -48,24 +48,13 @@ class HeadInputs:
 
 
 @dataclass(frozen=True, eq=False)
-class HiddenStates:
+class HiddenStates(Tensors):
     """Last hidden states of some tokens of a pass, and the head applied to them."""
 
     states: Float[Tensor, "M H"]
     places: Int[Tensor, " M"]
     """Index of each token in the flattened [B T], ascending."""
     head: HeadInputs
-
-
-@dataclass(frozen=True, eq=False)
-class HeadResult:
-    """Packed results of the head for some completions: log-probs and a support [N …], or their loss [1 N]."""
-
-    output: HeadOutput | PolicyLoss
-    packing: Packing
-    """Indices of the packed rows in [B T]."""
-    hidden: HiddenStates | None = None
-    """Hidden states, if the pass stores them."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -88,7 +77,7 @@ class ScoringPass:
     tolerance: float = 0.0
     """Share of a token's gradient that a sparse backward pass may drop."""
     keep_hidden: bool = False
-    """True if results include the hidden states and the head."""
+    """True if the pass stores hidden states and the head."""
     choose: Callable[[Bool[Tensor, "B T"]], Bool[Tensor, " B"]] | None = None
     """Function from the completion mask to the sequences whose hidden states are stored; None stores all."""
 
@@ -101,25 +90,23 @@ class ScoringPass:
     """Chosen sequences, known before the model is called."""
     drew_random: bool = field(default=False, init=False)
     """True if the pass drew random numbers, as in dropout; recorded if hidden states are stored."""
-    head: HeadInputs | None = field(default=None, init=False)
-    """Head of the stored hidden states."""
-    results: list[HeadResult] = field(default_factory=list, init=False)
-    """One result per slice of the batch; empty if TRL computed all logits and no support was requested."""
+    kept: list[HiddenStates] = field(default_factory=list, init=False)
+    """Stored hidden states of each slice of the batch."""
+    results: list[tuple[HeadOutput | PolicyLoss, Packing]] = field(default_factory=list, init=False)
+    """The head's packed results for each slice, and their indices in [B T]: log-probs and a support [N …], or a loss [1 N].
+    Empty if TRL computed all logits and no support was requested."""
     logp: Float[Tensor, "B T"] | None = field(default=None, init=False)
     entropy: Float[Tensor, "B T"] | None = field(default=None, init=False)
     """TRL's own results."""
 
     def dist(self) -> SparseDist | None:
         """Policy on the support of every token [B T K], empty at masked tokens, if a support was requested."""
-        dists = [x.packing.unpack_dist(x.output.dist) for x in self.results if x.output.dist is not None]
+        dists = [packing.unpack_dist(output.dist) for output, packing in self.results if output.dist is not None]
         return SparseDist.cat(dists) if dists else None
 
     def hidden(self) -> HiddenStates | None:
         """Join the hidden states of all slices, if the pass stores them."""
-        kept = [result.hidden for result in self.results if result.hidden is not None]
-        if not kept:
-            return None
-        return HiddenStates(torch.cat([x.states for x in kept]), torch.cat([x.places for x in kept]), kept[0].head)
+        return HiddenStates.cat(self.kept) if self.kept else None
 
     def begin(self, policy_head: "PolicyHead", mask: Bool[Tensor, "B T"]) -> None:
         """Prepare for the model's call on completions with this mask."""
@@ -146,7 +133,7 @@ class ScoringPass:
         packing = Packing(completion, places[:count])
         ids, top_k = self.support.ids, self.support.top_k
         if ids is not None:  # of the whole batch
-            done = sum(result.packing.shape[0] for result in self.results)
+            done = sum(packing.shape[0] for _, packing in self.results)
             ids = packing.pack(ids[done : done + len(completion)])
         if not count:  # a micro-batch with nothing to score: one row, then dropped, keeps the loss connected to the weights
             hidden, tokens = torch.cat([hidden, hidden.new_zeros(1, hidden.shape[-1])]), tokens.new_zeros(1)
@@ -160,7 +147,6 @@ class ScoringPass:
             **self.policy_head.one_implementation(hidden, weight),
         }  # fmt: skip
         output: HeadOutput | PolicyLoss
-        kept = None
         with torch.autocast(device, enabled=False):  # half precision goes in, and is for GEMMs alone
             if self.loss is not None and count and completion.shape == self.loss.batch.mask.shape:
                 terms = self.loss.pack(packing)
@@ -180,25 +166,26 @@ class ScoringPass:
                 if not count:
                     logp, entropy = logp[:0], None if entropy is None else entropy[:0]
                     output = HeadOutput(logp, entropy, None if output.dist is None else output.dist[:0])
-                kept = self._keep(hidden[:count], packing, HeadInputs(weight, bias, LogitSpec(scale, softcap, temperature)))
-        self.results.append(HeadResult(output, packing, kept))
+                if self.keep_hidden:
+                    self._keep(hidden[:count], packing, HeadInputs(weight, bias, LogitSpec(scale, softcap, temperature)))
+        self.results.append((output, packing))
         found = [logp, entropy]
         if rows is not None:
             found = [None if x is None else x.new_zeros(self.scored.numel()).index_copy(0, rows, x) for x in found]
         return (*found, None, None, None)
 
-    def _keep(self, states: Float[Tensor, "N H"], packing: Packing, head: HeadInputs) -> HiddenStates | None:
-        """Select the hidden states to store, from a slice's packed rows; None if none are stored."""
-        if not self.keep_hidden:
-            return None
-        if self.head is None:  # among several processes a sharded head is whole in this pass alone
-            self.head = head.freeze(shares=False) if torch.distributed.is_initialized() else head
+    def _keep(self, states: Float[Tensor, "N H"], packing: Packing, head: HeadInputs) -> None:
+        """Store hidden states of the chosen sequences, from a slice's packed rows."""
+        if self.kept:
+            head = self.kept[0].head
+        elif torch.distributed.is_initialized():  # a sharded head is whole in this pass alone
+            head = head.freeze(shares=False)
         places = torch.arange(packing.count, device=states.device) if packing.rows is None else packing.rows
-        places = places + sum(result.packing.shape.numel() for result in self.results)
+        places = places + sum(packing.shape.numel() for _, packing in self.results)
         if self.chosen is not None:
             wanted = self.chosen[places // packing.shape[1]]
             states, places = states[wanted], places[wanted]
-        return HiddenStates(states.detach(), places, self.head)
+        self.kept.append(HiddenStates(states.detach(), places, head))
 
     def read_logits(self, _: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Forward hook that computes a support from all logits, for TRL before 1.15."""
@@ -211,7 +198,7 @@ class ScoringPass:
             dist = top_k_support(logp, sampled, k, self.support.mass, ids=self.support.ids)
         rows = Packing(torch.ones(logp.shape[:2], dtype=torch.bool, device=logp.device))
         found = HeadOutput(dist.logp[..., 0].flatten(), None, dist.map(lambda x: x.flatten(0, 1)))
-        self.results.append(HeadResult(found, rows))
+        self.results.append((found, rows))
 
 
 _trl_utils: Any = trl.trainer.utils  # one of its names is replaced while a pass is scored

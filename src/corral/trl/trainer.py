@@ -346,9 +346,10 @@ class CorralTrainer(GRPOTrainer):
                 other = super()._compute_loss(model, rest)
 
         batch, found, entropy = None, dict[str, Tensor](), None
-        first = scoring.results[0] if scoring.results else None
-        if first is not None and isinstance(out := first.output, PolicyLoss):
-            packing, policy, found = first.packing, out.loss, out.metrics
+        out, packing = scoring.results[0] if scoring.results else (None, None)
+        if isinstance(out, PolicyLoss):
+            assert packing is not None
+            policy, found = out.loss, out.metrics
             tokens = int(mask.sum()) if "tool_mask" in inputs else packing.count
             batch = self._token_batch(inputs, mask, packing.unpack(out.logp[0]))
             dist = None if out.dist is None else packing.unpack_dist(out.dist.map(lambda x: x[0]))
@@ -384,7 +385,7 @@ class CorralTrainer(GRPOTrainer):
                 metrics["tr/drift_max"] = masked_max((batch.logp_new - batch.logp_old).abs(), mask)
             if self.skips_trl_loss and entropy is not None:
                 metrics["entropy"] = entropy  # TRL's, which would have been next
-        reports = [x for x in (result.output.report for result in scoring.results) if x is not None and torch.is_grad_enabled()]
+        reports = [out.report for out, _ in scoring.results if out.report is not None and torch.is_grad_enabled()]
         self.ledger.add(self.mode, tokens, metrics, reports)
 
         if other is not None:
