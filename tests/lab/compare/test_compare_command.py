@@ -266,7 +266,7 @@ def test_a_finished_comparison_is_shown_again_and_runs_nothing(
             ["--out", "{}", "--objectives", "ppo_clip,dppo", "--seeds", "1", *SMALL],
             "contestants is ppo_clip,troll there and ppo_",
         ),
-        (["--out", "{}", "--objectives", "ppo_clip,troll", *SMALL], "report_seeds is 0 there and 0,1,2 here"),
+        (["--out", "{}", "--objectives", "ppo_clip,troll", *SMALL], "seeds is 1 there and 3 here"),
         (["--resume", "{}", "--seeds", "3"], "is another comparison: seeds is 1 there and 3 here"),
         (["--resume", "{}", "--objectives", "dppo,troll"], "contestants is ppo_clip,troll there and dppo,troll here"),
         (["--resume", "{}", "--learning-rate", "1e-3"], "learning_rate is not given there and 1e-3 here"),

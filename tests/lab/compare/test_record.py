@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from corral.lab.compare.plan import Training, make_plan
-from corral.lab.compare.record import Comparison, differences, read, render_value
+from corral.lab.compare.record import Comparison, list_differences, read, render_value
 from corral.lab.report.read import FILE, read_comparison
 from corral.validate import RunError
 
@@ -29,7 +29,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert again.chosen == first.chosen
     assert again.records == first.records
     assert (again.training, again.command) == (first.training, first.command)
-    assert differences(first, again) == []
+    assert list_differences(first.flags, again.flags) == []
     again.save()
     assert again.content() == first.content()
 
@@ -40,7 +40,7 @@ def test_reports_read_it(tmp_path: Path) -> None:
     ours.save()
     theirs = read_comparison(tmp_path)
     assert theirs.command == ours.command
-    assert (theirs.choose_seeds, theirs.report_seeds) == ([0], [1])
+    assert (theirs.choose_seeds, theirs.report_seeds) == ((0,), (1,))
     assert [tmp_path / run.folder for run in theirs.runs] == [ours.folder(record) for record in ours.records]
     assert (theirs.runs[0].state, theirs.runs[0].error, theirs.runs[0].stage) == ("failed", "out of luck", "sweep")
 
@@ -66,7 +66,7 @@ def test_a_file_that_lacks_what_all_runs_share_is_not_resumed(tmp_path: Path, ke
 
 
 def test_differences_are_named(tmp_path: Path) -> None:
-    said = differences(comparison(tmp_path, steps="3"), comparison(tmp_path, steps="4", beta="0.1"))
+    said = list_differences(comparison(tmp_path, steps="3").flags, comparison(tmp_path, steps="4", beta="0.1").flags)
     assert said == ["beta is not given there and 0.1 here", "steps is 3 there and 4 here"]
 
 

@@ -126,11 +126,11 @@ def test_settings_are_chosen_on_some_seeds_and_reported_on_others(tmp_path: Path
     # fine: .8 at 1e-4, .8 − .3 at 4e-4. crash never finishes, so nothing is chosen for it.
     assert comparison.chosen == {"fine": {"learning_rate": 1e-4}}
     assert notes.said == ["chosen for fine: learning_rate=1e-4"]
-    assert [record.folder for record in comparison.report_records] == [
+    assert [record.folder for record in comparison.records if record.stage == "report"] == [
         "fine_learning_rate=1e-4_seed2",
         "fine_learning_rate=1e-4_seed3",
     ]
-    assert all(record.state == "finished" for record in comparison.report_records)
+    assert all(record.state == "finished" for record in comparison.records if record.stage == "report")
     rows = {(row.contestant, row.setting["learning_rate"], row.seed): row for row in sweep_rows(comparison)}
     assert rows["fine", 1e-4, 1].final == pytest.approx(0.81)
     assert rows["fine", 1e-4, 1].auc == pytest.approx(0.405)  # a straight line from 0
@@ -153,7 +153,7 @@ def test_if_all_runs_of_a_sweep_fail_there_is_nothing_to_report(tmp_path: Path) 
     comparison = begun(tmp_path, "refused", learning_rate=[1e-4])
     drive(comparison)
     assert comparison.chosen == {}
-    assert comparison.report_records == []
+    assert {record.stage for record in comparison.records} == {"sweep"}
     assert set(states(comparison).values()) == {"failed"}
     warned: list[str] = []
     assert findings(comparison, warned.append) == []

@@ -14,7 +14,7 @@ from report.synthetic import CHOSEN, RATES, write_comparison, write_robot_run, w
 from corral.lab.report import outcomes
 from corral.lab.report.content import RunReport, make_report
 from corral.lab.report.export import draw_sweep
-from corral.lab.report.groups import group_runs, pairs, split_runs
+from corral.lab.report.outcomes import group_runs, pairs, split_runs
 from corral.lab.report.page import page, page_data
 from corral.lab.report.read import read_comparison, read_comparisons, read_run, read_runs
 from corral.lab.report.sweep import axis, find_sweeps, sweep_row

@@ -13,8 +13,8 @@ from report.synthetic import write_run, write_small_set
 
 from corral.lab.report.content import RunReport, make_report
 from corral.lab.report.figures import BUDGET, METRICS, curve, points, stride
-from corral.lab.report.groups import group_runs
 from corral.lab.report.html import LARGEST, cell, note, page_json, shorten, table, visible
+from corral.lab.report.outcomes import group_runs
 from corral.lab.report.page import page, write_page
 from corral.lab.report.read import read_run, read_runs
 from corral.validate import RunError

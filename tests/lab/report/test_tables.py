@@ -10,14 +10,16 @@ from report.synthetic import write_run, write_small_set
 
 from corral.lab.report.content import command, commands, configuration, events, make_report, versions
 from corral.lab.report.figures import kl_bound, select_metrics
-from corral.lab.report.groups import Group, group_runs, pairs
 from corral.lab.report.outcomes import (
     RUN_COLUMNS,
+    Group,
     Measure,
     by_seed,
     comparisons,
     default_threshold,
+    group_runs,
     main_metric,
+    pairs,
     results,
     score_runs,
 )

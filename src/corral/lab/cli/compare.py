@@ -181,7 +181,8 @@ def _contestants(kind: Kind, arguments: argparse.Namespace) -> tuple[str, ...]:
     """Parse the contestants; a RunError for a wrong flag or an unknown name."""
     objectives, algorithms = arguments.objectives, arguments.algorithms
     what, given, other = ("objective", objectives, algorithms) if kind == "llm" else ("algorithm", algorithms, objectives)
-    known = _known(kind)
+    # Objectives that an imported package has registered are among them.
+    known = objective_names() if kind == "llm" else [*importlib.import_module("corral.lab.jobs.robot.settings").ALGORITHMS]
     if other is not None:
         learns = "a language model learns" if kind == "llm" else "a robot learns"
         instead = " For a robot, name its recipe: --recipe via_point_sparse." if kind == "llm" else ""
@@ -198,15 +199,6 @@ def _contestants(kind: Kind, arguments: argparse.Namespace) -> tuple[str, ...]:
             if not all(pair.partition("=")):
                 raise RunError(f"a contestant with settings of its own is {name}:KEY=VALUE; got {name}:{pair}.")
     return names
-
-
-def _known(kind: Kind) -> list[str]:
-    """Names of all contestants, including objectives that an imported package has registered."""
-    if kind == "llm":
-        return objective_names()
-    from corral.lab.jobs.robot.settings import ALGORITHMS
-
-    return list(ALGORITHMS)
 
 
 def _check_names(kind: Kind, arguments: argparse.Namespace, given: Mapping[str, Any]) -> None:

@@ -6,21 +6,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from corral.lab.compare import plan as plans
 from corral.lab.compare.local import Engine, LocalEngine, visible_gpus
-from corral.lab.compare.plan import (
-    WEIGHTS,
-    Budget,
-    ChosenSettings,
-    ComparisonPlan,
-    Kind,
-    budget_text,
-    check_plan,
-    make_run,
-    resolve_run,
-    resume_arguments,
-    start_arguments,
-    trainer_configs,
-)
+from corral.lab.compare.plan import Budget, ChosenSettings, ComparisonPlan, Kind
 from corral.lab.compare.record import ENDED, Comparison, Progress, failure_reason, log_tail, read_state, read_summary
 from corral.lab.compare.view import CompareView, align_columns, run_cells
 from corral.lab.report.content import RunReport, make_report
@@ -28,7 +16,7 @@ from corral.lab.report.outcomes import COUNTED, RETURN, Measure, main_metric
 from corral.lab.report.page import write_page
 from corral.lab.report.read import PlannedRun, read_comparison, read_run, read_runs, setting_pairs, value_text
 from corral.lab.report.statistics import ENOUGH
-from corral.lab.report.sweep import RULE, Sweep, SweepRow, choose_setting, sweep_row
+from corral.lab.report.sweep import RULE, SweepRow, choose_setting, sweep_row
 from corral.lab.run.folder import LOG
 from corral.lab.run.life import Interruptible
 from corral.lab.run.text import count, duration
@@ -80,15 +68,15 @@ def set_up(comparison: Comparison, config: Path | None, execution: ExecutionConf
         config: the file of settings, if there is one.
     """
     plan, training = comparison.plan, comparison.training
-    budget = check_plan(plan, training, config)
-    settings = resolve_run(plan.kind, training, make_run(plan.contestants[0], {}, 0, "report"), config)
+    budget = plans.check_plan(plan, training, config)
+    settings = plans.resolve_run(plan.kind, training, plans.make_run(plan.contestants[0], {}, 0, "report"), config)
     engine = _make_engine(plan.kind, settings, execution, training.threads)
     shared = dict(training.settings)
     if plan.kind == "robot" and engine.threads is not None:
         shared.setdefault("workers", str(engine.threads))  # its environments are stepped by as many as there are threads
     comparison.training = replace(training, threads=engine.threads, settings=shared)
-    fixed = plan.kind == "llm" and not any(key in plan.sweep for key in WEIGHTS)
-    configs = trainer_configs(plan.contestants, training, config, plan.settings[0]) if fixed else {}
+    fixed = plan.kind == "llm" and not any(key in plan.sweep for key in plans.WEIGHTS)
+    configs = plans.trainer_configs(plan.contestants, training, config, plan.settings[0]) if fixed else {}
     reductions = {contestant: args.loss_type for contestant, args in configs.items()}
     warnings = [args.other_reduction for args in configs.values() if args.other_reduction]
     return Preparation(budget=budget, engine=engine, reductions=reductions, warnings=warnings)
@@ -126,7 +114,7 @@ def describe(comparison: Comparison, prepared: Preparation) -> list[tuple[str, s
     lines = [("compare", f"{name}: {', '.join(plan.contestants)}")]
     lines += [("sweep", f"{key} {', '.join(map(value_text, values))}") for key, values in plan.sweep.items()]
     lines += [("reduction", _reduction_text(prepared.reductions))] if prepared.reductions else []
-    lines += [("seeds", seeds), ("budget", f"{budget_text(budget)}, for every run"), ("runs", _runs_text(plan))]
+    lines += [("seeds", seeds), ("budget", f"{plans.budget_text(budget)}, for every run"), ("runs", _runs_text(plan))]
     lines += [("engine", engine.about), ("time", time), ("folder", str(comparison.path))]
     lines += [("note", sentence) for sentence in prepared.warnings]
     lines += [("done", f"{count(done, 'run')} already")] if done else []
@@ -241,9 +229,9 @@ class Schedule(Interruptible):
     def _start(self, record: PlannedRun) -> None:
         folder, where = self.comparison.folder(record), self.comparison.path.absolute()
         if (folder / "config.json").is_file():
-            arguments = resume_arguments(record, where)
+            arguments = plans.resume_arguments(record, where)
         else:
-            arguments = start_arguments(self.comparison.plan.kind, self.comparison.training, record, where)
+            arguments = plans.start_arguments(self.comparison.plan.kind, self.comparison.training, record, where)
         self.attempted.add(record.folder)
         self._progress(record).begin()
         try:
@@ -400,7 +388,11 @@ def write_report(comparison: Comparison) -> tuple[RunReport, Path]:
 
 def report_lines(report: RunReport) -> list[str]:
     """Lines on the sweep with its usable ranges, the results of each contestant, and the possible claims."""
-    swept = [line for sweep in report.sweeps for line in [*_sweep_lines(sweep, report.measure), ""]]
+    swept = []
+    for sweep in report.sweeps:
+        measured = f"final {report.measure.name} and its mean over the run ({sweep.seeds_text})"
+        swept += [f"Usable range of {sweep.key}, by {measured}: {RULE}"]
+        swept += [*(f"{found.sentence}; by the best of all: {found.text(found.overall)}" for found in sweep.ranges), ""]
     said = [row["sentence"] for row in report.tables["comparisons"] if row["measure"] == "final"]
     return [*swept, *_result_lines(report.tables["results"], report.measure), "", *said]
 
@@ -418,20 +410,3 @@ def _result_lines(results: Sequence[Mapping[str, Any]], measure: Measure) -> lis
             cells.append(of.estimate(row[key], row[f"{key}_low"], row[f"{key}_high"]))
         rows.append([*cells, str(row["collapsed"]), "—" if row["seconds"] is None else f"{row['seconds']:.0f}"])
     return align_columns(rows)
-
-
-def _sweep_lines(sweep: Sweep, measure: Measure) -> list[str]:
-    """Build one line per contestant and setting, and the usable ranges relative to the own best and the overall best."""
-    settings = list(dict.fromkeys(name for cell in sweep.cells for name in cell.setting))
-    greedy = any(cell.greedy is not None for cell in sweep.cells)
-    rows = [["contestant", *settings, f"final {measure.name}", "mean over the run", *(["greedy"] if greedy else [])]]
-    rows[0] += ["collapsed", "KL"]
-    for cell in sweep.cells:
-        values = [value_text(cell.setting.get(name)) for name in settings]
-        numbers = [cell.final, cell.auc, *([cell.greedy] if greedy else [])]
-        kl = "—" if cell.kl is None else f"{cell.kl:.3g}"
-        rows.append([cell.contestant, *values, *(measure.estimate(number, None, None) for number in numbers)])
-        rows[-1] += [f"{cell.collapsed:.0%}", kl]
-    lead = f"Usable range of {sweep.key}, by final {measure.name} and its mean over the run ({sweep.seeds_text}): {RULE}"
-    ranges = [f"{found.sentence}; by the best of all: {found.text(found.overall)}" for found in sweep.ranges]
-    return [*align_columns(rows), "", lead, *ranges]

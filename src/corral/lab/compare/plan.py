@@ -207,7 +207,8 @@ def resume_arguments(run: PlannedRun, where: Path) -> list[str]:
 def run_settings(kind: Kind, training: Training, run: PlannedRun) -> dict[str, Any]:
     """Flags of one run by the name of their setting: the shared flags, then the run's own."""
     name, variant = split_contestant(run.contestant)
-    own = {contestant_key(kind, name, key): _flag_text(value) for key, value in run.setting.items()}
+    flags = {key: str(value).lower() if isinstance(value, bool | None) else str(value) for key, value in run.setting.items()}
+    own = {contestant_key(kind, name, key): value for key, value in flags.items()}
     shared = training.settings
     if kind == "robot" and name.startswith("sb3-"):  # no trajectory, and float32: what the others were given is not for it
         shared = {key: value for key, value in shared.items() if key != "dtype" and not key.startswith("prodmp.")}
@@ -229,11 +230,6 @@ def contestant_key(kind: Kind, contestant: str, key: str) -> str:
     if kind == "robot" and key == RATE:
         return "learner.rate" if contestant.startswith("sb3-") else "learner.policy_rate"
     return key
-
-
-def _flag_text(value: Any) -> str:
-    """Format a value as on the command line."""
-    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
 # -------------------------------------------------------------------------------------------------- before the first run

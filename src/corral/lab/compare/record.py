@@ -6,7 +6,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +67,6 @@ class Comparison(LockedFolder):
     def sweep_records(self) -> list[PlannedRun]:
         """Records of runs on which settings are chosen."""
         return [record for record in self.records if record.stage == "sweep"]
-
-    @property
-    def report_records(self) -> list[PlannedRun]:
-        """Records of runs that the comparison reports."""
-        return [record for record in self.records if record.stage == "report"]
 
     @property
     def must_choose(self) -> bool:
@@ -144,7 +139,7 @@ def refuse_taken(new: Comparison) -> None:
         return
     if not path.is_dir() or not (path / FILE).is_file():
         raise RunError(f"{path} is there already and is no comparison: choose another --out.")
-    other = differences(read(path), new)
+    other = list_differences(read(path).flags, new.flags)
     if other:
         raise RunError(f"{path} holds another comparison: {'; '.join(other)}. Choose another --out.")
     raise RunError(f"{path} holds this comparison already. Resume with: corral compare --resume {path}")
@@ -161,30 +156,11 @@ def read(path: Path) -> Comparison:
         saved = read_comparison(path)
         if not saved.kind or not saved.train:
             raise ValueError("it does not say what all runs share (`kind` and `train`), so none can be started.")
-        plan = ComparisonPlan(
-            kind=saved.kind,
-            contestants=tuple(saved.contestants),
-            sweep={key: tuple(values) for key, values in saved.sweep.items()},
-            choose_seeds=tuple(saved.choose_seeds),
-            report_seeds=tuple(saved.report_seeds),
-        )
-        return Comparison(
-            path=path,
-            plan=plan,
-            training=Training(**saved.train),
-            command=saved.command,
-            chosen=saved.chosen,
-            records=[*saved.runs],
-        )
+        plan = ComparisonPlan(**{item.name: getattr(saved, item.name) for item in fields(ComparisonPlan)})
+        training, records = Training(**saved.train), [*saved.runs]
+        return Comparison(path=path, plan=plan, training=training, command=saved.command, chosen=saved.chosen, records=records)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
-
-
-def differences(there: Comparison, new: Comparison) -> list[str]:
-    """Differences between two comparisons, in words."""
-    old, now = ({**asdict(one.plan), **asdict(one.training)} for one in (there, new))
-    settings = old.pop("settings"), now.pop("settings")
-    return [*list_differences(old, now), *list_differences(*settings)]
 
 
 def list_differences(old: Mapping[str, Any], new: Mapping[str, Any], keys: Iterable[str] | None = None) -> list[str]:

@@ -11,9 +11,9 @@ from typing import Any
 import pandas as pd
 
 from corral.lab.report import figures, outcomes
-from corral.lab.report.groups import SECRET, Group, group_runs, split_runs
 from corral.lab.report.html import shorten
 from corral.lab.report.looks import Look, assign_looks
+from corral.lab.report.outcomes import SECRET, Group, group_runs, split_runs
 from corral.lab.report.read import Run, SavedComparison, flatten, setting_text, table_in
 from corral.lab.report.sweep import Sweep, find_sweeps, sweep_table
 from corral.validate import RunError
@@ -207,14 +207,10 @@ def configuration(groups: Sequence[Group]) -> tuple[list[_Row], list[_Row]]:
     for group in groups:
         name = f"{group.label} ({group.problem})" if several else group.label
         columns[name if name not in columns else f"{name} {group.setting}"] = _settings(group)
-    differ, same = [], []
-    for key in sorted({key for column in columns.values() for key in column}):
-        values = {name: column.get(key, "—") for name, column in columns.items()}
-        if len(set(values.values())) > 1:
-            differ.append({"setting": key, **values})
-        else:
-            same.append({"setting": key, "value": next(iter(values.values()))})
-    return differ, same
+    frame = pd.DataFrame(columns, dtype=object).fillna("—").sort_index().rename_axis("setting")
+    differ = frame.nunique(axis=1) > 1
+    same = frame[~differ].iloc[:, 0].rename("value")
+    return frame[differ].reset_index().to_dict("records"), same.reset_index().to_dict("records")
 
 
 def _settings(group: Group) -> dict[str, str]:
@@ -234,13 +230,10 @@ def _settings(group: Group) -> dict[str, str]:
 
 def versions(groups: Sequence[Group]) -> list[_Row]:
     """Versions of packages in the runs; several if runs differ."""
-    found: dict[str, set[str]] = {}
-    for group in groups:
-        for run in group.runs:
-            for key, value in {**table_in(run.config, "versions"), "commit": run.config.get("commit")}.items():
-                if value is not None:
-                    found.setdefault(key, set()).add(str(value))
-    return [{"package": key, "versions": ", ".join(sorted(values)), "differ": len(values) > 1} for key, values in found.items()]
+    runs = [run.config for group in groups for run in group.runs]
+    frame = pd.DataFrame([{**table_in(config, "versions"), "commit": config.get("commit")} for config in runs])
+    found = {key: sorted(column.dropna().map(str).unique()) for key, column in frame.items()}
+    return [{"package": key, "versions": ", ".join(each), "differ": len(each) > 1} for key, each in found.items() if each]
 
 
 def commands(groups: Sequence[Group]) -> list[_Row]:

@@ -14,9 +14,9 @@ import pandas as pd
 
 from corral.lab.report.content import RunReport
 from corral.lab.report.figures import Metric, curve, kl_bound
-from corral.lab.report.groups import Group
 from corral.lab.report.html import shorten
 from corral.lab.report.looks import LIGHT, MARKERS
+from corral.lab.report.outcomes import Group
 from corral.lab.report.page import page_data
 from corral.lab.report.sweep import AUTO
 from corral.lab.run.files import disk_errors, write_whole
@@ -44,8 +44,8 @@ def export(report: RunReport, folder: Path) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
     data, tables = page_data(report), dict(report.tables)
     figures: _Figures = {}
-    for problem, name in zip(report.problems, _file_names(report.problems), strict=True):
-        points, drawn = _problem(report, data, problem, "" if len(report.problems) == 1 else f"-{name}")
+    for index, problem in enumerate(report.problems, 1):
+        points, drawn = _problem(report, data, problem, "" if len(report.problems) == 1 else f"-{index}")
         tables |= points
         figures |= drawn
     for index, (sweep, lines) in enumerate(zip(report.sweeps, data["sweeps"], strict=True), 1):
@@ -114,16 +114,6 @@ def write_csv(rows: Sequence[dict[str, Any]], path: Path) -> Path:
 def _inert(value: Any) -> Any:
     """Quote a text that a spreadsheet would compute, also after white space and in full width."""
     return f"'{value}" if isinstance(value, str) and value.lstrip().startswith(_FORMULA) else value
-
-
-def _file_names(texts: Sequence[str]) -> list[str]:
-    """Build short, unique file names; a number distinguishes names that become equal."""
-    found: list[str] = []
-    for text in texts:
-        name = "".join(letter if letter.isalnum() else "-" for letter in text)[:60].strip("-") or "problem"
-        same = sum(other == name or other.startswith(f"{name}~") for other in found)
-        found.append(f"{name}~{same + 1}" if same else name)
-    return found
 
 
 # ------------------------------------------------------------------------------------------------------------- drawing

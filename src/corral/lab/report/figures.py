@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from corral.lab.report.groups import Group
+from corral.lab.report.outcomes import Group
 from corral.lab.report.read import Run, table_in
 from corral.lab.report.statistics import interquartile_curve, middle_mean
 from corral.objective import make_config

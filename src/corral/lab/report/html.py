@@ -133,14 +133,10 @@ def document(
     static = files("corral.lab.report") / "static"
     script, style = ("\n".join((static / name).read_text("utf-8") for name in names) for names in (scripts, styles))
     style = palette_css() + style
-    policy = (
-        f"default-src 'none'; script-src {csp_hash(script)}; style-src {csp_hash(style)}; img-src data:; "
-        f"base-uri 'none'; form-action 'none'"
-    )
     content = page_json({**data, "shapes": SHAPES})
     # Markup, since escaping would change scripts and styles, and their digests are of the files as they are.
     made = [Safe(text) for text in (content, style, script)]
-    return str(_PARTS.document(title, inside, *made, policy, f"corral {corral.__version__}"))
+    return str(_PARTS.document(title, inside, *made, content_policy(script, style), f"corral {corral.__version__}"))
 
 
 def write_document(text: str, out: Path, too_large: str = "") -> int:
@@ -160,6 +156,9 @@ def write_document(text: str, out: Path, too_large: str = "") -> int:
     return len(content)
 
 
-def csp_hash(text: str) -> str:
-    """Digest with which a Content-Security-Policy allows an inline script or style."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+def content_policy(script: str, style: str) -> str:
+    """Content-Security-Policy of a page that asks the network for nothing and runs this script and style alone."""
+    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, style))
+    script_hash, style_hash = (f"'sha256-{digest}'" for digest in digests)
+    allowed = f"default-src 'none'; script-src {script_hash}; style-src {style_hash}; img-src data:"
+    return f"{allowed}; base-uri 'none'; form-action 'none'"

@@ -2,34 +2,20 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import corral
-from corral.lab.report import figures, outcomes
+from corral.lab.report import figures, html, outcomes
 from corral.lab.report.content import RunReport, compare_command
-from corral.lab.report.html import (
-    MOST_ROWS,
-    Columns,
-    Row,
-    Safe,
-    cell,
-    document,
-    macros,
-    note,
-    page_body,
-    page_json,
-    sections,
-    shorten,
-    table,
-    write_document,
-)
+from corral.lab.report.html import Columns, Row, Safe, cell, shorten, table
 from corral.lab.report.looks import fit
 from corral.lab.report.outcomes import BESIDE, sort_pairs
 from corral.lab.report.read import setting_text, value_text
 from corral.lab.report.statistics import ENOUGH, plain, signed
 from corral.lab.report.sweep import RULE, Sweep, ordered, value_at, without
-from corral.lab.run.text import count, visible
+from corral.lab.run.text import count, duration, visible
 
 _SCRIPTS = ("base.js", "curves.js", "sweep.js", "tokens.js", "page.js")
 """Scripts in static/, in the order of their dependencies."""
@@ -37,17 +23,16 @@ _SCRIPTS = ("base.js", "curves.js", "sweep.js", "tokens.js", "page.js")
 _FILTERED = ("curves", "region", "motion", "tokens")
 """Sections that the filters apply to."""
 
-_HTML = macros("report.html")
+_HTML = html.macros("report.html")
 
 
 def write_page(report: RunReport, out: Path) -> int:
     """Write the page atomically, and return its size in bytes."""
-    return write_document(page(report), out, f"Report fewer runs at a time: {len(report.runs)} were given.")
+    return html.write_document(page(report), out, f"Report fewer runs at a time: {len(report.runs)} were given.")
 
 
 def page(report: RunReport) -> str:
     """Build the whole HTML page."""
-    tables = report.tables
     speaks = not all(run.is_robot for run in report.runs)
     moves = any(metric.section == "motion" for metric in report.metrics)
     swept = [_sweep_part(report, index, sweep) for index, sweep in enumerate(report.sweeps)]
@@ -59,22 +44,22 @@ def page(report: RunReport) -> str:
         "motion": ("Motion", _HTML.motion()) if moves else None,
         "tokens": ("Tokens", _HTML.tokens(report)) if speaks else None,
         "completions": ("Completions", _HTML.completions(report)) if speaks else None,
-        "events": ("Failures and warnings", _event_table(tables["events"])),
+        "events": ("Failures and warnings", _events(report.tables["events"])),
         "runs": None if report.is_single else ("Runs", _run_table(report)),
         "configuration": ("Configuration", _configuration(report)),
         "reproduce": ("Reproduce", _reproduce(report)),
     }
     parts = {name: part for name, part in found.items() if part is not None}
-    made = {"sweep": None, **sections(parts, (*_FILTERED, "completions"))}
+    made = {"sweep": None, **html.sections(parts, (*_FILTERED, "completions"))}
     learning = {metric.key: metric.title for metric in report.metrics if metric.section == "learning"}
-    body = page_body(
+    body = html.page_body(
         report.title,
         _summary(report),
         parts,
         _HTML.main(_HTML.controls(report, _axes(report), learning), made, _FILTERED),
         f"the files of {count(len(report.runs), 'run')}",
     )
-    return document(report.title, body, page_data(report), _SCRIPTS)
+    return html.document(report.title, body, page_data(report), _SCRIPTS)
 
 
 def _summary(report: RunReport) -> str:
@@ -138,18 +123,15 @@ def _said(report: RunReport, measure: str) -> list[tuple[str, str]]:
 
 def _warnings(report: RunReport) -> list[tuple[str, str | None]]:
     """Warnings above the findings, each with a link or None."""
-    found: list[tuple[str, str | None]] = []
     rows, out = report.tables["comparisons"], sum(row["kind"] == "left out" for row in report.tables["events"])
-    if out:
-        said = f"{count(out, 'run')} did not finish and {'is' if out == 1 else 'are'} not in these numbers: "
-        found.append((said, "#events"))
-    if len(report.groups) == 1:
-        found.append(("There is one objective with one setting, so nothing to compare it with.", None))
-    elif not rows:
-        found.append(("No two groups can be compared: they have no runs that finished on the same problem and setting.", None))
-    elif all(row["seeds"] < ENOUGH for row in rows):
-        found.append((f"Fewer than {ENOUGH} seeds: differences are shown, none can be claimed.", None))
-    return found
+    left_out = f"{count(out, 'run')} did not finish and {'is' if out == 1 else 'are'} not in these numbers: "
+    few = {  # the first that applies
+        "There is one objective with one setting, so nothing to compare it with.": len(report.groups) == 1,
+        "No two groups can be compared: they have no runs that finished on the same problem and setting.": not rows,
+        f"Fewer than {ENOUGH} seeds: differences are shown, none can be claimed.": all(row["seeds"] < ENOUGH for row in rows),
+    }
+    found: list[tuple[str, str | None]] = [(left_out, "#events")] if out else []
+    return found + [(text, None) for text, applies in few.items() if applies][:1]
 
 
 def _single_run(report: RunReport) -> Safe:
@@ -162,17 +144,11 @@ def _single_run(report: RunReport) -> Safe:
     reached = report.tables["results"][0]["steps_to_threshold"]
     if report.threshold is not None and reached is not None:
         shown[f"steps to {text(report.threshold)}"] = f"{reached:,.0f}"
-    shown |= {"steps": f"{run.steps:,} of {run.planned_steps:,}", "time": _duration(row["seconds"])}
+    shown |= {"steps": f"{run.steps:,} of {run.planned_steps:,}"}
+    shown |= {"time": "—" if row["seconds"] is None else duration(row["seconds"])}
     ended = run.stopped if run.stopped != "not ended" else "goes on, or was killed"
     verb = "" if not run.summary else "has " if ended == "finished" else "was "
     return _HTML.single_run(run, shown, verb + ended)
-
-
-def _duration(seconds: float | None) -> str:
-    """Format a duration: `57 s`, `12 min`, `3.4 h`."""
-    if seconds is None:
-        return "—"
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
@@ -257,10 +233,10 @@ def _overall_table(report: RunReport) -> Safe | None:
     return table(rows, columns, "All tasks together", "overall") if rows else None
 
 
-def _event_table(rows: list[Row]) -> Safe:
+def _events(rows: list[Row]) -> Safe:
     """Build the table of guard warnings, incomplete runs, and unreadable files."""
     if not rows:
-        return note("None: every run finished, the guard had nothing to say, and every file could be read.", good=True)
+        return html.note("None: every run finished, the guard had nothing to say, and every file could be read.", good=True)
     columns: Columns = {"Objective": "objective", "Seed": "seed", "Step": "step", "Kind": "kind", "What happened": "what"}
     return table(rows, columns, "Failures and warnings", "events")
 
@@ -285,10 +261,8 @@ def _run_table(report: RunReport) -> Safe:
 def _configuration(report: RunReport) -> Safe:
     """Build the table of settings in which groups differ, a column per group, and a folded table of the shared settings."""
     differ, same = report.tables["differences"], report.tables["settings"]
-    shown = None
-    if differ:
-        columns: Columns = {"Setting": "setting", **{key: key for key in differ[0] if key != "setting"}}
-        shown = table(differ, columns, "Settings that differ")
+    columns: Columns = {"Setting" if key == "setting" else key: key for row in differ[:1] for key in row}
+    shown = table(differ, columns, "Settings that differ") if differ else None
     shared = table(same, {"Setting": "setting", "Value": "value"}, "Settings that all share")
     return _HTML.configuration(shown, f"{count(len(same), 'setting')} that all share" if same else None, shared)
 
@@ -391,13 +365,7 @@ def page_data(report: RunReport) -> dict[str, Any]:
     seeds = f"seed{'' if len(report.seeds) == 1 else 's'} {', '.join(report.seeds)}"
     claims = sort_pairs([row for row in report.tables["comparisons"] if row["measure"] == "final"])
     return {
-        "metrics": [
-            {
-                "key": metric.key, "title": metric.title, "caption": _text(metric.caption, 400), "section": metric.section,
-                "percent": metric.percent, "log": metric.log,
-            }
-            for metric in report.metrics
-        ],
+        "metrics": [asdict(metric) for metric in report.metrics],
         "groups": groups,
         "runs": [
             {
@@ -425,7 +393,7 @@ def page_data(report: RunReport) -> dict[str, Any]:
         "completions": _fitting(lambda most: _completions(report, most), _MOST_TEXT, 20, _ALL_TEXT),
         "tokens": _fitting(lambda most: _tokens(report, most), _ALL_TOKENS, 100, _ALL_TOKEN_TEXT),
         "tables": {
-            name: [{visible(key): _value(value) for key, value in row.items()} for row in report.tables[name][:MOST_ROWS]]
+            name: [{visible(key): _value(value) for key, value in row.items()} for row in report.tables[name][:html.MOST_ROWS]]
             for name in _TABLES
         },
     }  # fmt: skip
@@ -494,7 +462,7 @@ def _sweep_data(report: RunReport, sweep: Sweep) -> dict[str, Any]:
 def _fitting(make: Callable[[int], list[Row]], most: int, least: int, size: int) -> list[Row]:
     """Make rows with `most` elements, then half of it, down to `least`, until they fit into `size` bytes of the page."""
     rows = make(most)
-    while most > least and len(page_json(rows).encode()) > size:
+    while most > least and len(html.page_json(rows).encode()) > size:
         most //= 2
         rows = make(most)
     return rows

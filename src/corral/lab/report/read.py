@@ -539,13 +539,13 @@ def read_comparison(path: Path) -> SavedComparison:
     return SavedComparison(
         path=path,
         command=str(content["command"]),
-        sweep={str(key): [guess(value) for value in values] for key, values in content["sweep"].items()},
-        choose_seeds=[int(seed) for seed in content["choose_seeds"]],
-        report_seeds=[int(seed) for seed in content["report_seeds"]],
+        sweep={str(key): tuple(map(guess, values)) for key, values in content["sweep"].items()},
+        choose_seeds=tuple(map(int, content["choose_seeds"])),
+        report_seeds=tuple(map(int, content["report_seeds"])),
         chosen={str(name): _setting(setting) for name, setting in content["chosen"].items()},
         runs=[_planned_run(run) for run in content["runs"]],
         kind=content.get("kind"),
-        contestants=[str(name) for name in content.get("contestants", ())],
+        contestants=tuple(map(str, content.get("contestants", ()))),
         train=dict(content.get("train", {})),
     )
 

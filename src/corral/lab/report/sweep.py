@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 from scipy import stats
 
-from corral.lab.report.groups import problems_of, varying_settings
-from corral.lab.report.outcomes import COUNTED, Measure
+from corral.lab.report.outcomes import COUNTED, Measure, problems_of, varying_settings
 from corral.lab.report.read import Run, SavedComparison, setting_pairs, setting_text, value_text
 from corral.lab.report.statistics import area_under_curve, has_collapsed
 from corral.lab.run.interval import LEVEL
@@ -189,9 +188,8 @@ class UsableRange:
         numbers = self._numbers
         if len(numbers) < 2 or numbers[0] <= 0:
             return None
-        sure = max(self._stretches(self.own), key=_decades, default=[])
-        maybe = [stretch for stretch in self._stretches(self.possible) if not sure or sure[0] in stretch]
-        return _decades(sure), max(map(_decades, [sure, *maybe]))
+        sure = self._widest(self.own)
+        return _decades(sure), max(_decades(sure), _decades(self._widest(self.possible, sure)))
 
     @property
     def width_text(self) -> str:
@@ -202,7 +200,7 @@ class UsableRange:
         if self.width is None or not any(self.width):
             return ""
         least, most = (f"{decades:.1f}" for decades in self.width)
-        sure, numbers = max(self._stretches(self.own), key=_decades, default=[]), self._numbers
+        sure, numbers = self._widest(self.own), self._numbers
         open_ends = [word for word, place in (("below", 0), ("above", -1)) if sure and sure[place] == numbers[place]]
         beyond = f", open {' and '.join(open_ends)}" if open_ends else ""
         return f"{least if least == most else f'{least} to {most}'} decades{beyond}"
@@ -211,10 +209,11 @@ class UsableRange:
     def _numbers(self) -> list[float]:
         return [value for value in self.tried if not isinstance(value, str)]
 
-    def _stretches(self, values: Sequence[Value]) -> list[list[float]]:
-        """Stretches of consecutive tried values that are all in `values`."""
+    def _widest(self, values: Sequence[Value], around: Sequence[float] = ()) -> list[float]:
+        """Widest stretch of consecutive tried numbers that are all in `values`, among those that hold all of `around`."""
         grouped = groupby(self._numbers, key=lambda number: number in values)
-        return [[*members] for inside, members in grouped if inside]
+        stretches = [[*members] for inside, members in grouped if inside]
+        return max((stretch for stretch in stretches if {*around} <= {*stretch}), key=_decades, default=[])
 
 
 def usable_range(

@@ -4,7 +4,7 @@ from pathlib import Path
 from string import Template
 
 import corral
-from corral.lab.report.html import Safe, csp_hash
+from corral.lab.report.html import Safe, content_policy
 from corral.lab.report.looks import SHAPES, assign_looks, palette_css
 
 _PARTS = Path(__file__).parent
@@ -18,17 +18,13 @@ def explore_page() -> str:
     """Build a self-contained page whose Content-Security-Policy allows its own style and script only, by their digests."""
     style = palette_css() + _read("style.css")
     script = "\n".join(_read(name) for name in _SCRIPTS)
-    policy = (
-        f"default-src 'none'; img-src data:; style-src {csp_hash(style)}; script-src {csp_hash(script)}; "
-        "base-uri 'none'; form-action 'none'"
-    )
     sign = Safe('<svg viewBox="-6 -6 12 12" class="sign c{}" aria-hidden="true"><path d="{}"></path></svg>')
     looks = {
         name: sign.format(colour, SHAPES[marker])
         for name, (colour, marker) in zip(_METHODS, assign_looks(_METHODS.values()).values(), strict=True)
     }
     return Template(_read("page.html")).substitute(
-        policy=policy, style=style, script=script, version=corral.__version__, **looks
+        policy=content_policy(script, style), style=style, script=script, version=corral.__version__, **looks
     )
 
 
