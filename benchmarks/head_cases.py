@@ -66,12 +66,7 @@ def shape(sizes: tuple[int, int, int], k: int, policy: str, dtype: str = "bfloat
 
 def prepare_head(about: About, device: str, *, contenders: dict[Key, Contender]) -> Prepared:
     """Contenders at a shape, on random weights."""
-    sizes = (about[name] for name in ("N", "V", "H", "K", "policy"))
-    return _on(make_problem(*sizes, device, getattr(torch, about["dtype"])), contenders, about["policy"])
-
-
-def _on(p: Problem, contenders: dict[Key, Contender], policy: str) -> Prepared:
-    assert p.batch.dist_old is not None  # the old pass is not to be timed
+    p = _problem(about, device)
     reference = Reference(p.first(CHECKED))
 
     def check(key: Key, output: Any) -> dict[str, float]:
@@ -84,17 +79,22 @@ def _on(p: Problem, contenders: dict[Key, Contender], policy: str) -> Prepared:
         return errors | ({"kl_error": overshoot(p)} if key == (TROLL, "corral") else {})
 
     # Chunks take the same time for every policy, and are not the fastest.
-    chosen = {key: run for key, run in contenders.items() if policy == "peaked" or not key[1].startswith("checkpointed")}
+    with_chunks = about["policy"] == "peaked"
+    chosen = {key: run for key, run in contenders.items() if with_chunks or not key[1].startswith("checkpointed")}
     return Prepared(runs={key: partial(run, p) for key, run in chosen.items()}, anchor=ANCHOR, check=check)
 
 
 def prepare_union(about: About, device: str) -> Prepared:
     """TROLL on the old support, on the union, and that on the torch path."""
-    sizes = (about[name] for name in ("N", "V", "H", "K", "policy"))
-    p = make_problem(*sizes, device, getattr(torch, about["dtype"]))
-    assert p.batch.dist_old is not None  # the old pass is not to be timed
+    p = _problem(about, device)
     check = partial(check_union, p, UnionReference(p.first(CHECKED)))
     return Prepared(runs={key: partial(run, p) for key, run in UNIONS.items()}, anchor=ANCHOR, check=check)
+
+
+def _problem(about: About, device: str) -> Problem:
+    p = make_problem(*(about[name] for name in ("N", "V", "H", "K", "policy")), device, getattr(torch, about["dtype"]))
+    assert p.batch.dist_old is not None  # the old pass is not to be timed
+    return p
 
 
 def prepare_update(about: About, device: str) -> Prepared:

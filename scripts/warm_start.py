@@ -28,6 +28,7 @@ import transformers
 from torch import Tensor
 from transformers import Gemma2Config, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, Qwen3MoeConfig
 
+from corral.lab.jobs.llm.problems import Sampling, generate
 from corral.lab.models.tiny import build_tiny, tiny_tokenizer
 from corral.lab.tasks import verify_all
 from corral.lab.tasks.procedural import OPERATORS, Arithmetic, Countdown, ProceduralTask
@@ -103,27 +104,16 @@ def demonstrate(
     )
 
 
-@torch.no_grad()
 def success(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: ProceduralTask, prompts: list[str], seed: int | None
 ) -> float:
     """Fraction of prompts answered rightly, sampled at temperature 1; greedily if `seed` is None."""
-    generator = None if seed is None else torch.Generator(model.device).manual_seed(seed)
-    batch = tokenizer(prompts, padding=True, return_tensors="pt").to(model.device)  # padded on the left
-    tokens, mask, cache = batch["input_ids"], batch["attention_mask"], None
-    written = []
-    for _ in range(task.max_completion_length + 1):
-        # No position ids: rotary embeddings see only differences, and padding moves a whole row.
-        out = model(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache, logits = out.past_key_values, out.logits[:, -1].float()
-        if generator is None:
-            tokens = logits.argmax(-1, keepdim=True)
-        else:
-            tokens = torch.multinomial(logits.softmax(-1), 1, generator=generator)
-        mask = torch.cat([mask, torch.ones_like(tokens)], 1)
-        written.append(tokens)
-    # What has not ended by now is longer than any right answer.
-    answers = [text.partition(str(tokenizer.eos_token))[0] for text in tokenizer.batch_decode(torch.cat(written, 1))]
+    # A completion that has not ended by then is longer than any right answer.
+    sampling = Sampling(max_tokens=task.max_completion_length + 1, greedy=seed is None)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed or 0)
+        rows = generate(model, tokenizer, tokenizer(prompts)["input_ids"], sampling)
+    answers = [text.removesuffix(str(tokenizer.eos_token)) for text in tokenizer.batch_decode(rows)]
     return sum(verify_all(task, prompts, answers)) / len(prompts)
 
 
