@@ -67,7 +67,7 @@ CASES: list[tuple[Any, dict[str, str], dict[str, Any], int]] = [
     *((loss._token_kernel, {}, {"RULE": rule, "MEASURE": "support_kl", "ROWS": 2}, 1) for rule in RULES),
     (loss._token_kernel, {}, {"RULE": "clip", "MEASURE": "chi_square", "ROWS": 2}, 1),
     (backward._sampled_kernel, HEAD, {"BLOCK": 1024}, 2),
-    (backward._singles_kernel, {"ids": "*i32"}, {"LIKELY": 4}, 1),
+    (backward._entries_kernel, {"ids": "*i32"}, {"LIKELY": 4}, 1),
     (backward._rows_kernel, {"out": "*bf16", "weight": "*bf16"}, {"BLOCK": 1024, "LIKELY": 4}, 2),
     (backward._rows_kernel, {"x": "*bf16", "out": "*bf16"}, {"BLOCK": 1024, "LIKELY": 0}, 2),
 ]  # fmt: skip

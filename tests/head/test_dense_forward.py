@@ -232,7 +232,7 @@ def scattered(
         torch.zeros(count, dtype=torch.bool, device=DEVICE),
     )
     rows = HeadRows(zero, zero, ids, zero, rest, zero, rest)
-    got = row_factor.put_singles(stored, reference, rows, gradient, LogitSpec(), left_out)
+    got = row_factor.write_entries(stored, reference, rows, gradient, LogitSpec(), left_out)
     # What was rounded away is known: with it, entries are exact.
     real = got.likely >= 0
     entries = got.factor[:, None] * stored.float().gather(1, got.likely.clamp(min=0).long()) + got.lost
@@ -318,8 +318,8 @@ def stored_bfloat16(monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
     """The dtype to compute in: the interpreter multiplies no bfloat16, and there only what is stored of the logits is."""
     if DEVICE == "cuda":
         return torch.bfloat16
-    inner = module.put_singles
-    monkeypatch.setattr(module, "put_singles", lambda stored, *rest: inner(stored.bfloat16(), *rest))
+    inner = module.write_entries
+    monkeypatch.setattr(module, "write_entries", lambda stored, *rest: inner(stored.bfloat16(), *rest))
     return torch.float32
 
 

@@ -4,7 +4,7 @@
 own, calls `lm_head` and then this.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -56,7 +56,14 @@ def _in_one_kernel(objective: Any, batch: TokenBatch) -> ObjectiveOutput | None:
     limits = LogpTolerance.of(batch.logp_old, new, old) if objective.check else LogpTolerance()
     found = row_losses(rule, packed.detach(), limits=limits)
     metrics, _, flawed = summarize(rule, packed.detach(), found)
-    check, dist = _Check(objective, batch, AsyncCopy(flawed)), packed.dist_new
+    flaws, dist = AsyncCopy(flawed), packed.dist_new
+
+    def check() -> None:
+        if number := int(flaws.wait()):
+            with torch.no_grad():
+                objective(batch)  # raises its own message, unless only the kernel has noticed
+            raise ValueError(f"batch_loss: the loss is not finite at {number} unmasked tokens. NaN comes from the model.")
+
     inputs = packed.logp_new[0], *((None, None) if dist is None else (dist.logp[0], dist.rest[0]))
     loss = _RowGradients.apply(found.field(LOSS), (found.logp, found.kept, found.rest), check, *inputs)
     if not loss.requires_grad:
@@ -64,28 +71,11 @@ def _in_one_kernel(objective: Any, batch: TokenBatch) -> ObjectiveOutput | None:
     return ObjectiveOutput(packing.unpack(loss), metrics)
 
 
-@dataclass(frozen=True, eq=False)
-class _Check:
-    """Validation of rows: a value that is not finite, or no log-probability, raises the objective's own message."""
-
-    objective: TokenObjective
-    batch: TokenBatch
-    flawed: AsyncCopy
-
-    def __call__(self) -> None:
-        number = int(self.flawed.wait())
-        if not number:
-            return
-        with torch.no_grad():
-            self.objective(self.batch)
-        raise ValueError(f"batch_loss: the loss is not finite at {number} unmasked tokens. NaN comes from the model.")
-
-
 class _RowGradients(torch.autograd.Function):
     """Autograd function for row losses whose gradients the kernel has computed; the backward pass only scales them."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: tuple[Tensor | None, ...], check: _Check, *inputs: Tensor | None) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, gradients: tuple[Tensor | None, ...], check: Any, *inputs: Tensor | None) -> Tensor:
         ctx.gradients, ctx.check = gradients, check
         return loss.clone()
 

@@ -32,7 +32,11 @@ class LogitSpec:
 
     def block(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Float[Tensor, "n v"]:
         """Compute the logits of a block of tokens and vocabulary, in float32 or better. `operand` prepares both factors."""
-        z = _gemm(hidden, weight, out)
+        if _stays_half(hidden) and hidden.dtype == weight.dtype:  # matrix units read half precision and add up in float32
+            z = torch.mm(hidden, weight.T, out_dtype=torch.float32, out=out)
+        else:
+            dtype = working_dtype(hidden, weight)
+            z = torch.mm(hidden.to(dtype), weight.to(dtype).T, out=out)
         return self.finish_(z if bias is None else z.add_(bias))
 
     def finish_(self, z: Tensor) -> Tensor:
@@ -87,13 +91,6 @@ def accumulate(into: Tensor, left: Tensor, right: Tensor, *, fresh: bool = False
         torch.mm(left, right.to(into.dtype), out=into)
     else:
         into.addmm_(left, right.to(into.dtype))
-
-
-def _gemm(hidden: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
-    if _stays_half(hidden) and hidden.dtype == weight.dtype:
-        return torch.mm(hidden, weight.T, out_dtype=torch.float32, out=out)
-    dtype = working_dtype(hidden, weight)
-    return torch.mm(hidden.to(dtype), weight.to(dtype).T, out=out)
 
 
 def _stays_half(x: Tensor) -> bool:

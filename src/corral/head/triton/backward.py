@@ -59,6 +59,13 @@ def _row_kernel(
     ids, kept, rest, logp, lse, entropy, tokens, g_kept, g_rest, g_logp, g_entropy, weights, out_ids, out_value, out_factor,
     out_off, out_size, out_need, slots_in, slots, stride_ids, stride_kept, stride_logp, slope, curve, SLOTS: tl.constexpr,
 ):  # fmt: skip
+    """One row's gradient of its logits, in S explicit entries and one factor for all other tokens.
+
+        dz_v = g_v + g_a [v = a] − p_v G                on the support, G = g_a + Σ g_v + g_rest
+        dz_v = p_v / p_rest · c,  c = g_rest − p_rest G  off it: one number c per row, shared in proportion to the tail
+
+    The entropy adds −g_H p_v (log p_v + H) everywhere.
+    """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, SLOTS)
     inside = slot < slots_in
@@ -66,7 +73,7 @@ def _row_kernel(
     member = id >= 0
     token = tl.load(tokens + row).to(tl.int32)
     log_rest = tl.load(rest + row)
-    times = log_rest * 0.0 + 1.0
+    times = log_rest * 0.0 + 1.0  # 1 as a tensor, also where the tail is empty and 0 · −∞ is NaN
     times = tl.where(times == times, times, 1.0)
     if weights is not None:
         times = tl.load(weights + row).to(tl.float32)
@@ -101,6 +108,7 @@ def _row_kernel(
     surprise = tl.where(log_p > -float("inf"), log_p + tl.load(entropy + row), 0.0)
     value = tl.where(member | extra, value - entropy_g * p * surprise, 0.0)
 
+    # Off the support all parts have the sign of c, and the parts of the tail's mass sum to 1: together they are |c|, exactly.
     off = tl.where(nothing, 0.0, tl.abs(factor))
     size = tl.sum(tl.abs(value), 0) + off
     alive = (own_g != 0.0) | (outer_g != 0.0) | (entropy_g != 0.0) | (tl.max(tl.abs(g), 0) != 0.0) | (size != size)
@@ -182,12 +190,15 @@ def _route_kernel(
 
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     here = row < count
+    # Measured against the mean row where that is larger: a row with next to no gradient may lose all of it.
     whole = tl.maximum(tl.load(size + row, mask=here, other=0.0), mean)
     slot = tl.arange(0, SLOTS)
     at = row[:, None] * slots + slot[None, :]
     real = here[:, None] & (slot < slots)[None, :]
     id = tl.load(ids + at, mask=real, other=-1)
     g = tl.abs(tl.load(value + at, mask=real, other=0.0))
+    # Entries too small to matter cost as much traffic as any other, a row of W and one of H each. They are left out too, as
+    # many as fit in an eighth of the tolerance, and count as dropped.
     counts_for = (id >= 0) & (g > (small * slope * whole)[:, None])
     left_out = tl.load(off + row, mask=here, other=0.0) + tl.sum(tl.where((id >= 0) & ~counts_for, g, 0.0), 1) / slope
     share = tl.where(left_out > 0.0, left_out / whole, 0.0)
@@ -238,6 +249,7 @@ def dense_rows(
         real = row[: max(count - part.start, 0)]
         h = hidden[row.clamp(min=0)]
         d_h = torch.empty(h.shape, dtype=torch.float32, device=h.device) if d_hidden is not None else None
+        # Wide blocks of the vocabulary: dH is read and written once per block.
         columns = max(2048, LOGITS_AT_ONCE // len(row) // 256 * 256)
         memory = h.new_empty(len(row) * min(columns, len(weight)), dtype=torch.float32)
         memory_dz = torch.empty_like(memory, dtype=h.dtype)
@@ -264,6 +276,7 @@ def dense_rows(
 
 def multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:
     """Compute `out = left @ right` or `out += left @ right`, accumulated in float32 for any dtype of the factors."""
+    # `addmm` adds in the GEMM's epilogue: no temporary of the size of dW, 1.2 GB, and no second pass over it.
     if left.dtype == out.dtype and (left.is_cuda or left.dtype == torch.float32):
         torch.addmm(out, left, right, out=out) if add else torch.mm(left, right, out=out)
     elif left.is_cuda:
@@ -302,6 +315,8 @@ def _dense_kernel(
         u = z * curve
         g = tl.where(z > -float("inf"), g * (1.0 - u * u), 0.0)
     kind = dz.dtype.element_ty
+    # First every column by the factor, then the explicit entries over it, in one program: a barrier orders the two. Of a block
+    # only the entries in its own columns are written, so that programs of a row do not meet.
     tl.store(dz + at + column[None, :], g.to(kind), mask=(column < width)[None, :])
     tl.debug_barrier()
     slot = tl.arange(0, SLOTS)
@@ -338,11 +353,11 @@ class FactoredGradient:
         """Compute dH [n, H] into `out`, with the rounding errors of the largest entries put right."""
         sums = torch.empty_like(out, dtype=torch.float32)  # rounded once, when it is multiplied
         multiply(self.stored, weight, sums)
-        scale_rows(sums, self.factor, out, self.likely, self.lost, weight)
+        self._scale(sums, out, weight)
 
     def times_hidden(self, hidden: Tensor, out: Tensor, *, add: bool) -> None:
         """Compute dW [V, H] into `out`, or add it to `out`."""
-        multiply(self.stored.T, scale_rows(hidden, self.factor, torch.empty_like(hidden)), out, add=add)
+        multiply(self.stored.T, self._scale(hidden, torch.empty_like(hidden)), out, add=add)
 
     def sums(self) -> Tensor:
         """Compute db [V] in float32."""
@@ -353,6 +368,15 @@ class FactoredGradient:
         out = torch.empty(self.stored.shape[1], 8, device=parts.device)
         multiply(self.stored.T, parts, out)
         return out.sum(-1)
+
+    def _scale(self, x: Tensor, out: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Compute out = diag(s) x, plus Σ lost · w over the likely tokens, rounded once; s = 0 gives 0 even for NaN."""
+        (count, width), block = x.shape, min(1024, triton.next_power_of_2(x.shape[1]))
+        _rows_kernel[(count, triton.cdiv(width, block))](
+            x, self.factor, self.likely, self.lost, weight, out, width, LIKELY=0 if weight is None else LIKELY, BLOCK=block,
+            num_warps=2,
+        )  # fmt: skip
+        return out
 
 
 def can_store(hidden: Tensor, spec: LogitSpec) -> bool:
@@ -373,7 +397,7 @@ def sampled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: Lo
     return out
 
 
-def put_singles(
+def write_entries(
     stored: Tensor, reference: Tensor, rows: HeadRows, gradient: RowGradient, spec: LogitSpec, left_out: Tensor
 ) -> FactoredGradient:
     """Write explicit entries into `stored` [n, columns], in place; rows without a gradient have the factor s = 0.
@@ -382,7 +406,7 @@ def put_singles(
     """
     (count, slots), factor = gradient.ids.shape, torch.empty_like(gradient.factor)
     likely, lost = gradient.ids.new_empty(count, LIKELY), gradient.value.new_empty(count, LIKELY)
-    _singles_kernel[(count,)](
+    _entries_kernel[(count,)](
         stored, reference, rows.lse, rows.rest, gradient.factor, gradient.ids, gradient.value, factor, likely, lost,
         left_out.view(torch.uint8), stored.stride(0), slots, spec.slope, LIKELY=LIKELY,
         SLOTS=max(LIKELY, triton.next_power_of_2(slots)), num_warps=1,
@@ -390,24 +414,9 @@ def put_singles(
     return FactoredGradient(stored, factor, likely, lost)
 
 
-def scale_rows(
-    x: Tensor,
-    factor: Tensor,
-    out: Tensor,
-    likely: Tensor | None = None,
-    lost: Tensor | None = None,
-    weight: Tensor | None = None,
-) -> Tensor:
-    """Compute out = diag(factor) x + Σ lost · w over the `likely` tokens, rounded once; a factor of 0 gives 0 even for NaN."""
-    (count, width), block = x.shape, min(1024, triton.next_power_of_2(x.shape[1]))
-    _rows_kernel[(count, triton.cdiv(width, block))](
-        x, factor, likely, lost, weight, out, width, LIKELY=0 if likely is None else LIKELY, BLOCK=block, num_warps=2
-    )  # fmt: skip
-    return out
-
-
 @triton.jit
 def _sampled_kernel(hidden, weight, bias, tokens, out, vocabulary, width, slope, BLOCK: tl.constexpr):
+    """Dot product of a row's hidden state with its sampled token's weights."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.minimum(tl.maximum(tl.load(tokens + row).to(tl.int64), 0), vocabulary - 1)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -424,10 +433,11 @@ def _sampled_kernel(hidden, weight, bias, tokens, out, vocabulary, width, slope,
 
 
 @triton.jit
-def _singles_kernel(
+def _entries_kernel(
     stored, reference, lse, rest, off_factor, ids, value, factor, likely, lost_value, left_out, stride, slots, slope,
     LIKELY: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
+    """Compute a row's factor s, and write its explicit entries, divided by s, over what the GEMM stored."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, SLOTS)
     id = tl.load(ids + row * slots + slot, mask=slot < slots, other=-1)
@@ -451,6 +461,8 @@ def _singles_kernel(
     tl.store(factor + row, s)
     tl.store(left_out + row, lost.to(tl.uint8))
     id = tl.where(s == 0.0, -1, id)
+    # An entry in bfloat16 is off by 2⁻⁹ of itself, and the largest ones nearly cancel in dH (p_a − 1 against the other p). What
+    # rounding took from the first few is kept in float32, and goes into dH by itself.
     entry = (single / tl.where(s == 0.0, 1.0, s)).to(stored.dtype.element_ty)
     tl.store(stored + row * stride + id, entry, mask=id >= 0)
     tl.store(likely + row * LIKELY + slot, id, mask=slot < LIKELY)
@@ -459,6 +471,7 @@ def _singles_kernel(
 
 @triton.jit
 def _rows_kernel(x, factor, likely, lost, weight, out, width, LIKELY: tl.constexpr, BLOCK: tl.constexpr):
+    """Multiply a slice of one row by its factor, and add the likely tokens' rounding errors times their weights."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     times = tl.load(factor + row)
@@ -532,7 +545,7 @@ def dense_forward(
         rows = support_rows(some, gemm_stats(some, store=stored, reference=reference[part]), overflows)
         loss = loss_of(rows, terms[:, part])
         gradient = row_gradient(rows, some.tokens, loss, spec, terms.weights[0, part])
-        dz = put_singles(stored[:, : len(weight)], reference[part], rows, gradient, spec, left_out[part])
+        dz = write_entries(stored[:, : len(weight)], reference[part], rows, gradient, spec, left_out[part])
         found.append(rows)
         losses.append(loss)
         sizes[part] = gradient.size
@@ -555,6 +568,7 @@ def scale(x: Tensor, factor: Tensor) -> None:
 
 @triton.jit
 def _scale_kernel(x, factor, total, BLOCK: tl.constexpr):
+    """Multiply a slice in place. The factor is read on the device: the host does not wait, and a factor of 1 costs no pass."""
     times = tl.load(factor).to(tl.float32)
     if times != 1.0:
         for step in range(0, 8):
@@ -646,6 +660,7 @@ def _all_tokens(vocabulary: int, device: torch.device) -> Tensor:
 def _hidden_kernel(
     weight, key, value, out, vocabulary, width, slots, BLOCK: tl.constexpr, SOME: tl.constexpr, SLOTS: tl.constexpr
 ):
+    """Sum the weights of a row's entries into its dH; a peaked policy has about ten entries that count."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -671,7 +686,11 @@ def _piece_kernel(
     hidden, value, keys, order, sums, sums_g, vocabulary, width, slots, PIECE: tl.constexpr, BLOCK: tl.constexpr,
     SOME: tl.constexpr,
 ):  # fmt: skip
-    """Sum PIECE entries if all belong to one token."""
+    """Sum PIECE entries if all belong to one token.
+
+    A frequent token, such as a comma, has thousands of entries. One program for each would be what the others wait for: its
+    pieces are summed side by side first, always the same entries in a piece, so that the sums repeat bit for bit.
+    """
     piece = tl.program_id(0)
     token = tl.load(keys + piece * PIECE)
     if (token == vocabulary) | (token != tl.load(keys + piece * PIECE + PIECE - 1)):
@@ -710,6 +729,7 @@ def _weight_kernel(
     while position < end:
         whole = (position % PIECE == 0) & (position + PIECE <= end)
         then = position + tl.where(whole, PIECE, 1)
+        # Loads of entries depend on one another, and would be waited for one by one.
         next_entry = tl.load(order + then, mask=then < end, other=0)  # on its way while this one's hidden state is
         if whole:
             piece = (position // PIECE).to(tl.int64)

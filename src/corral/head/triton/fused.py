@@ -96,6 +96,8 @@ def _inspect_kernel(
     token = tl.load(tokens + row, mask=unmasked, other=0)
     anchor = tl.load(logp_old + row, mask=unmasked & ANCHOR, other=0.0)
     advantage = tl.load(advantages + row // length * stride_b + row % length * stride_t, mask=unmasked, other=0.0)
+    # Loads of masked rows are masked: padding may hold anything. Whatever an objective would refuse makes a row unfit, and the
+    # objective is then called to say what is wrong; comparisons are written so that NaN fails them.
     fit = (token >= 0) & (token < vocabulary) & _finite(anchor) & _finite(advantage)
     fit = fit & ~(anchor.to(tl.float32) > highest)
     gain = tl.abs(advantage.to(tl.float32))
@@ -125,7 +127,7 @@ def _inspect_kernel(
         fit = fit & (tl.abs(own - anchor.to(tl.float32)) <= TOLERATED)
         mass = tl.sum(tl.where(real, tl.exp(value), 0.0), 1) + tl.exp(outer)
         fit = fit & ~(unmasked & (tl.abs(mass - 1.0) > slack))
-        if DENSE:
+        if DENSE:  # with p the old policy's, which stands for the new one: dz = g (e_a − p), Σ |dz| = 2 g (1 − p_a)
             whole = tl.where(gain > 0.0, gain * 2.0 * (1.0 - tl.exp(own)), 0.0)
             dropped = tl.where(gain > 0.0, gain * tl.exp(outer), 0.0)
     if EVERY:
@@ -155,11 +157,13 @@ def _order_kernel(off, size, order, counts, total, tolerance, flat, fewest, shar
         sizes += tl.where(unmasked, whole, 0.0)
         rows += unmasked.to(tl.int32)
         refused += (unmasked & (tl.load(off + row, mask=row < total, other=0.0) < 0.0)).to(tl.int32)
+    # Three passes over two numbers per row, in cache: the mean, then how many rows it makes dense, then each row's place.
     every = tl.sum(rows, 0)
     mean = tl.sum(sizes, 0) / tl.maximum(every, 1).to(tl.float32)
     for begin in range(0, total, BLOCK):
         _unmasked, is_dense = _ways(off, size, begin + tl.arange(0, BLOCK), total, mean, tolerance)
         dense += is_dense.to(tl.int32)
+    # A few rows by themselves are not worth two more GEMMs, neither dense ones nor streamed ones: then all go one way.
     planned = tl.sum(dense, 0)
     planned = tl.where((planned < fewest) | (planned.to(tl.float32) < share * every.to(tl.float32)), 0, planned)
     planned = tl.where((planned > 0) & ((every - planned).to(tl.float32) <= rest * every.to(tl.float32)), every, planned)
@@ -168,6 +172,7 @@ def _order_kernel(off, size, order, counts, total, tolerance, flat, fewest, shar
     tl.store(counts, first)
     tl.store(counts + 1, every)
     tl.store(counts + 2, tl.sum(refused, 0))
+    # Prefix sums keep the rows of each kind in their order: sums over rows, as in dW, repeat bit for bit.
     in_front, behind = first * 0, first
     for begin in range(0, total, BLOCK):
         row = begin + tl.arange(0, BLOCK)
@@ -201,6 +206,7 @@ def fused_loss(
     dense = trained and own is None and can_store(source.hidden, spec)
     order, counts = plan_rows(terms, source.tokens, source.weight, own=own, dense=dense, tolerance=tolerance, limits=limits)
     planned = AsyncCopy(counts)
+    # Rows are gathered into the planned order, all B · T of them; unused places at the end point at row 0.
     hidden, stats = source.hidden.flatten(0, 1)[order], None
     source = replace(source, bias=None if source.bias is None else source.bias.contiguous())
     if fits_at_once(len(hidden)):  # the GEMM is queued before the host knows the number of rows: the device need not wait

@@ -55,6 +55,8 @@ def _extend(
 @triton.jit
 def _logits(hidden, weight, bias, id, row, vocabulary, width, before, cap, after, BLOCK: tl.constexpr):
     """Compute the logits of some tokens [1, n] for one row."""
+    # One hidden state against n gathered rows of weights: bound by the traffic of n · H weights, and no matrix units are
+    # needed.
     dots, member = tl.zeros(id.shape, tl.float32), (id >= 0) & (id < vocabulary)
     for begin in range(0, width, BLOCK):
         column = begin + tl.arange(0, BLOCK)
@@ -78,6 +80,7 @@ def _extend_kernel(
     members = tl.sum(member.to(tl.int32), 0)
     place = tl.arange(0, JOINED)
     last = tl.max(tl.where(tl.load(wide + row * joined + place, mask=place < joined, other=-1) >= 0, place + 1, 0), 0)
+    # Padding ends a row, so that the number of tokens to evaluate is known, and rows without any cost no dot product.
     at = tl.load(row_of + row).to(tl.int64)
     known = (at >= 0) & (at < count)
     value = tl.load(kept + row * slots + slot, mask=member, other=0.0).to(tl.float32)
@@ -90,6 +93,7 @@ def _extend_kernel(
         at = tl.where(known, at, 0)
         sampled = tl.load(wide + row * joined) + tl.zeros((1,), tl.int64)
         own = _logits(hidden, weight, bias, sampled, at, vocabulary, width, before, cap, after, BLOCK)
+        # log p_v = log p_a + z_v − z_a: relative to the sampled token, whose log-prob is stored, and nothing is normalised.
         level = tl.load(kept + row * slots).to(tl.float32) - tl.max(tl.max(own, 1), 0)
         share = tl.zeros((1, SOME), tl.float32)
         for begin in range(members, last, SOME):
@@ -100,6 +104,7 @@ def _extend_kernel(
             logp = z + level
             share += tl.where(here, tl.exp(logp - log_rest), 0.0)
             tl.store((out_kept + row * joined + some)[None, :], logp, mask=here)
+        # The one place that subtracts mass. At least LEAST of the tail stays: below that the difference is rounding.
         taken = tl.sum(tl.sum(share, 1), 0)
         log_rest = tl.where(taken == 0.0, log_rest, log_rest + tl.log(tl.maximum(1.0 - taken, LEAST)))
     tl.store(out_rest + row, log_rest)

@@ -24,6 +24,7 @@ ROOM: tl.constexpr = tl.constexpr(96.0)
 def reduce_any(z, ENTROPY: tl.constexpr, COLUMNS: tl.constexpr):
     """Reduce a tile in which some or all logits may be −inf to its statistics."""
     local = tl.arange(0, COLUMNS)
+    # Each of these runs over a whole tile of accumulators in registers, once per tile: it is what the GEMM waits for.
     # The place by comparison: faster than a maximum that carries its index along. NaN has none, and takes any.
     top = tl.max(z, 1)
     place = tl.min(tl.where(z == top[:, None], local[None, :], COLUMNS - 1), 1)
@@ -57,9 +58,13 @@ def reduce_plain(z, factor, ENTROPY: tl.constexpr, COMPILED: tl.constexpr, COLUM
         )  # fmt: skip
     else:
         is_top = (z == top[:, None]).to(tl.float32)
+    # One sum carries two numbers: how many logits equal the largest, in units of 2¹⁶, and the sum of their columns. With one
+    # such logit both are exact, and the sum is its place; with more only their number is read.
     marks = tl.sum(is_top * (local.to(tl.float32) + 65536.0)[None, :], 1)
     z = z - is_top * FAR
     second = tl.max(z, 1)
+    # exp2 is one instruction and exp is two, so that log₂ e goes into the factor. ROOM shifts the range of float32 down: what
+    # lies 150 below the largest logit still counts, and 256 times 2^ROOM does not overflow.
     exponent = factor * LOG2_E
     base = top * exponent - ROOM
     arguments = z * exponent - base[:, None]
@@ -68,6 +73,8 @@ def reduce_plain(z, factor, ENTROPY: tl.constexpr, COMPILED: tl.constexpr, COLUM
     equals = (marks * (1 / 65536)).to(tl.int32)
     place = tl.where(equals == 1, marks.to(tl.int32) - 65536, 0)
     second = tl.where(equals > 1, top, second)
+    # From "relative to the largest" to "relative to the second": times 2^up. Where that would overflow, nothing but the second
+    # is left of the sum anyway, and its 1 is put in below.
     up = (top - second) * exponent
     back = tl.exp2(tl.minimum(up - ROOM, 126.0))
     others = (equals - 1).to(tl.float32) + tl.sum(e, 1) * back
@@ -156,6 +163,7 @@ def finish_logits(dots, columns, bias, vocabulary, before, cap, after):
         dots += tl.load(bias + columns, mask=columns < vocabulary, other=0.0).to(tl.float32)[None, :]
     z = dots * before
     if cap is not None:
+        # tanh from e^(−2|z|/cap), which cannot overflow; sign put back by the choice of the numerator.
         e = tl.exp(-2.0 * tl.abs(z) / cap)
         z = cap * after * tl.where(z < 0.0, e - 1.0, 1.0 - e) / (1.0 + e)
     return tl.where((columns < vocabulary)[None, :], z, -float("inf"))
@@ -171,10 +179,12 @@ def _stats_kernel(
 
     First whole tiles of plain logits, which take fewer steps to reduce, then the others: as a rule the last of each row.
     """
-    if counter is not None:
+    if counter is not None:  # tensors are as long as the batch; blocks beyond the unmasked rows are skipped
         count = tl.minimum(tl.load(counter), count)
     row_blocks = tl.cdiv(count, ROWS)
     whole = vocabulary // COLUMNS if PLAIN else 0
+    # `flatten` makes one loop of tiles and depth, so that the next tile's first loads are in flight while this one is reduced.
+    # It allows no branch in the body: plain tiles and others have loops of their own.
     if PLAIN:
         for index in tl.range(tl.program_id(0), row_blocks * whole, PROGRAMS, flatten=True):
             row_block, column_block = _tile_at(index, row_blocks, whole, GROUP)
@@ -184,6 +194,7 @@ def _stats_kernel(
                 store, reference, peak, place, second, others, weighted, row_block, column_block, count, tiles, top, at,
                 next_top, total, gaps, e, base, is_top, 100.0 - ROOM, ENTROPY, ROWS, COLUMNS,
             )  # fmt: skip
+    # The second loop goes on where the first one stopped dealing out tiles: no program gets two more than another.
     first = (tl.program_id(0) + PROGRAMS - row_blocks * whole % PROGRAMS) % PROGRAMS
     for index in tl.range(first, row_blocks * (tiles - whole), PROGRAMS, flatten=True):
         row_block, column_block = _tile_at(index, row_blocks, tiles - whole, GROUP)
@@ -201,6 +212,8 @@ def _stats_kernel(
 @triton.jit
 def _tile_at(index, row_blocks, column_blocks, GROUP: tl.constexpr):
     """Map an index to a tile, in an order in which a group of row blocks shares its weights: first down, then across."""
+    # Programs that run at the same time then read GROUP blocks of hidden states and a few tiles of weights, all from L2: the
+    # weights leave memory once per group, and not once per row block.
     group = index // (GROUP * column_blocks)
     height = min(row_blocks - group * GROUP, GROUP)
     within = index % (GROUP * column_blocks)
@@ -209,6 +222,8 @@ def _tile_at(index, row_blocks, column_blocks, GROUP: tl.constexpr):
 
 @triton.jit
 def _multiply(hidden, weight, row_block, column_block, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
+    # Descriptors (TMA on Hopper) load 0 beyond the last row and column: no masks in the inner loop. "ieee" keeps float32 inputs
+    # in float32, since TF32 would round every logit; half precision takes the matrix units as it is.
     dots = tl.zeros((ROWS, COLUMNS), tl.float32)
     for k in range(0, width, DEPTH):
         h = hidden.load([row_block * ROWS, k])
@@ -223,6 +238,8 @@ def _put(
     gaps, e, base, is_top, most, ENTROPY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write a tile's statistics, and its exponentials if they are stored."""
+    # Every (row, tile) has one writer, so that nothing here is atomic. Statistics are [rows, tiles]: later kernels read a
+    # row's.
     rows = row_block * ROWS + tl.arange(0, ROWS)
     valid = rows < count
     if store is not None:  # e^(z − reference), from e relative to `base` and from the largest, which e leaves out

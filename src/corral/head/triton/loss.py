@@ -45,6 +45,8 @@ def log_softmax(x):
 @triton.jit
 def kl_term(p, q, gap):
     """Compute p (eˣ − 1 − x) for x = log q − log p: as a series if x is small, as q − p − p x elsewhere."""
+    # A KL near 0 is a sum of such terms, each of second order: as q − p − p x its digits would cancel. The series has as many
+    # terms as float32 can tell apart for |x| < ½, and Horner's form needs no powers.
     near = tl.abs(gap) < 0.5
     x = tl.where(near, gap, 0.0)
     series = 1 / 40320 + x * (1 / 362880)
@@ -74,6 +76,7 @@ def expm1(x):
 @triton.jit
 def log1p(x):
     """Compute log(1 + x), with the rounding of 1 + x undone."""
+    # What rounding did to 1 + x it did to the denominator too, and the quotient undoes it (Kahan; Goldberg 1991, theorem 4).
     one_more = 1.0 + x
     off = tl.where(one_more == 1.0, 1.0, one_more - 1.0)
     return tl.where(one_more == 1.0, x, tl.log(one_more) * (x / off))
@@ -141,10 +144,13 @@ def project(new, old, bound):
     fits = kl_common <= slack
     binding = overlap & (slack > 0.0) & (kl_common > slack)
 
+    # Find t in (0, 1) with KL(r_t‖old) = slack. √(2 KL) is nearly linear in t, so that Newton's method needs two or three steps
+    # from √(slack / KL(1)); where the KL rises steeply its logarithm is the better line. Every step keeps a bracket, and
+    # bisects if Newton leaves it or shrinks too slowly, so that 24 steps are enough for any row. d KL / dt = t Var.
     target = tl.sqrt(2.0 * tl.maximum(slack, 0.0))
     x = tl.where(binding, tl.sqrt(slack / kl_common), 1.0)
     low, high, last, older = x * 0.0, x * 0.0 + 1.0, x * 0.0 + 1.0, x * 0.0 + 1.0
-    todo = tl.where(binding, 24, 0)
+    todo = tl.where(binding, 24, 0)  # a program has one row, and stops as soon as that one has converged
     converged = ~binding
     while todo > 0:
         _trial_r, kl, variance = tilt(x, log_old, p, d, common)
@@ -302,7 +308,8 @@ def _metrics_kernel(fields, rest, rest_new, max_new, max_old, weights, policy_we
     acted, kl, after, dual, projected = zero, zero, zero, zero, zero
     unconverged, mismatch, flawed, mass, total = zero, zero, zero, zero, zero
     log_rho, most = zero - float("inf"), zero - float("inf")
-    # One sum per lane, added up at the end: the order of the additions does not depend on the device.
+    # One sum per lane, added up at the end: the order of the additions does not depend on the device. Fields are [field, row],
+    # so that lanes read neighbours; 11 numbers per row are little enough for a single program.
     for begin in range(0, count, BLOCK):
         row = begin + tl.arange(0, BLOCK)
         valid = row < count
@@ -376,7 +383,7 @@ def _token_kernel(
     inside = log_rho <= LOG_RATIO_MAX
     excess = expm1(bounded)
 
-    # How far the policy has moved.
+    # How far the policy has moved, in every measure that this variant compiles: the rest is removed as dead code.
     kl_mean = kl_term(tl.exp(bounded * 0.0), ratio, bounded)
     sampled_kl = binary_kl(tl.minimum(old, CERTAIN), tl.minimum(new, CERTAIN))
     kl_max = sampled_kl
@@ -518,6 +525,7 @@ def _troll_kernel(
     flawed = flawed | no_distribution(tl.sum(tl.exp(new), 0), slack) | no_distribution(tl.sum(tl.exp(old), 0), slack)
 
     plain = tl.sum(tl.where(first, new, 0.0), 0) - tl.sum(tl.where(first, old, 0.0), 0)
+    # Both sum to 1 up to rounding; the projection reads them up to a constant, and wants none of that error.
     new, old = log_softmax(new), log_softmax(old)
     own_old = tl.sum(tl.where(first, old, 0.0), 0)
     p = tl.exp(new)
@@ -530,7 +538,7 @@ def _troll_kernel(
         active = active & ~((kl_before < float("inf")) & (rise * advantage < 0.0))
     log_r, t, binding, kl_after = new, tl.full((), 1.0, tl.float32), active, kl_before
     converged = kl_before == kl_before
-    if active:
+    if active:  # a branch of the whole program, one row: rows inside the region skip the iteration
         log_r, t, binding, kl_after, converged = project(new, old, bound)
 
     own_r = tl.sum(tl.where(first, log_r, 0.0), 0)
@@ -564,6 +572,7 @@ def _troll_kernel(
     if active & (regression > 0.0):
         pull = regression * tl.sum(kl_elements(tl.where(new > RULED_OUT, new, -float("inf")), log_r), 0)
         g += regression * tl.where(p > 0.0, p * (new - log_r), 0.0)
+    # Through log-softmax, since the inputs were normalised above: g − p Σ g.
     g = tl.where(new > -float("inf"), g - p * tl.sum(g, 0), 0.0)
 
     loss += pull

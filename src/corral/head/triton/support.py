@@ -1,6 +1,6 @@
 """Top-K supports from tile statistics: choose tiles, recompute their logits, and finalize the K most likely tokens."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from corral.head.dispatch import tile_of
+from corral.head.logits import slices
 from corral.head.rows import AsyncCopy, HeadInput, HeadRows
 from corral.head.torch.stream import Shard, head_forward
 from corral.head.triton.gemm_stats import TileStatistics, finish_logits, gemm_stats, lanes, processors, spec_arguments
@@ -106,14 +107,10 @@ def stream_head(
     return HeadRows.cat(parts) if parts else _blank_rows(whole, 1 if given is None else given.shape[1] + (top_k or 0))
 
 
-def _parts(whole: HeadInput) -> Iterator[HeadInput]:
+def _parts(whole: HeadInput) -> list[HeadInput]:
     """Split into even parts of at most ROWS_AT_ONCE rows."""
     total = len(whole.hidden)
-    if fits_at_once(total):
-        yield from [whole] if total else []
-        return
-    size = triton.cdiv(total, triton.cdiv(total, ROWS_AT_ONCE))
-    yield from (whole[a : a + size] for a in range(0, total, size))
+    return [whole[part] for part in slices(total, triton.cdiv(total, max(1, triton.cdiv(total, ROWS_AT_ONCE))))]
 
 
 def support_rows(part: HeadInput, stats: TileStatistics, overflows: list[AsyncCopy] | None = None) -> HeadRows:
@@ -288,6 +285,7 @@ def rank_key(z, ids):
 @triton.jit
 def _load_tiles(peak, second, others, row, tiles, TILES: tl.constexpr):
     """Load a row's tiles: indices, mask, addresses, largest logit, second largest, and the sum of all but the largest."""
+    # One program holds all of a row's tiles in registers: 594 of them for a vocabulary of 152,000.
     tile = tl.arange(0, TILES)
     valid = tile < tiles
     here = row * tiles + tile
@@ -307,6 +305,7 @@ def log_sum(peak, total):
 @triton.jit
 def whole_tiles(top, runner_up, without):
     """Compute Σ e^(z − top) of each tile, and second − top."""
+    # 1 for the largest itself, and the others brought from "relative to the second" to "relative to the largest".
     some = top > -float("inf")
     down = tl.where(runner_up > -float("inf"), runner_up - tl.where(some, top, 0.0), -float("inf"))
     return tl.where(some, 1.0, 0.0) + without * tl.exp(down), down
@@ -346,8 +345,11 @@ def _given_kernel(
     if GIVEN:  # a sampled token that is in the support too is looked for there
         twice = tl.max(((mark == tl.load(marks + row * slots)) & (slot > 0)).to(tl.int32), 0) > 0
         mark = tl.where((slot == 0) & twice, -1, mark)
+    # Sorted by token, all tokens of a tile stand together: a tile is queued once, and its recomputation reads a run of the
+    # list.
     key = tl.sort(tl.where(mark >= 0, mark.to(tl.int64) * SLOTS + slot, NOTHING))
     tl.store(listed + row * SLOTS + slot, key)
+    # Lanes read what their neighbours wrote. A row has one program, so that a barrier within it is enough.
     tl.debug_barrier()
     before = tl.load(listed + row * SLOTS + slot - 1, mask=slot > 0, other=-1)
     real = key != NOTHING
@@ -364,6 +366,7 @@ def _given_kernel(
     member = real
     if GIVEN:
         member = member & (own_slot > 0)
+    # Several tokens may share a tile. If one of them is not its largest, the tile is recomputed for all: that store comes last.
     tl.store(state + row * tiles + at, tl.full((SLOTS,), LARGEST_TAKEN, tl.uint8), mask=member & known)
     tl.debug_barrier()
     tl.store(state + row * tiles + at, tl.full((SLOTS,), RECOMPUTED, tl.uint8), mask=real & ~known)
@@ -372,6 +375,8 @@ def _given_kernel(
     value = tl.load(peak + row * tiles + at, mask=real, other=0.0) - total
     tl.store(values + row * slots + own_slot, value, mask=real & ~again)
     first = again & ((before < 0) | (before // (SLOTS * COLUMNS) != at))
+    # Programs append to one queue per tile. Their order there depends on timing, and no result depends on it: each row of a
+    # block is computed by itself.
     position = tl.atomic_add(length + at, tl.full((SLOTS,), 1, tl.int32), mask=first, sem="relaxed")
     tl.store(queue + at.to(tl.int64) * rows + position, (row * SLOTS + slot).to(tl.int32), mask=first)
 
@@ -417,7 +422,7 @@ def _own_kernel(
     taken = valid & ~again & ~sampled_here & (bits >= floor)
     slot = tl.cumsum(taken.to(tl.int32), 0)
     tl.store(listed + row * ROOM + tl.arange(0, ROOM), tl.full((ROOM,), LOWEST, tl.int64))
-    tl.debug_barrier()
+    tl.debug_barrier()  # the list is empty before anything is put in; slots are a prefix sum, so that no two lanes share one
     tl.store(listed + row * ROOM + slot, rank_key(top, largest), mask=taken & (slot < ROOM))
     done = sampled_here & ~again
     tl.store(listed + row * ROOM + tl.zeros((TILES,), tl.int32), rank_key(top, largest), mask=done)
@@ -438,6 +443,8 @@ def _tile_kernel(
     TILES: tl.constexpr, LISTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Recompute the queued tiles: each program takes every PROGRAMS-th block of ROWS rows, which share a tile's weights."""
+    # How many rows wait for which tile is known on the device alone. Every program finds its blocks from the queues' lengths by
+    # a prefix sum in registers, so that the host need not wait to size the launch.
     each = tl.arange(0, TILES)
     blocks = tl.cdiv(tl.load(length + each, mask=each < tiles, other=0), ROWS)
     up_to = tl.cumsum(blocks, 0)
@@ -454,6 +461,8 @@ def _tile_kernel(
         row = entry.to(tl.int64) if OWN else (entry // LISTED).to(tl.int64)
         dots = tl.zeros((ROWS, COLUMNS), tl.float32)
         for k in range(0, width, DEPTH):
+            # Waiting rows lie anywhere, and are gathered by pointers; the tile's weights come by descriptor, for all of them.
+            # It adds up in the steps of `_multiply`, so that a recomputed logit is rounded as it was in the normaliser.
             within = (k + depth) < width
             h = tl.load(hidden + row[:, None] * width + (k + depth)[None, :], mask=valid[:, None] & within[None, :], other=0.0)
             dots = tl.dot(h, weight.load([tile * COLUMNS, k]).T, dots, input_precision="ieee")
@@ -462,6 +471,7 @@ def _tile_kernel(
             z = _take_largest(z, row, valid, tile, listed, filled, floors, overflow, marks, LISTED, COLUMNS)
         else:
             z = _take_listed(z, row, valid, entry % LISTED, tile, listed, lse, values, slots, GIVEN, LISTED, COLUMNS)
+        # What is left in the tile replaces its statistics. A row waits for a tile once, so that nobody else writes here.
         top = tl.max(z, 1)
         base = tl.where(top == -float("inf"), 0.0, top)
         tl.store(second + row * tiles + tile, top, mask=valid)
@@ -477,6 +487,7 @@ def _take_listed(
     total = tl.load(lse + row, mask=valid, other=0.0)
     key = tl.load(listed + row * LISTED + position, mask=valid, other=NOTHING)
     here = valid & (key // (LISTED * COLUMNS) == tile)
+    # One token of each row at a time, as long as any row of the block has one in this tile: rarely more than two.
     while tl.max(here.to(tl.int32), 0) > 0:
         column, slot = (key // LISTED % COLUMNS).to(tl.int32), (key % LISTED).to(tl.int32)
         hit = (local[None, :] == column[:, None]) & here[:, None]
@@ -508,6 +519,8 @@ def _take_largest(z, row, valid, tile, listed, filled, floors, overflow, marks, 
     wanted = valid & (rank_bits(top) >= floor) & (top > -float("inf"))
     while tl.max(wanted.to(tl.int32), 0) > 0:
         at = tl.min(tl.where(z == top[:, None], local[None, :], COLUMNS - 1), 1)
+        # Other tiles of this row are in other programs, and append to the same list. It is sorted by (logit, id) later, which
+        # makes the result independent of the order.
         position = tl.atomic_add(filled + row, tl.full(at.shape, 1, tl.int32), mask=wanted, sem="relaxed")
         fits = position < LISTED
         tl.store(listed + row * LISTED + position, rank_key(top, tile * COLUMNS + at), mask=wanted & fits)
@@ -561,6 +574,7 @@ def _finalize_own_kernel(
         return
     total = tl.load(lse + row)
     keys = tl.load(listed + row * ROOM + tl.arange(0, ROOM))
+    # A sort of n keys takes log² n steps: with few candidates a list of 2k costs less than half of the whole one.
     if (tl.load(filled + row) <= 2 * BEST) & (2 * BEST < ROOM):  # the usual case: a shorter sort
         best = tl.topk(tl.load(listed + row * ROOM + tl.arange(0, 2 * BEST)), BEST)
     else:
@@ -569,7 +583,7 @@ def _finalize_own_kernel(
     value = _value_of(best) - total
     token_id = 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32)
     chosen = (rank < top_k) & (best > LOWEST)  # of a row of NaN nothing was listed
-    if THRESHOLD:
+    if THRESHOLD:  # in float64, as `support.choose_support` sums: in float32 the last token would depend on rounding
         p64 = tl.where(chosen, tl.exp(value.to(tl.float64)), 0.0)
         before = tl.cumsum(p64, 0) - p64
         chosen = chosen & ((before == 0.0) | (before < mass - 2.384185791015625e-07))  # 2 eps of float32
@@ -621,6 +635,7 @@ def _join_kernel(
     id = tl.load(ranked + row * slots_in + rank, mask=rank < slots_in, other=-1)
     if joins is not None:
         id = tl.where(tl.load(joins + row) != 0, id, -1)
+    # All pairs are compared, SOME at a time: a block of RANKED × K would not fit in registers.
     known = tl.zeros((RANKED,), tl.int32)
     for begin in range(0, slots, SOME):
         some = begin + tl.arange(0, SOME)
