@@ -44,10 +44,7 @@ def binary_tv(logp_p: Float[Tensor, "*#b"], logp_q: Float[Tensor, "*#b"]) -> Flo
 def _rest_gap(logp_p: Tensor, logp_q: Tensor, gap: Tensor) -> Tensor:
     """Log-ratio log (1 − q)/(1 − p).
 
-    Small values are computed from the sampled token's log-ratio: the direct difference `gap` of two logarithms cancels.
-
-    A small log-ratio is computed from `gap`, the log-ratio of the sampled token.
-
+    A small value is computed from the sampled token's log-ratio, since `gap`, a difference of two logarithms, cancels:
     1 − q = (1 − p) − p (e^(log q − log p) − 1), so the ratio is 1 − p expm1(log q − log p) / (1 − p).
     """
     step = logp_q - logp_p

@@ -35,7 +35,7 @@ def first_call(engine: str) -> FirstCall:
 
 @dataclass(frozen=True)
 class EngineObjective:
-    """An objective as an engine runs it: its anchor is known, and what the engine cannot supply was refused."""
+    """Objective with its anchor, for an engine that can supply everything that it reads."""
 
     engine: str
     objective: Objective
@@ -46,7 +46,7 @@ class EngineObjective:
     def of(
         cls, engine: str, name: str, settings: Mapping[str, Any], *, anchor: str = "auto", support: bool = False
     ) -> "EngineObjective":
-        """The objective `name` with these settings.
+        """Build the objective `name`; a ValueError if the engine cannot supply an input.
 
         Args:
             engine: who asks, for messages.
@@ -88,7 +88,7 @@ class EngineObjective:
     def token_loss(
         self, batch: TokenBatch, policy_weights: Float[Tensor, "B T"] | None = None
     ) -> tuple[Float[Tensor, "B T"], dict[str, Tensor]]:
-        """Loss of each token, unreduced and 0 where masked out, and metrics.
+        """Compute the loss of each token, unreduced and 0 where masked out, and metrics.
 
         Engines split batches as they like: where every token is masked out the loss is 0, still connected to the network, as
         distributed training wants it, and so are metrics, as engines want the same ones of every micro-batch.
@@ -108,7 +108,7 @@ class EngineObjective:
         return loss, out.metrics
 
     def anchor_logp(self, policies: Mapping[Anchor, _Logp | None]) -> _Logp:
-        """The log-probs of the anchor, among those that the engine hands over; ValueError where they are not there."""
+        """Choose the anchor's log-probs among those that the engine supplies; a ValueError if they are missing."""
         found = policies.get(self.anchor)
         if found is None:
             there = [anchor for anchor, logp in policies.items() if logp is not None]
@@ -120,7 +120,7 @@ class EngineObjective:
         return found
 
     def other_reduction(self, how: str) -> str | None:
-        """A sentence if the engine's reduction is none of the objective's own; None otherwise."""
+        """Warning if the engine's reduction changes the objective's gradient; None otherwise."""
         own = self.objective.config.reductions
         if how in own:
             return None
@@ -149,7 +149,7 @@ def scales_with_advantages(wanted: EngineObjective) -> bool:
 
 
 def read_metrics(metrics: dict[str, Tensor]) -> dict[str, float]:
-    """Metrics on the host, in one transfer."""
+    """Copy metrics to the host, in one transfer."""
     if not metrics:
         return {}
     values = torch.stack([value.detach().float() for value in metrics.values()]).tolist()
@@ -164,7 +164,7 @@ def warn_once(engine: str, sentence: str | None) -> None:
 
 
 def dist_from_top(ids: Int[Tensor, "*b K"], logp: Float[Tensor, "*b K"]) -> SparseDist:
-    """A policy on K tokens whose tail is only known as 1 − Σ p, and at least 1e-8: pass old and new policy through this.
+    """Policy on K tokens with the tail mass 1 − Σ p, at least 1e-8; meant for both policies of a ratio.
 
     −1 among the ids is padding, whatever stands there in `logp`.
     """
@@ -174,7 +174,7 @@ def dist_from_top(ids: Int[Tensor, "*b K"], logp: Float[Tensor, "*b K"]) -> Spar
 
 
 def _one_token(batch: TokenBatch) -> TokenBatch:
-    """A batch of one token with the same fields: two tokens of equal probability."""
+    """Batch of one token with the same fields as `batch`; the token has probability ½."""
     half = torch.full((1, 1), -math.log(2))
     dist = None
     if batch.dist_old is not None:
@@ -185,5 +185,5 @@ def _one_token(batch: TokenBatch) -> TokenBatch:
 
 
 def sampled_token_names() -> list[str]:
-    """Objectives that any engine can run: by default they need the sampled tokens' two log-probs alone."""
+    """Names of objectives that any engine can run, since they need the sampled tokens' two log-probs alone."""
     return [name for name, (_, config) in sorted(OBJECTIVES.items()) if not config().needs - NEEDS_TOKENS]

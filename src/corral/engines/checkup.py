@@ -1,4 +1,4 @@
-"""The table of engines, and the report of `corral doctor --engine NAME`: is corral active, and which lines turn it on."""
+"""Table of engines, and the report of `corral doctor --engine NAME`."""
 
 import importlib
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ ENGINES: dict[str, tuple[str, ...]] = {
 
 @dataclass
 class Checkup:
-    """Rows to show, what is wrong, and the configuration that turns corral on."""
+    """Report on an engine: rows, problems, and the configuration that turns corral on."""
 
     rows: list[tuple[str, str]] = field(default_factory=list)
     trouble: list[str] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Checkup:
     """The sentence if nothing is wrong."""
 
     def check_release(self, package: str, wanted: str = "") -> bool:
-        """Add a row on a package's release; trouble if it is not there, or not among those wanted, such as ">=0.9,<0.10"."""
+        """Add a row on a package's release. Trouble: it is missing, or outside a range such as ">=0.9,<0.10"."""
         name = f"{package} {wanted}".rstrip()
         try:
             found = version(package)
@@ -51,7 +51,7 @@ class Checkup:
 
 
 def run_checkup(engine: str) -> Checkup:
-    """Check one engine; a ValueError if there is none of that name."""
+    """Check an engine; a ValueError for an unknown name."""
     if engine not in ENGINES:
         raise ValueError(f"there is no engine {engine!r}.{nearest(engine, ENGINES)}")
     if engine == "verl":

@@ -56,7 +56,7 @@ class CorralLoss:
         teacher_topk_logprobs: Tensor | None = None,
         H_all: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """The reduced loss, and metrics. NeMo-RL's fields are [B S] and shifted here, log-probs [B S−1] are already."""
+        """Compute the reduced loss and metrics. Fields [B S] are shifted here, log-probs [B S−1] by NeMo-RL."""
         mask = (data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(-1)).bool()
         rollout = data["generation_logprobs"][:, 1:]
         old = rollout if self.wanted.anchor == "rollout" else data["prev_logprobs"][:, 1:]
@@ -104,7 +104,7 @@ def _check_old(old: Tensor, new: Tensor) -> None:
 
 
 def add_old_support(data: MutableMapping[str, Any], topk: Any) -> float:
-    """Write the old policy's support into a batch, where NeMo-RL looks for a teacher's top K; returns the share of coarse rows.
+    """Write the old policy's support into a batch as a teacher's top K, and return the share of coarse rows.
 
     `get_topk_logits` reports no normaliser. The sampled token's old log-prob gives it where that token is among the K. Where
     it is not, the support is the sampled token against all others: exact too, but coarse.

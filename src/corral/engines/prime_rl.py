@@ -14,7 +14,7 @@ from corral.tensors import TokenBatch
 
 
 def rl_loss(inputs: Any, objective: str = "dppo", anchor: str = "auto", **settings: Any) -> Any:
-    """prime-rl's LossOutputs: the sum over a sequence's tokens, which prime-rl divides by all tokens of the batch.
+    """Compute prime-rl's LossOutputs: a sum over a sequence's tokens, which prime-rl divides by all tokens of the batch.
 
     Args:
         inputs: prime-rl's LossInputs, every field [T].

@@ -33,7 +33,7 @@ def register() -> list[str]:
 
 
 def make_loss(objective: str) -> Callable[[Any], tuple[Tensor, dict[str, float]]]:
-    """The loss that rLLM calls: with all sequences [B T] on verl, with one [T] on Tinker and Fireworks."""
+    """Make the loss that rLLM calls with all sequences [B T] on verl, or with one [T] on Tinker and Fireworks."""
     mode = _only_reduction(objective)
 
     def corral_loss(ctx: Any) -> tuple[Tensor, dict[str, float]]:
@@ -59,7 +59,7 @@ def _policies(old: Tensor, rollout: Tensor | None, mask: Tensor) -> dict[Anchor,
 
 
 def _objective(name: str, params: dict[str, Any]) -> EngineObjective:
-    """The objective with its settings; refused where a term of rLLM's own losses was asked for."""
+    """Build the objective; settings for a term of rLLM's own losses are refused."""
     if params.get("kl_beta"):
         raise ValueError(f"{_ENGINE}: kl_beta is a term of rLLM's own losses, which this one replaces. Set it to 0.")
     unread = [key for key in ("eps_clip", "eps_clip_high") if params.get(key, OWN[key]) != OWN[key]]

@@ -16,7 +16,7 @@ REGISTRY = "skyrl.backends.skyrl_train.utils.ppo_utils"
 
 
 def make_policy_loss(objective: str, *, anchor: str = "auto", **settings: Any) -> Any:
-    """The policy loss that SkyRL calls: the sum over tokens of losses with advantages that SkyRL has scaled.
+    """Make the policy loss that SkyRL calls: a sum over tokens, with advantages that SkyRL has scaled.
 
     SkyRL writes its reduction into the advantages. An objective whose loss is no multiple of its advantages would be reduced
     in another way, and is refused.

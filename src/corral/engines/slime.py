@@ -20,7 +20,7 @@ LOSS = "slime.backends.megatron_utils.loss"
 
 
 def policy_loss_function(args: Any, batch: Any, logits: Tensor, sum_of_sample_mean: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """slime's custom loss: log-probs by slime's own vocabulary-parallel function, the reduction by the function it passes.
+    """Custom loss for slime, with slime's own vocabulary-parallel log-probs and reduction.
 
     Only the policy term is computed: entropy bonus, KL to a reference, TIS and OPSM are slime's own loss, and refused.
     """
@@ -72,7 +72,7 @@ def policy_loss_function(args: Any, batch: Any, logits: Tensor, sum_of_sample_me
 
 
 def _objective(args: Any) -> EngineObjective:
-    """The objective of the custom configuration, if the other settings allow it."""
+    """Build the objective of the custom configuration; settings for terms of slime's own loss are refused."""
     settings = vars(args)
     if "corral_objective" not in settings:
         raise ValueError("corral for slime: set corral_objective in the file of --custom-config-path.")

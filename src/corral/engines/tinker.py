@@ -37,7 +37,7 @@ def support_targets(
 def make_loss(
     objective: str, *, reduction: Reduction = "token-mean", length: float | None = None, **settings: Any
 ) -> Callable[[Sequence[Any], Sequence[Tensor]], tuple[Tensor, dict[str, float]]]:
-    """The loss of some data, for `forward_backward_custom`.
+    """Make a loss for `forward_backward_custom`.
 
     Each datum has, beside `target_tokens`, `logprobs` (what the sampler reported, which is the anchor), `advantages` [N] and
     `mask` [N]. Data of one call are one batch: the reduction is over them.

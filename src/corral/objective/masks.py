@@ -62,11 +62,8 @@ def divergence(batch: TokenBatch, log_rho: Float[Tensor, "B T"], config: DPPOCon
 def _rise(batch: TokenBatch, config: DPPOConfig) -> Float[Tensor, "B T"]:
     """Derivative dD/ds along z ← z + s (e_a − π), a step that makes the sampled token likelier.
 
-    It is taken on the support, whose tail counts as one token.
-
-
-    Then d log π_j = e_a,j − π_j − π_a + Σ_k π_k², and KL(old‖new) changes by −Σ_j μ_j d log π_j, the total variation by
-    ½ Σ_j sgn(π_j − μ_j) π_j d log π_j.
+    It is taken on the support, whose tail counts as one token. Then d log π_j = e_a,j − π_j − π_a + Σ_k π_k². KL(old‖new)
+    changes by −Σ_j μ_j d log π_j, the total variation by ½ Σ_j sgn(π_j − μ_j) π_j d log π_j.
     """
     assert batch.dist_old is not None
     assert batch.dist_new is not None

@@ -1,1 +1,1 @@
-"""The door to verl: policy losses, an engine whose head keeps a support, trainers that hand it on."""
+"""Integration with verl: policy losses, an engine whose head keeps a support, and trainers."""

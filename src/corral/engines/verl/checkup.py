@@ -1,4 +1,4 @@
-"""Check that corral is active in verl on this node: what verl loaded and registered, and what that computes."""
+"""Check that corral is active in verl on this node, and that its policy losses have the right gradients."""
 
 import importlib
 import os

@@ -29,8 +29,10 @@ _T = TypeVar("_T")
 
 
 class DeployedRegion:
-    """The region around the network that the sampler has: made before the next update, and applied before the next network is
-    sent there. Every rank takes part in both."""
+    """Region around the sampler's network: made before the next update, and applied before the sampler gets new weights.
+
+    Every rank takes part in both.
+    """
 
     def __init__(self, engine: Any) -> None:
         """Keep a copy of the network's weights.
@@ -90,7 +92,7 @@ class DeployedRegion:
         return BatchKL(new_old=new_old, old_new=old_new, sequence=sequence.long())
 
     def _gather(self, mine: _T) -> list[_T]:
-        """The values of all ranks, in their order."""
+        """Gather the values of all ranks, in their order."""
         everyone = [mine] * self.engine.get_data_parallel_size()
         if len(everyone) > 1:
             torch.distributed.all_gather_object(everyone, mine, group=self.engine.get_data_parallel_group())

@@ -66,7 +66,7 @@ class SupportFSDPEngine(FSDPEngineWithLMHead):
         return outputs
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Prepare verl's inputs, and tell the head what this pass computes."""
+        """Prepare verl's inputs, and set the head's request for this pass."""
         inputs, output_args = super().prepare_model_inputs(micro_batch)
         for key in ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only"):
             if get_non_tensor_data(micro_batch, key, False):

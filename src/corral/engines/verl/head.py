@@ -1,4 +1,4 @@
-"""A causal model whose forward ends in corral's head: log-probs, entropy and a support, and never all logits.
+"""Causal models whose forward ends in corral's head: log-probs, entropy and a support, never all logits.
 
 FSDP unshards a module's parameters for the time of its forward, and hangs its backward hooks on what that returns. So corral's
 head runs inside the forward of the model's own, and everything that a gradient flows through is returned in one tensor.
@@ -29,7 +29,7 @@ ROWS, ENTRIES = ("counts", "rest", "rest_max"), ("ids", "logp")
 
 
 class HeadWitness:
-    """Compares a network with itself: the first pass's hidden states and head are kept, later ones measured against them."""
+    """Measures the KL between the network of the first pass and that of later passes."""
 
     def __init__(self) -> None:
         self._old: HeadStates | None = None
@@ -68,7 +68,7 @@ class SupportHead:
     """Replaces the end of a causal model's forward by corral's head; `expect` sets what the next pass computes."""
 
     def __init__(self, model: Any) -> None:
-        """Replaces forward of `model` and of its head, of these instances alone."""
+        """Replace the forward methods of this model and of its head."""
         _check_family(model)
         self.model: Any = model  # of transformers, whose methods nn.Module does not have
         self.linear: Any = self.model.get_output_embeddings()
@@ -96,7 +96,7 @@ class SupportHead:
         return HeadOutput(found[:, _LOGP], found[:, _ENTROPY], dist)
 
     def _forward(self, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast:
-        """The base model, and the head on packed positions; whatever a family does behind its head is in `logit_spec`."""
+        """Run the base model, then the head on packed positions, with the family's `logit_spec`."""
         call = self._call
         if call is None:
             raise RuntimeError("corral for verl: the model was called outside a scoring pass. Please report it.")

@@ -1,4 +1,4 @@
-"""The loss that corral's trainers set: verl's own ppo_loss, with a support within reach of its policy loss."""
+"""Loss of corral's trainers: verl's own ppo_loss, with a support for its policy loss."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ _AGGREGATION = {"max": AggregationType.MAX, "sum": AggregationType.SUM}
 
 
 def corral_ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, dict[str, Any]]:
-    """verl's ppo_loss: entropy bonus, KL to a reference and reductions are its own, the policy term is corral's.
+    """Compute verl's ppo_loss with corral's policy term; entropy bonus, KL to a reference and reductions are verl's.
 
     Unlike verl's it reads the old policy's support and the sampler's log-probs, with which the anchor is compared token by
     token. It takes the new policy's support out of `model_output`.
@@ -47,12 +47,12 @@ def _check_anchor(loss_mode: str, data: Any, logp_rollout: Tensor | None) -> Non
 
 
 def _padded(data: Any, field: str) -> Tensor:
-    """A field of the response, [B T]."""
+    """Field of the response, padded [B T]."""
     return data.select(field).to_padded_tensor()[field]
 
 
 def _aggregated(name: str, metric: Any, ranks: int) -> Any:
-    """A metric with its own aggregation: verl averages what a policy loss reports, which is wrong for maxima and counts."""
+    """Set a metric's aggregation: verl averages metrics of a policy loss, which is wrong for maxima and counts."""
     kind = metric_kind(name) if name.startswith("tr/") else "mean"
     if kind == "mean" or not isinstance(metric, Metric):
         return metric

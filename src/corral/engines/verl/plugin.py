@@ -1,4 +1,4 @@
-"""The plug-in that verl loads by its entry-point group `verl.plugins`: importing this module registers everything.
+"""Plug-in for verl's entry-point group `verl.plugins`: importing this module registers everything.
 
 verl swallows what goes wrong while it loads plug-ins. So nothing is raised here: each part is tried by itself, failures are
 logged as errors and remembered, and whoever asks for a part that is missing is told why (`missing`, `corral doctor`).
@@ -26,7 +26,7 @@ FAILED: dict[str, str] = {}
 
 
 def missing(loss_mode: str) -> str | None:
-    """The reason why a policy loss is not active in this process; None if it is active."""
+    """Reason why a policy loss is not active in this process; None if it is active."""
     if core_algos.POLICY_LOSS_REGISTRY.get(loss_mode) is LOSSES.get(loss_mode):
         return None
     why = FAILED.get("policy losses") or "another plug-in has taken its name"

@@ -40,7 +40,7 @@ def add_extras(config: Any, extras: BatchExtras) -> Any:
 
 
 def make_policy_loss(loss_mode: str, aggregate: Aggregate) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
-    """The policy loss that verl calls for `loss_mode`, reduced by `aggregate`, verl's own agg_loss."""
+    """Make the policy loss that verl calls for `loss_mode`, reduced by `aggregate`, verl's own agg_loss."""
 
     def compute_policy_loss(
         old_log_prob: Tensor,
@@ -88,7 +88,7 @@ def make_policy_loss(loss_mode: str, aggregate: Aggregate) -> Callable[..., tupl
 def _token_loss(
     wanted: EngineObjective, batch: TokenBatch, extras: BatchExtras, weights: Tensor | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss of each token [B T] and metrics. With a support only unmasked tokens are computed, if the objective allows it."""
+    """Compute the loss of each token [B T] and metrics; with a support, of unmasked tokens alone if the objective allows it."""
     if extras.dist_new is None or extras.dist_old is None:
         return wanted.token_loss(batch, weights)
     packing = Packing(batch.mask)

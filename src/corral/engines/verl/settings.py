@@ -1,4 +1,4 @@
-"""Settings of the verl door, and everything that can be refused before a GPU is taken. Nothing here imports verl."""
+"""Settings for verl, checked before a GPU is taken. Nothing here imports verl."""
 
 import sys
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ DEPLOYED_SYNC = "corral_deployed_sync"
 
 
 def loss_modes() -> list[str]:
-    """Names of the policy losses: one for every objective without a teacher, whom verl would not hand over."""
+    """Names of the policy losses: one for every objective without a teacher, which verl cannot supply."""
     return [PREFIX + name for name in objective_names() if "dist_teacher" not in make_objective(name).needs]
 
 
@@ -87,7 +87,7 @@ class VerlSettings:
             )
 
     def resolve(self) -> EngineObjective:
-        """The objective, with its anchor."""
+        """Build the objective with its anchor."""
         name = self.loss_mode.removeprefix(PREFIX)
         return EngineObjective.of("corral for verl", name, self.objective, anchor=self.anchor, support=True)
 

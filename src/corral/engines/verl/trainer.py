@@ -1,4 +1,4 @@
-"""verl's three trainers with a trust region: settings are checked before anything starts, the support is asked for."""
+"""Trainers of verl with a trust region: they check settings before anything starts, and request the support."""
 
 import functools
 from collections.abc import Callable
@@ -72,7 +72,7 @@ def _without_support(compute: Callable[[Any, dict[str, Any]], Any], batch: Any, 
 
 
 def check_config(config: Any) -> Any:
-    """verl's ActorConfig, if corral's trainers can run this configuration; a ValueError that says what to set if not."""
+    """Return verl's ActorConfig; a ValueError if corral's trainers cannot run this configuration."""
     settings = omega_conf_to_dataclass(config.actor_rollout_ref.actor.policy_loss)
     if not isinstance(settings, CorralPolicyLossConfig):
         raise ValueError(f"corral for verl: set actor_rollout_ref.actor.policy_loss._target_={CONFIG}.")
@@ -124,14 +124,14 @@ def _check_deployed(config: Any) -> None:
 
 @register_trainer(PREFIX + "sync")
 class RegionTrainerSync(_WithRegion, PPOTrainerSync):
-    """trainer.v1.trainer_mode=corral_sync."""
+    """Synchronous trainer, trainer.v1.trainer_mode=corral_sync."""
 
 
 @register_trainer(PREFIX + "colocate_async")
 class RegionTrainerColocateAsync(_WithRegion, PPOTrainerColocateAsync):
-    """trainer.v1.trainer_mode=corral_colocate_async."""
+    """Trainer for trainer.v1.trainer_mode=corral_colocate_async."""
 
 
 @register_trainer(PREFIX + "separate_async")
 class RegionTrainerSeparateAsync(_WithRegion, PPOTrainerSeparateAsync):
-    """trainer.v1.trainer_mode=corral_separate_async."""
+    """Trainer for trainer.v1.trainer_mode=corral_separate_async."""
