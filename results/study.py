@@ -140,6 +140,7 @@ def measure(settings: EvalSettings, temperatures: Sequence[float] = (1.0,), gree
 def begin() -> None:
     """Set up a process that runs specs."""
     torch.set_num_threads(1)
+    os.environ["MASTER_PORT"] = str(20_000 + os.getpid() % 20_000)  # vLLM opens it: runs side by side need one each
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # for as long as the process lives
 
 

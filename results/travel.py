@@ -3,6 +3,8 @@
     python -m results.travel --out loads --mib 58 vllm=archives/vllm models=runs/pretrained packages=wheels
     python receive.py load-00 there        on the other machine, once per load; receive.py lies in every load
 
+results/there.sh has what the other machine runs: receive loads, start studies, pack rows.
+
 Each item is a file or folder and arrives in `there/NAME`; the commit arrives in `there/code` and its name in `there/COMMIT`.
 An item is unpacked once its last piece is there and its digest is right. Loads may arrive in any order, and twice. Study
 drivers append rows as runs end, so that a study goes on where it stopped: carry its rows back often, and `there/COMMIT` with

@@ -8,6 +8,7 @@ from corral.lab.report.statistics import Difference, difference
 from results.packed import FOLDER, Row, read
 from results.pages import NOT_RUN, markdown, numbers, rate_text, signed, two_digits
 from results.runs import (
+    DEFAULTS,
     DEPLOYED,
     EVIDENCE,
     area,
@@ -20,7 +21,6 @@ from results.runs import (
     is_below_start,
     kl,
     mean,
-    rewards,
     where,
     with_interval,
     with_start,
@@ -133,14 +133,30 @@ def start_over() -> str:
 
 
 def first_batches(runs: Sequence[Row]) -> str:
-    """Mean training reward of the first batches, and the difference between "auto" and each other arm in points."""
+    """Rows for what the first five batches pay for a rate that is found: mean training reward, and its loss in points.
+
+    Runs at "auto" are told apart by their bound, and by the aim of the search in bounds. Each is paired with the run of its
+    seed and device at the rate that a grid chose.
+    """
+
+    def reward(run: Row) -> float:
+        return 100 * fmean(line["reward"] for line in run["lines"] if 1 <= line["step"] <= 5)
+
     lines = []
-    for (objective, passes), members in group(where(runs, aim=None), "objective", "passes").items():
-        arms = [where(members, rate="auto"), where(members, rate=1e-3), where(members, bound=math.inf)]
-        auto, *others = [by_seed(arm, lambda run: 100 * rewards(run)) for arm in arms]
-        cells = [mean(arm, rewards) for arm in arms] + [points(difference(auto, other)) for other in others]
-        lines.append([objective, str(passes), *cells])
-    head = ("objective", "passes", "auto", "from 1e-3", "grid", "auto − from 1e-3", "auto − grid")
+    models = {"": "embedded", "smollm2": "SmolLM2", "qwen": "Qwen 0.5B"}
+    for (base, objective, passes), members in group([DEFAULTS | run for run in runs], "base", "objective", "passes").items():
+        grid = by_seed(where(members, bound=math.inf), reward)
+        for (bound, aim), auto in sorted(group(where(members, rate="auto"), "bound", "aim").items()):
+            found = by_seed(auto, reward)
+            pairs = [seed for seed in found if seed in grid]
+            if len(pairs) < 2:
+                continue
+            first = fmean(line["learning_rate"] for run in auto for line in run["lines"] if line["step"] == 1)
+            means = [f"{fmean(some[seed] for seed in pairs):.1f}" for some in (found, grid)]
+            about = [models[base], objective, str(passes), f"{bound:g}", f"{aim:g}", f"{first:.1e}".replace("e-0", "e-")]
+            lines.append([*about, *means, points(difference(found, grid))])
+    lines.sort(key=lambda line: (list(models.values()).index(line[0]), int(line[2])))
+    head = ("model", "objective", "passes", "bound", "aim", "first rate", "auto, %", "grid, %", "auto − grid, points")
     return markdown(head, lines)
 
 

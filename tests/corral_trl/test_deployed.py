@@ -361,7 +361,7 @@ def test_auto_is_a_rate_and_a_bound_and_a_word_in_settings(tmp_path):
         for given in ({}, auto, auto | {"lr_scheduler_type": "linear"}, auto | {"num_iterations": 4}, auto | {"reuse": "auto"})
     ]
     assert [config.lr_scheduler_type for config in made] == ["linear", "constant", "linear", "constant", "linear"]
-    assert [config.deployed_bound for config in made] == [None, 0.03, 0.03, 0.01, 0.02]
+    assert [config.deployed_bound for config in made] == [None, 0.03, 0.03, 0.02, 0.02]
     config = CorralConfig(output_dir=str(tmp_path), learning_rate="auto", deployed_bound=0.1, use_cpu=True, bf16=False)
     assert config.deployed_bound == 0.1
     both = CorralConfig(output_dir=str(tmp_path), learning_rate="auto", reuse="auto", use_cpu=True, bf16=False)

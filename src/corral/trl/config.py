@@ -27,9 +27,9 @@ Sampler = Literal["transformers", "vllm", "rollout_func"]
 
 AUTO_PASSES = 8
 """Largest number of passes over a batch with `reuse="auto"`, if `num_iterations` is TRL's default of 1."""
-AUTO_RATE, AUTO_BOUND, PASSES_BOUND, REUSE_BOUND = 1e-3, 0.03, 0.01, 0.02
-"""Values behind `learning_rate="auto"`: the first rate of the search, and three values of `deployed_bound`. The bounds are for
-one pass over each batch, for several passes, and for `reuse="auto"`."""
+AUTO_RATE, AUTO_BOUND, PASSES_BOUND = 1e-3, 0.03, 0.02
+"""Values behind `learning_rate="auto"`: the first rate of the search, and `deployed_bound` for one pass over each batch and for
+several. `reuse="auto"` has the bound for several passes too."""
 
 
 def _setting(default: Any, about: str) -> Any:
@@ -123,10 +123,8 @@ class CorralConfig(GRPOConfig):
         self.finds_rate = self.learning_rate == "auto"
         if self.finds_rate:  # transformers wants a number
             self.learning_rate = AUTO_RATE
-        if self.deployed_bound is None and self.reuse == "auto":
-            self.deployed_bound = REUSE_BOUND
-        elif self.deployed_bound is None and self.finds_rate:
-            self.deployed_bound = AUTO_BOUND if self.num_iterations == 1 else PASSES_BOUND
+        if self.deployed_bound is None and (self.finds_rate or self.reuse == "auto"):
+            self.deployed_bound = PASSES_BOUND if self.num_iterations > 1 or self.reuse == "auto" else AUTO_BOUND
         if self.reuse == "auto" and self.num_iterations == 1:
             self.num_iterations = AUTO_PASSES
         if self.advantage == "gae":

@@ -44,10 +44,10 @@ logger = logging.getLogger(__name__)
 
 AIM = 0.5
 """Share of the bound that the learning rate aims at; the rest is room for steps that move further than most."""
-START, PASSES_START = 2.0, 6.0
-"""KL of the first step that the search for `learning_rate="auto"` aims at, in multiples of the bound. The two values are for
-one pass over each batch and for several. Learning rates chosen by grid search move the network by one to five bounds in their
-first step. The step is then retracted to the bound, and the rate falls to `AIM` over the next steps."""
+START = 2.0
+"""KL of the first step that the search for `learning_rate="auto"` aims at, in multiples of the bound. Learning rates chosen by
+grid search move the network by one to four bounds in their first step. The step is then retracted to the bound, and the rate
+falls to `AIM` over the next steps."""
 SPENT = 50.0
 """Multiple of the bound, before any retraction, above which `reuse="auto"` makes no further pass. D grows with the square of
 the kept share, so that less than a seventh of the step would be kept."""
@@ -646,7 +646,7 @@ class RateSearch:
 
     def __post_init__(self) -> None:
         self.trainer, self.scheduler = self.deployed.trainer, schedule_of(self.deployed.trainer)
-        self.aim = (START if self.trainer.args.num_iterations == 1 else PASSES_START) * self.deployed.bound
+        self.aim = START * self.deployed.bound
         """Intended mean KL of a step at the schedule's peak. During warm-up the aim is lower, like the bound."""
 
     def find(self) -> Trial | None:
