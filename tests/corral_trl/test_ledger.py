@@ -80,7 +80,7 @@ def test_golden_effective_sample_size_of_an_update(monkeypatch: pytest.MonkeyPat
     book.add("train", 1, ratio_sums(token_batch([-5.0 + math.log(2), 1e30], [True, False])), [])
     book.add("eval", 1, ratio_sums(token_batch([-4.0], [True])), [])
     other.add("train", 1, ratio_sums(token_batch([-5.0 + math.log(4)], [True])), [])
-    theirs = [*(entry.line() for entry in other._entries), ("train", 0, {}), ("eval", 0, {})]
+    theirs = [*other.lines(), ("train", 0, {}), ("eval", 0, {})]
     monkeypatch.setattr(ledger, "gather_object", lambda mine: [*mine, theirs])
     assert book.flush() == [("train", "tr/ess", pytest.approx(64 / 88)), ("eval", "tr/ess", pytest.approx(1.0))]
 

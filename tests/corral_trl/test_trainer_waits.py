@@ -79,7 +79,7 @@ def test_an_update_waits_less_often_than_trls(
     assert mine.places.total() < theirs.places.total()
     assert mine.places.total() <= UPDATE, mine.places
     own = {place for place in mine.places if place.startswith(("trainer.py", "scoring.py", "ledger.py", "packed.py"))}
-    assert own <= {"ledger.py: line"}, "metrics are read once, when they are logged"
+    assert own <= {"ledger.py: lines"}, "metrics are read once, when they are logged"
     assert measured(trainer)["entropy"] == [pytest.approx(measured_of_trl(tmp_path, inputs), rel=1e-4)]
 
 

@@ -57,17 +57,15 @@ class Certificate:
         after = self.after
         found = {
             "tr/deployed_kl_mean": after.mean,
-            **({"tr/deployed_kl_p999": after.p999} if after.tokens >= FEW else {}),
+            "tr/deployed_kl_p999": after.p999 if after.tokens >= FEW else None,
             "tr/deployed_kl_max": after.max,
             "tr/step_share": self.share,
             "tr/deployed_probes": float(self.probes),
-        }
-        others = {
             "tr/deployed_kl_se": after.se,
             "tr/deployed_seq_kl_mean": after.seq_mean,
             "tr/deployed_seq_kl_max": after.seq_max,
         }
-        return found | {name: value for name, value in others.items() if value is not None}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 def snapshot(module: nn.Module) -> dict[str, Tensor]:
@@ -244,19 +242,18 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _place(module: nn.Module, old: Mapping[str, Tensor], new: Mapping[str, Tensor], share: float) -> None:
-    """Write θ_old + share · (θ_new − θ_old) into parameters and buffers, rounded once; share 0 copies the old values."""
+    """Write θ_old + share · (θ_new − θ_old) into parameters and buffers, rounded once; share 0 copies the old values.
+
+    Half precision is interpolated in float32. Tensors of other types take the new value.
+    """
     _forget_copies(module)  # a gathered weight is another tensor than its part
     live = _tensors(module)  # looked up every time: a forward pass may register a buffer anew
     for name, x in old.items():
-        live[name].copy_(_between(x, new[name], share) if share else x)
+        y = new[name] if share else x
+        if 0 < share < 1 and y.dtype in _INTERPOLATED:
+            y = torch.where(x == y, y, torch.lerp(x, y, share))  # the difference of equal infinities is no number
+        live[name].copy_(y)
     _forget_copies(module)
-
-
-def _between(old: Tensor, new: Tensor, share: float) -> Tensor:
-    """Interpolate θ_old + share · (θ_new − θ_old), half precision in float32; tensors of other types take the new value."""
-    if share == 1 or new.dtype not in _INTERPOLATED:
-        return new
-    return torch.where(old == new, new, torch.lerp(old, new, share))  # the difference of equal infinities is no number
 
 
 def _check(

@@ -26,7 +26,7 @@ _HIDDEN_KL = 0.05
 
 
 def on_any_process(flag: bool) -> bool:
-    """All-reduce a flag with `or`. Every process must call it, and every process gets the same result."""
+    """True on every process if the flag is true on one of them. Every process must call this."""
     return any(gather_object([flag]))
 
 

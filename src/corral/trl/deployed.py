@@ -149,7 +149,7 @@ class DeployedCallback(TrainerCallback):
             )
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Called before an update: at the beginning of a step, copies the weights."""
+        """Copy the weights at the beginning of a step, and find the first learning rate if that is left to the trainer."""
         if self.spent:
             return
         if self._step is None:
@@ -159,7 +159,7 @@ class DeployedCallback(TrainerCallback):
                 self._find_rate(self._step.old)
 
     def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Called after an update, before the schedule goes on: records the update."""
+        """Record an update, before the schedule goes on."""
         if self._step is not None:
             self._step.factors.append(schedule_factor(schedule_of(self.trainer)) if self.holds else 1.0)
 
@@ -193,7 +193,7 @@ class DeployedCallback(TrainerCallback):
             )  # fmt: skip
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Called at the end of a step: measures, retracts, scales the learning rate, and logs.
+        """Measure, retract, scale the learning rate and log at the end of a step.
 
         With `reuse="auto"` also at the end of a pass.
         """
@@ -220,7 +220,7 @@ class DeployedCallback(TrainerCallback):
             self._step = _Step(snapshot(self.trainer.model))  # as it is saved
 
     def before_save(self) -> None:
-        """Called before a checkpoint is written, so that the saved network is bounded."""
+        """Finish a run that is about to be saved, and refuse a checkpoint inside any other step."""
         trainer = self.trainer
         if trainer.control.should_training_stop:
             self.finish()
@@ -475,7 +475,7 @@ class DeployedProbe:
         return FEW if FEW * passes <= CHEAP * tokens * (1 + old + 3 * over_batch) else TOKENS
 
     def add(self, batch: dict[str, Any], scoring: ScoringPass) -> None:
-        """Add new rollouts of TRL, of which some are stored, and the pass that scored them."""
+        """Store some completions of new rollouts, with the old network's results if the pass that scored them kept these."""
         if "pixel_values" in batch:
             raise ValueError(
                 "CorralTrainer: `deployed_bound` measures text alone, and these prompts have images. Leave it out."
@@ -511,7 +511,7 @@ class DeployedProbe:
         return min(available // processes, max(math.ceil(COMPLETIONS / processes), TOKENS // (processes * longest)))
 
     def measure_on(self, rows: list[tuple[list[int], list[int]]], old: dict[str, Tensor]) -> BatchKL:
-        """Measure on other tokens than the step's, given as token ids of prompts and completions."""
+        """Measure the KL on other completions than the step's, given as token ids of prompts and completions."""
         # Prompts are padded on the left, completions on the right, as TRL has them. Padding is never looked at.
         before, after = max(len(prompt) for prompt, _ in rows), max(len(completion) for _, completion in rows)
         ids = [[0] * (before - len(a)) + a + b + [0] * (after - len(b)) for a, b in rows]
@@ -524,7 +524,7 @@ class DeployedProbe:
         return self._kl([some], head)
 
     def measure(self) -> BatchKL:
-        """Measure on the step's rollouts."""
+        """Measure the KL on the step's rollouts."""
         assert self._head is not None
         return self._kl(self._rollouts, self._head)
 
@@ -583,7 +583,7 @@ EDGE = 0.1
 
 @dataclass(frozen=True)
 class Trial:
-    """One trial: its learning rate, in multiples of the first rate, and the mean KL that its step moved the network by."""
+    """Learning rate of one trial, in multiples of the first rate, and the mean KL by which its step moved the network."""
 
     scale: float
     moved: float

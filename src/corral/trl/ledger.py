@@ -1,7 +1,6 @@
 """Metrics of micro-batches, in asynchronous copies to the host, and their combination over all processes."""
 
 import math
-from dataclasses import dataclass
 
 import torch
 from accelerate.utils import gather_object
@@ -26,48 +25,40 @@ _Line = tuple[str, int, dict[str, float]]
 """Mode (train or eval), number of unmasked tokens, and their metrics."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Entry:
-    """Metrics of one micro-batch, in an asynchronous device-to-host copy."""
-
-    mode: str
-    tokens: int
-    names: list[str]
-    values: AsyncCopy | None
-    backward: AsyncCopy | None
-    """Metrics of earlier backward passes [n 2]: share of dense rows, and largest dropped share of a gradient."""
-
-    def line(self) -> _Line:
-        """Return the metrics once the copy is done."""
-        found = dict(zip(self.names, self.values.wait(), strict=True)) if self.values is not None else {}
-        reports = [] if self.backward is None else self.backward.wait()
-        if over := [report for report in reports if not math.isnan(report[0])]:  # a pass may have had no backward
-            dense, dropped = zip(*over, strict=True)
-            found |= {"head/dense_share": sum(dense) / len(dense), "head/dropped_max": max(dropped)}
-        return self.mode, self.tokens, found
-
-
 class Ledger:
     """Collection of the metrics of all micro-batches since the last `flush`."""
 
     def __init__(self) -> None:
-        self._entries: list[_Entry] = []
+        self._entries: list[tuple[str, int, list[str], AsyncCopy | None, AsyncCopy | None]] = []
+        """Mode, unmasked tokens, names and values of metrics, and reports of earlier backward passes, copied to the host."""
         self._reports: list[Tensor] = []
 
     def add(self, mode: str, tokens: int, metrics: dict[str, Tensor], reports: list[Tensor]) -> None:
         """Add a micro-batch's entry; every process adds one for every micro-batch, even without metrics.
 
-        `reports` [2] each are written by the backward pass that follows, and go into the next entry.
+        `reports` [2] each are written by the backward pass that follows, and go into the next entry: share of dense rows, and
+        largest dropped share of a gradient.
         """
         backward = AsyncCopy(torch.stack(self._reports)) if self._reports else None
         self._reports = reports
         values = AsyncCopy(torch.stack([value.detach().float() for value in metrics.values()])) if metrics else None
-        self._entries.append(_Entry(mode, tokens, list(metrics), values, backward))
+        self._entries.append((mode, tokens, list(metrics), values, backward))
+
+    def lines(self) -> list[_Line]:
+        """Remove all entries, and return the metrics of each once their copies are done."""
+        lines, self._entries, entries = list[_Line](), [], self._entries
+        for mode, tokens, names, values, backward in entries:
+            found = {} if values is None else dict(zip(names, values.wait(), strict=True))
+            reports = [] if backward is None else backward.wait()
+            if over := [report for report in reports if not math.isnan(report[0])]:  # a pass may have had no backward
+                dense, dropped = zip(*over, strict=True)
+                found |= {"head/dense_share": sum(dense) / len(dense), "head/dropped_max": max(dropped)}
+            lines.append((mode, tokens, found))
+        return lines
 
     def flush(self) -> list[tuple[str, str, float]]:
         """Return (mode, name, value) of all metrics over all processes; `tr/ess` is computed once over all entries."""
-        entries, self._entries = self._entries, []
-        everyone: list[list[_Line]] = gather_object([[entry.line() for entry in entries]]) if entries else []
+        everyone: list[list[_Line]] = gather_object([self.lines()]) if self._entries else []
         found = [
             (lines[0][0], name, _over_all(name, [(tokens, found[name]) for _, tokens, found in lines if name in found]))
             for lines in zip(*everyone, strict=True)

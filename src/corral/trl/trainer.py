@@ -404,7 +404,7 @@ class CorralTrainer(GRPOTrainer):
         self._get_per_token_logps_and_entropies(model, ids, mask, tokens, compute_entropy=True, **others)
 
     def _reduction_weights(self, inputs: dict[str, Any], mask: Tensor) -> float | Tensor:
-        """w: weight of every unmasked token's loss in TRL's reduction, as a number, [B 1] or [B T]."""
+        """Weight w of every unmasked token's loss in TRL's reduction: a number, or [B 1]."""
         accumulation = self.accumulation
         if self.loss_type == "dapo":
             # The count spans the batch of rollouts, so it is scaled to one optimizer step.
@@ -450,7 +450,7 @@ class CorralTrainer(GRPOTrainer):
         return plain_objective() if self.needs_support and batch.dist_old is None else self.objective
 
     def _policy_weights(self, inputs: dict[str, Any], batch: TokenBatch, chosen: Tensor | None = None) -> Tensor | None:
-        """c: weight of each token's policy term [B T], 0 at masked tokens; None means 1 everywhere.
+        """Weight c of each token's policy term [B T], 0 at masked tokens; None means 1 everywhere.
 
         A sampler correction, TRL's importance ratio, and whether a token is among the most uncertain. A regression is no
         expectation over the sampler, and pulls every token back.
