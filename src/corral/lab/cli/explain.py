@@ -154,10 +154,7 @@ def _body(documented: Any) -> str:
 
 def _settings(config_cls: type, only: Container[str] | None = None, title: str = "settings") -> str:
     """Each setting with its default and what it means."""
-    meanings: dict[str, str] = {}
-    for cls in reversed(config_cls.__mro__[:-1]):
-        meanings |= field_docs(cls)
-    rows = []
+    meanings, rows = field_docs(config_cls), []
     for field in dataclasses.fields(config_cls) if dataclasses.is_dataclass(config_cls) else ():
         if only is None or field.name in only:
             rows.append(f"  {field.name} = {_default(field)!r}\n")
@@ -170,16 +167,17 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
-def field_docs(cls: type) -> dict[str, str]:
-    """Docstrings of a class's fields, read from its source."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
-    except (OSError, TypeError):
-        return {}  # no source at hand
-    statements = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+def field_docs(config_cls: type) -> dict[str, str]:
+    """Docstrings of the fields of a class and its bases, read from their source."""
     found = {}
-    for field, text in itertools.pairwise(statements):
-        match field, text:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(meaning))):
-                found[name] = inspect.cleandoc(meaning)
+    for cls in reversed(config_cls.__mro__[:-1]):
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+        except (OSError, TypeError):
+            continue  # no source at hand
+        statements = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+        for field, text in itertools.pairwise(statements):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(meaning))):
+                    found[name] = inspect.cleandoc(meaning)
     return found

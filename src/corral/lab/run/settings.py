@@ -5,10 +5,11 @@ import re
 import tomllib
 import types
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-from corral.validate import RunError, nearest
+from corral.validate import Checked, RunError, limited, nearest, run_errors
 
 GuardMode = Literal["warn", "stop", "off"]
 """Response to a collapse."""
@@ -25,12 +26,33 @@ _LEADING_POINT = re.compile(r"^([+-]?)\.(?=\d)")
 """Pattern for the leading point of .05, a common spelling that TOML refuses; it requires 0.05."""
 
 
-def check_least(settings: Any, least: Mapping[str, int]) -> None:
-    """Refuse settings below their minimum."""
-    for key, value in least.items():
-        given = getattr(settings, key)  # either kind of run has settings of its own
-        if given < value:
-            raise RunError(f"`{key}` must be at least {value}; got {given}.")
+@dataclass(frozen=True, kw_only=True)
+class JobSettings(Checked):
+    """Settings of a job of the command line: a wrong value is a RunError that names the setting alone."""
+
+    name = ""  # messages need no owner: a command has one such job
+
+    def __post_init__(self) -> None:
+        with run_errors():
+            super().__post_init__()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(JobSettings):
+    """Settings that both kinds of runs have."""
+
+    seed: int = limited(0, at_least=0, at_most=MAX_SEED)
+    """Random seed of prompts or contexts, samples and everything else that is drawn."""
+    eval_every: int = limited(10, at_least=1)
+    """Steps between measurements on what is held out; the first and the last step are always measured."""
+    eval_size: int = limited(512, at_least=1)
+    """Held-out problems, or a robot's held-out contexts, to measure success on; for robots the same in every run."""
+    checkpoint_every: int = limited(10, at_least=1)
+    """Steps between checkpoints; the last step always has one."""
+    keep_checkpoints: int = limited(2, at_least=1)
+    """Number of newest checkpoints that are kept."""
+    guard: GuardMode = "warn"
+    """On a collapse: `warn`, or `stop` with a checkpoint. `off` guards against nothing."""
 
 
 def add_layer(merged: dict[str, Any], layer: Mapping[str, Any], tables: Sequence[str]) -> None:

@@ -10,9 +10,9 @@ import corral
 from corral.lab.jobs.llm.settings import ONE_OF_TOOLS, Settings, named_code, resolve
 from corral.lab.models import BUILT_IN
 from corral.lab.run.folder import RunFolder, choose_checkpoint, read_run
-from corral.lab.run.settings import coerce
+from corral.lab.run.settings import JobSettings, coerce
 from corral.lab.tasks import TASKS
-from corral.validate import RunError, nearest, require
+from corral.validate import RunError, limited, nearest
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
@@ -71,7 +71,7 @@ class Subject:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalSettings:
+class EvalSettings(JobSettings):
     """Settings of an evaluation. None stands for the run's own value, or for a default of the task."""
 
     model: str
@@ -90,30 +90,25 @@ class EvalSettings:
     """Environment whose methods a chat model may call: the run's own by default; "" is none."""
     checkpoint: str | None = None
     """Checkpoint of a run: latest, best (by measured success), or the number of a step."""
-    problems: int | None = None
+    problems: int | None = limited(None, at_least=1)
     """Number of held-out problems: by default all of a data set, or 512 of a procedural task."""
-    samples: int = 4
+    samples: int = limited(4, at_least=1)
     """Number of samples per problem, in addition to the greedy completion."""
-    temperature: float = 1.0
+    temperature: float = limited(1.0, above=0, note="the greedy answer is given in any case")
     """Temperature of the samples; 1 is the policy itself."""
-    top_p: float = 1.0
+    top_p: float = limited(1.0, above=0, at_most=1)
     """Probability mass from which tokens are sampled; 1 is the policy itself."""
-    max_tokens: int | None = None
+    max_tokens: int | None = limited(None, at_least=1)
     """Largest number of tokens in a completion."""
-    batch_size: int | None = None
+    batch_size: int | None = limited(None, at_least=1)
     """Number of prompts answered at a time: 256 with transformers, 2048 with vLLM."""
-    seed: int = 0
+    seed: int = limited(0, at_least=0)
     """Random seed of the choice of problems and of every sample."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     backend: Literal["auto", "transformers", "vllm"] = "auto"
 
     def __post_init__(self) -> None:
-        require(self, "problems", "max_tokens", "batch_size", at_least=1, integer=True, optional=True, name="", error=RunError)
-        require(self, "samples", at_least=1, integer=True, name="", error=RunError)
-        require(self, "seed", at_least=0, integer=True, name="", error=RunError)
-        note = "the greedy answer is given in any case"
-        require(self, "temperature", above=0, note=note, name="", error=RunError)
-        require(self, "top_p", above=0, at_most=1, name="", error=RunError)
+        super().__post_init__()
         if self.instruction is not None and "{problem}" not in self.instruction:
             raise RunError(f"`instruction` must contain {{problem}}, where the task's prompt goes; got {self.instruction!r}.")
         if self.task is not None and self.task not in TASKS and ":" not in self.task:

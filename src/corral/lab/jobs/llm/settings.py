@@ -17,14 +17,14 @@ from packaging.version import Version
 
 from corral.lab.jobs.llm.own_objective import find_objective
 from corral.lab.jobs.llm.rewards import Reward, as_functions, as_rewards, path_of
-from corral.lab.run.settings import MAX_SEED, GuardMode, add_layer, coerce
+from corral.lab.run.settings import RunSettings, add_layer, coerce
 from corral.lab.tasks import TASKS, make_task
 from corral.lab.tasks.dataset import FiniteTask
 from corral.lab.tasks.imports import make_tool
 from corral.lab.tasks.procedural import ProceduralTask
 from corral.objective import OBJECTIVES, make_config
 from corral.trl import TRL_RANGE
-from corral.validate import RunError, check_keys, nearest, require, run_errors, suggest
+from corral.validate import RunError, check_keys, limited, nearest, run_errors, suggest
 
 _PACKAGE = Path(__file__).parents[3]
 
@@ -179,7 +179,7 @@ ONE_OF_TOOLS = "`tool` writes into a text, `tools` and `environment_factory` are
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(RunSettings):
     """One run. Whatever is not named here is in `trainer`: any setting of CorralConfig, and so of TRL's GRPOConfig."""
 
     model: str = "tiny"
@@ -197,24 +197,12 @@ class Settings:
     lora: dict[str, Any] = field(default_factory=dict)
     """Settings of peft's LoraConfig, such as r and lora_alpha: a new adapter is trained. Empty: every weight is, or
     the adapter that `model` is."""
-    seed: int = 0
-    """Random seed of prompts, samples and everything else."""
-    steps: int = 100
+    steps: int = limited(100, at_least=1)
     """Batches of rollouts to learn from; each gives one or more updates."""
-    eval_every: int = 10
-    """Steps between measurements of held-out success; the first and the last step are always measured."""
-    eval_size: int = 512
-    """Held-out problems to measure success on."""
-    eval_batch_size: int = 256
+    eval_batch_size: int = limited(256, at_least=1)
     """Number of held-out problems that are answered at a time."""
-    checkpoint_every: int = 10
-    """Steps between checkpoints; the last step always has one."""
-    keep_checkpoints: int = 2
-    """Number of newest checkpoints that are kept."""
-    keep_completions: int = 16
+    keep_completions: int = limited(16, at_least=0)
     """Completions of every step that go into completions.parquet."""
-    guard: GuardMode = "warn"
-    """On a collapse: `warn`, or `stop` with a checkpoint. `off` guards against nothing."""
     report_to: str = "none"
     """Trackers that TRL reports to: none, tensorboard, wandb, trackio, or several of them with commas between."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -242,10 +230,7 @@ class Settings:
     """Settings of CorralConfig, checked but not yet applied."""
 
     def __post_init__(self) -> None:
-        counts = ("steps", "eval_every", "eval_size", "eval_batch_size", "checkpoint_every", "keep_checkpoints")
-        require(self, *counts, at_least=1, integer=True, name="", error=RunError)
-        require(self, "keep_completions", at_least=0, integer=True, name="", error=RunError)
-        require(self, "seed", at_least=0, at_most=MAX_SEED, integer=True, name="", error=RunError)
+        super().__post_init__()
         if "{problem}" not in self.instruction:
             raise RunError(f"`instruction` must contain {{problem}}, where the task's prompt goes; got {self.instruction!r}.")
         if self.task not in TASKS and ":" not in self.task:

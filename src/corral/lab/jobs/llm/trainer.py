@@ -178,7 +178,11 @@ def cannot_resume(checkpoint: str, error: Exception) -> RunError:
     )
 
 
-class RunTrainer(CorralTrainer):
+_NOT_MEASURED = {"success": None, "greedy": None, "reward": None}
+"""Columns present in every line, also when success was not measured."""
+
+
+class RunTrainer(CorralTrainer, TrainerCallback):
     """CorralTrainer that measures held-out success and writes checkpoints into a run folder atomically."""
 
     processing_class: PreTrainedTokenizerBase
@@ -218,7 +222,7 @@ class RunTrainer(CorralTrainer):
         check.tail_reported = off or any("tr/hidden_kl_max" in text for text in earlier)
         self.remove_callback(PrinterCallback)
         self.add_callback(guard)
-        self.add_callback(RunCallback(self))
+        self.add_callback(self)
 
     @property
     def updates_per_step(self) -> int:
@@ -344,33 +348,22 @@ class RunTrainer(CorralTrainer):
             rows.append({**row, "completion": transcript(completion), "reward": reward, "advantage": advantage})
         return rows
 
-
-_NOT_MEASURED = {"success": None, "greedy": None, "reward": None}
-"""Columns present in every line, also when success was not measured."""
-
-
-class RunCallback(TrainerCallback):
-    """Callback that measures, saves and stops at the end of a step, when no batch of rollouts is partly used."""
-
-    def __init__(self, trainer: RunTrainer) -> None:
-        self.trainer, self.record, self.settings = trainer, trainer.record, trainer.parts.settings
-
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Measure success before any update."""
         if not self.record.lines:
-            self.record.add({"step": 0, "update": 0, **_NOT_MEASURED, **self.trainer.measure()})
-            self.trainer.guard.restore(self.record.lines)  # a run that only falls has its best success here
+            self.record.add({"step": 0, "update": 0, **_NOT_MEASURED, **self.measure()})
+            self.guard.restore(self.record.lines)  # a run that only falls has its best success here
         self.record.patient = True
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Act at the end of a corral step: TRL calls every update a step, and a corral step has `updates_per_step` of them."""
-        step, within = divmod(state.global_step, self.trainer.updates_per_step)
+        step, within = divmod(state.global_step, self.updates_per_step)
         if within:
             return
-        if self.record.is_due(step, self.settings.eval_every):
-            for name, value in self.trainer.measure().items():
-                self.trainer._metrics["train"][name].append(value)
-        if self.record.is_due(step, self.settings.checkpoint_every):
+        if self.record.is_due(step, self.parts.settings.eval_every):
+            for name, value in self.measure().items():
+                self._metrics["train"][name].append(value)
+        if self.record.is_due(step, self.parts.settings.checkpoint_every):
             control.should_save = True
         if on_any_process(self.record.interrupted):
             self.record.interrupted = control.should_save = control.should_training_stop = True
@@ -380,18 +373,18 @@ class RunCallback(TrainerCallback):
         logs: dict[str, Any] = kwargs["logs"]
         if "loss" not in logs:
             return
-        zero, keep = self.trainer.guard.zero_gradients, self.settings.keep_completions
+        zero, keep = self.guard.zero_gradients, self.parts.settings.keep_completions
         line = {
-            "step": state.global_step // self.trainer.updates_per_step,
+            "step": state.global_step // self.updates_per_step,
             "update": state.global_step,
             **_NOT_MEASURED,
             **logs,
         }
         self.record.add(line | ({"zero_gradients": zero} if zero else {}))
-        rows, folder = self.trainer.newest_completions(keep), self.record.folder
+        rows, folder = self.newest_completions(keep), self.record.folder
         if folder is not None:
             folder.add_completions(rows)
             if keep:
-                folder.tokens_kept = thin_rows(folder.tokens_kept, self.trainer.newest_tokens())
+                folder.tokens_kept = thin_rows(folder.tokens_kept, self.newest_tokens())
         if line["success"] is not None:
-            self.record.view.completions(rows[:3], verified=not self.settings.reward)
+            self.record.view.completions(rows[:3], verified=not self.parts.settings.reward)

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from corral.lab.run.settings import GuardMode, add_layer, check_least, coerce
-from corral.validate import RunError, nearest
+from corral.lab.run.settings import RunSettings, add_layer, coerce
+from corral.validate import RunError, limited, nearest
 
 _Algorithm = Literal[
     "tce", "bbrl", "sb3-ppo", "sb3-ppo-gsde", "sb3-ppo-pink", "sb3-sac", "sb3-sac-gsde", "sb3-sac-pink", "sb3-trpl"
@@ -33,7 +33,7 @@ _ELSEWHERE = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(RunSettings):
     """One run of a robot."""
 
     environment: str = "corral/ViaPointReacher-v0"
@@ -46,31 +46,20 @@ class Settings:
     """Settings of the trajectory, corral.robot.ProDMP; joints come from the environment. Baselines have no trajectory."""
     learner: dict[str, Any] = field(default_factory=dict)
     """Settings of the algorithm: TCEConfig, BBRLConfig or BaselineConfig."""
-    seed: int = 0
-    """Random seed of contexts, plans and everything else that is drawn."""
-    iterations: int = 125
+    iterations: int = limited(125, at_least=1)
     """Steps of the run: batches of episodes to learn from."""
     eval_every: int = 5
-    """Steps between measurements on held-out contexts; the first and the last step are always measured."""
     eval_size: int = 256
-    """Held-out contexts, the same for every run."""
-    checkpoint_every: int = 10
-    """Steps between checkpoints; the last step always has one."""
-    keep_checkpoints: int = 2
-    """Number of newest checkpoints that are kept."""
-    guard: GuardMode = "warn"
-    """On a collapse: `warn`, or `stop` with a checkpoint. `off` guards against nothing."""
     dtype: Literal["float64", "float32"] = "float64"
     """Precision of networks and plans. Baselines are float32."""
-    workers: int | None = None
+    workers: int | None = limited(None, at_least=1)
     """Threads that step the environments, one per core by default. Numbers do not depend on it."""
     simulator: Literal["mujoco", "warp"] = "mujoco"
     """What plays the plans that are learned from: MuJoCo on the CPU, or MuJoCo Warp on a GPU, in float32; the latter needs
     corral[warp], and is for tce and bbrl on hopper jump and box pushing. Measurements are always MuJoCo's."""
 
     def __post_init__(self) -> None:
-        least = {"seed": 0, "iterations": 1, "eval_every": 1, "eval_size": 1, "checkpoint_every": 1, "keep_checkpoints": 1}
-        check_least(self, least if self.workers is None else least | {"workers": 1})
+        super().__post_init__()
         if "iterations" in self.learner:
             raise RunError("`learner.iterations` is decided by the run. Use iterations.")
         if "dof" in self.prodmp:
