@@ -9,9 +9,10 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import corral
+from corral.lab.jobs import Kind
 from corral.lab.run.files import DENIED, read_json
 from corral.lab.run.settings import read_file, recipes
 from corral.lab.run.text import visible, visible_output
@@ -125,8 +126,6 @@ def check_installed(what: str, packages: Iterable[str], extra: str) -> None:
     if absent:
         raise RunError(f"{what} {', '.join(absent)}. Install them: {pip_install(extra)}.")
 
-
-Kind = Literal["llm", "robot"]
 
 _NEEDED: dict[Kind, tuple[str, ...]] = {
     "llm": ("transformers", "trl", "accelerate", "rich"),

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from corral.lab.cli import FAILED, INTERRUPTED, Kind, check_installed, check_kind, kind_of, refuse, say
+from corral.lab.cli import FAILED, INTERRUPTED, check_installed, check_kind, kind_of, refuse, say
 from corral.lab.cli.report import NEEDED
 from corral.lab.cli.train import FLAGS, UNSAFE, add_setting_flags, given_settings, quiet_libraries
+from corral.lab.jobs import Kind
 from corral.lab.run.settings import nested, read_file, read_recipe, recipes
 from corral.objective import objective_names
 from corral.validate import RunError, nearest, pip_install

@@ -1,7 +1,6 @@
 """Command `corral train`: start training with settings from a recipe, a file and flags."""
 
 import argparse
-import importlib
 import logging
 import os
 import sys
@@ -10,8 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from corral.lab.cli import FAILED, INTERRUPTED, Kind, check_kind, given_flags, kind_of, refuse, say
-from corral.lab.run.settings import nested, read_file, read_recipe, recipes
+from corral.lab.cli import FAILED, INTERRUPTED, check_kind, given_flags, kind_of, refuse, say
+from corral.lab.jobs import Kind, job_module, resolve
+from corral.lab.run.settings import recipes
 from corral.lab.run.text import columns
 from corral.validate import RunError, UserCodeError
 
@@ -98,14 +98,19 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         elif arguments.changed_data:
             raise RunError("--changed-data goes with --resume DIR: a new run begins with the data that it finds.")
         else:
-            settings = _resolve(kind, arguments, rest)
+            recipe = arguments.recipe or (None if arguments.config else "demo")
+            unsafe = [("task_config.unsafe_code_execution", "true")] if arguments.unsafe_code_execution else []
+            given = [*given_settings(arguments, rest), *unsafe]
+            settings = resolve(kind, recipe, arguments.config, given, smoke=arguments.smoke)
             if kind == "llm":
+                if not arguments.dry_run:  # which names missing packages besides everything else
+                    job_module(kind, "settings").check_packages(settings)
                 quiet_libraries()
             if arguments.dry_run:
-                say(*_module(kind, "prepare").rehearse(settings))
+                say(*job_module(kind, "prepare").rehearse(settings))
                 return 0
-            job = _module(kind, "train")
-            summary = job.train(settings, out=arguments.out, quiet=arguments.quiet, smoke=arguments.smoke).summary
+            train = job_module(kind, "train").train
+            summary = train(settings, out=arguments.out, quiet=arguments.quiet, smoke=arguments.smoke).summary
     except RunError as error:
         if error.__cause__ is not None and isinstance(error, UserCodeError):
             traceback.print_exception(error.__cause__)  # the user's own function: they need to see where
@@ -113,29 +118,6 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     except KeyboardInterrupt:
         return refuse("interrupted before the first step.", INTERRUPTED)
     return {"finished": 0, "interrupted": INTERRUPTED}.get(summary["stopped"], FAILED)
-
-
-def _module(kind: Kind, name: str) -> Any:
-    """A module of this kind of run: both kinds have `settings`, `smoke`, `prepare` and `train`."""
-    return importlib.import_module(f"corral.lab.jobs.{kind}.{name}")
-
-
-def _resolve(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> Any:
-    """Settings of a new run from recipe, file, --smoke and flags. What is wrong is said before torch and TRL are imported."""
-    source = _module(kind, "settings")
-    recipe = arguments.recipe or (None if arguments.config else "demo")
-    layers = [read_recipe(recipe)] if recipe else []
-    layers += [read_file(arguments.config)] if arguments.config else []
-    unsafe = [("task_config.unsafe_code_execution", "true")] if arguments.unsafe_code_execution else []
-    given = nested([*given_settings(arguments, rest), *unsafe], source.TABLES)
-    layers += _module(kind, "smoke").smoke_layers([*layers, given]) if arguments.smoke else []
-    settings = source.resolve([*layers, given])
-    if kind == "robot":
-        source.check_flags(settings, given)
-    elif not arguments.dry_run:  # which names missing packages besides everything else
-        for sentence in source.missing_packages(settings.flat()):
-            raise RunError(sentence)
-    return settings
 
 
 def _resume(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
@@ -155,7 +137,9 @@ def _resume(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> dict[
     elif arguments.changed_data:
         raise RunError(f"--changed-data is for language models, and {arguments.resume} is a robot's run, which has no data.")
     more = {"changed_data": arguments.changed_data} if kind == "llm" else {}
-    summary: dict[str, Any] = _module(kind, "train").resume(arguments.resume, quiet=arguments.quiet, **changes, **more).summary
+    summary: dict[str, Any] = (
+        job_module(kind, "train").resume(arguments.resume, quiet=arguments.quiet, **changes, **more).summary
+    )
     return summary
 
 

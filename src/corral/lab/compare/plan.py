@@ -1,6 +1,5 @@
 """Plan of a comparison: objectives, settings and seeds, the command of each run, and checks that all budgets are equal."""
 
-import importlib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,8 +8,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
+from corral.lab.jobs import resolve
 from corral.lab.report.read import PlannedRun, setting_pairs, setting_text, value_text
-from corral.lab.run.settings import guess, nested, read_file, read_recipe
+from corral.lab.run.settings import guess
 from corral.objective import OBJECTIVES
 from corral.validate import RunError, check_keys
 
@@ -276,15 +276,7 @@ def check_plan(plan: ComparisonPlan, training: Training, config: Path | None = N
 
 def resolve_run(kind: Kind, training: Training, run: PlannedRun, config: Path | None = None) -> Any:
     """Resolve the settings of one run from recipe, file, --smoke and flags."""
-    settings, smoke = (importlib.import_module(f"corral.lab.jobs.{kind}.{name}") for name in ("settings", "smoke"))
-    layers = [read_recipe(training.recipe)] if training.recipe else []
-    layers += [read_file(config)] if config is not None else []
-    given = nested(run_settings(kind, training, run).items(), settings.TABLES)
-    layers += smoke.smoke_layers([*layers, given]) if training.smoke else []
-    resolved = settings.resolve([*layers, given])
-    if kind == "robot":
-        settings.check_flags(resolved, given)
-    return resolved
+    return resolve(kind, training.recipe, config, run_settings(kind, training, run).items(), smoke=training.smoke)
 
 
 def _budget(kind: Kind, settings: Any) -> Budget:

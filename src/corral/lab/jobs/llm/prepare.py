@@ -25,7 +25,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from corral.lab.jobs.llm.own_objective import find_objective, try_objective
 from corral.lab.jobs.llm.problems import Problems
 from corral.lab.jobs.llm.rewards import Reward, check_columns, make_rewards, verifier
-from corral.lab.jobs.llm.settings import Settings, missing_packages
+from corral.lab.jobs.llm.settings import Settings, check_packages, missing_packages
 from corral.lab.jobs.llm.turns import FunctionCalls, OneTurn, TextTool, Turns, make_turns
 from corral.lab.models import BUILT_IN
 from corral.lab.models.load import choose_device, is_local, load_model, load_skeleton, load_trainable
@@ -144,8 +144,7 @@ def pin_model(settings: Settings) -> Settings:
 
 def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedTokenizerBase]] = load_trainable) -> Parts:
     """Build the parts that the settings name, or raise RunError. `load` makes the model and its tokenizer."""
-    for sentence in missing_packages(settings.flat()):  # before a library fails minutes later with a traceback
-        raise RunError(sentence)
+    check_packages(settings)
     for name in settings.report_to.split(","):
         if name not in ("none", "all", *INTEGRATION_TO_CALLBACK):
             raise RunError(f"`report_to` has {name!r}, which transformers cannot report to.{nearest(name, _REPORTS)}")

@@ -130,6 +130,12 @@ _PACKAGES = {"use_vllm": "vllm", "deepspeed": "deepspeed"}
 """Settings of TRL, and the packages that they need."""
 
 
+def check_packages(settings: "Settings") -> None:
+    """Refuse settings that need a missing package, before a library fails minutes later with a traceback."""
+    for sentence in missing_packages(settings.flat()):
+        raise RunError(sentence)
+
+
 def missing_packages(settings: Mapping[str, Any]) -> Iterator[str]:
     """Sentences on packages that settings of the run or of TRL need and that are not installed."""
     names = settings["report_to"].split(",")
