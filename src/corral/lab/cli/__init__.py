@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NoReturn
 
 import corral
@@ -34,8 +33,11 @@ COMMANDS = {
     "explain": "what an objective, a recipe, a task, an algorithm or a setting is",
     "doctor": "what is installed, what is supported, what is missing and how to get it",
 }
-"""Commands with their help texts. Each command is a module here with `add_arguments(parser)` and `run(arguments, rest)`,
-imported on use."""
+"""Commands with their help texts. Each command is a module here with `add_arguments(parser)` and `run(arguments)`, imported on
+use."""
+
+_OPEN = ("train", "compare", "bench")
+"""Commands whose `run(arguments, rest)` takes further words: any setting of a run is a flag."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -74,15 +76,15 @@ def _main(argv: list[str]) -> int:
         return 0
     if arguments.command not in COMMANDS:
         return refuse(f"there is no command {arguments.command!r}.{nearest(arguments.command, COMMANDS)}")
-    module = importlib.import_module(f"corral.lab.cli.{arguments.command}")
-    return _run_command(module, arguments.command, argv[1:])
+    return _run(arguments.command, argv[1:])
 
 
-def _run_command(module: ModuleType, name: str, argv: list[str]) -> int:
-    """Parse the arguments of the command, and run it.
+def _run(name: str, argv: list[str]) -> int:
+    """Parse the arguments of a command, and run it.
 
     A RunError, a TRL that does not fit and a place that may not be used become a sentence and status 1.
     """
+    module = importlib.import_module(f"{__name__}.{name}")
     parser = _Parser(
         prog=f"corral {name}",
         description=COMMANDS[name],
@@ -91,8 +93,10 @@ def _run_command(module: ModuleType, name: str, argv: list[str]) -> int:
     )
     module.add_arguments(parser)
     arguments, rest = parser.parse_known_args(argv)
+    if rest and name not in _OPEN:
+        return refuse(f"{name} has no {rest[0]!r}. `corral {name} --help` lists what it has.")
     try:
-        return int(module.run(arguments, rest))
+        return int(module.run(arguments, rest) if name in _OPEN else module.run(arguments))
     except (RunError, IncompatibleTRL) as error:
         return refuse(str(error), FAILED)
     except OSError as error:

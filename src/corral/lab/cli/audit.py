@@ -119,10 +119,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="say only what is wrong, and the sentences")
 
 
-def run(arguments: argparse.Namespace, rest: list[str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Measure models, unless there is an audit already, and show the result."""
-    if rest:
-        return refuse(f"audit has no {rest[0]!r}. `corral audit --help` lists what it has.")
     check_installed("audits need", _NEEDED, "report")
     _check_files(arguments)
     _check_live(arguments)

@@ -47,10 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--model", metavar="NAME", help="does this model compute on this device what its weights say?")
 
 
-def run(arguments: argparse.Namespace, rest: list[str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Print the checks; the status is 1 if `corral train` cannot run or an installed kind is incomplete."""
-    if rest:
-        return refuse(f"doctor takes no arguments but --engine and --model; got {' '.join(rest)}.")
     if arguments.engine is not None or arguments.model is not None:
         return _run_checkup(arguments)
     trouble: list[str] = []

@@ -50,12 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="say only what is wrong, and what came out")
 
 
-def run(arguments: argparse.Namespace, rest: list[str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Evaluate a run of either kind, or a model."""
     kind = "llm" if arguments.model is None else kind_of_run(Path(arguments.model))
     check_kind(kind, "evaluating")
-    if rest:
-        return refuse(f"eval has no {rest[0]!r}. `corral eval --help` lists what it has.")
     try:
         if kind == "robot":
             _evaluate_robot(arguments)

@@ -32,10 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace, rest: list[str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Print the explanations of everything that has this name: `countdown` is a recipe and a task."""
-    if rest:
-        return refuse(f"explain takes one name; got {' '.join(rest)} besides.")
     if arguments.name is None:
         sys.stdout.write(_listing())
         return 0
@@ -169,7 +167,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 def field_docs(config_cls: type) -> dict[str, str]:
     """Docstrings of the fields of a class and its bases, read from their source."""
-    found = {}
+    found = dict[str, str]()
     for cls in reversed(config_cls.__mro__[:-1]):
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
@@ -180,4 +178,5 @@ def field_docs(config_cls: type) -> dict[str, str]:
             match field, text:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(meaning))):
                     found[name] = inspect.cleandoc(meaning)
-    return found
+    known = {item.name for item in dataclasses.fields(config_cls)} if dataclasses.is_dataclass(config_cls) else found
+    return {name: meaning for name, meaning in found.items() if name in known}

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from corral.lab.cli import refuse, say
+from corral.lab.cli import say
 from corral.lab.cli.report import open_page
 from corral.lab.report.explore import explore_page
 from corral.lab.report.html import write_document
@@ -15,10 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--open", action="store_true", help="then open the page in the default browser")
 
 
-def run(arguments: argparse.Namespace, rest: list[str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Write the page atomically."""
-    if rest:
-        return refuse(f"explore takes --out and --open; got {' '.join(rest)}.")
     write_document(explore_page(), arguments.out)
     say(f"{arguments.out}: open it in a browser; it needs nothing else.")
     if arguments.open and (problem := open_page(arguments.out)):

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from corral.lab.cli import check_kind, kind_of_run, refuse, say
+from corral.lab.cli import check_kind, kind_of_run, say
 from corral.lab.cli.train import quiet_libraries
 from corral.validate import RunError
 
@@ -23,10 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--merge", action="store_true", help="merge an adapter into the model that it was trained on")
 
 
-def run(arguments: argparse.Namespace, rest: list[str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Write the files, and print where they are."""
-    if rest:
-        return refuse(f"export has no {rest[0]!r}. `corral export --help` lists what it has.")
     if not (arguments.run / "config.json").is_file():
         raise RunError(f"{arguments.run} is no run: it has no config.json. Give the folder that `corral train` printed.")
     kind = kind_of_run(arguments.run)

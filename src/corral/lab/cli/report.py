@@ -5,7 +5,7 @@ import sys
 import webbrowser
 from pathlib import Path
 
-from corral.lab.cli import check_installed, refuse, say
+from corral.lab.cli import check_installed, say
 
 NEEDED = ("rliable", "pandas", "pyarrow", "scipy", "jinja2")
 """Packages that statistics and pages require."""
@@ -41,10 +41,8 @@ def open_page(page: Path) -> str:
     return f"no browser was found to open {page}. Copy the file to a computer that has one, or name it in the variable BROWSER."
 
 
-def run(arguments: argparse.Namespace, rest: list[str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Write the page and the exports, then print the findings and their path."""
-    if rest:
-        return refuse(f"report has no {rest[0]!r}. `corral report --help` lists what it has.")
     check_installed("reports need", NEEDED, "report")
     from corral.lab.report.content import make_report
     from corral.lab.report.export import export
