@@ -22,7 +22,6 @@ MAY: dict[str, tuple[frozenset[str], str]] = {
     "validate.py": (NAMES, "what papers and other libraries call an objective"),
     "lab/audit": (NAMES, AUDIT),
     "lab/cli/audit.py": (NAMES, AUDIT),
-    "lab/cli/audit_view.py": (NAMES, AUDIT),
     "lab/report/explore": (NAMES, "the three methods that its page draws"),
 }
 """Names that may stand as a value in a file or folder, and why."""

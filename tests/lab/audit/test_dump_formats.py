@@ -178,7 +178,7 @@ def test_code_in_a_tensor_file_does_not_run(tmp_path: Path) -> None:
 def test_texts_are_found(tmp_path: Path) -> None:
     line = {"input": "1 + 1", "output": "2", "gts": "2", "score": 1.0, "step": 1}
     dump = find_dump(write_lines(tmp_path / "rollouts" / "1.jsonl", [line]))
-    assert (dump.format, dump.texts) == ("verl", True)
+    assert (dump.format, dump.form.texts) == ("verl", True)
     assert json.loads(dump.files[0].read_text())["output"] == "2"
 
 

@@ -83,8 +83,11 @@ def audit(
         sequences=sequences, tokens=tokens, seed=seed, alert_above=alert_above, sharded=_is_sharded(trainer),
     )  # fmt: skip
     if callback.is_main:
-        may_resume = _has_checkpoint(cast(GRPOConfig, trainer.args)) if resume is None else resume
-        callback.folder.check(callback.rules.as_dict(), done=int(may_resume))
+        if resume is None:  # if there is a checkpoint to resume from
+            args, saved = callback.args, callback.args.output_dir
+            found = saved is not None and Path(saved).is_dir() and get_last_checkpoint(saved) is not None
+            resume = bool(args.resume_from_checkpoint) or found
+        callback.folder.check(callback.rules.as_dict(), done=int(resume))
     if callback.is_main or callback.sharded:
         wrapped = callback.wrap_generate(trainer._generate_and_score_completions)
         trainer._generate_and_score_completions = wrapped  # type: ignore[method-assign]  # of this trainer alone
@@ -106,13 +109,6 @@ def _is_sharded(trainer: GRPOTrainer) -> bool:
     return trainer.is_fsdp_enabled
 
 
-def _has_checkpoint(args: GRPOConfig) -> bool:
-    """Return True if `train()` has a checkpoint to resume."""
-    folder = args.output_dir
-    found = folder is not None and Path(folder).is_dir() and get_last_checkpoint(folder) is not None
-    return bool(args.resume_from_checkpoint) or found
-
-
 def _send_alert(title: str, text: str) -> None:
     """Send an alert to trackio. A failure is only a warning, because neither audit nor training depends on it."""
     try:
@@ -124,23 +120,22 @@ def _send_alert(title: str, text: str) -> None:
 
 def rules_of(trainer: GRPOTrainer, kl_bound: float, tv_bound: float) -> Rules:
     """The trainer's own clipping, or PPO's defaults if it does not clip."""
-    bounds: dict[str, Any] = {"kl_bound": kl_bound, "tv_bound": tv_bound}
-    if isinstance(trainer, CorralTrainer):
-        own = trainer.objective.name in CLIPPING
-        return Rules(clip=trainer.objective, own=True, **bounds) if own else Rules(**bounds)
-    if trainer.loss_type not in _CLIPPED:
-        return Rules(**bounds)
+    own: Objective | None = None
     # TRL takes any epsilon; a ratio is never below 0, so from 1 on they all clip nothing from below.
     clip: dict[str, Any] = {"clip_low": min(trainer.epsilon_low, 1.0), "clip_high": trainer.epsilon_high}
     delta = cast(GRPOConfig, trainer.args).delta
-    if trainer.importance_sampling_level == "sequence":
+    if isinstance(trainer, CorralTrainer):
+        own = trainer.objective if trainer.objective.name in CLIPPING else None
+    elif trainer.loss_type in _CLIPPED and trainer.importance_sampling_level == "sequence":
         if delta is not None:
             raise ValueError(
                 f"audit: delta={delta} together with importance_sampling_level='sequence' is no clipping that corral knows. "
                 f"Audit a run with one of them."
             )
-        return Rules(clip=make_objective("gspo", **clip), own=True, **bounds)
-    return Rules(clip=make_objective("ppo_clip", **clip, dual_clip=delta), own=True, **bounds)
+        own = make_objective("gspo", **clip)
+    elif trainer.loss_type in _CLIPPED:
+        own = make_objective("ppo_clip", **clip, dual_clip=delta)
+    return Rules(clip=own or make_objective("ppo_clip"), own=own is not None, kl_bound=kl_bound, tv_bound=tv_bound)
 
 
 def _has_one_update_per_batch(trainer: GRPOTrainer) -> bool:
@@ -386,7 +381,7 @@ class AuditCallback(TrainerCallback):
     def _keep(self, chosen: list[AuditedCompletion]) -> list[tuple[AuditedCompletion, Tensor]]:
         """Score these tokens under the current policy; only the main process stores the result."""
         with self._scoring():
-            return [(kept, self._logp(kept).cpu() if self.is_main else self._logp(kept)[:0]) for kept in chosen]
+            return [(kept, self._logp(kept)[: None if self.is_main else 0].cpu()) for kept in chosen]
 
     def _compare(self, done: list[tuple[AuditedCompletion, Tensor]]) -> list[pd.DataFrame]:
         """Compare the current policy with the stored policy in the main process; other processes join the forward passes."""

@@ -4,7 +4,7 @@ import json
 import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any
@@ -235,73 +235,49 @@ def read_lines(
 
 
 Columns = dict[str, Any]
-"""Columns of a completion's tokens by the names of `Tokens`, numbers that hold for all of them, `mask`, and perhaps `support`:
+"""Columns of a completion's tokens by the names in tokens.py, numbers that hold for all of them, `mask`, and perhaps `support`:
 KL(new‖old), KL(old‖new) and TV, [3 T]."""
 
 
-def _read_columns(record: DumpRecord, names: Mapping[str, str], length: int | None = None) -> Columns:
-    """Columns by the names of an engine's fields. The first sets the length; a name that ends in ? may be missing."""
-    read = {"token": record.ids, "mask": record.flags, "advantage": record.credit, "entropy": record.numbers}
-    found: Columns = {}
-    for column, name in names.items():
-        if not name.endswith("?") or record.has(name[:-1]):
-            found[column] = read.get(column, record.log_probs)(name.rstrip("?"), length)
-            length = len(found[column])
-    return {"mask": np.ones(length or 0, dtype=np.bool_), "step": record.whole("step", 0), **found}
+def read_columns(record: DumpRecord, form: "Format") -> Columns:
+    """Columns of a line by the format's names. The first list sets the length.
 
-
-def _read_own(record: DumpRecord, names: Mapping[str, str]) -> Columns:
-    """Read a line of corral's own schema; docs/audit.md#the-format describes every field."""
-    found, sampled_at = _read_columns(record, names), record.whole("sampled_at")
-    if sampled_at is not None:
-        found["age"] = found["step"] - sampled_at
-    if record.has("top_ids") and len(found["token"]):
-        found["support"] = read_support(record, *(found[name] for name in ("token", "mask", "logp_old", "logp_new")))
-    return {**found, "reward": record.number("reward")}
-
-
-def _read_prime_rl(record: DumpRecord, names: Mapping[str, str]) -> Columns:
-    """Read a line of `token_exports/step_*/rank_*.jsonl`: old is the sampler, new the trainer before its update."""
-    found = _read_columns(record, names)
-    length = len(found["token"])
-    if record.has("losses"):  # losses other than RL's share the mask: only tokens of RL's loss have advantages
-        channels = [entry.get("rl") if isinstance(entry, dict) else None for entry in record.items("losses", length)]
-        found["mask"] &= np.array([isinstance(channel, dict) and channel.get("mask") is True for channel in channels], bool)
-    rewards = record.numbers("rewards", length)[found["mask"]] if record.has("rewards") else np.empty(0)
-    rewards = rewards[~np.isnan(rewards)]
-    step = record.whole("export_step", found["step"])
-    return {**found, "step": step, "reward": rewards[0] if len(rewards) else np.nan}
-
-
-def _read_open_instruct(record: DumpRecord, names: Mapping[str, str]) -> Columns:
-    """Read a line of `*_trainer_logprobs_step*.jsonl`: flat packed completions; old is the sampler (vLLM), new the trainer.
-
-    A line without advantages counts each token as pushed further out, the most that a rule can block.
+    Without advantages each token counts as pushed further out, the most that a rule can block.
     """
-    found = _read_columns(record, names)
-    new, old = found["logp_new"], found["logp_old"]
-    trained_at, sampled_at = record.whole("trainer_model_step"), record.whole("model_step")
+    readers = {"token": record.ids, "mask": record.flags, "advantage": record.credit, "entropy": record.numbers}
+    found: Columns = {"step": record.whole(form.step, record.whole("step", 0))}
+    length: int | None = None
+    for column, name in form.fields.items():
+        if not name.endswith("?") or record.has(name[:-1]):
+            found[column] = readers.get(column, record.log_probs)(name.rstrip("?"), length)
+            length = len(found[column])
+    old, new = found["logp_old"], found["logp_new"]
+    missing = {"token": np.zeros(len(new), np.int64), "mask": np.ones(len(new), np.bool_), "advantage": np.sign(new - old)}
+    found = {**missing, **found}
+    trained_at, sampled_at = record.whole(form.age[0], found["step"]), record.whole(form.age[1])
     if trained_at is not None and sampled_at is not None:
         found["age"] = trained_at - sampled_at
-    return {"token": np.zeros(len(new), dtype=np.int64), "advantage": np.sign(new - old), **found}
-
-
-def _read_slime(record: DumpRecord, names: Mapping[str, str]) -> Columns:
-    """Read a sample, whose tokens include the prompt; all other fields cover the response only."""
-    plain = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in record.content.items()}
-    record = DumpRecord(plain, record.where)
-    length, ids = record.whole("response_lengths"), record.ids("tokens")
-    if length is None or not 0 <= length <= len(ids):
-        raise record.error(f"`response_lengths` should be between 0 and {len(ids)}, the number of tokens.")
-    found = _read_columns(record, names, length)
-    return {**found, "token": ids[len(ids) - length :], "reward": record.number("rewards")}
+    if form.losses and record.has("losses"):  # losses other than RL's share the mask: only tokens of RL's loss have advantages
+        channels = [entry.get("rl") if isinstance(entry, dict) else None for entry in record.items("losses", length)]
+        found["mask"] &= np.array([isinstance(channel, dict) and channel.get("mask") is True for channel in channels], bool)
+    if isinstance(record.content.get(form.reward), list):
+        rewards = record.numbers(form.reward, length)[found["mask"]]
+        found["reward"] = next(iter(rewards[~np.isnan(rewards)]), np.nan)
+    else:
+        found["reward"] = record.number(form.reward)
+    if form.support and record.has("top_ids") and length:
+        found["support"] = read_support(record, *(found[name] for name in ("token", "mask", "logp_old", "logp_new")))
+    return found
 
 
 _SLIME_FIELDS = ("tokens", "response_lengths", "loss_masks", "advantages", "log_probs", "rollout_log_probs")
 
 
 def read_samples(path: Path, progress: Callable[[int], object], place: FilePlace, *, growing: bool) -> Iterator[DumpRecord]:
-    """Samples of a slime file in the flat form (`samples`) or the older form (`rollout_data`). No code in it is run."""
+    """Samples of a slime file in the flat form (`samples`) or the older form (`rollout_data`). No code in it is run.
+
+    Their `tokens` are those of the response, like all other fields.
+    """
     before, place.size = place.size, path.stat().st_size
     if place.bytes or (growing and before != place.size):
         return
@@ -323,7 +299,12 @@ def read_samples(path: Path, progress: Callable[[int], object], place: FilePlace
         samples = [dict(zip(_SLIME_FIELDS, values, strict=True)) for values in zip(*columns, strict=True)]
     for number, sample in enumerate(samples):
         found = DumpRecord(sample, f"{record.where}, sample {number}")
-        found.content = {**found.content, "step": record.whole("rollout_id", 0)}
+        plain = {name: one.tolist() if isinstance(one, torch.Tensor) else one for name, one in found.content.items()}
+        found.content = {**plain, "step": record.whole("rollout_id", 0)}
+        length, tokens = found.whole("response_lengths"), found.items("tokens", None)
+        if length is None or not 0 <= length <= len(tokens):
+            raise found.error(f"`response_lengths` should be between 0 and {len(tokens)}, the number of tokens.")
+        found.content["tokens"] = tokens[len(tokens) - length :]
         yield found
 
 
@@ -336,57 +317,69 @@ SAMPLER_IS_OLD = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Format:
-    """A dump format: its reader, and the names of its fields."""
+    """A dump format, as the names of its fields."""
 
     compared: str
     """Names of the old and the new policy, for the first sentence of an audit."""
     remark: str | None = None
     """Remark about these numbers, for a reader of the audit."""
-    read: Callable[[DumpRecord, Mapping[str, str]], Columns] | None = None
-    """Reader of a record; None for texts."""
-    fields: Mapping[str, str] = field(default_factory=dict)
-    """Names of the fields by column. A name that ends in ? may be missing."""
+    fields: Mapping[str, str]
+    """Names of the lists by column. A name that ends in ? may be missing."""
+    step: str = "step"
+    age: tuple[str, str] = ("step", "sampled_at")
+    """Names of the steps at which tokens were trained on and sampled."""
+    reward: str = "reward"
+    losses: bool = False
+    """True if `losses` has the loss that each token belongs to."""
+    support: bool = False
+    """True if `top_ids` has the tokens of a support."""
     lines: bool = True
     """True for JSON lines."""
 
+    @property
+    def texts(self) -> bool:
+        """True for texts and scores without log-probs, which two models have to rescore."""
+        return "completion" in self.fields
+
     def fits(self, names: frozenset[str]) -> bool:
         """Return True if a file whose first object has fields of these names is of this format."""
-        return self.lines and names >= {
-            name for column, name in self.fields.items() if column != "advantage" and "?" not in name
-        }
+        needed = {name for column, name in self.fields.items() if column != "advantage" and "?" not in name}
+        return self.lines and names >= needed
 
 
 _BEFORE_UPDATE, _RESCORED = "as sampled, compared with the trainer before its update", "rescored by two models"
 
 FORMATS = {
-    "verl": Format(_RESCORED, fields={"prompt": "input", "completion": "output", "reward": "score"}),
+    "verl": Format(compared=_RESCORED, fields={"prompt": "input", "completion": "output", "reward": "score"}),
     "corral": Format(
-        "compared under the old and the new policy as logged", None, _read_own,
-        {"token": "tokens", "mask": "mask?", "advantage": "advantages", "logp_old": "logp_old", "logp_new": "logp_new",
-         "logp_rollout": "logp_rollout?", "entropy": "entropy?"},
+        compared="compared under the old and the new policy as logged",
+        fields={"token": "tokens", "mask": "mask?", "advantage": "advantages", "logp_old": "logp_old", "logp_new": "logp_new",
+                "logp_rollout": "logp_rollout?", "entropy": "entropy?"},
+        support=True,
     ),
     "prime-rl": Format(
-        _BEFORE_UPDATE, SAMPLER_IS_OLD, _read_prime_rl,
-        {"token": "token_ids", "mask": "loss_mask", "advantage": "advantages", "logp_old": "inference_logprobs",
-         "logp_new": "trainer_logprobs", "entropy": "entropy?"},
+        compared=_BEFORE_UPDATE, remark=SAMPLER_IS_OLD, step="export_step", reward="rewards", losses=True,
+        fields={"token": "token_ids", "mask": "loss_mask", "advantage": "advantages", "logp_old": "inference_logprobs",
+                "logp_new": "trainer_logprobs", "entropy": "entropy?"},
     ),
     "open-instruct": Format(
-        _BEFORE_UPDATE,
-        f"{SAMPLER_IS_OLD} Where there are no advantages, every token counts as pushed further out, so that shares of "
+        compared=_BEFORE_UPDATE,
+        remark=f"{SAMPLER_IS_OLD} Where there are no advantages, every token counts as pushed further out, so that shares of "
         "blocked and missed tokens are upper bounds.",
-        _read_open_instruct,
-        {"logp_new": "trainer_logprobs", "logp_old": "vllm_logprobs", "mask": "response_mask", "token": "token_ids?",
-         "advantage": "advantages?"},
+        age=("trainer_model_step", "model_step"),
+        fields={"logp_new": "trainer_logprobs", "logp_old": "vllm_logprobs", "mask": "response_mask", "token": "token_ids?",
+                "advantage": "advantages?"},
     ),
     "slime": Format(
-        _BEFORE_UPDATE, SAMPLER_IS_OLD, _read_slime,
-        {"mask": "loss_masks?", "advantage": "advantages", "logp_old": "rollout_log_probs", "logp_new": "log_probs"},
-        lines=False,
+        compared=_BEFORE_UPDATE, remark=SAMPLER_IS_OLD, reward="rewards", lines=False,
+        fields={"token": "tokens", "mask": "loss_masks?", "advantage": "advantages", "logp_old": "rollout_log_probs",
+                "logp_new": "log_probs"},
     ),
     "trl": Format(
-        _RESCORED, fields={"prompt": "prompt", "completion": "completion", "advantage": "advantage"}, lines=False
+        compared=_RESCORED, lines=False,
+        fields={"prompt": "prompt", "completion": "completion", "advantage": "advantage"},
     ),
 }  # fmt: skip
 """Formats by name; the first format that fits a file's first line is chosen."""
@@ -403,19 +396,19 @@ class Dump:
     """Remarks about these files, for a reader of the audit."""
 
     @property
+    def form(self) -> Format:
+        """The format of all files."""
+        return FORMATS[self.format]
+
+    @property
     def remarks(self) -> tuple[str, ...]:
         """Remarks for a reader of the audit."""
-        return (*filter(None, [FORMATS[self.format].remark]), *self.notes)
+        return (*filter(None, [self.form.remark]), *self.notes)
 
     @property
     def bytes(self) -> int:
         """Size of all files, for a progress bar."""
         return sum(path.stat().st_size for path in self.files if path.exists())
-
-    @property
-    def texts(self) -> bool:
-        """True for texts and scores without log-probs, which two models have to rescore."""
-        return FORMATS[self.format].read is None
 
 
 def find_dump(path: Path) -> Dump:
@@ -487,8 +480,8 @@ def read_completions(
         note: called with the reason for and the number of whatever is left out.
         places: progress in each file; moved along.
     """
-    form, places = FORMATS[dump.format], {} if places is None else places
-    assert form.read is not None, "texts have to be rescored"
+    form, places = dump.form, {} if places is None else places
+    assert not form.texts, "texts have to be rescored"
     for path in dump.files:
         place = places.setdefault(path, FilePlace())
         if form.lines:
@@ -496,7 +489,7 @@ def read_completions(
         else:
             records = read_samples(path, progress, place, growing=growing)
         for record in records:
-            if len(tokens := auditable(form.read(record, form.fields), note)):
+            if len(tokens := auditable(read_columns(record, form), note)):
                 yield tokens
 
 
@@ -531,7 +524,7 @@ def read_texts(dump: Dump, progress: Callable[[int], object], note: Note) -> Ite
     Each has its `step`, a `prompt` (a text, or messages as pairs of role and content), a `completion` without special tokens,
     and a `reward` or an `advantage`.
     """
-    form = FORMATS[dump.format]
+    form = dump.form
     prompt, completion, (column, number) = form.fields["prompt"], form.fields["completion"], [*form.fields.items()][-1]
     for path in dump.files:
         for record in read_lines(path, progress, note) if form.lines else _parquet_rows(path, progress):

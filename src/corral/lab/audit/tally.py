@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from corral.lab.audit.dump import FORMATS, Dump, FilePlace, read_completions
+from corral.lab.audit.dump import Dump, FilePlace, read_completions
 from corral.lab.audit.folder import NothingYet
 from corral.lab.audit.rules import Rules
 from corral.lab.audit.threshold import FAMILIES, RuleFamily, Threshold, ThresholdTally, fewest_errors, range_rule
@@ -29,8 +29,8 @@ _ENTROPY = (0.01, 0.1, 0.5, 1.0, 2.0)
 _ENTROPY_NAMES = ("≤ .01", ".01 … .1", ".1 … .5", ".5 … 1", "1 … 2", "> 2")
 _SIGN_NAMES = ("negative", "zero", "positive")
 
-SHOWN_RULES = {"clip": 0.2, "dppo_tv": 0.2, "dppo_kl": 0.05}
-"""Rules, with their bounds, whose shares are shown by old probability."""
+SHOWN_RULES = {"clip": "clip 1 ± 0.2", "dppo_tv": "DPPO TV 0.2", "dppo_kl": "DPPO KL 0.05"}
+"""Rules whose shares at their published bounds are shown by old probability."""
 
 _OLDEST = 32
 """Number of rows by staleness in steps; the last row counts all older tokens."""
@@ -195,10 +195,8 @@ class Tally:
             "all": pd.Series(0, tokens.index),
             "step": tokens["step"],
             "age": tokens["age"].clip(0, _OLDEST),
-            "probability": pd.Series(np.digitize(values["p_old"], PROBABILITY, right=True), tokens.index),
-            "entropy": pd.Series(np.digitize(tokens["entropy"], _ENTROPY, right=True), tokens.index).where(
-                tokens["entropy"].notna()
-            ),
+            "probability": pd.cut(values["p_old"], [-np.inf, *PROBABILITY, np.inf], labels=False),
+            "entropy": pd.cut(tokens["entropy"], [-np.inf, *_ENTROPY, np.inf], labels=False),
             "sign": np.sign(tokens["advantage"]) + 1,
             "token": tokens["token"],
         }
@@ -316,7 +314,7 @@ def _statistics(tokens: pd.DataFrame, kl_bound: float) -> pd.DataFrame:
     log_ratio, weight = tokens["log_ratio"], np.exp((tokens["logp_new"] - tokens["anchor"]).clip(upper=20.0))
     capped, p_old = log_ratio.clip(upper=20.0), np.exp(tokens["logp_old"])
     blocked, outside = tokens["clipped"], tokens["kl"] > kl_bound
-    shown = {family.name: family.score(tokens) > SHOWN_RULES[family.name] for family in FAMILIES if family.name in SHOWN_RULES}
+    shown = {rule.name: rule.score(tokens) > rule.default for rule in FAMILIES if rule.name in SHOWN_RULES}
     acts = {"outside": outside, **shown, **{name: tokens[name] for name in VERDICTS if name in tokens}}
     return pd.DataFrame(
         {
@@ -386,7 +384,11 @@ class DumpAudit:
             self._clear()
         self._format = dump.format
         before, waiting, size = self._tally.sequences, list[pd.DataFrame](), 0
-        for completion in read_completions(dump, progress, self._note, self._places, growing=growing):
+
+        def note(reason: str, number: int = 1) -> None:
+            self._tally.left_out[reason] += number
+
+        for completion in read_completions(dump, progress, note, self._places, growing=growing):
             waiting.append(completion)
             size += len(completion)
             if size >= _AT_ONCE:
@@ -395,9 +397,6 @@ class DumpAudit:
         if waiting:
             self._count(waiting)
         return self._tally.sequences != before
-
-    def _note(self, reason: str, number: int = 1) -> None:
-        self._tally.left_out[reason] += number
 
     def _count(self, completions: list[pd.DataFrame]) -> None:
         first = self._tally.sequences
@@ -414,7 +413,7 @@ class DumpAudit:
         rules = self.rules.as_dict()
         info = {
             "name": dump.path.resolve().name or "dump",
-            "what": FORMATS[dump.format].compared,
+            "what": dump.form.compared,
             "remarks": dump.remarks,
             "rules": {key: rules[key] for key in ("clip", "own", "kl_bound", "tv_bound")},
             "settings": {"format": dump.format, "files": len(dump.files), "bytes": dump.bytes},

@@ -4,15 +4,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from corral.lab.audit.tally import Audit, Row
+from corral.lab.audit.tally import SHOWN_RULES, Audit, Row
 from corral.lab.audit.threshold import AUDITED, Threshold
 from corral.lab.run.text import count, visible
 
 RULES = {"clipped": "clipping", "dppo_binary": "DPPO, sampled token", "dppo_topk": "DPPO, top-K", "troll": "TROLL"}
 """Names of verdicts."""
-
-_LOGGED_RULES = {"clip": "clip 1 ± 0.2", "dppo_tv": "DPPO TV 0.2", "dppo_kl": "DPPO KL 0.05"}
-"""Rules whose shares are shown if DPPO and TROLL could not be computed on full distributions."""
 
 MEASURES = {
     "sampled": "the sampled token against all others, a lower bound of the true one",
@@ -160,7 +157,7 @@ def _alarms(audit: Audit) -> list[str]:
 
 def shown_rules(audit: Audit) -> Mapping[str, str]:
     """Names of the rules whose shares are shown by bucket."""
-    return RULES if audit.whole else _LOGGED_RULES
+    return RULES if audit.whole else SHOWN_RULES
 
 
 def verdict_rows(audit: Audit, ball: str) -> list[Row]:

@@ -185,7 +185,7 @@ def _measure(arguments: argparse.Namespace) -> "tuple[Audit, Path]":
     measured = path is not None and (path / "audit.json").is_file()
     if path is None or (not measured and (path / "config.json").is_file()):
         return _read_folder(_audit_models(arguments))
-    if not measured and (dump := find_dump(path)).texts:
+    if not measured and (dump := find_dump(path)).form.texts:
         return _read_folder(_rescore(dump, arguments))
     found = _reader(arguments)()
     assert found is not None, "only growing input has nothing new"
@@ -222,7 +222,7 @@ def _reader(arguments: argparse.Namespace, *, growing: bool = False) -> "Callabl
             seen = parts
             return found
         dump = find_dump(path)
-        if dump.texts:
+        if dump.form.texts:
             raise RunError(
                 f"{path} holds logged texts ({dump.format}), which two models have to rescore: audit it without --live."
             )
