@@ -475,7 +475,7 @@ def test_tce_as_published_has_one_regulariser_per_policy() -> None:
         expected = segment_log_prob(
             agent.rows[0], plans.params, plans.mean, chol, (1e-4 * largest).expand(len(agent.rows[0])).double()
         )
-        assert_close(agent.log_prob(plans._replace(chol=chol)), expected)
+        assert_close(agent.log_prob(replace(plans, chol=chol)), expected)
     assert not config.closing_segment
     assert not config.floor_in_region
     assert TCEConfig.as_published(closing_segment=True).closing_segment

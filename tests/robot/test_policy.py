@@ -79,10 +79,6 @@ def test_the_critic_gives_one_value_per_state(dtype: torch.dtype) -> None:
 def test_impossible_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="0 < min_std < std"):
         GaussianPolicy(1, 1, std=1e-5)
-    with pytest.raises(ValueError, match="one of tanh, relu, leaky_relu; got 'sin'"):
-        mlp(1, [2], 1, "sin", 1.0)
-    with pytest.raises(ValueError, match="at least one layer"):
-        mlp(1, [], 1, "tanh", 1.0)
 
 
 def test_a_contextual_covariance_begins_as_the_shared_one_and_learns_to_differ() -> None:

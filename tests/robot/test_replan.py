@@ -217,7 +217,7 @@ def test_likelihoods_are_those_of_each_plan_s_own_curve() -> None:
     agent.begin_batch(plans)
     mean = plans.mean + 0.1
     chol = 0.9 * plans.chol
-    found = agent.log_prob(plans._replace(mean=mean, chol=chol)).view(2, 8, -1)
+    found = agent.log_prob(replace(plans, mean=mean, chol=chol)).view(2, 8, -1)
     pair = agent.pairs[1]
     for index in range(2):
         times = 0.02 * torch.arange(1 + 50 * index, 51 + 50 * index).double()[pair]

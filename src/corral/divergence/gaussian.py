@@ -11,6 +11,10 @@ from torch.autograd.function import once_differentiable
 from corral.numerics import NEAR, at_least_float32, expm1_minus, in_one_dtype, require_tensors, without_autocast
 
 WassersteinForm = Literal["commuting", "bures"]
+Mean = Float[Tensor, "*#b D"]
+"""Means of Gaussians [*b D]."""
+Chol = Float[Tensor, "... D"]
+"""Lower Cholesky factors of covariances [*c D D], or standard deviations [*c D]."""
 
 
 class GaussianDistance(NamedTuple):
@@ -27,14 +31,7 @@ class GaussianDistance(NamedTuple):
         return self.mean + self.cov
 
 
-def gaussian_kl(
-    mean_p: Float[Tensor, "*#b D"],
-    chol_p: Float[Tensor, "... D"],
-    mean_q: Float[Tensor, "*#b D"],
-    chol_q: Float[Tensor, "... D"],
-    *,
-    diagonal: bool = False,
-) -> GaussianDistance:
+def gaussian_kl(mean_p: Mean, chol_p: Chol, mean_q: Mean, chol_q: Chol, *, diagonal: bool = False) -> GaussianDistance:
     """KL(p‖q) of two Gaussians, summed so that no two terms cancel.
 
         mean  ½ |L_q⁻¹ (μ_p − μ_q)|²
@@ -50,17 +47,16 @@ def gaussian_kl(
     Ref:
         Invariant: an invertible affine map of both Gaussians changes neither part.
     """
-    require_tensors("gaussian_kl", mean_p=mean_p, chol_p=chol_p, mean_q=mean_q, chol_q=chol_q)
-    mean_p, chol_p, mean_q, chol_q = in_one_dtype(mean_p, chol_p, mean_q, chol_q)
+    mean_p, chol_p, mean_q, chol_q = _tensors("gaussian_kl", mean_p=mean_p, chol_p=chol_p, mean_q=mean_q, chol_q=chol_q)
     return GaussianDistance(0.5 * mahalanobis(mean_p - mean_q, chol_q, diagonal), kl_of_covariances(chol_p, chol_q, diagonal))
 
 
 @without_autocast
 def gaussian_wasserstein(
-    mean_p: Float[Tensor, "*#b D"],
-    chol_p: Float[Tensor, "... D"],
-    mean_q: Float[Tensor, "*#b D"],
-    chol_q: Float[Tensor, "... D"],
+    mean_p: Mean,
+    chol_p: Chol,
+    mean_q: Mean,
+    chol_q: Chol,
     *,
     form: WassersteinForm = "bures",
     scaled: bool = False,
@@ -83,22 +79,16 @@ def gaussian_wasserstein(
     Ref:
         Givens and Shortt 1984; the commuting form: Otto et al. 2021, arXiv:2101.09207. Invariant: bures ≤ commuting.
     """
-    require_tensors("gaussian_wasserstein", mean_p=mean_p, chol_p=chol_p, mean_q=mean_q, chol_q=chol_q)
-    mean_p, chol_p, mean_q, chol_q = in_one_dtype(mean_p, chol_p, mean_q, chol_q)
+    mean_p, chol_p, mean_q, chol_q = _tensors(
+        "gaussian_wasserstein", mean_p=mean_p, chol_p=chol_p, mean_q=mean_q, chol_q=chol_q
+    )
     gap = mean_p - mean_q
     mean = mahalanobis(gap, chol_q, diagonal) if scaled else gap.square().sum(-1)
     return GaussianDistance(mean, wasserstein_line(chol_p, chol_q, form, scaled, diagonal).distance)
 
 
 @without_autocast
-def gaussian_frobenius(
-    mean_p: Float[Tensor, "*#b D"],
-    chol_p: Float[Tensor, "... D"],
-    mean_q: Float[Tensor, "*#b D"],
-    chol_q: Float[Tensor, "... D"],
-    *,
-    diagonal: bool = False,
-) -> GaussianDistance:
+def gaussian_frobenius(mean_p: Mean, chol_p: Chol, mean_q: Mean, chol_q: Chol, *, diagonal: bool = False) -> GaussianDistance:
     """Squared Frobenius distance of the covariances, and the squared distance of the means in units of q.
 
         mean  |L_q⁻¹ (μ_p − μ_q)|²          cov  |Σ_p − Σ_q|²
@@ -111,13 +101,12 @@ def gaussian_frobenius(
     Ref:
         Otto et al. 2021, arXiv:2101.09207. Invariant: cov is symmetric in p and q.
     """
-    require_tensors("gaussian_frobenius", mean_p=mean_p, chol_p=chol_p, mean_q=mean_q, chol_q=chol_q)
-    mean_p, chol_p, mean_q, chol_q = in_one_dtype(mean_p, chol_p, mean_q, chol_q)
+    mean_p, chol_p, mean_q, chol_q = _tensors("gaussian_frobenius", mean_p=mean_p, chol_p=chol_p, mean_q=mean_q, chol_q=chol_q)
     cov = covariance_gap(chol_p, chol_q, diagonal).square().sum(-1 if diagonal else (-2, -1))
     return GaussianDistance(mahalanobis(mean_p - mean_q, chol_q, diagonal), cov)
 
 
-def gaussian_entropy(chol: Float[Tensor, "... D"], *, diagonal: bool = False) -> Float[Tensor, "*c"]:
+def gaussian_entropy(chol: Chol, *, diagonal: bool = False) -> Float[Tensor, "*c"]:
     """Differential entropy of a Gaussian.
 
         H = ½ D log 2πe + Σ_i log l_ii
@@ -137,19 +126,21 @@ def gaussian_entropy(chol: Float[Tensor, "... D"], *, diagonal: bool = False) ->
 # ---------------------------------------------------------------------------------------------------- parts
 
 
-def _whiten(x: Tensor, chol: Tensor, diagonal: bool) -> Tensor:
-    """Whiten vectors x [*, D] to L⁻¹ x; one factor [D, D] serves all rows in a single solve."""
-    if diagonal:
-        return x / chol
-    if chol.ndim == 2:
-        columns = x.reshape(-1, x.shape[-1]).mT
-        return torch.linalg.solve_triangular(chol, columns, upper=False).mT.reshape(x.shape)
-    return torch.linalg.solve_triangular(chol, x[..., None], upper=False).squeeze(-1)
+def _tensors(where: str, **given: Tensor) -> tuple[Tensor, ...]:
+    """The arguments in one dtype; a ValueError names the first that is no tensor."""
+    require_tensors(where, **given)
+    return in_one_dtype(*given.values())
 
 
 def mahalanobis(gap: Tensor, chol: Tensor, diagonal: bool) -> Tensor:
     """Squared Mahalanobis length |L⁻¹ gap|² [*], for the Cholesky factor L of a covariance."""
-    return _whiten(gap, chol, diagonal).square().sum(-1)
+    if diagonal:
+        white = gap / chol
+    elif chol.ndim == 2:  # one factor serves all rows in a single solve
+        white = torch.linalg.solve_triangular(chol, gap.reshape(-1, gap.shape[-1]).mT, upper=False).mT.reshape(gap.shape)
+    else:
+        white = torch.linalg.solve_triangular(chol, gap[..., None], upper=False).squeeze(-1)
+    return white.square().sum(-1)
 
 
 def kl_of_covariances(chol_p: Tensor, chol_q: Tensor, diagonal: bool) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from corral.divergence.gaussian import gaussian_entropy, kl_of_covariances
 from corral.numerics import expm1_minus, in_one_dtype, require_tensors, without_autocast
 from corral.projection.factor import RelativePrecision, relative_precision, tilted_factor
-from corral.projection.gaussian import TOLERANCE, check_bound, check_factor, solve_tilt, whitening_error
+from corral.projection.gaussian import TOLERANCE, broadcast_rows, check_bound, check_factor, solve_tilt, whitening_error
 from corral.projection.root import find_root
 from corral.validate import number_in
 
@@ -77,30 +77,20 @@ def _check(
     """Validate inputs and convert them to one dtype and set of rows. Without an old factor the bound is 0 and unused."""
     if (old_chol is None) != (cov_bound is None):
         raise ValueError(f"{_NAME}: `old_chol` and `cov_bound` keep the KL bound together; give both or neither.")
-    for key, x in {"chol": chol, "old_chol": chol if old_chol is None else old_chol}.items():
-        require_tensors(_NAME, **{key: x})
-        if not x.is_floating_point() or not x.ndim:
-            raise ValueError(f"{_NAME}: `{key}` must hold floating-point numbers; got {x.dtype} {list(x.shape)}.")
-        check_factor(_NAME, key, x, chol.shape[-1], diagonal)
-    new, *olds = in_one_dtype(chol, *([] if old_chol is None else [old_chol.detach()]))
-    row_floor = _check_floor(floor, new)
-    bound = new.new_zeros(()) if cov_bound is None else check_bound(_NAME, "cov_bound", cov_bound, new)
-    axes = 1 if diagonal else 2
-    try:
-        rows = torch.broadcast_shapes(*(x.shape[:-axes] for x in (new, *olds)), row_floor.shape, bound.shape)
-    except RuntimeError:
-        raise ValueError(
-            f"{_NAME}: leading axes do not fit together: chol {list(new.shape)}, floor {list(row_floor.shape)}, cov_bound "
-            f"{list(bound.shape)}, old_chol {[list(old.shape) for old in olds] or None}."
-        ) from None
-    new, *olds = (x.expand(*rows, *x.shape[-axes:]) for x in (new, *olds))
-    return new, row_floor.expand(rows), olds[0] if olds else None, bound.expand(rows)
-
-
-def _check_floor(floor: float | Tensor, like: Tensor) -> Tensor:
+    olds = {} if old_chol is None else {"old_chol": old_chol}
+    require_tensors(_NAME, chol=chol, **olds)
+    for key, x in {"chol": chol, **olds}.items():
+        check_factor(_NAME, key, x, chol.shape[-1] if chol.ndim else 0, diagonal)
     if not (bool((floor < math.inf).all()) if isinstance(floor, Tensor) else number_in(floor, -math.inf) and floor < math.inf):
         raise ValueError(f"{_NAME}: `floor` is an entropy in nats, below inf (−inf switches it off); got {floor}.")
-    return torch.as_tensor(floor, dtype=like.dtype, device=like.device).detach()
+    new, *old = in_one_dtype(chol, *(x.detach() for x in olds.values()))
+    row_floor = torch.as_tensor(floor, dtype=new.dtype, device=new.device).detach()
+    bound = new.new_zeros(()) if cov_bound is None else check_bound(_NAME, "cov_bound", cov_bound, new)
+    axes = 1 if diagonal else 2
+    factors = {key: x.shape[:-axes] for key, x in zip(("chol", "old_chol"), (new, *old), strict=False)}
+    rows = broadcast_rows(_NAME, **factors, floor=row_floor.shape, cov_bound=bound.shape)
+    new, *old = (x.expand(*rows, *x.shape[-axes:]) for x in (new, *old))
+    return new, row_floor.expand(rows), old[0] if old else None, bound.expand(rows)
 
 
 def _scale(chol: Tensor, floor: Tensor, diagonal: bool) -> EntropyProjection:

@@ -11,11 +11,22 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from corral.divergence.gaussian import WassersteinForm, covariance_gap, kl_of_covariances, mahalanobis, wasserstein_line
+from corral.divergence.gaussian import (
+    Chol,
+    Mean,
+    WassersteinForm,
+    covariance_gap,
+    kl_of_covariances,
+    mahalanobis,
+    wasserstein_line,
+)
 from corral.numerics import expm1_minus, in_one_dtype, require_tensors, without_autocast
 from corral.projection.factor import RelativePrecision, factor_of, relative_precision, tilted_factor
 from corral.projection.root import find_root
 from corral.validate import number_in
+
+Bound = float | Float[Tensor, "..."]
+"""A bound for all rows, or one for each row."""
 
 TOLERANCE = 0.01
 """Largest distance from its bound at which a KL projection counts as converged, as a share of the bound."""
@@ -144,14 +155,7 @@ def _lower_factor(factor: Tensor) -> Tensor:
 
 @without_autocast
 def project_gaussian_kl(
-    mean: Float[Tensor, "*#b D"],
-    chol: Float[Tensor, "... D"],
-    old_mean: Float[Tensor, "*#b D"],
-    old_chol: Float[Tensor, "... D"],
-    *,
-    mean_bound: float | Float[Tensor, "*#b"],
-    cov_bound: float | Float[Tensor, "..."],
-    diagonal: bool = False,
+    mean: Mean, chol: Chol, old_mean: Mean, old_chol: Chol, *, mean_bound: Bound, cov_bound: Bound, diagonal: bool = False
 ) -> GaussianProjection:
     """Project the new policy onto the KL ball around the old one, its mean and its covariance each within their own bound.
 
@@ -287,13 +291,13 @@ def whitening_error(chol: Tensor, diagonal: bool) -> Tensor:
 
 @without_autocast
 def project_gaussian_wasserstein(
-    mean: Float[Tensor, "*#b D"],
-    chol: Float[Tensor, "... D"],
-    old_mean: Float[Tensor, "*#b D"],
-    old_chol: Float[Tensor, "... D"],
+    mean: Mean,
+    chol: Chol,
+    old_mean: Mean,
+    old_chol: Chol,
     *,
-    mean_bound: float | Float[Tensor, "*#b"],
-    cov_bound: float | Float[Tensor, "..."],
+    mean_bound: Bound,
+    cov_bound: Bound,
     form: WassersteinForm = "commuting",
     scaled: bool = True,
     diagonal: bool = False,
@@ -340,14 +344,7 @@ def project_gaussian_wasserstein(
 
 @without_autocast
 def project_gaussian_frobenius(
-    mean: Float[Tensor, "*#b D"],
-    chol: Float[Tensor, "... D"],
-    old_mean: Float[Tensor, "*#b D"],
-    old_chol: Float[Tensor, "... D"],
-    *,
-    mean_bound: float | Float[Tensor, "*#b"],
-    cov_bound: float | Float[Tensor, "..."],
-    diagonal: bool = False,
+    mean: Mean, chol: Chol, old_mean: Mean, old_chol: Chol, *, mean_bound: Bound, cov_bound: Bound, diagonal: bool = False
 ) -> GaussianProjection:
     """Project the new policy onto balls around the old one: Mahalanobis for the mean, Frobenius for the covariance.
 
@@ -387,58 +384,48 @@ def project_gaussian_frobenius(
 
 
 def _check_gaussians(
-    name: str,
-    mean: Tensor,
-    chol: Tensor,
-    old_mean: Tensor,
-    old_chol: Tensor,
-    mean_bound: float | Tensor,
-    cov_bound: float | Tensor,
-    diagonal: bool,
+    name: str, mean: Tensor, chol: Tensor, old_mean: Tensor, old_chol: Tensor, mean_bound: Any, cov_bound: Any, diagonal: bool
 ) -> _Gaussians:
     """Validate inputs and convert them to one dtype and set of rows; `ValueError` for invalid input."""
-    tensors = {"mean": mean, "chol": chol, "old_mean": old_mean, "old_chol": old_chol}
-    require_tensors(name, **tensors)
-    for key, x in tensors.items():
-        if not x.is_floating_point():
-            raise ValueError(f"{name}: `{key}` must hold floating-point numbers; got dtype {x.dtype}.")
+    require_tensors(name, mean=mean, chol=chol, old_mean=old_mean, old_chol=old_chol)
+    for key, x in (("mean", mean), ("old_mean", old_mean)):
+        _check_floating(name, key, x)
     dimension = mean.shape[-1] if mean.ndim else 0
     if not dimension or old_mean.shape[-1:] != mean.shape[-1:]:
-        raise ValueError(
-            f"{name}: both means need the same last axis, of at least one dimension; "
-            f"got {list(mean.shape)} and {list(old_mean.shape)}."
-        )
-    for key in ("chol", "old_chol"):
-        check_factor(name, key, tensors[key], dimension, diagonal)
+        got = f"{list(mean.shape)} and {list(old_mean.shape)}"
+        raise ValueError(f"{name}: both means need the same last axis, of at least one dimension; got {got}.")
+    check_factor(name, "chol", chol, dimension, diagonal)
+    check_factor(name, "old_chol", old_chol, dimension, diagonal)
     mean, chol, old_mean, old_chol = in_one_dtype(mean, chol, old_mean.detach(), old_chol.detach())
-    row_mean_bound = check_bound(name, "mean_bound", mean_bound, mean)
-    row_cov_bound = check_bound(name, "cov_bound", cov_bound, chol)
+    mean_bound, cov_bound = check_bound(name, "mean_bound", mean_bound, mean), check_bound(name, "cov_bound", cov_bound, chol)
     axes = 1 if diagonal else 2
+    old_rows, matrix = old_chol.shape[:-axes], chol.shape[-axes:]
+    cov_rows = broadcast_rows(name, chol=chol.shape[:-axes], old_chol=old_rows, cov_bound=cov_bound.shape)
+    means = {"mean": mean.shape[:-1], "old_mean": old_mean.shape[:-1], "mean_bound": mean_bound.shape}
+    mean_rows = broadcast_rows(name, **means, old_chol=old_rows)
+    broadcast_rows(name, means=mean_rows, covariances=cov_rows)
+    mean, old_mean = (x.expand(*mean_rows, -1) for x in (mean, old_mean))
+    chol, old = (x.expand(*cov_rows, *matrix) for x in (chol, old_chol))
+    return _Gaussians(mean, chol, old_mean, old, mean_bound.expand(mean_rows), cov_bound.expand(cov_rows), old_chol, diagonal)
+
+
+def broadcast_rows(name: str, **shapes: torch.Size) -> torch.Size:
+    """The common shape of leading axes, or a ValueError that lists them."""
     try:
-        cov_rows = torch.broadcast_shapes(chol.shape[:-axes], old_chol.shape[:-axes], row_cov_bound.shape)
-        mean_rows = torch.broadcast_shapes(mean.shape[:-1], old_mean.shape[:-1], row_mean_bound.shape, old_chol.shape[:-axes])
-        torch.broadcast_shapes(cov_rows, mean_rows)
+        return torch.broadcast_shapes(*shapes.values())
     except RuntimeError:
-        raise ValueError(
-            f"{name}: leading axes do not fit together: mean {list(mean.shape)}, chol {list(chol.shape)}, old_mean "
-            f"{list(old_mean.shape)}, old_chol {list(old_chol.shape)}, mean_bound {list(row_mean_bound.shape)}, cov_bound "
-            f"{list(row_cov_bound.shape)}; `diagonal` is {diagonal}."
-        ) from None
-    matrix = chol.shape[-axes:]
-    return _Gaussians(
-        mean.expand(*mean_rows, -1),
-        chol.expand(*cov_rows, *matrix),
-        old_mean.expand(*mean_rows, -1),
-        old_chol.expand(*cov_rows, *matrix),
-        row_mean_bound.expand(mean_rows),
-        row_cov_bound.expand(cov_rows),
-        old_chol,
-        diagonal,
-    )
+        listed = ", ".join(f"{key} {list(shape)}" for key, shape in shapes.items())
+        raise ValueError(f"{name}: leading axes do not fit together: {listed}. Is `diagonal` what the factors are?") from None
+
+
+def _check_floating(name: str, key: str, x: Tensor) -> None:
+    if not x.is_floating_point():
+        raise ValueError(f"{name}: `{key}` must hold floating-point numbers; got dtype {x.dtype}.")
 
 
 def check_factor(name: str, key: str, chol: Tensor, dimension: int, diagonal: bool) -> None:
     """Refuse a factor that is not [*, D, D] and lower triangular, or with `diagonal` not [*, D]."""
+    _check_floating(name, key, chol)
     wanted = (dimension,) if diagonal else (dimension, dimension)
     if chol.shape[-len(wanted) :] != wanted:
         shape = "standard deviations [*, D]" if diagonal else "a lower Cholesky factor [*, D, D]"
@@ -450,7 +437,7 @@ def check_factor(name: str, key: str, chol: Tensor, dimension: int, diagonal: bo
         )
 
 
-def check_bound(name: str, key: str, bound: float | Tensor, like: Tensor) -> Tensor:
+def check_bound(name: str, key: str, bound: Bound, like: Tensor) -> Tensor:
     """Convert the bound to a tensor ≥ 0 without gradient."""
     valid = bool((bound >= 0).all()) if isinstance(bound, Tensor) else number_in(bound, 0)
     if not valid:

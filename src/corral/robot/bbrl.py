@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from corral.divergence.gaussian import mahalanobis
 from corral.robot.config import LearnerConfig
 from corral.robot.episode import Episodes
 from corral.robot.learner import Credit, Learner
@@ -38,13 +39,10 @@ class BBRL(Learner):
     name: ClassVar[str] = "bbrl"
 
     def log_prob(self, plans: Plans) -> Tensor:
-        gap, chol = plans.params - plans.mean, plans.chol
-        if chol.ndim == 2:  # one factor for all: plans are the columns of one right-hand side
-            white = torch.linalg.solve_triangular(chol, gap.mT, upper=False).mT
-        else:
-            white = torch.linalg.solve_triangular(chol, gap[..., None], upper=False)[..., 0]
+        chol = plans.chol
         log_det = chol.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        return (-0.5 * white.square().sum(-1) - log_det - 0.5 * chol.shape[-1] * math.log(2 * math.pi))[:, None]
+        square = mahalanobis(plans.params - plans.mean, chol, diagonal=False)
+        return (-0.5 * square - log_det - 0.5 * chol.shape[-1] * math.log(2 * math.pi))[:, None]
 
     def states(self, episodes: Episodes) -> Tensor:
         return self.planner.contexts(episodes)

@@ -4,6 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -34,6 +35,10 @@ _PIECE = 2000
 
 _ENTROPY_OF_ONE = 0.5 * math.log(2 * math.pi * math.e)
 """Entropy of a Gaussian with standard deviation 1. Subtracted from entropy per parameter, it leaves a mean log deviation."""
+
+
+_COUNTERS = ("iteration", "env_steps", "first_entropy")
+"""Numbers in a checkpoint."""
 
 
 class Credit(NamedTuple):
@@ -102,6 +107,8 @@ class Learner(ABC):
         self.planner = Planner(plant, prodmp, dt, self.policy, every=every, start=start, dtype=dtype)
         self.policy_optimizer = torch.optim.Adam(self.policy.parameters(), config.policy_rate, weight_decay=config.weight_decay)
         self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), config.critic_rate, weight_decay=config.weight_decay)
+        self.networks: dict[str, nn.Module] = {"policy": self.policy, "critic": self.critic}
+        self.optimizers = {"critic": self.critic_optimizer, "policy": self.policy_optimizer}
         origin = torch.zeros(size, dtype=dtype, device=config.device)
         self.first_entropy = float(gaussian_entropy(self.policy.cholesky(origin).detach()))
         self.iteration = self.env_steps = 0
@@ -210,7 +217,7 @@ class Learner(ABC):
         """Make a full-batch step on the policy's loss."""
         mean, chol = self.gaussians(context)
         projected, factor = self.project(mean, chol, plans)
-        log_ratio = self.log_prob(plans._replace(mean=projected.mean, chol=factor)) - log_old
+        log_ratio = self.log_prob(replace(plans, mean=projected.mean, chol=factor)) - log_old
         ratio = torch.where(credit.mask, log_ratio, 0.0).clamp(max=LOG_RATIO_MAX).exp()
         gain = torch.where(credit.mask, ratio * credit.advantages, 0.0).sum() / credit.mask.sum().clamp(min=1)
         distance = gaussian_kl(mean, chol, projected.mean.detach(), factor.detach())
@@ -259,39 +266,22 @@ class Learner(ABC):
         return projected, factor
 
     @property
-    def networks(self) -> tuple[nn.Module, nn.Module]:
-        """The trained networks."""
-        return self.policy, self.critic
-
-    @property
-    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
-        """The optimizers by the name of the trained network."""
-        return {"critic": self.critic_optimizer, "policy": self.policy_optimizer}
-
-    @property
     def updates(self) -> int:
         """Number of policy updates so far."""
         return self.iteration * self.config.policy_epochs
 
     def state(self) -> dict[str, Any]:
         """A checkpoint of networks, optimizers and counters, as a copy that later steps do not change."""
-        counters = {"iteration": self.iteration, "env_steps": self.env_steps, "first_entropy": self.first_entropy}
-        return deepcopy({key: part.state_dict() for key, part in self._parts().items()} | counters)
+        parts = self.networks | {f"{name}_optimizer": optimizer for name, optimizer in self.optimizers.items()}
+        return deepcopy({key: part.state_dict() for key, part in parts.items()} | {key: vars(self)[key] for key in _COUNTERS})
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Resume from a `state`."""
-        for key, part in self._parts().items():
-            part.load_state_dict(deepcopy(state[key]))  # optimizers would go on with these very tensors
-        self.iteration, self.env_steps, self.first_entropy = (state[x] for x in ("iteration", "env_steps", "first_entropy"))
-
-    def _parts(self) -> dict[str, Any]:
-        """Networks and optimizers, each with a state dict."""
-        return {
-            "policy": self.policy,
-            "critic": self.critic,
-            "policy_optimizer": self.policy_optimizer,
-            "critic_optimizer": self.critic_optimizer,
-        }
+        state = deepcopy(dict(state))  # optimizers would go on with these very tensors
+        for name, network in self.networks.items():
+            network.load_state_dict(state[name])
+            self.optimizers[name].load_state_dict(state[f"{name}_optimizer"])
+        self.iteration, self.env_steps, self.first_entropy = (state[key] for key in _COUNTERS)
 
 
 def mirror(noise: Float[Tensor, "E *w"]) -> Float[Tensor, "E *w"]:

@@ -1,6 +1,7 @@
 """Planner: draws a plan for each context, or a new one every few steps from the current state, and follows it."""
 
-from typing import Literal, NamedTuple, cast
+from dataclasses import dataclass
+from typing import Literal, cast
 
 import torch
 from jaxtyping import Bool, Float
@@ -10,11 +11,13 @@ from corral.robot.episode import Episodes, Plant
 from corral.robot.policy import GaussianPolicy
 from corral.robot.prodmp import ProDMP
 from corral.robot.tracking import Array
+from corral.tensors import Tensors
 
 PlanStart = Literal["desired", "state"]
 
 
-class Plans(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Plans(Tensors):
     """Trajectory parameters drawn for a batch, with the Gaussian that drew them: the old policy of this batch's updates.
 
     One row for each of the N plans that began: the first plans of all episodes, then the second ones, …
@@ -27,19 +30,13 @@ class Plans(NamedTuple):
     sizes: tuple[int, ...]
     """Number of first plans, of second plans, …"""
 
-    def to(self, device: str) -> "Plans":
-        """The plans on another device."""
-        return Plans(self.params.to(device), self.mean.to(device), self.chol.to(device), self.sizes)
-
-
-def split_plans(plans: Plans) -> list[Plans]:
-    """The first plans of a batch, the second ones, …"""
-    sizes = plans.sizes
-    if len(sizes) == 1:
-        return [plans]
-    factors = plans.chol.split(sizes) if plans.chol.ndim == 3 else [plans.chol] * len(sizes)
-    parts = zip(plans.params.split(sizes), plans.mean.split(sizes), factors, sizes, strict=True)
-    return [Plans(params, mean, chol, (size,)) for params, mean, chol, size in parts]
+    def split(self) -> "list[Plans]":
+        """The first plans of a batch, the second ones, …"""
+        if len(self.sizes) == 1:
+            return [self]
+        factors = self.chol.split(self.sizes) if self.chol.ndim == 3 else [self.chol] * len(self.sizes)
+        parts = zip(self.params.split(self.sizes), self.mean.split(self.sizes), factors, self.sizes, strict=True)
+        return [Plans(params, mean, chol, (size,)) for params, mean, chol, size in parts]
 
 
 class Planner:
@@ -97,18 +94,17 @@ class Planner:
 
         They are played in several rounds where there are fewer environments than seeds.
         """
-        size, width = len(seeds), self.prodmp.parameters
+        size, width, shared = len(seeds), self.prodmp.parameters, self.policy.covariance is None
         params, mean = torch.zeros(2, self.count, size, width, dtype=self.dtype)
-        chol = params.new_zeros((width, width) if self.policy.covariance is None else (self.count, size, width, width))
+        chol = params.new_zeros((width, width) if shared else (self.count, size, width, width))
         played = []
         for rows in self.plant.rounds(size):
-            drawn = Plans(params[:, rows], mean[:, rows], chol if chol.ndim == 2 else chol[:, rows], ())
+            drawn = Plans(params[:, rows], mean[:, rows], chol if shared else chol[:, rows], ())
             played.append(self._play_round(seeds[rows], None if noise is None else noise[rows], drawn, learned_from))
         episodes = Episodes.cat(played)
         begun = self.begun(episodes)
-        return episodes, Plans(
-            params[begun], mean[begun], chol if chol.ndim == 2 else chol[begun], tuple(begun.sum(-1).tolist())
-        )
+        sizes = tuple(begun.sum(-1).tolist())
+        return episodes, Plans(params[begun], mean[begun], chol if shared else chol[begun], sizes)
 
     def _play_round(self, seeds: list[int], noise: Tensor | None, drawn: Plans, learned_from: bool) -> Episodes:
         """Play episodes at the same time, one per environment, and write their plans into `drawn`."""

@@ -15,10 +15,6 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"tanh": nn.Tanh, "relu": nn.R
 
 def mlp(inputs: int, hidden: Sequence[int], outputs: int, activation: str, gain: float) -> nn.Sequential:
     """Network of orthogonally initialised layers; `gain` scales the last layer."""
-    if not hidden:
-        raise ValueError("mlp: `hidden` holds the width of at least one layer; got none.")
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"mlp: `activation` is one of {', '.join(ACTIVATIONS)}; got {activation!r}.")
     layers: list[nn.Module] = []
     for width_in, width_out in zip([inputs, *hidden[:-1]], hidden, strict=True):
         layers += [nn.Linear(width_in, width_out), ACTIVATIONS[activation]()]

@@ -11,7 +11,7 @@ from torch import Tensor
 from corral.robot.config import LearnerConfig
 from corral.robot.episode import SEGMENTS, Episodes, Plant, episode_seeds
 from corral.robot.learner import Credit, Learner
-from corral.robot.planner import Plans, split_plans
+from corral.robot.planner import Plans
 from corral.robot.prodmp import ProDMP
 from corral.robot.segment import (
     critic_targets,
@@ -138,12 +138,12 @@ class TCE(Learner):
         generator = torch.Generator().manual_seed(episode_seeds(self.seed, self.iteration, 1, SEGMENTS)[0])
         self.pairs = draw_pairs(self.reach, self.points, generator=generator)
         self.rows = [position[self.pairs].to(plans.params) for position in self.planner.positions]
-        parts = zip(self.rows, split_plans(plans), strict=True)
+        parts = zip(self.rows, plans.split(), strict=True)
         self.jitter = [segment_jitter(rows, part.chol, self.config.jitter) for rows, part in parts]
 
     def log_prob(self, plans: Plans) -> Tensor:
         found = []  # of the first plans, of the second ones, …: each have the same columns of the trajectory
-        for rows, jitter, part in zip(self.rows, self.jitter, split_plans(plans), strict=True):
+        for rows, jitter, part in zip(self.rows, self.jitter, plans.split(), strict=True):
             if self.config.common_jitter:
                 jitter = segment_jitter(rows.flatten(0, 1)[None], part.chol, self.config.jitter).expand_as(jitter)
             if len(part.params):

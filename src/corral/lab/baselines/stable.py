@@ -66,6 +66,14 @@ class Baseline:
             self.envs.noise = EpisodeNoise(config.noise_colour, plant.steps, plant.tracking.dof)
             colour_actions(self.model, self.envs.noise)
 
+        policy = self.model.policy
+        self.networks: dict[str, torch.nn.Module] = {"policy": policy}
+        if isinstance(self.model, SAC):
+            temperature = self.model.ent_coef_optimizer
+            self.optimizers = {"critic": policy.critic.optimizer, "policy": policy.actor.optimizer, "temperature": temperature}
+        else:
+            self.optimizers = {"policy": policy.optimizer}
+
     def _make_model(self, kind: Any, *, gsde: bool) -> Any:
         """Make the algorithm of stable-baselines3, or TRPL on its PPO."""
         config, plant = self.config, self.plant
@@ -102,20 +110,6 @@ class Baseline:
     def env_steps(self) -> int:
         """Number of steps of all environments so far."""
         return int(self.model.num_timesteps)
-
-    @property
-    def networks(self) -> tuple[torch.nn.Module]:
-        """The trained networks, in one module."""
-        return (self.model.policy,)
-
-    @property
-    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
-        """The optimizers by the name of the trained network."""
-        model = self.model
-        if isinstance(model, SAC):
-            assert model.ent_coef_optimizer is not None
-            return {"critic": model.critic.optimizer, "policy": model.actor.optimizer, "temperature": model.ent_coef_optimizer}
-        return {"policy": model.policy.optimizer}
 
     @property
     def updates(self) -> int:

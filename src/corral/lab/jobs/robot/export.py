@@ -5,13 +5,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from corral.lab.jobs.robot import exported
-from corral.lab.jobs.robot.exported import FORMAT, ExportedPolicy
+from corral.lab.jobs.robot.exported import FORMAT
 from corral.lab.jobs.robot.prepare import EPISODIC, STATE, restored
 from corral.lab.run.files import write_whole
 from corral.robot.learner import Learner
@@ -49,12 +50,7 @@ class JointLimits:
 
 
 def export_policy(
-    learner: Learner,
-    path: str | Path,
-    *,
-    contexts: Array | None = None,
-    limits: JointLimits | None = None,
-    refuse: bool = True,
+    learner: Learner, path: str | Path, *, contexts: Array | None = None, limits: JointLimits | None = None, refuse: bool = True
 ) -> list[str]:
     """Write a policy's mean plans, as a function of the context, to `path`.npz, with a loader `path`.py beside it.
 
@@ -81,21 +77,15 @@ def export_policy(
             f"export_policy: a file holds one plan per episode, and this policy plans anew every {learner.planner.every} "
             f"steps. Train it without `replan_every`."
         )
-    policy = _freeze(learner, limits or JointLimits())
-    found = policy.violations(contexts) if limits is not None else []
+    content = io.BytesIO(_archive(learner, (limits or JointLimits()).array(learner.prodmp.dof)))
+    found = exported.load(content).violations(contexts) if limits is not None else []
     if found and refuse:
         raise ValueError(
             f"export_policy: plans for {count} contexts leave the limits: {'; '.join(found)}. Train with a penalty, "
             f"widen the limits, or pass refuse=False to write a file whose loader refuses such plans one by one."
         )
-    arrays = {"times": policy.times, "basis": policy.basis, "start": policy.start, "limits": policy.limits}
-    for index, (weight, bias) in enumerate(policy.layers):
-        arrays |= {f"weight_{index}": weight, f"bias_{index}": bias}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(loader, lambda beside: beside.write_bytes(program))
-    about = json.dumps(policy.about, default=lambda x: np.asarray(x).tolist())  # gains may be arrays
-    content = io.BytesIO()  # given a name, NumPy would add its own ending
-    np.savez(content, about=np.array(about), **arrays)
     write_whole(path, lambda beside: beside.write_bytes(content.getvalue()))
     return found
 
@@ -115,28 +105,32 @@ def export_run(run: Path, path: Path, *, checkpoint: str = "latest") -> int:
     return chosen.step
 
 
-def _freeze(learner: Learner, limits: JointLimits) -> ExportedPolicy:
-    """The policy's network and its trajectory's tables as float64 arrays."""
-    prodmp, tracking = learner.prodmp, learner.plant.tracking
-    linear = [layer for layer in learner.policy.mean if isinstance(layer, nn.Linear)]
-    basis, start = tables(prodmp, learner.planner.times)
+def _archive(learner: Learner, limits: Array) -> bytes:
+    """The policy's network, its trajectory's tables and these limits as the content of an .npz file, in float64."""
+    prodmp, tracking, policy = learner.prodmp, learner.plant.tracking, learner.policy
+    layers = [[_array(layer.weight), _array(layer.bias)] for layer in policy.mean if isinstance(layer, nn.Linear)]
+    if policy.normalised:  # (c − m) / s is a matter of the first layer
+        (weight, bias), mean = layers[0], _array(policy.context_mean)
+        weight = weight / _array(policy.context_std)
+        layers[0] = [weight, bias - weight @ mean]
     about = {
         "format": FORMAT,
         "algorithm": learner.name,
         "iteration": learner.iteration,
         "activation": learner.config.activation,
-        "layers": len(linear),
+        "layers": len(layers),
         "joints": tracking.joints,
         "velocities": tracking.velocities,
         "prodmp": asdict(prodmp),
         "tracking": asdict(tracking),
     }
-    layers = [(_array(layer.weight), _array(layer.bias)) for layer in linear]
-    if learner.policy.normalised:  # (c − m) / s is a matter of the first layer
-        (weight, bias), mean = layers[0], _array(learner.policy.context_mean)
-        weight = weight / _array(learner.policy.context_std)
-        layers[0] = weight, bias - weight @ mean
-    return ExportedPolicy(about, layers, _array(learner.planner.times), _array(basis), _array(start), limits.array(prodmp.dof))
+    basis, start = tables(prodmp, learner.planner.times)
+    arrays: dict[str, Any] = {"times": _array(learner.planner.times), "basis": _array(basis), "start": _array(start), "limits": limits}
+    for index, (weight, bias) in enumerate(layers):
+        arrays |= {f"weight_{index}": weight, f"bias_{index}": bias}
+    content = io.BytesIO()  # given a name, NumPy would add its own ending
+    np.savez(content, about=np.array(json.dumps(about, default=lambda x: np.asarray(x).tolist())), **arrays)  # gains: arrays
+    return content.getvalue()
 
 
 def tables(prodmp: ProDMP, times: Tensor) -> tuple[Tensor, Tensor]:

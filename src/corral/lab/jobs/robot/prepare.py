@@ -135,7 +135,7 @@ def _simulator(settings: Settings) -> Any:
 
 def parameters(agent: Agent) -> int:
     """Number of trained parameters."""
-    return sum(p.numel() for network in agent.networks for p in network.parameters())
+    return sum(p.numel() for network in agent.networks.values() for p in network.parameters())
 
 
 def describe(settings: Settings, agent: Agent) -> dict[str, Any]:
