@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.robot.policy import Critic, GaussianPolicy, Normaliser, mlp
+from corral.robot.policy import Critic, GaussianPolicy, Normaliser
 
 
 def test_it_starts_near_zero_with_the_asked_spread() -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from corral.lab.jobs.robot.prepare import EPISODIC, learner_config, prepare
-from corral.lab.jobs.robot.settings import ALGORITHMS, resolve
+from corral.lab.jobs.robot.settings import ALGORITHMS, check_flags, resolve
+from corral.lab.jobs.robot.settings import AS_PUBLISHED as BY_SWITCH
 from corral.lab.jobs.robot.smoke import TRAINING
 from corral.lab.jobs.robot.train import train
 from corral.lab.run.settings import RECIPES, read_recipe, recipes
@@ -78,3 +79,21 @@ def test_bbrl_as_published_has_constant_rates_and_raw_contexts(name: str) -> Non
 def test_a_recipe_that_is_none() -> None:
     with pytest.raises(RunError, match=r"no recipe 'via_pont'\. Did you mean 'via_point'\?"):
         read_recipe("via_pont")
+
+
+@pytest.mark.parametrize("algorithm", ["tce", "bbrl"])
+def test_a_switch_takes_the_published_rules(algorithm: str) -> None:
+    ours = resolve([read_recipe("via_point"), {"algorithm": algorithm}])
+    published = resolve([read_recipe("via_point"), {"algorithm": algorithm, "as_published": "true"}])
+    assert published == resolve([read_recipe("via_point_published"), {"algorithm": algorithm}])
+    assert published.learner == ours.learner | BY_SWITCH[algorithm]
+    assert resolve([published.flat()]) == published, "what a run keeps is the rules themselves"
+    assert resolve([read_recipe("via_point"), {"algorithm": algorithm, "as_published": False}]) == ours
+    config = learner_config(published)
+    assert {key: getattr(config, key) for key in BY_SWITCH[algorithm]} == BY_SWITCH[algorithm]
+
+
+def test_the_switch_and_the_settings_have_the_same_rules() -> None:
+    assert BY_SWITCH["tce"] == AS_PUBLISHED
+    with pytest.raises(RunError, match="`as_published` would change nothing: it is for tce and bbrl, not for sb3-ppo"):
+        check_flags(resolve([read_recipe("via_point"), {"algorithm": "sb3-ppo"}]), {"as_published": "true"})

@@ -152,7 +152,8 @@ def read_recipe(name: str) -> dict[str, Any]:
         raise RunError(f"there is no recipe {name!r}.{nearest(name, known)}")
     layer = read_file(known[name])
     layer.pop(COMPARE, None)
-    return layer
+    base = layer.pop("recipe", None)  # whose keys and tables this one has too, unless it has its own
+    return layer if base is None else read_recipe(base) | layer
 
 
 def guess(text: Any) -> Any:
