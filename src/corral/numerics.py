@@ -29,9 +29,14 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
+def common_dtype(*tensors: Tensor) -> torch.dtype:
+    """Return the highest precision among the tensors, at least float32."""
+    return reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
+
+
 def in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Convert all tensors to the highest precision among them, at least float32."""
-    dtype = reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
+    dtype = common_dtype(*tensors)
     return tuple(x.to(dtype) for x in tensors)
 
 

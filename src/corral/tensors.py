@@ -92,6 +92,7 @@ class SparseDist(Tensors):
 
     def pack(self, device: torch.device | str = "cpu") -> "PackedSparseDist":
         """Pack into jagged int32 and float32 storage without padding, detached, on the CPU by default."""
+        # Most rows of a peaked policy need a few of their K slots: only those are kept, and their number per position.
         kept = self.ids >= 0
         return PackedSparseDist(
             ids=self.ids[kept].to(device, torch.int32),

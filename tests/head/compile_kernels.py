@@ -20,7 +20,7 @@ TYPES = {
     "i32": "count rows tiles slots slots_in top_k vocabulary width start total length stride stride_b stride_t stride_ids "
     "stride_kept stride_logp joined",
     "fp32": "mass bound regression cap before after slope curve tolerance small low high highest slack",
-    "*i32": "counter marks queue key keys route counts starts out_ids filled floors overflow need out_need likely",
+    "*i32": "counter marks queue key keys route counts starts out_ids filled floors overflow need out_route likely",
     "*i64": "listed order picked tokens ranked out_joined wide row_of", "*u8": "place mask state left_out joins",
     "*bf16": "dz d_weight stored",
 }  # fmt: skip

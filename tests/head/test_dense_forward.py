@@ -226,7 +226,7 @@ def scattered(
     ids = torch.tensor([[0, 2]] * count, dtype=torch.int32, device=DEVICE)
     rest, zero = numbers[2], torch.zeros(count, device=DEVICE)
     reference = numbers[1] + torch.where(rest == -math.inf, 0.0, rest)
-    gradient = RowGradient(ids=ids, value=numbers[3], factor=numbers[0], off=zero, size=zero, need=ids)
+    gradient = RowGradient(ids=ids, value=numbers[3], factor=numbers[0], off=zero, size=zero, route=ids)
     stored, left_out = (
         torch.ones(count, 4, dtype=torch.bfloat16, device=DEVICE),
         torch.zeros(count, dtype=torch.bool, device=DEVICE),

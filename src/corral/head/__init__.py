@@ -13,14 +13,14 @@ torch/              on any device
 triton/             on a GPU
   gemm_stats.py       one GEMM, which keeps five numbers of each tile of logits
   support.py          supports from these: plan which tiles to recompute, recompute them, finalize the rows; unions
-  loss.py             the objective's own kernel (`TokenLoss`, `TrollLoss`), and the metrics (`summarize`)
+  loss.py             the objective's own kernel on these rows (`row_losses`), and the metrics (`summarize`)
   backward.py         gradients of log-probs → of logits (`row_gradient`); planned dense rows (`dense_forward`); streamed rows,
                       sparse or recomputed (`head_gradients`)
-  fused.py            validates and plans a batch, then calls these in order
+  fused.py            validates a batch and plans its rows (`plan_rows`), then calls these in order
 union.py            the old policy on a union of supports; triton/gathered.py on a GPU
 
-`lm_head` goes through autograd functions instead (torch/stream.py, triton/autograd.py), and batch_loss.py computes an
-objective's loss from its results.
+`lm_head` (forward.py) goes through autograd instead, with a forward and a backward of torch/stream.py, or of triton/support.py
+and triton/backward.py. batch_loss.py computes an objective's loss from its results.
 """
 
 from corral.head.forward import HeadOutput, lm_head

@@ -51,7 +51,9 @@ def obstacle(hidden: Tensor, weight: Tensor, top_k: int | None, given: int = 0, 
     """Return the reason why Triton kernels cannot run on these tensors, or None. `interpret` accepts Triton's interpreter."""
     if not has_triton():
         return "Triton is not installed"
-    if not hidden.is_cuda and not (interpret and _interpreting()):
+    import triton
+
+    if not hidden.is_cuda and not (interpret and triton.knobs.runtime.interpret):
         return f"Triton kernels run on a GPU and the hidden states are on {hidden.device.type!r}"
     if weight.device != hidden.device:
         return f"the weight is on {str(weight.device)!r} and the hidden states are on {str(hidden.device)!r}"
@@ -64,6 +66,7 @@ def obstacle(hidden: Tensor, weight: Tensor, top_k: int | None, given: int = 0, 
             f"hidden states and weight must share a dtype of at most 32 bits; they are "
             f"{str(hidden.dtype).removeprefix('torch.')} and {str(weight.dtype).removeprefix('torch.')}"
         )
+    # Tensor descriptors address rows in multiples of 16 bytes.
     if not weight.is_contiguous() or weight.data_ptr() % 16 or weight.shape[-1] * weight.element_size() % 16:
         return "rows of the weight must lie one behind the other, on multiples of 16 bytes"
     if hidden.is_contiguous() and hidden.data_ptr() % 16:  # any other is copied
@@ -72,6 +75,7 @@ def obstacle(hidden: Tensor, weight: Tensor, top_k: int | None, given: int = 0, 
         return f"a support of {given} tokens was given, and one of more than {MAX_GIVEN} does not fit"
     if top_k is not None and given + top_k > MAX_GIVEN:
         return f"the union of {given} tokens given and top_k = {top_k} may be more than {MAX_GIVEN} tokens, and does not fit"
+    # The lower bound on the K-th largest logit is made of the tiles' largest logits: it takes K tiles at least.
     if top_k is not None and own_top_k(hidden, len(weight), top_k) < top_k:
         width = tile_of(hidden).columns
         return f"top_k = {top_k} is more than a vocabulary of {len(weight)} has tiles of {width}, or than {MAX_TOP_K}"
@@ -124,12 +128,6 @@ def _little_memory(device: torch.device) -> bool:
 def has_triton() -> bool:
     """True if Triton is installed."""
     return importlib.util.find_spec("triton") is not None
-
-
-def _interpreting() -> bool:
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
 
 
 @functools.cache

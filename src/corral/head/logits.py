@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from corral.numerics import common_dtype
+
 BLOCK = {"cpu": (512, 2048), "cuda": (4096, 16384)}
 """Tokens × vocabulary of one block: small enough for a CPU's cache, large enough to keep a GPU's matrix units busy."""
 
@@ -35,7 +37,7 @@ class LogitSpec:
         if _stays_half(hidden) and hidden.dtype == weight.dtype:  # matrix units read half precision and add up in float32
             z = torch.mm(hidden, weight.T, out_dtype=torch.float32, out=out)
         else:
-            dtype = working_dtype(hidden, weight)
+            dtype = common_dtype(hidden, weight)  # logits rounded to bfloat16 put several percent of error on the gradient
             z = torch.mm(hidden.to(dtype), weight.to(dtype).T, out=out)
         return self.finish_(z if bias is None else z.add_(bias))
 
@@ -61,17 +63,6 @@ class LogitSpec:
             dz.mul_(z.mul_(self.curve).square_().neg_().add_(1))
 
 
-def working_dtype(*operands: Tensor) -> torch.dtype:
-    """Return the dtype in which GEMMs accumulate and logits are stored: float32 or better.
-
-    Logits rounded to bfloat16 put an error of several percent on the gradient.
-    """
-    dtype = torch.float32
-    for x in operands:
-        dtype = torch.promote_types(dtype, x.dtype)
-    return dtype
-
-
 def operand(x: Tensor, dtype: torch.dtype, scratch: "Scratch | None" = None) -> Tensor:
     """Prepare a factor of a GEMM. Half precision stays on a GPU, whose matrix units accumulate in float32."""
     if x.dtype == dtype or _stays_half(x):
@@ -84,6 +75,8 @@ def accumulate(into: Tensor, left: Tensor, right: Tensor, *, fresh: bool = False
 
     If the right factor is bfloat16, the gradient is rounded to it before the GEMM on a GPU. Float16 would lose its small parts.
     """
+    # With a float32 factor a GEMM would run without the fast matrix units. bfloat16 has float32's range, and what it rounds is
+    # an error of the size of bfloat16 gradients themselves.
     if _stays_half(right) and right.dtype == torch.bfloat16:
         found = torch.mm(left.to(right.dtype), right, out_dtype=into.dtype)
         into.copy_(found) if fresh else into.add_(found)

@@ -31,7 +31,8 @@ class Packing:
         if rows is None:
             rows = mask.flatten().nonzero().squeeze(-1)
         self.count = len(rows)
-        self.rows = None if self.count == mask.numel() and in_order else rows  # all of them: nothing to copy
+        # Without padding nothing has to be copied: packing is then a view, and hidden states of 64 MB stay where they are.
+        self.rows = None if self.count == mask.numel() and in_order else rows
 
     def pack(self, x: Tensor) -> Tensor:
         """Pack [B T …] into [N …]."""

@@ -127,6 +127,8 @@ def _unit_scale(weights: Tensor, mask: Tensor, dtype: torch.dtype) -> tuple[Tens
     weights = at_least_float32(weights.detach())
     if dtype != torch.float16 or not weights.numel():
         return weights, None
+    # A token's weight is about 1/N, and float16 ends at 6e-8: gradients are formed with the largest weight as 1, and multiplied
+    # by it in the backward pass, together with a gradient scaler's factor.
     largest = torch.where(mask, weights.abs(), 0.0).amax()
     unit = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
     return weights / unit, unit

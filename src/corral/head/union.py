@@ -8,8 +8,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from corral.head.dispatch import choose
-from corral.head.logits import LogitSpec, slices, working_dtype
-from corral.numerics import at_least_float32
+from corral.head.logits import LogitSpec, slices
+from corral.numerics import at_least_float32, common_dtype
 from corral.support import extend_support
 from corral.tensors import SparseDist, Tensors
 from corral.validate import number_in
@@ -41,7 +41,8 @@ def gather_logp(
 
         with torch.cuda.device_of(hidden):  # Triton launches on the current device, wherever the tensors are
             return gather_triton(hidden, weight, bias, spec, tokens, logp, ids)
-    wanted, dtype, found = torch.cat([tokens.long()[:, None], ids.long()], -1), working_dtype(hidden, weight), []
+    wanted, dtype, found = torch.cat([tokens.long()[:, None], ids.long()], -1), common_dtype(hidden, weight), []
+    # A few rows at a time: the gathered weights [n, M, H] are H times as large as the result.
     for part in slices(len(hidden), max(1, AT_ONCE // max(wanted.shape[-1] * weight.shape[-1], 1))):
         some = wanted[part].clamp(min=0)
         z = torch.einsum("nh,nmh->nm", hidden[part].to(dtype), weight[some].to(dtype))

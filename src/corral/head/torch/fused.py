@@ -10,10 +10,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from corral.head.logits import LogitSpec, Scratch, accumulate, block_size, operand, slices, working_dtype
+from corral.head.logits import LogitSpec, Scratch, accumulate, block_size, operand, slices
 from corral.head.packed import FusedLoss, LossTerms, Packing
 from corral.head.rows import Gradients, HeadInput, HeadRows, Upstream
 from corral.head.torch.stream import HeadGradients, LogitGradient, Outside, Shard, scan_rows
+from corral.numerics import common_dtype
 from corral.support import check_ids, check_unique
 from corral.tensors import SparseDist, join_outputs
 
@@ -39,8 +40,10 @@ def fused_loss(source: HeadInput, terms: LossTerms, needed: Sequence[bool]) -> F
         check_sampled(source.ids, source.tokens)
         check_ids("policy_loss_from_hidden", "ids", source.ids, lowest=-1, vocabulary=len(source.weight))
         check_unique("policy_loss_from_hidden", "ids", source.ids)
-    total, found, outputs = source.hidden.new_zeros((), dtype=working_dtype(source.hidden, source.weight)), [], []
+    total, found, outputs = source.hidden.new_zeros((), dtype=common_dtype(source.hidden, source.weight)), [], []
     into, trained = _GradientSum(source, needed), any(needed)
+    # The logits of a part are gone when the next part's are made: the objective has to see each part by itself, and its
+    # gradient with respect to the head's few results is all that autograd does here.
     for part, rows, outside in scan_rows(source, Shard(), outside=trained):
         leaves = [x.detach().requires_grad_(trained) for x in (rows.logp, rows.kept, rows.rest)]
         with torch.set_grad_enabled(trained):
@@ -90,11 +93,11 @@ class _GradientSum:
 
     def __init__(self, source: HeadInput, needed: Sequence[bool]) -> None:
         hidden, weight, bias = source.hidden, source.weight, source.bias
-        self.source, self.dtype = source, working_dtype(hidden, weight)
+        self.source, self.dtype = source, common_dtype(hidden, weight)
         self.hidden = torch.zeros_like(hidden, dtype=self.dtype) if needed[0] else None
         self.weight = torch.empty_like(weight, dtype=self.dtype) if needed[1] else None
         self.bias = torch.zeros_like(bias, dtype=self.dtype) if bias is not None and needed[2] else None
-        self.fresh = True
+        self.fresh = True  # dW holds nothing yet: the first part overwrites it, which saves filling it with zeros
         self.scratch = Scratch(hidden.device)
 
     def add(self, part: slice, rows: HeadRows, grads: HeadGradients, outside: Outside) -> None:

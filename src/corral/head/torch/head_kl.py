@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from corral.divergence.categorical import kl_elements
-from corral.head.logits import LogitSpec, Scratch, operand, slices, working_dtype
+from corral.head.logits import LogitSpec, Scratch, operand, slices
 from corral.head.torch.stream import COLUMNS, HELD, MOST_ROWS, ROWS, make_logits
-from corral.numerics import require_tensors, without_autocast
+from corral.numerics import common_dtype, require_tensors, without_autocast
 
 
 @torch.no_grad()
@@ -78,7 +78,7 @@ def _measure(new: HeadStates, old: HeadStates, spec: LogitSpec, *, both: bool) -
             f"head_kl: both networks see the same tokens and have one vocabulary; got tokens {list(shape)} and "
             f"{list(old.hidden.shape[:-1])}, vocabularies {vocabulary} and {len(old.weight)}. Were both run on one batch?"
         )
-    dtype = working_dtype(new.hidden, new.weight, old.hidden, old.weight)
+    dtype = common_dtype(new.hidden, new.weight, old.hidden, old.weight)
     at_once = HELD.get(device.type, HELD["cpu"]) // 2 // max(vocabulary, 1) // ROWS * ROWS
     found = [torch.empty(shape.numel(), dtype=dtype, device=device) for _ in range(1 + both)]
     scratch = Scratch(device), Scratch(device)  # both networks' logits are read together

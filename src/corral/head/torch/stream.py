@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from corral.head.logits import LogitSpec, Scratch, accumulate, block_size, operand, slices, working_dtype
+from corral.head.logits import LogitSpec, Scratch, accumulate, block_size, operand, slices
 from corral.head.rows import Gradients, HeadInput, HeadRows, Upstream
+from corral.numerics import common_dtype
 from corral.support import choose_support, rank_top_k
 from corral.tensors import Tensors
 
@@ -119,7 +120,8 @@ def scan_rows(source: HeadInput, shard: Shard, *, outside: bool = False) -> Iter
     `joins` marks.
     """
     hidden, weight = source.hidden, source.weight
-    dtype, scratch, count = working_dtype(hidden, weight), Scratch(hidden.device), len(hidden)
+    dtype, scratch, count = common_dtype(hidden, weight), Scratch(hidden.device), len(hidden)
+    # As many rows as their logits fit in memory; whole multiples of ROWS, so that only the last GEMM is padded.
     at_once = HELD.get(hidden.device.type, HELD["cpu"]) // max(len(weight), 1) // ROWS * ROWS
     at_once = max(ROWS, min(at_once, MOST_ROWS))
     for part in slices(count, at_once) if count else [slice(0, 0)]:
@@ -194,6 +196,7 @@ class _Normaliser:
         self.entropy = torch.zeros_like(total)
         if not entropy:
             return
+        # A gap of −∞ would make −∞ · 0 of its term; IMPOSSIBLE makes it 0.
         base, weighted = torch.where(self.peak > -torch.inf, self.peak, 0.0)[:, None], torch.zeros_like(self.peak)
         for block in slices(z.shape[-1], COLUMNS):
             gap = torch.sub(z[:, block], base, out=scratch("gap", z[:, block].shape, z.dtype)).clamp_(min=IMPOSSIBLE)
@@ -250,6 +253,7 @@ class Marks:
 
     def __init__(self, ids: Tensor, blocks: Sequence[slice], first: int = 0) -> None:
         """Sort the ids into blocks of the vocabulary that start at token `first`; −1 and ids outside are in no block."""
+        # One sort for all blocks; the host then reads their edges once, instead of searching a mask for each block.
         self.wanted, self.slot = ids.flatten().sort()
         self.row = self.slot // max(ids.shape[-1], 1)
         self.starts = [first + block.start for block in blocks]
@@ -287,6 +291,8 @@ class LogitGradient:
         self.marks = Marks(torch.cat([ids, elsewhere], -1), blocks, first)
         self.value = torch.cat([g_kept + g_logp * in_support, g_logp], -1).flatten()
         self.slots = ids.shape[-1] + 1
+        # e^(z − shift) is c_v = p_v / p_rest, which has its digits however small the tail is; on the support it may be huge,
+        # and is replaced.
         self.shift, self.rest = rows.lse[:, None] + rest, rest
         self.outside, self.inside = g_rest - rest.exp() * total, -total
         self.g_entropy = grads.entropy[:, None]
@@ -356,6 +362,8 @@ def head_backward(source: HeadInput, rows: HeadRows, upstream: Upstream, needed:
     d_weight = make_weight(weight) if needed[1] else None
     d_bias = torch.zeros_like(bias) if bias is not None and needed[2] else None
     scratch = Scratch(hidden.device)
+    # Blocks of the vocabulary outside, rows inside: dW of a block is complete before the next begins, and weights in another
+    # precision are converted once.
     for i, block in enumerate(blocks):
         w, b = operand(weight[block], dtype, scratch), None if bias is None else bias[block]
         d_w = d_b = None

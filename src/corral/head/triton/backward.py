@@ -34,7 +34,7 @@ class RowGradient:
     off: Tensor
     size: Tensor
     """|c|, or 0 if there are no other tokens, and the row's total Σ |dz| [N]."""
-    need: Tensor
+    route: Tensor
     """Route of a row if only the error measured in `off` may be dropped: DEAD, SPARSE or DENSE [N] int32."""
 
 
@@ -45,19 +45,19 @@ def row_gradient(
     (count, kept), device = rows.kept.shape, tokens.device
     ids, value = (torch.empty(count, kept + 1, dtype=kind, device=device) for kind in (torch.int32, torch.float32))
     factor, off, size = (torch.empty(count, device=device) for _ in range(3))
-    need = torch.empty(count, dtype=torch.int32, device=device)
+    route = torch.empty(count, dtype=torch.int32, device=device)
     _row_kernel[(count,)](
         rows.ids, rows.kept, rows.rest, rows.logp, rows.lse, rows.entropy, tokens, upstream.kept, upstream.rest, upstream.logp,
-        upstream.entropy, weights, ids, value, factor, off, size, need, kept, kept + 1, rows.ids.stride(0), rows.kept.stride(0),
-        rows.logp.stride(0), spec.slope, spec.curve, SLOTS=lanes(kept + 1), num_warps=1,
+        upstream.entropy, weights, ids, value, factor, off, size, route, kept, kept + 1, rows.ids.stride(0),
+        rows.kept.stride(0), rows.logp.stride(0), spec.slope, spec.curve, SLOTS=lanes(kept + 1), num_warps=1,
     )  # fmt: skip
-    return RowGradient(ids, value, factor, off, size, need)
+    return RowGradient(ids, value, factor, off, size, route)
 
 
 @triton.jit
 def _row_kernel(
     ids, kept, rest, logp, lse, entropy, tokens, g_kept, g_rest, g_logp, g_entropy, weights, out_ids, out_value, out_factor,
-    out_off, out_size, out_need, slots_in, slots, stride_ids, stride_kept, stride_logp, slope, curve, SLOTS: tl.constexpr,
+    out_off, out_size, out_route, slots_in, slots, stride_ids, stride_kept, stride_logp, slope, curve, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """One row's gradient of its logits, in S explicit entries and one factor for all other tokens.
 
@@ -125,7 +125,7 @@ def _row_kernel(
     tl.store(out_factor + row, factor)
     tl.store(out_off + row, off)
     tl.store(out_size + row, size)
-    tl.store(out_need + row, tl.where(alive, tl.where(must, DENSE, SPARSE), DEAD))
+    tl.store(out_route + row, tl.where(alive, tl.where(must, DENSE, SPARSE), DEAD))
 
 
 ROWS = 16
@@ -157,12 +157,12 @@ def route_rows(gradient: RowGradient, spec: LogitSpec, vocabulary: int, toleranc
     `mean` is the mean row's Σ |dz| [1]; by default the mean of these rows.
     """
     (count, slots), device = gradient.ids.shape, gradient.ids.device
-    key, route = torch.empty_like(gradient.ids), torch.empty_like(gradient.need)
+    key, route = torch.empty_like(gradient.ids), torch.empty_like(gradient.route)
     share = torch.empty_like(gradient.size)
     counts, shares = torch.empty(2, dtype=torch.int32, device=device), torch.empty(2, device=device)
     dense = torch.empty(count + PADDED, dtype=torch.int64, device=device)
     _route_kernel[(triton.cdiv(count, ROWS),)](
-        gradient.ids, gradient.value, gradient.off, gradient.size, gradient.need, mean, route, key, share, count, slots,
+        gradient.ids, gradient.value, gradient.off, gradient.size, gradient.route, mean, route, key, share, count, slots,
         vocabulary, tolerance, abs(spec.slope),
         # A soft cap flattens the entries after `size` was summed: none is small enough to be left out for certain.
         0.0 if spec.softcap is not None else tolerance / (8 * slots), ROWS=ROWS, SLOTS=lanes(slots), BLOCK=2048, num_warps=8,
@@ -558,6 +558,14 @@ def dense_forward(
             d_bias.copy_(bias_sum)
 
     return DenseRows(HeadRows.cat(found), LossRows.cat(losses), sizes, left_out, finish)
+
+
+def recompute_rows(source: HeadInput, stored: DenseRows, weights: Tensor, out: Gradients) -> None:
+    """Recompute the rows in `left_out`: write their dH, and add their dW and db."""
+    picked = stored.left_out.nonzero().squeeze(-1)
+    padded = torch.nn.functional.pad(picked, (0, -len(picked) % PADDED), value=-1)
+    gradient = row_gradient(stored.rows, source.tokens, stored.loss, source.spec, weights)
+    dense_rows(source, stored.rows, gradient, padded, len(picked), out, add=True)
 
 
 def scale(x: Tensor, factor: Tensor) -> None:

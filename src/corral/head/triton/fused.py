@@ -12,16 +12,7 @@ from torch import Tensor
 from corral.head.dispatch import own_top_k
 from corral.head.packed import FusedLoss, LossTerms, Packing, token_advantages
 from corral.head.rows import AsyncCopy, Gradients, HeadInput, HeadRows, blank_gradients
-from corral.head.triton.backward import (
-    PADDED,
-    DenseRows,
-    can_store,
-    dense_forward,
-    dense_rows,
-    head_gradients,
-    row_gradient,
-    scale,
-)
+from corral.head.triton.backward import DenseRows, can_store, dense_forward, head_gradients, recompute_rows, row_gradient, scale
 from corral.head.triton.gathered import extend_rows
 from corral.head.triton.gemm_stats import gemm_stats, lanes
 from corral.head.triton.loss import TOLERATED, LossRows, kernel_rule, row_losses, summarize
@@ -323,11 +314,7 @@ def _gradients(
 
     def finish() -> None:
         if stored is not None and some_left_out is not None and some_left_out.wait():
-            # Rows that could not be stored are recomputed, and added in place.
-            behind, picked = source[count:], stored.left_out.nonzero().squeeze(-1)
-            padded = torch.nn.functional.pad(picked, (0, -len(picked) % PADDED), value=-1)
-            gradient = row_gradient(stored.rows, behind.tokens, stored.loss, source.spec, weights[count:])
-            dense_rows(behind, stored.rows, gradient, padded, len(picked), _rows_of(out, slice(count, None)), add=True)
+            recompute_rows(source[count:], stored, weights[count:], _rows_of(out, slice(count, None)))
         if finish_streamed is not None:
             finish_streamed()
 

@@ -16,7 +16,7 @@ from corral.tensors import Tensors
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 FAR: tl.constexpr = tl.constexpr(1e30)
 """Finite number larger than any logit: subtracting it from the largest logit makes the second largest the maximum."""
-ROOM: tl.constexpr = tl.constexpr(96.0)
+HEADROOM: tl.constexpr = tl.constexpr(96.0)
 """Headroom above the largest logit, in powers of two: sums reach further down, and logits 150 below the largest are 0."""
 
 
@@ -63,10 +63,10 @@ def reduce_plain(z, factor, ENTROPY: tl.constexpr, COMPILED: tl.constexpr, COLUM
     marks = tl.sum(is_top * (local.to(tl.float32) + 65536.0)[None, :], 1)
     z = z - is_top * FAR
     second = tl.max(z, 1)
-    # exp2 is one instruction and exp is two, so that log₂ e goes into the factor. ROOM shifts the range of float32 down: what
-    # lies 150 below the largest logit still counts, and 256 times 2^ROOM does not overflow.
+    # exp2 is one instruction and exp is two, so that log₂ e goes into the factor. HEADROOM shifts the range of float32 down:
+    # what lies 150 below the largest logit still counts, and 256 times 2^HEADROOM does not overflow.
     exponent = factor * LOG2_E
-    base = top * exponent - ROOM
+    base = top * exponent - HEADROOM
     arguments = z * exponent - base[:, None]
     e = tl.exp2(arguments)
 
@@ -76,11 +76,11 @@ def reduce_plain(z, factor, ENTROPY: tl.constexpr, COMPILED: tl.constexpr, COLUM
     # From "relative to the largest" to "relative to the second": times 2^up. Where that would overflow, nothing but the second
     # is left of the sum anyway, and its 1 is put in below.
     up = (top - second) * exponent
-    back = tl.exp2(tl.minimum(up - ROOM, 126.0))
+    back = tl.exp2(tl.minimum(up - HEADROOM, 126.0))
     others = (equals - 1).to(tl.float32) + tl.sum(e, 1) * back
     gaps = others
     if ENTROPY:
-        gaps = (tl.sum((arguments - ROOM) * e, 1) * back + up * others) * (1 / LOG2_E)
+        gaps = (tl.sum((arguments - HEADROOM) * e, 1) * back + up * others) * (1 / LOG2_E)
     others = tl.where(others < 1.0, 1.0, others)  # the second alone is 1, also where it was too far below
     return top * factor, place, second * factor, others, gaps, e, base, is_top
 
@@ -172,7 +172,7 @@ def finish_logits(dots, columns, bias, vocabulary, before, cap, after):
 @triton.jit
 def _stats_kernel(
     hidden, weight, store, bias, reference, peak, place, second, others, weighted, counter, count, vocabulary, width, tiles,
-    before, cap, after,     PLAIN: tl.constexpr, ENTROPY: tl.constexpr, COMPILED: tl.constexpr, PROGRAMS: tl.constexpr,
+    before, cap, after, PLAIN: tl.constexpr, ENTROPY: tl.constexpr, COMPILED: tl.constexpr, PROGRAMS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Persistent kernel: each program takes every PROGRAMS-th tile. GROUP row blocks in a row share their weights.
@@ -190,9 +190,9 @@ def _stats_kernel(
             row_block, column_block = _tile_at(index, row_blocks, whole, GROUP)
             z = _multiply(hidden, weight, row_block, column_block, width, ROWS, COLUMNS, DEPTH)
             top, at, next_top, total, gaps, e, base, is_top = reduce_plain(z, before, ENTROPY, COMPILED, COLUMNS)
-            _put(
+            _store_statistics(
                 store, reference, peak, place, second, others, weighted, row_block, column_block, count, tiles, top, at,
-                next_top, total, gaps, e, base, is_top, 100.0 - ROOM, ENTROPY, ROWS, COLUMNS,
+                next_top, total, gaps, e, base, is_top, 100.0 - HEADROOM, ENTROPY, ROWS, COLUMNS,
             )  # fmt: skip
     # The second loop goes on where the first one stopped dealing out tiles: no program gets two more than another.
     first = (tl.program_id(0) + PROGRAMS - row_blocks * whole % PROGRAMS) % PROGRAMS
@@ -203,7 +203,7 @@ def _stats_kernel(
         columns = column_block * COLUMNS + tl.arange(0, COLUMNS)
         z = finish_logits(z, columns, bias, vocabulary, before, cap, after)
         top, at, next_top, total, gaps, e, base, is_top = reduce_any(z, ENTROPY, COLUMNS)
-        _put(
+        _store_statistics(
             store, reference, peak, place, second, others, weighted, row_block, column_block, count, tiles, top, at, next_top,
             total, gaps, e, base, is_top, 100.0, ENTROPY, ROWS, COLUMNS,
         )  # fmt: skip
@@ -233,7 +233,7 @@ def _multiply(hidden, weight, row_block, column_block, width, ROWS: tl.constexpr
 
 
 @triton.jit
-def _put(
+def _store_statistics(
     store, reference, peak, place, second, others, weighted, row_block, column_block, count, tiles, top, at, next_top, total,
     gaps, e, base, is_top, most, ENTROPY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip

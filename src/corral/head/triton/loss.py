@@ -483,12 +483,12 @@ def _token_kernel(
         c = tl.load(policy_weights + row, mask=there, other=0.0).to(tl.float32)
         own = tl.where(c == 0.0, 0.0, own * c)
     none = 0.0 * ratio
-    _put(fields + row, count, there, loss, log_rho, acted, kl_mean, kl_max, none, none, none + 1.0, gap, flawed, none)
+    _store(fields + row, count, there, loss, log_rho, acted, kl_mean, kl_max, none, none, none + 1.0, gap, flawed, none)
     tl.store(out_own + row, own, mask=there)
 
 
 @triton.jit
-def _put(at, count, mask, loss, log_rho, acted, kl_mean, kl_max, kl_after, dual, converged, mismatch, flawed, regression):
+def _store(at, count, mask, loss, log_rho, acted, kl_mean, kl_max, kl_after, dual, converged, mismatch, flawed, regression):
     """Write the fields of some rows."""
     tl.store(at + count * LOSS, loss, mask=mask)
     tl.store(at + count * LOG_RHO, log_rho, mask=mask)
@@ -585,6 +585,6 @@ def _troll_kernel(
         gap = abs_difference(sampled, anchor)
         flawed = flawed | ~(tl.abs(sampled) < float("inf")) | (sampled > 1.001 * highest)
     eta = (1.0 - t) / t
-    _put(fields + row, count, None, loss, log_rho, active, kl_before, kl_before, kl_after, eta, converged, gap, flawed, pull)
+    _store(fields + row, count, None, loss, log_rho, active, kl_before, kl_before, kl_after, eta, converged, gap, flawed, pull)
     tl.store(g_kept + row * slots + slot, g, mask=here)
     tl.store(g_rest + row, tl.sum(tl.where(slot == slots, g, 0.0), 0))

@@ -414,8 +414,8 @@ def _own_kernel(
     sampled_here = valid & (tile == token // COLUMNS) & (token >= 0)
     again = valid & ((next_bits >= floor) | (sampled_here & ((largest != token) | (bits == next_bits))))
     # With fewer than k finite logits, impossible tokens are members, and tile statistics do not say which: the torch path does.
-    hopeless = floor <= -0x7F800001  # as −inf ranks
-    again = again & ~hopeless
+    too_few_finite = floor <= -0x7F800001  # as −inf ranks
+    again = again & ~too_few_finite
 
     # Slot 0 is the sampled token's, then come the largest logits of tiles that need no recomputing. The slots behind these are
     # for logits found in recomputed tiles.
@@ -426,7 +426,7 @@ def _own_kernel(
     tl.store(listed + row * ROOM + slot, rank_key(top, largest), mask=taken & (slot < ROOM))
     done = sampled_here & ~again
     tl.store(listed + row * ROOM + tl.zeros((TILES,), tl.int32), rank_key(top, largest), mask=done)
-    full = tl.where(hopeless, ROOM + 1, 1 + tl.sum(taken.to(tl.int32), 0))
+    full = tl.where(too_few_finite, ROOM + 1, 1 + tl.sum(taken.to(tl.int32), 0))
     tl.store(filled + row, full)
     tl.store(overflow, 1, mask=full > ROOM)
     tl.store(
