@@ -20,7 +20,6 @@ import corral.lab.sandbox.worker as workers
 from corral.lab.sandbox import SandboxJob, SandboxLimits, SandboxResult, SandboxUnavailable, SandboxWorker
 from corral.lab.sandbox.backend import BACKENDS, choose
 from corral.lab.sandbox.pool import SandboxPool, shared_pool
-from corral.lab.sandbox.worker import Pipe, RunningProgram
 
 
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
@@ -89,9 +88,9 @@ def test_pipes_that_a_forked_process_holds_open_are_not_waited_for(backend: str,
     held: list[int] = []
 
     class Copied(SandboxWorker):
-        def start(self, job: SandboxJob, stdin: FileIO, out: Pipe, err: Pipe, capture: tuple[Pipe, ...]) -> RunningProgram:
-            held.extend([os.dup(out.writer.fileno()), os.dup(err.writer.fileno())])  # as a fork of another thread has them
-            return super().start(job, stdin, out, err, capture)
+        def start(self, job: SandboxJob, *streams: FileIO) -> None:
+            held.extend(os.dup(file.fileno()) for file in streams)  # as a fork of another thread has them
+            super().start(job, *streams)
 
     monkeypatch.setattr(module, "SandboxWorker", Copied)
     begin = time.monotonic()

@@ -1,7 +1,6 @@
 """Programs that mean harm, and what becomes of each. Every attack prints what it got; the assertion says what it may get."""
 
 import os
-import re
 import socket
 import sys
 import time
@@ -298,9 +297,9 @@ def test_frames_do_not_tell_what_ran_before(backend: str) -> None:
         found = []
         for before in ("", forks, "bytearray(1 << 40)"):
             worker.run(SandboxJob(code=before))
-            found.append(re.sub(r"'[0-9a-f]{16}'", "RANDOM", worker.run(SandboxJob(code=FRAMES)).stdout))
+            found.append(worker.run(SandboxJob(code=FRAMES)).stdout)
     assert found[0] == found[1] == found[2]
-    assert "RANDOM" in found[0]  # the id of a run is there, and tells nothing
+    assert "run.source" in found[0]  # it looked
 
 
 def test_no_other_process_can_be_seen_or_reached(backend: str) -> None:

@@ -12,9 +12,10 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from io import FileIO
-from typing import Any, NamedTuple
+from typing import Any
 
 from corral.lab.sandbox.backend import ENVIRONMENT, command, payload, refusal
 from corral.lab.sandbox.cgroup import find_cgroup_parent, make_cgroup
@@ -37,19 +38,12 @@ def memory_file(data: bytes) -> FileIO:
         return FileIO(f"/proc/self/fd/{file.fileno()}")
 
 
-class Pipe(NamedTuple):
-    """The two ends of a pipe."""
-
-    reader: FileIO
-    writer: FileIO
-
-
 @contextlib.contextmanager
-def open_pipe() -> Iterator[Pipe]:
-    """A pipe whose ends are closed at the latest on leaving the context."""
+def open_pipe() -> Iterator[tuple[FileIO, FileIO]]:
+    """The reading end and the writing end of a pipe, closed at the latest on leaving the context."""
     reader, writer = os.pipe2(os.O_CLOEXEC)
     with FileIO(reader) as readable, FileIO(writer, "w") as writable:
-        yield Pipe(readable, writable)
+        yield readable, writable
 
 
 class SandboxWorker(WorkerProcess, contextlib.AbstractContextManager["SandboxWorker"]):
@@ -100,25 +94,69 @@ class SandboxWorker(WorkerProcess, contextlib.AbstractContextManager["SandboxWor
 
     def run(self, job: SandboxJob) -> SandboxResult:
         """Run one program to its end."""
-        with memory_file(encode(job.stdin)) as stdin, open_pipe() as out, open_pipe() as err:
-            return collect(self.start(job, stdin, out, err, capture=(out, err)))[0]
+        with memory_file(encode(job.stdin)) as stdin, open_pipe() as (stdout, out), open_pipe() as (stderr, err):
+            self.start(job, stdin, out, err)
+            out.close()
+            err.close()
+            return self.finish(job, stdout, stderr)
 
-    def start(self, job: SandboxJob, stdin: FileIO, out: Pipe, err: Pipe, capture: tuple[Pipe, ...]) -> "RunningProgram":
-        """Start a program after the previous program has ended. `collect` reads the pipes in `capture`."""
-        id = os.urandom(8).hex()  # the program can find it, and a number would tell how many there were before
-        order = json.dumps({"run": id, "limits": vars(job.limits)}).encode()
+    def start(self, job: SandboxJob, *streams: FileIO) -> None:
+        """Start a program on its three standard streams, after the previous program has ended."""
         try:
             if self.group:
                 self.group.set_limit(job.limits)
             self.control.settimeout(GRACE)
             with memory_file(encode(job.code)) as code:
-                files = array.array("i", [file.fileno() for file in (code, stdin, out.writer, err.writer)])
+                files = array.array("i", [file.fileno() for file in (code, *streams)])
+                order = json.dumps(vars(job.limits)).encode()
                 self.control.sendmsg([order], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
         except OSError as error:
             raise WorkerLost(f"sandbox: the worker has gone ({error}).", hung=isinstance(error, TimeoutError)) from error
-        for pipe in capture:
-            pipe.writer.close()
-        return RunningProgram(worker=self, id=id, job=job, streams={pipe.reader.fileno(): bytearray() for pipe in capture})
+
+    def finish(self, job: SandboxJob, *outputs: FileIO) -> SandboxResult:
+        """Read until the program has ended and all its output has been read. A program beyond its output limit is killed.
+
+        By then its last process has gone, so what is not in the pipes never will be. Their end is not waited for: a process
+        that another thread forks meanwhile has copies of them, for as long as it lives.
+
+        Args:
+            job: the program.
+            outputs: the ends to read of its standard error, which comes last, and of its standard output, if that is wanted.
+        """
+        deadline, most = time.monotonic() + job.limits.timeout + GRACE, job.limits.output
+        received = {file.fileno(): bytearray() for file in outputs}
+        report: dict[str, Any] = {}
+        with selectors.DefaultSelector() as selector:
+            for file in (self.control.fileno(), *received):
+                selector.register(file, selectors.EVENT_READ)
+            while selector.get_map():
+                ready = selector.select(0.0 if report else max(0.0, deadline - time.monotonic()))
+                if report and not ready:
+                    break
+                if not report and time.monotonic() >= deadline:  # even if there is more to read: a program may go on for ever
+                    raise WorkerLost("sandbox: the worker does not answer.", hung=True)
+                try:
+                    for key, _ in ready:
+                        if key.fd in received:
+                            data, before = os.read(key.fd, _CHUNK), received[key.fd]
+                            if len(before) <= most < len(before) + len(data):
+                                self.control.send(b"kill")
+                            before += data if len(before) <= most else b""
+                            if data:
+                                continue
+                        else:
+                            report = json.loads(self.control.recv(_CHUNK) or b"{}")
+                            if not report:
+                                raise ConnectionError("it has closed its socket")
+                        selector.unregister(key.fd)
+                except OSError as error:
+                    raise WorkerLost(f"sandbox: the worker has gone ({error}).", hung=False) from error
+        if report["status"] == "failed":
+            raise refusal(f"{self.backend}: {report['why']}")
+        overflowed = any(len(data) > most for data in received.values())
+        *stdout, stderr = (bytes(data[:most]).decode("utf-8", "replace") for data in received.values())
+        status: SandboxStatus = "output" if overflowed else report["status"]
+        return SandboxResult(status, "".join(stdout), stderr, report["seconds"])
 
     def close(self) -> None:
         """End the interpreter inside with all its processes, and wait until they have gone. A second call does nothing."""
@@ -135,85 +173,16 @@ class SandboxWorker(WorkerProcess, contextlib.AbstractContextManager["SandboxWor
         self.close()
 
 
-@dataclass(kw_only=True)
-class RunningProgram:
-    """A running program: its output so far, by file, and its outcome."""
-
-    worker: SandboxWorker
-    id: str
-    job: SandboxJob
-    streams: dict[int, bytearray]
-    report: dict[str, Any] | None = None
-
-    def note(self) -> None:
-        """Receive a message of the worker: the end of the program, or a failure."""
-        text = self.worker.control.recv(_CHUNK)
-        if not text:
-            raise ConnectionError("it has closed its socket")
-        message = json.loads(text)
-        if message["status"] == "failed":
-            raise refusal(f"{self.worker.backend}: {message['why']}")
-        self.report = message
-
-    def read(self, file: int) -> bool:
-        """Read available output; False at the end of the stream. A program beyond its output limit is killed."""
-        data, received, most = os.read(file, _CHUNK), self.streams[file], self.job.limits.output
-        if len(received) <= most:
-            received += data
-            if len(received) > most:
-                self.worker.control.send(json.dumps({"kill": self.id}).encode())
-        return bool(data)
-
-    def result(self) -> SandboxResult:
-        """The result of a finished program."""
-        assert self.report is not None
-        most = self.job.limits.output
-        overflowed = any(len(data) > most for data in self.streams.values())
-        *stdout, stderr = (bytes(data[:most]).decode("utf-8", "replace") for data in self.streams.values())
-        status: SandboxStatus = "output" if overflowed else self.report["status"]
-        return SandboxResult(status, "".join(stdout), stderr, self.report["seconds"])
-
-
-def collect(*programs: RunningProgram) -> list[SandboxResult]:
-    """Read until every program has ended and all output has been read; returns their results.
-
-    By then its last process has gone, so what is not in the pipes never will be. Their end is not waited for: a process that
-    another thread forks meanwhile has copies of them, for as long as it lives.
-    """
-    deadline = time.monotonic() + max(one.job.limits.timeout for one in programs) + GRACE
-    with selectors.DefaultSelector() as selector:
-        for one in programs:
-            for file in (one.worker.control.fileno(), *one.streams):
-                selector.register(file, selectors.EVENT_READ, one)
-        while selector.get_map():
-            ended = all(one.report is not None for one in programs)
-            ready = selector.select(0.0 if ended else max(0.0, deadline - time.monotonic()))
-            if ended and not ready:
-                break
-            if not ended and time.monotonic() >= deadline:  # even if there is more to read: a program may go on for ever
-                raise WorkerLost("sandbox: the worker does not answer.", hung=True)
-            try:
-                for key, _ in ready:
-                    if key.fd not in key.data.streams:
-                        key.data.note()
-                    elif key.data.read(key.fd):
-                        continue
-                    selector.unregister(key.fd)
-            except OSError as error:
-                raise WorkerLost(f"sandbox: the worker has gone ({error}).", hung=False) from error
-    return [one.result() for one in programs]
-
-
 def run_connected(
     workers: tuple[SandboxWorker, SandboxWorker], first: SandboxJob, second: SandboxJob
 ) -> tuple[SandboxResult, SandboxResult]:
     """Run two programs side by side, each reading the other's output; their own `stdin` is not used."""
-    with open_pipe() as there, open_pipe() as back, open_pipe() as err_first, open_pipe() as err_second:
-        pair = (
-            workers[0].start(first, back.reader, there, err_first, capture=(err_first,)),
-            workers[1].start(second, there.reader, back, err_second, capture=(err_second,)),
-        )
-        for end in (*there, *back):
+    one, other = workers
+    with open_pipe() as there, open_pipe() as back, open_pipe() as one_errors, open_pipe() as other_errors:
+        one.start(first, back[0], there[1], one_errors[1])
+        other.start(second, there[0], back[1], other_errors[1])
+        for end in (*there, *back, one_errors[1], other_errors[1]):
             end.close()  # else neither would see the other's end
-        results = collect(*pair)
-    return results[0], results[1]
+        with ThreadPoolExecutor(1) as thread:
+            beside = thread.submit(other.finish, second, other_errors[0])
+            return one.finish(first, one_errors[0]), beside.result()

@@ -92,26 +92,26 @@ class _Zygote:
     def serve(self) -> None:
         """Run programs until the host has closed the socket."""
         while True:
-            order, files = self.receive()
-            if order is None:
+            files = array.array("i")
+            limits, extra, _, _ = self.control.recvmsg(4096, _socket.CMSG_SPACE(4 * files.itemsize))
+            if not limits:
                 return
-            if "run" in order:  # a late order to end a program that has ended needs nothing
-                _send(self.control, {"done": order["run"], **self.run(order, files)})
+            for _, _, data in extra:
+                files.frombytes(data)
+            if files:  # else it is a late order to end a program that has ended
+                _send(self.control, self.run(json.loads(limits), list(files)))
 
-    def receive(self) -> tuple[dict[str, Any] | None, list[int]]:
-        """Receive an order with its file descriptors, or None once the host has closed the socket."""
-        files = array.array("i")
-        text, extra, _, _ = self.control.recvmsg(4096, _socket.CMSG_SPACE(4 * files.itemsize))
-        for _, _, data in extra:
-            files.frombytes(data)
-        return (json.loads(text) if text else None), list(files)
+    def run(self, limits: dict[str, Any], files: list[int]) -> dict[str, object]:
+        """Run one program from its first process to its last; returns how it ended.
 
-    def run(self, order: dict[str, Any], files: list[int]) -> dict[str, object]:
-        """Run one program from its first process to its last; returns how it ended."""
+        Args:
+            limits: fields of SandboxLimits.
+            files: open files with the program's text and for its three standard streams.
+        """
         started, child, handles = time.monotonic(), 0, []
         self.first = 0
         try:
-            plan = program.LaunchPlan(order["limits"], self.memory.baseline)
+            plan = program.LaunchPlan(limits, self.memory.baseline)
             kernel.children_go_to(self.home)
             self.first = kernel.first_process()
             handles.append(os.pidfd_open(self.first))
@@ -119,7 +119,7 @@ class _Zygote:
             child = self.fork(plan, files)
             handles.append(os.pidfd_open(child))
             _close(files)  # the program has them
-            reason = self.watch(handles[1], order["run"], started, plan)
+            reason = self.watch(handles[1], started, plan)
         except OSError as error:  # no more processes or namespaces for this user
             return {"status": "failed", "why": str(error), "seconds": 0.0}
         finally:
@@ -144,7 +144,7 @@ class _Zygote:
         finally:
             leave(1)  # whatever happens in there, the way back here is closed
 
-    def watch(self, handle: int, id: str, started: float, plan: program.LaunchPlan) -> str:
+    def watch(self, handle: int, started: float, plan: program.LaunchPlan) -> str:
         """Wait for the program's end and return "", or return the reason to end it."""
         waiting = select.poll()
         waiting.register(handle, select.POLLIN)
@@ -156,9 +156,8 @@ class _Zygote:
             if handle in ready:
                 return ""
             if ready:
-                order, _ = self.receive()
-                if order is None or order.get("kill") == id:
-                    return "killed"
+                self.control.recv(4096)
+                return "killed"  # the host orders it, or has closed the socket
             now = time.monotonic()
             if now > deadline:
                 return "timeout"
