@@ -147,8 +147,8 @@ def chain(first: int, steps: Iterable[tuple[str, int]], largest: float) -> str:
 # answer instead of 14 at the default settings), and completions differ in length, as they do in every real task. The result
 # of a step is the left operand of the next without being written twice. Digits are ASCII: \d would also take "٣".
 _COUNTDOWN = re.compile(r"([1-9][0-9]{0,4}(?: [1-9][0-9]{0,4})+)>(0|[1-9][0-9]{0,4}):")
-_NUMBER = re.compile(r"[1-9][0-9]*")
-_STEP = re.compile(r"([+*-])([1-9][0-9]*)=")
+_OPERAND = re.compile(r"(?<![0-9=])[1-9][0-9]*")
+_SIGN = re.compile(r"[+*-]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,14 +198,14 @@ class Countdown(ProceduralTask):
         numbers = sorted(map(int, found[1].split(" "))) if found else []
         if not found or len(numbers) != self.n or numbers[-1] > self.n_max or int(found[2]) > self.value_max:
             raise self.foreign(prompt)
-        first = _NUMBER.match(completion)
-        if first is None or len(completion) > self.max_completion_length:  # nothing below reads an enormous number
+        if len(completion) > self.max_completion_length:  # nothing below reads an enormous number
             return 0.0
         # An answer is its numbers and signs: it is right iff it is what they give, written anew.
-        steps = [(sign, int(number)) for sign, number in _STEP.findall(completion)]
-        same_numbers = sorted([int(first[0]), *(number for _, number in steps)]) == numbers
-        written = same_numbers and completion == chain(int(first[0]), steps, self.value_max)
-        return float(written and completion.endswith(f"={found[2]}"))
+        operands = [*map(int, _OPERAND.findall(completion))]
+        if sorted(operands) != numbers:
+            return 0.0
+        written = chain(operands[0], zip(_SIGN.findall(completion), operands[1:], strict=False), self.value_max)
+        return float(completion == written and completion.endswith(f"={found[2]}"))
 
     def _propose(self, draw: Callable[[], float], held_out: bool) -> tuple[str, str] | None:
         """Uniform numbers and operators, where all fits; so an answer is drawn uniformly from all that reach its target."""
@@ -334,6 +334,7 @@ def _value(tree: ast.expr, x: int) -> int:
 # ----------------------------------------------------------------------------------------------------------- arithmetic
 
 _ARITHMETIC = re.compile(r"([1-9][0-9]{0,5})([+*-])([1-9][0-9]{0,5}):")
+_STEP = re.compile(r"([+*-])([1-9][0-9]*)=")
 
 
 @dataclass(frozen=True, kw_only=True)
