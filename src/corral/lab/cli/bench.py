@@ -17,7 +17,7 @@ BENCHMARKS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the name; all other arguments go to the script."""
+    """Add the name of the benchmark; all other arguments go to its script."""
     listed = "; ".join(f"{name}: {what}" for name, (_, what) in BENCHMARKS.items())
     parser.add_argument("name", metavar="NAME", nargs="?", help=f"{listed}. Further arguments go to the script, --help too")
     parser.add_argument("further", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)

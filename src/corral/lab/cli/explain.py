@@ -98,7 +98,7 @@ def _own_settings() -> dict[str, str]:
 
 
 def _setting(name: str, title: str, words: str) -> Sequence[str]:
-    """One setting, and its flag."""
+    """Explain a setting, with its flag."""
     return f"{title}\n", f"{textwrap.fill(words, 110)}\n", f"use it   corral train --{name.replace('_', '-')} VALUE\n"
 
 

@@ -138,12 +138,19 @@ logger = logging.getLogger(__name__)
 
 
 class Guard:
-    """Warns of a collapse, or stops the run. Trainers call `judge` at every update and `observe` for every line of metrics."""
+    """Warns of a collapse, or stops the run. Trainers call `judge` at every update and `observe` for every line of metrics.
+
+    `select` chooses the metrics of a line that are watched, by default all.
+    """
 
     def __init__(
-        self, mode: GuardMode = "warn", limits: CollapseLimits | None = None, say: Callable[[str], object] = logger.warning
+        self,
+        mode: GuardMode = "warn",
+        limits: CollapseLimits | None = None,
+        say: Callable[[str], object] = logger.warning,
+        select: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
     ) -> None:
-        self.mode, self.limits, self.say = mode, limits or CollapseLimits(), say
+        self.mode, self.limits, self.say, self.select = mode, limits or CollapseLimits(), say, select
         self.watch = CollapseWatch(self.limits)
         self.skipped = 0
         """Number of updates skipped so far."""
@@ -156,7 +163,7 @@ class Guard:
     def restore(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Restore the state after these lines of metrics, to resume a run."""
         for line in lines:
-            self.watch.observe(line)
+            self.watch.observe(self.select(line))
             self.skipped = line.get("skipped", self.skipped)
 
     def judge(self, update: str, *, poisoned: str | None) -> None:
@@ -174,7 +181,7 @@ class Guard:
     def observe(self, line: Mapping[str, Any]) -> None:
         """Check a line of metrics for a collapse."""
         if self.mode != "off":
-            for finding in self.watch.observe(line):
+            for finding in self.watch.observe(self.select(line)):
                 (self._collapse if finding.collapse else self.tell)(finding.sentence)
 
     def tell(self, sentence: str) -> None:

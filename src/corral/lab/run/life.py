@@ -102,7 +102,9 @@ class Recorder(Interruptible):
 
     def __post_init__(self) -> None:
         self.steps: int = vars(self.job.settings)[self.job.length]
-        self.guard = self.job.make_guard(self.view.warn, self.lines)
+        self.guard = self.job.guard
+        self.guard.say = self.view.warn
+        self.guard.restore(self.lines)
         self.started = time.monotonic() - (self.lines[-1]["seconds"] if self.lines else 0.0)
 
     def begin(self, banner: Sequence[tuple[str, str]]) -> None:
@@ -175,6 +177,8 @@ class Job(ABC):
     """Settings of the run; each kind has a class of its own."""
     about: dict[str, Any]
     """Objective, task, model and seed, for summary.json."""
+    guard: Guard
+    """Guard of updates and metrics. The recorder restores its state and shows its warnings."""
 
     @abstractmethod
     def prepare(self) -> None:
@@ -202,10 +206,6 @@ class Job(ABC):
     def share(self, values: list[Any]) -> list[Any]:
         """Copy the main process's values to all processes of the run."""
         return values
-
-    @abstractmethod
-    def make_guard(self, say: Callable[[str], None], lines: _Lines) -> Guard:
-        """Make the guard in its state after these lines of metrics."""
 
     @abstractmethod
     def fit(self, record: Recorder) -> None:

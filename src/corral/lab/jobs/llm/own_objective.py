@@ -1,4 +1,4 @@
-"""Objectives of users' own, by path: `file.py:function` or `module:function`, with settings in a dataclass beside it."""
+"""Objectives that a user gives by path: `file.py:function` or `module:function`, with settings in a dataclass beside it."""
 
 import inspect
 from collections.abc import Callable

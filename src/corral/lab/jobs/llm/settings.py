@@ -186,7 +186,7 @@ ONE_OF_TOOLS = "`tool` writes into a text, `tools` and `environment_factory` are
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(RunSettings):
-    """One run. Whatever is not named here is in `trainer`: any setting of CorralConfig, and so of TRL's GRPOConfig."""
+    """Settings of a run of a language model. Those of CorralConfig, and so of TRL's GRPOConfig, are in `trainer`."""
 
     model: str = "tiny"
     """`tiny` (embedded), `smollm2` or `gemma` (after `make smollm2`, `make gemma`), or a folder or hub id that transformers can

@@ -83,6 +83,7 @@ class ModelRun(Job):
     def __init__(self, settings: Settings, *, is_new: bool = False, changed_data: bool = False) -> None:
         self.settings, self.is_new, self.changed_data, self.is_main = settings, is_new, changed_data, is_main()
         self.about = {name: vars(settings)[name] for name in ("objective", "task", "model", "seed")}
+        self.guard = GuardCallback(settings.guard)
 
     def prepare(self) -> None:
         if self.is_new:
@@ -121,11 +122,6 @@ class ModelRun(Job):
     def share(self, values: list[Any]) -> list[Any]:
         shared: list[Any] = broadcast_object_list(values)
         return shared
-
-    def make_guard(self, say: Callable[[str], None], lines: list[dict[str, Any]]) -> GuardCallback:
-        self.guard = GuardCallback(self.settings.guard, say=say)
-        self.guard.restore(lines)
-        return self.guard
 
     def fit(self, record: Recorder) -> None:
         """Build the trainer and let it train."""

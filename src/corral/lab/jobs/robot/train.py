@@ -1,6 +1,6 @@
 """Training runs of robots: from settings to environments and a learner, in a resumable run folder."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,7 @@ class RobotRun(Job):
         self.settings = settings
         self.about = {"objective": settings.algorithm, "task": settings.environment}
         self.about |= {"model": model_name(settings), "seed": settings.seed}
+        self.guard = Guard(settings.guard, LIMITS, select=select_watched)
 
     def prepare(self) -> None:
         self.agent = prepare(self.settings)
@@ -87,11 +88,6 @@ class RobotRun(Job):
 
     def load(self, checkpoint: Checkpoint) -> None:
         restore(self.agent, checkpoint)
-
-    def make_guard(self, say: Callable[[str], None], lines: list[dict[str, Any]]) -> Guard:
-        guard = Guard(self.settings.guard, LIMITS, say=say)
-        guard.restore(map(select_watched, lines))
-        return guard
 
     def fit(self, record: Recorder) -> None:
         """Train all remaining steps."""
@@ -126,7 +122,7 @@ class RobotRun(Job):
 
     def add(self, line: dict[str, Any]) -> None:
         """Pass one line of metrics to the guard, then to the record."""
-        self.record.guard.observe(select_watched(line))
+        self.record.guard.observe(line)
         self.record.add(line)
 
     def save(self) -> None:
