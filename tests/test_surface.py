@@ -95,6 +95,17 @@ def test_an_old_path_is_another_name_of_the_module(old: str) -> None:
         assert new.__spec__.name == f"corral.{_moved.MOVED[old]}"
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("corral.run.folder", "corral.lab.run.folder"), ("corral.kernels.torch.stream", "corral.head.torch.stream")],
+)
+@pytest.mark.parametrize("first", ["old", "new"])
+def test_the_modules_of_a_moved_package_are_imported_once(old: str, new: str, first: str) -> None:
+    names = (old, new) if first == "old" else (new, old)
+    program = f"import sys; from importlib import import_module as get; a, b = map(get, {names}); sys.exit(a is not b)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == 0
+
+
 def test_what_was_never_a_path_is_not_found() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"corral\.projektion"):
         import_module("corral.projektion")

@@ -8,9 +8,10 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from corral.lab.compare import plan as plans
 from corral.lab.compare.local import Engine, LocalEngine, visible_gpus
-from corral.lab.compare.plan import Budget, ChosenSettings, ComparisonPlan, Kind
+from corral.lab.compare.plan import Budget, ChosenSettings, ComparisonPlan
 from corral.lab.compare.record import ENDED, Comparison, Progress, failure_reason, log_tail, read_state, read_summary
 from corral.lab.compare.view import CompareView, align_columns, run_cells
+from corral.lab.jobs import Kind
 from corral.lab.report.content import RunReport, make_report
 from corral.lab.report.outcomes import COUNTED, RETURN, Measure, main_metric
 from corral.lab.report.page import write_page

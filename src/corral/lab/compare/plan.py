@@ -6,15 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from corral.lab.jobs import resolve
+from corral.lab.jobs import Kind, resolve
 from corral.lab.report.read import PlannedRun, setting_pairs, setting_text, value_text
 from corral.lab.run.settings import guess
 from corral.objective import OBJECTIVES
 from corral.validate import RunError, check_keys
 
-Kind = Literal["llm", "robot"]
 Setting = Mapping[str, Any]
 ChosenSettings = Mapping[str, Setting]
 
