@@ -102,7 +102,7 @@ def trainer_types() -> dict[str, Any]:
             types = class_fields(Path(spec.origin).parent / path)[name] | types
         except (OSError, SyntaxError, KeyError):  # a release that has moved its source
             return {}
-    return {key: eval(hint, {}, _Names()) for key, hint in types.items()}
+    return {key: eval(hint, {}, _Names()) for key, hint in types.items()}  # texts of the installed packages' own source
 
 
 class _Names(dict[str, Any]):
@@ -272,10 +272,10 @@ class Settings(RunSettings):
 
 
 def resolve(layers: Iterable[Mapping[str, Any]]) -> Settings:
-    """Merge layers key by key and check every name and type; later layers win. Neither torch nor TRL is imported.
+    """Merge layers key by key and check every name and type; later layers win.
 
     A layer that changes the objective or task drops its earlier settings. A reduction that came before the objective holds
-    only if it is one of that objective's own.
+    only if it is one of that objective's own. What is wrong is said before torch and TRL are imported.
     """
     merged, inherited = dict[str, Any](), False
     for layer in layers:
