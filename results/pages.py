@@ -12,7 +12,6 @@ from corral.lab.run.files import write_whole
 
 ROOT = Path(__file__).parents[1]
 DOCS, README = ROOT / "docs", ROOT / "README.md"
-NOT_RUN = "Not run yet.\n"
 INK = ("#1f2328", "#f0f6fc")
 """Text and axes on light and on dark paper."""
 Texts = dict[Path, str]

@@ -6,7 +6,7 @@ from statistics import fmean
 
 from corral.lab.report.statistics import Difference, difference
 from results.packed import FOLDER, Row, read
-from results.pages import NOT_RUN, markdown, numbers, rate_text, signed, two_digits
+from results.pages import markdown, numbers, rate_text, signed, two_digits
 from results.runs import (
     DEFAULTS,
     DEPLOYED,
@@ -119,7 +119,7 @@ def pretrained_table(runs: Sequence[Row]) -> str:
             fallen = f"{sum(map(is_below_start, some))} of {len(some)}"
             lines.append([objective, str(passes), how, rate_text(rate), str(len(some)), *measured(some, unheld[best]), fallen])
     head = ("objective", "passes", "held at", "rate", "n", "area", "less the best unheld rate's", "final", "greedy", "KL mean")
-    return markdown((*head, "p99.9", "below its start"), lines) if lines else NOT_RUN
+    return markdown((*head, "p99.9", "below its start"), lines)
 
 
 def start_over() -> str:

@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 from corral.lab.report.statistics import plain
 from results.evidence.cells import Cell, arm_name, collapsed, compare, difference_text, most_collapses
 from results.packed import Row
-from results.pages import NOT_RUN, markdown, rate_text, short
+from results.pages import markdown, rate_text, short
 from results.plans import ABLATIONS, AGAIN, ARMS, FAMILIES, HOT, PUBLISHED, REUSED, TUNED
 from results.runs import area, final, greedy, kl, mean, steps_of
 
@@ -34,18 +34,9 @@ def cells_of(name: str, found: Sequence[Row]) -> list[str]:
 
 
 def table(cells: Iterable[tuple[str, Cell]], runs: Sequence[Row]) -> str:
-    """A row for every cell with runs, and the names of those without."""
+    """A row for every cell with runs."""
     found = [(name, list(cell.runs(runs).values())) for name, cell in cells]
-    lines = [cells_of(name, members) for name, members in found if members]
-    missing = "; ".join(name for name, members in found if not members)
-    if not lines:
-        return NOT_RUN
-    return markdown(HEAD, lines) + (f"\nNot run yet: {missing}.\n" if missing else "")
-
-
-def listed(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table, where there is any line."""
-    return markdown(head, lines) if lines else NOT_RUN
+    return markdown(HEAD, [cells_of(name, members) for name, members in found if members])
 
 
 def map_at(runs: Sequence[Row], rate: float | tuple[float, ...]) -> str:
@@ -64,7 +55,7 @@ def by_rate(runs: Sequence[Row]) -> str:
             for areas in cells
         ]
         lines += [[arm_name(arm), *texts]] if any(cells) else []
-    return listed(("", *map(rate_text, rates)), lines)
+    return markdown(("", *map(rate_text, rates)), lines)
 
 
 def reused(runs: Sequence[Row]) -> str:
@@ -76,7 +67,7 @@ def reused(runs: Sequence[Row]) -> str:
         )
         for (every, seeds), passes, arm, rate in product(((2, "fresh"), (5, "tuning")), (1, 4, 8), REUSED, (1e-4, TUNED, 4e-4))
     ]
-    return table([(name, cell) for name, cell in cells if cell.runs(runs)], runs)
+    return table(cells, runs)
 
 
 def ablations(runs: Sequence[Row]) -> str:
@@ -90,7 +81,7 @@ def ablations(runs: Sequence[Row]) -> str:
             row += ["–", "–"] if found is None else [cell.area(runs), f"{difference_text(found)} ({found.seeds})"]
         lines += [row] if any(Cell(arm=("troll", variant), rate=rate).runs(runs) for rate in (TUNED, HOT)) else []
     heads = [head for rate in (TUNED, HOT) for head in (f"area, {rate_text(rate)}", "points over TROLL")]
-    return markdown(("changed", *heads), lines) if lines else f"Not run yet: {'; '.join(ABLATIONS)}.\n"
+    return markdown(("changed", *heads), lines)
 
 
 def mismatch(runs: Sequence[Row]) -> str:
@@ -124,7 +115,7 @@ def estimators(runs: Sequence[Row]) -> str:
         (variant or "standardised", [Cell(arm=(name, variant), rate=rate) for name in ("troll", "ppo_clip")])
         for variant, rate in product(("", "no std", "rloo", "reinforce++"), (TUNED, HOT))
     ]
-    return listed(("advantage", "rate", "TROLL", "clipping", "points", "seeds"), pairs(runs, rows))
+    return markdown(("advantage", "rate", "TROLL", "clipping", "points", "seeds"), pairs(runs, rows))
 
 
 def starts(runs: Sequence[Row]) -> str:
@@ -138,7 +129,7 @@ def starts(runs: Sequence[Row]) -> str:
         for name, rate in product(names, (TUNED, HOT))
     ]
     head = ("start", "rate", "TROLL", "DPPO", "clipping", "TROLL − clipping", "DPPO − clipping", "seeds")
-    return listed(head, pairs(runs, rows))
+    return markdown(head, pairs(runs, rows))
 
 
 def published(runs: Sequence[Row]) -> str:
@@ -147,7 +138,7 @@ def published(runs: Sequence[Row]) -> str:
         (arm_name(arm), [Cell(arm=form, rate=rate) for form in (arm, (arm[0], ""))])
         for arm, rate in product(PUBLISHED, (TUNED, HOT))
     ]
-    return listed(("form", "rate", "area", "common form", "points", "seeds"), pairs(runs, rows))
+    return markdown(("form", "rate", "area", "common form", "points", "seeds"), pairs(runs, rows))
 
 
 def floor(runs: Sequence[Row]) -> str:
@@ -157,8 +148,6 @@ def floor(runs: Sequence[Row]) -> str:
         if (run["updates"], run["passes"], run["steps"]) == (1, 1, 15):
             found[run["rate"], run["seed"], run["device"]].append(100 * area(run))
     several = [areas for areas in found.values() if len(areas) > 1]
-    if not several:
-        return "One update per batch, where all objectives are one algorithm, has not been run yet.\n"
     spreads = [stdev(areas) for areas in several]
     told = f"differ by {plain(fmean(spreads))} points (sd)" if any(spreads) else "have the same measurements to the last digit"
     count = sum(map(len, several))
@@ -177,7 +166,7 @@ def stability(runs: Sequence[Row]) -> str:
             rewards = [smoothed_rewards(run) for run in found]
             best, last = fmean(map(max, rewards)), fmean(curve[-1] for curve in rewards)
             lines.append([*cells_of(f"{name}, `{anchor}`", found), short(best), short(last)])
-    return listed((*HEAD, "reward, best", "reward, last"), lines)
+    return markdown((*HEAD, "reward, best", "reward, last"), lines)
 
 
 def smoothed_rewards(run: Row) -> list[float]:
@@ -201,8 +190,6 @@ def experts(runs: Sequence[Row]) -> str:
 
 def rare(runs: Sequence[Row]) -> str:
     """Clipping lifted for rare tokens, beside clipping and DPPO, with one pass and with four."""
-    if not any(run["objective"] == "rare_clip" for run in runs):
-        return NOT_RUN
     cells = [Cell(arm=arm, rate=rate, **size) for (rate, size), arm in product(((TUNED, {}), (TUNED, OFTEN), (HOT, {})), RARE)]
     return table([(f"{arm_name(one.arm)}, {8 * one.passes} updates, {rate_text(one.rate)}", one) for one in cells], runs)
 
@@ -211,4 +198,4 @@ def bounds(runs: Sequence[Row]) -> str:
     """DPPO by its bound, beside clipping."""
     arms = (("ppo_clip", ""), ("dppo", "δ=.1"), ("dppo", "δ=.15"), ("dppo", ""))
     cells = [(f"{arm_name(arm)}, {rate_text(rate)}", Cell(arm=arm, rate=rate)) for rate, arm in product((TUNED, HOT), arms)]
-    return table([(name, cell) for name, cell in cells if cell.runs(runs)], runs)
+    return table(cells, runs)

@@ -7,9 +7,9 @@ from statistics import fmean
 from corral.lab.report.statistics import difference, plain
 from corral.lab.report.statistics import signed as signed_points
 from results.evidence.cells import Cell, arm_name, compare, difference_text, word_cell
-from results.evidence.tables import HEAD, OFTEN, cells_of, listed, table
+from results.evidence.tables import HEAD, OFTEN, cells_of, table
 from results.packed import FOLDER, Row, read
-from results.pages import NOT_RUN, markdown, rate_text, short, two_digits
+from results.pages import markdown, rate_text, short, two_digits
 from results.plans import BEST, GEMMA_RATES, HOT, REUSED, TUNED, WORD_ARMS, WORD_SEEDS
 from results.runs import DEFAULTS, area, final, where
 from results.spec import CODED
@@ -30,7 +30,7 @@ def words(runs: Sequence[Row], base: str) -> str:
         if found := list(word_cell(base, objective, passes, rate).runs(runs).values()):
             name = f"{objective}, {8 * passes} updates, {rate_text(rate)}"
             lines.append([*cells_of(name, found), f"{fmean(run['seconds'] for run in found):.0f}"])
-    return listed((*HEAD, "seconds"), lines)
+    return markdown((*HEAD, "seconds"), lines)
 
 
 def confirmed(runs: Sequence[Row], base: str) -> str:
@@ -49,15 +49,13 @@ def confirmed(runs: Sequence[Row], base: str) -> str:
             over = [compare(cell, clip, runs, read) for read in (area, final)]
             points = ["–" if cell is clip or one is None else difference_text(one) for one in over]
             lines.append([*cells_of(name, found)[:7], *points, "–" if over[0] is None else str(over[0].seeds)])
-    return listed((*HEAD[:7], "area, points over clipping", "final", "pairs"), lines)
+    return markdown((*HEAD[:7], "area, points over clipping", "final", "pairs"), lines)
 
 
 def made_again(runs: Sequence[Row]) -> str:
     """Change of areas when rollouts are drawn in the precision of training, and differences between objectives then."""
     keys = {run["key"]: run for run in runs}
     before = [DEFAULTS | run for run in read(ROUNDED) if run["key"] in keys]
-    if not before:
-        return "Not made again yet.\n"
     now = [keys[run["key"]] for run in before]
     moved = [100 * (area(run) - area(was)) for run, was in zip(now, before, strict=True)]
     told = []
@@ -75,8 +73,6 @@ def code(runs: Sequence[Row]) -> str:
     rates, arms = (1e-4, TUNED, HOT), (("troll", ""), ("ppo_clip", ""))
     cells = {(rate, arm): Cell(arm=arm, rate=rate, recipe=CODED, steps=10) for rate, arm in product(rates, arms)}
     first = {run["seed"]: run["lines"][0] for cell in cells.values() for run in cell.runs(runs).values()}
-    if not first:
-        return NOT_RUN
     shown = table([(f"{arm_name(arm)}, {rate_text(rate)}", cell) for (rate, arm), cell in cells.items()], runs)
     pairs = [(f"at {rate_text(rate)}", [cells[rate, arm] for arm in arms]) for rate in rates]
     best = [Cell(arm=arm, rate=rates, best=True, recipe=CODED, steps=10) for arm in arms]
@@ -144,8 +140,6 @@ def seconds(runs: Sequence[Row]) -> str:
     for arm in REUSED:
         found = where(Cell(arm=arm, rate=TUNED, **OFTEN).runs(runs).values(), device="cuda", end_size=0)
         taken |= {arm_name(arm): [run["seconds"] for run in found]} if found else {}
-    if "ppo_clip" not in taken:
-        return "Not measured yet.\n"
     base, lines = fmean(taken["ppo_clip"]), []
     for name, some in taken.items():
         more = f"{100 * (fmean(some) / base - 1):+.0f} %".replace("-", "−")
