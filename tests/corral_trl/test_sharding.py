@@ -22,7 +22,7 @@ from corral.trl.processes import (
     run_together,
     vocabulary_size,
 )
-from corral.trl.scoring import HeadInputs, ScoringPass
+from corral.trl.scoring import HeadWeights, ScoringPass
 from corral.validate import RunError
 
 COMPLETIONS = "every process would need the same completions, and TRL's GRPO has each draw its own"
@@ -76,9 +76,9 @@ class TestWeights:
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
         weight, spec = torch.zeros(3, 2), LogitSpec(1.0, None, 1.0)  # no gradient, as gathered weights without autograd
         scoring, packing = ScoringPass(keep_hidden=True), Packing(torch.ones(1, 2, dtype=torch.bool))
-        scoring._keep(torch.zeros(2, 2), packing, HeadInputs(weight, None, spec))
+        scoring._keep(torch.zeros(2, 2), packing, HeadWeights(weight, None, spec))
         weight.fill_(1.0)  # by the next update
-        scoring._keep(torch.zeros(2, 2), packing, HeadInputs(weight, None, spec))
+        scoring._keep(torch.zeros(2, 2), packing, HeadWeights(weight, None, spec))
         first, second = scoring.kept
         assert float(first.head.weight.sum()) == 0.0
         assert second.head is first.head

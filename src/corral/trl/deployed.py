@@ -33,7 +33,7 @@ from corral.numerics import drop_gradients, gradient_state
 from corral.trl.api import FUSED, steps_per_batch, updates_per_step
 from corral.trl.callbacks import on_any_process
 from corral.trl.ledger import Ledger
-from corral.trl.scoring import HeadInputs, ScoringPass
+from corral.trl.scoring import HeadWeights, ScoringPass
 
 if TYPE_CHECKING:
     from corral.trl.trainer import CorralTrainer
@@ -416,7 +416,7 @@ class DeployedProbe:
         self.tool_mask: list[list[int]] | None = None
         """Tool mask of the newest rollouts, from TRL's `_generate`: 1 for a token of the network, 0 for a token of a tool. TRL
         makes its old-policy pass before it puts the mask into the batch."""
-        self._head: HeadInputs | None = None
+        self._head: HeadWeights | None = None
         """Head of the old network in this step."""
 
     def clear(self) -> None:
@@ -528,7 +528,7 @@ class DeployedProbe:
         assert self._head is not None
         return self._kl(self._rollouts, self._head)
 
-    def _kl(self, rollouts: list[_Rollouts], old_head: HeadInputs) -> BatchKL:
+    def _kl(self, rollouts: list[_Rollouts], old_head: HeadWeights) -> BatchKL:
         """KL between the current network and the old network, whose hidden states are stored; on all processes."""
         parts, sequences = [], 0
         for some in rollouts:
@@ -547,7 +547,7 @@ class DeployedProbe:
         new_old, old_new, sequence, log_ratio = found.unbind(-1)
         return BatchKL(new_old=new_old, old_new=old_new, sequence=sequence.long(), log_ratio=log_ratio)
 
-    def _score(self, some: _Rollouts) -> tuple[Float[Tensor, "N H"], Float[Tensor, " N"], HeadInputs]:
+    def _score(self, some: _Rollouts) -> tuple[Float[Tensor, "N H"], Float[Tensor, " N"], HeadWeights]:
         """Hidden states, log-probs and head of the current network on the unmasked tokens, from an ordinary scoring pass."""
         trainer, scoring = self.trainer, ScoringPass(keep_hidden=True)
         width, size = some.live.shape[1], trainer.args.per_device_train_batch_size

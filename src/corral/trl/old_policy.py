@@ -18,7 +18,7 @@ from corral.numerics import logsumexp
 from corral.support import extend_support, top_k_support
 from corral.tensors import SparseDist
 from corral.trl.processes import base_model, vocabulary_size
-from corral.trl.scoring import HeadInputs, ScoringPass, SupportRequest
+from corral.trl.scoring import HeadWeights, ScoringPass, SupportRequest
 
 if TYPE_CHECKING:
     from corral.trl.trainer import CorralTrainer
@@ -43,7 +43,7 @@ class OldPolicy:
     request: SupportRequest
     """Support that is stored of the old policy, and that the new policy brings to a union."""
     fill: float | None
-    head: HeadInputs | None = None
+    head: HeadWeights | None = None
     hidden: Float[Tensor, "M H"] | None = None
 
     def store(self, output: dict[str, Any], scoring: ScoringPass) -> None:

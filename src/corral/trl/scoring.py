@@ -21,30 +21,29 @@ from corral.tensors import SparseDist, Tensors
 from corral.trl.api import FUSED
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True)
 class SupportRequest:
-    """Request for a support: the policy's own top-k, given ids [B T K], the union of both, or none."""
+    """Request for a policy's own support: at most k of its most likely tokens, until they reach `mass`; none by default."""
 
     top_k: int | None = None
     mass: float = 1.0
-    ids: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
-class HeadInputs:
+class HeadWeights:
     """Parameters of the head in one pass: the map from a hidden state to logits."""
 
     weight: Tensor
     bias: Tensor | None
     spec: LogitSpec
 
-    def freeze(self, *, shares: bool = True) -> "HeadInputs":
+    def freeze(self, *, shares: bool = True) -> "HeadWeights":
         """Copy the parameters, safe from later updates; with `shares`, untrained parameters are not copied."""
 
         def copy(x: Tensor) -> Tensor:
             return x if shares and not x.requires_grad else x.detach().clone()
 
-        return HeadInputs(copy(self.weight), None if self.bias is None else copy(self.bias), self.spec)
+        return HeadWeights(copy(self.weight), None if self.bias is None else copy(self.bias), self.spec)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +53,7 @@ class HiddenStates(Tensors):
     states: Float[Tensor, "M H"]
     places: Int[Tensor, " M"]
     """Index of each token in the flattened [B T], ascending."""
-    head: HeadInputs
+    head: HeadWeights
 
 
 @dataclass(eq=False, kw_only=True)
@@ -72,6 +71,8 @@ class ScoringPass:
     """
 
     support: SupportRequest = field(default_factory=SupportRequest)
+    ids: Int[Tensor, "B T K"] | None = None
+    """Support that is given. With both, the head takes their union."""
     loss: LossTerms | None = None
     """Loss of the completions [B T], for the head to fuse with its gradient; None if the head cannot."""
     tolerance: float = 0.0
@@ -131,7 +132,7 @@ class ScoringPass:
         places = completion.flatten().byte().argsort(descending=True, stable=True)  # without a host sync for the count
         count = len(tokens)
         packing = Packing(completion, places[:count])
-        ids, top_k = self.support.ids, self.support.top_k
+        ids, top_k = self.ids, self.support.top_k
         if ids is not None:  # of the whole batch
             done = sum(packing.shape[0] for _, packing in self.results)
             ids = packing.pack(ids[done : done + len(completion)])
@@ -167,14 +168,14 @@ class ScoringPass:
                     logp, entropy = logp[:0], None if entropy is None else entropy[:0]
                     output = HeadOutput(logp, entropy, None if output.dist is None else output.dist[:0])
                 if self.keep_hidden:
-                    self._keep(hidden[:count], packing, HeadInputs(weight, bias, LogitSpec(scale, softcap, temperature)))
+                    self._keep(hidden[:count], packing, HeadWeights(weight, bias, LogitSpec(scale, softcap, temperature)))
         self.results.append((output, packing))
         found = [logp, entropy]
         if rows is not None:
             found = [None if x is None else x.new_zeros(self.scored.numel()).index_copy(0, rows, x) for x in found]
         return (*found, None, None, None)
 
-    def _keep(self, states: Float[Tensor, "N H"], packing: Packing, head: HeadInputs) -> None:
+    def _keep(self, states: Float[Tensor, "N H"], packing: Packing, head: HeadWeights) -> None:
         """Store hidden states of the chosen sequences, from a slice's packed rows."""
         if self.kept:
             head = self.kept[0].head
@@ -191,11 +192,11 @@ class ScoringPass:
         """Forward hook that computes a support from all logits, for TRL before 1.15."""
         logp = (output.logits[:, :-1][:, -self.tokens :].float() / self.policy_head.temperature).log_softmax(-1)
         if self.support.top_k is None:
-            assert self.support.ids is not None
-            dist = gather_support(logp, self.support.ids)
+            assert self.ids is not None
+            dist = gather_support(logp, self.ids)
         else:
             k, sampled = min(self.support.top_k, logp.shape[-1]), kwargs["input_ids"][:, -self.tokens :]
-            dist = top_k_support(logp, sampled, k, self.support.mass, ids=self.support.ids)
+            dist = top_k_support(logp, sampled, k, self.support.mass, ids=self.ids)
         rows = Packing(torch.ones(logp.shape[:2], dtype=torch.bool, device=logp.device))
         found = HeadOutput(dist.logp[..., 0].flatten(), None, dist.map(lambda x: x.flatten(0, 1)))
         self.results.append((found, rows))
@@ -242,7 +243,7 @@ class PolicyHead:
                     stack.callback(model.register_forward_pre_hook(scoring.read_labels, with_kwargs=True).remove)
                 stack.callback(setattr, _trl_utils, "_ChunkedLogProbFunction", _trl_utils._ChunkedLogProbFunction)
                 _trl_utils._ChunkedLogProbFunction = scoring
-            elif scoring.support.top_k is not None or scoring.support.ids is not None:
+            elif scoring.support.top_k is not None or scoring.ids is not None:
                 for model in self.models:
                     stack.callback(model.register_forward_hook(scoring.read_logits, with_kwargs=True).remove)
             before = _random_state() if scoring.keep_hidden else []

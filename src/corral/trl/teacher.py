@@ -5,7 +5,6 @@ what the student reads.
 """
 
 import copy
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,7 +88,7 @@ class Teacher:
         assert old is not None
         shown_more = not self.is_reference and (self.is_own or TEACHER_PROMPT in rows[0])
         shown = self._prompts(rows) if shown_more else student
-        found = ScoringPass(support=replace(trainer.own_support, ids=old.ids))
+        found = ScoringPass(support=trainer.own_support, ids=old.ids)
         self._score(self.model, shown, output, found)
         teacher = found.dist()
         assert teacher is not None

@@ -329,13 +329,11 @@ class CorralTrainer(GRPOTrainer):
         """
         mask = inputs["completion_mask"].bool()
         mask = mask & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask
-        weights, support = self._reduction_weights(inputs, mask), SupportRequest()
-        if "corral_ids" in inputs:
-            support = replace(self.own_support if self.union else support, ids=inputs["corral_ids"])
-        elif not self.objective.plain_on_policy:
-            support = self.own_support
+        weights, ids = self._reduction_weights(inputs, mask), inputs.get("corral_ids")
+        brings = self.union if ids is not None else not self.objective.plain_on_policy
+        support = self.own_support if brings else SupportRequest()
         terms = self._fused_terms(inputs, mask, weights, support)
-        scoring, other = ScoringPass(support=support, loss=terms, tolerance=TOLERANCE), None
+        scoring, other = ScoringPass(support=support, ids=ids, loss=terms, tolerance=TOLERANCE), None
         with self.policy_head.expect(scoring):
             if self.skips_trl_loss:
                 self._score(model, inputs)
@@ -430,7 +428,7 @@ class CorralTrainer(GRPOTrainer):
         if not FUSED or self.has_other_terms:
             return None
         union = None
-        if self.union and support.ids is not None and support.top_k is not None and self.token_observer is None:
+        if self.union and "corral_ids" in inputs and support.top_k is not None and self.token_observer is None:
             union = self.old_policy.union_support(inputs)
         if support.top_k is not None and union is None:
             return None
