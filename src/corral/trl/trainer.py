@@ -329,6 +329,7 @@ class CorralTrainer(GRPOTrainer):
         """
         mask = inputs["completion_mask"].bool()
         mask = mask & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask
+        # What the scoring pass has to find: the old policy's support, its own, or the whole loss.
         weights, ids = self._reduction_weights(inputs, mask), inputs.get("corral_ids")
         brings = self.union if ids is not None else not self.objective.plain_on_policy
         support = self.own_support if brings else SupportRequest()
@@ -343,6 +344,7 @@ class CorralTrainer(GRPOTrainer):
                     rest.pop("old_per_token_logps", None)  # nothing reads the ratio, and 0 · inf would be NaN
                 other = super()._compute_loss(model, rest)
 
+        # The policy term, by the head or from its log-probs and support.
         batch, found, entropy = None, dict[str, Tensor](), None
         out, packing = scoring.results[0] if scoring.results else (None, None)
         if isinstance(out, PolicyLoss):
@@ -350,9 +352,10 @@ class CorralTrainer(GRPOTrainer):
             policy, found = out.loss, out.metrics
             tokens = int(mask.sum()) if "tool_mask" in inputs else packing.count
             batch = self._token_batch(inputs, mask, packing.unpack(out.logp[0]))
-            dist = None if out.dist is None else packing.unpack_dist(out.dist.map(lambda x: x[0]))
-            observed, objective = replace(batch, dist_new=dist), self._objective_for(batch)
-            if out.entropy is not None:
+            observed, objective = batch, self._objective_for(batch)
+            if out.dist is not None and self.token_observer is not None:
+                observed = replace(batch, dist_new=packing.unpack_dist(out.dist.map(lambda x: x[0])))
+            if out.entropy is not None and self.skips_trl_loss:
                 entropy = out.entropy.sum() / max(tokens, 1)  # 0 at masked tokens
         else:
             assert scoring.logp is not None
@@ -367,7 +370,8 @@ class CorralTrainer(GRPOTrainer):
                 apart = factors is not None and objective.config.regresses
                 result = objective(batch) if apart else batch_loss(objective, batch)
                 loss, found = result.loss if factors is None else result.weigh(factors), result.metrics
-                entropy = None if scoring.entropy is None else scoring.entropy.detach()[mask].mean()
+                if scoring.entropy is not None and self.skips_trl_loss:
+                    entropy = scoring.entropy.detach()[mask].mean()
             alike = not isinstance(weights, Tensor) or weights.ndim == 0
             policy = loss.sum() * weights if alike else torch.where(mask, loss * weights, 0.0).sum()
 
@@ -381,7 +385,7 @@ class CorralTrainer(GRPOTrainer):
             if self.off_policy and done // every == (done - done % steps_per_batch(self.args)) // every:
                 # Before the first update on the rollouts every ratio to the old policy should be 1.
                 metrics["tr/drift_max"] = masked_max((batch.logp_new - batch.logp_old).abs(), mask)
-            if self.skips_trl_loss and entropy is not None:
+            if entropy is not None:
                 metrics["entropy"] = entropy  # TRL's, which would have been next
         reports = [out.report for out, _ in scoring.results if out.report is not None and torch.is_grad_enabled()]
         self.ledger.add(self.mode, tokens, metrics, reports)
