@@ -1,4 +1,4 @@
-"""Arms that hold the network at rates far too large, on the demo and on pretrained models: tables of docs/deployed.md."""
+"""Arms that hold the network at rates far too large, on the demo and on pretrained models: tables of docs/results/deployed.md."""
 
 import math
 from collections.abc import Mapping, Sequence

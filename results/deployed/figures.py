@@ -1,4 +1,4 @@
-"""Figures of docs/deployed.md, and README's figure with the sentence below it."""
+"""Figures of docs/results/deployed.md, and README's figure with the sentence below it."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -54,10 +54,10 @@ def sentence(runs: Sequence[Row]) -> str:
     (seeds,) = {len(runs_of(runs, how)) for how in CHOSEN[: len(LEARNED)]}
     above, places = places_above(runs)
     return (
-        f"Medians of {seeds} fresh seeds of [the study](docs/deployed.md#fresh-seeds), with the script's task and model: "
+        f"Medians of {seeds} fresh seeds of [the study](docs/results/deployed.md#fresh-seeds), with the script's task and model: "
         f"{100 * LEVEL:.0f} % success takes TROLL {ours:.1f} batches of\nrollouts. It takes PPO's clip {tuned:.1f}, with the "
         f"best learning rate and number of passes that were tried. TROLL is above clip in {above} of {places}\n[other tasks "
-        f"and starts](docs/deployed.md#elsewhere).\n"
+        f"and starts](docs/results/deployed.md#elsewhere).\n"
     )
 
 

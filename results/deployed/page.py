@@ -1,4 +1,4 @@
-"""docs/deployed.md's tables and README's sentence on the headline, from results/deployed."""
+"""docs/results/deployed.md's tables and README's sentence on the headline, from results/deployed."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -28,7 +28,7 @@ from results.runs import (
     with_start,
 )
 
-PAGE = DOCS / "deployed.md"
+PAGE = DOCS / "results/deployed.md"
 TRIALS = (1e-4, 2e-4, 4e-4)
 """Rates that were tried with several passes."""
 
