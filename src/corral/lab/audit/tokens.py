@@ -1,5 +1,7 @@
 """Audited tokens as rows of a data frame, from a dump's completions or an audit's folder: the input of rules and statistics."""
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 import torch
@@ -11,6 +13,8 @@ from corral.numerics import CERTAIN
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+Names = NDArray[Any]
+"""Texts, for which run-time type checks know no width."""
 
 VERDICTS = ("clipped", "dppo_binary", "dppo_topk", "troll")
 """Columns that mark the tokens on which a rule acts; `clipped` is the audited clipping. A dump has no others."""
@@ -43,12 +47,12 @@ def make_tokens(rows: pd.DataFrame) -> pd.DataFrame:
     return tokens
 
 
-def kinds(tokens: pd.DataFrame, ball: str, bound: float) -> NDArray[np.str_]:
+def kinds(tokens: pd.DataFrame, ball: str, bound: float) -> Names:
     """The kind of each token under clipping and the `kl` or `tv` ball, as in `token_kinds`."""
     return token_kinds(*(column.to_numpy() for column in (tokens["clipped"], tokens[ball] > bound, tokens["outward"])))
 
 
-def token_kinds(blocked: Bools, outside: Bools, outward: Bools) -> NDArray[np.str_]:
+def token_kinds(blocked: Bools, outside: Bools, outward: Bools) -> Names:
     """The kind of each token: blocked inside or outside the ball, passed inside it, or passed outside and pushed out or back.
 
     `false` and `missed` are a rule's errors, `right`, `passed` and `back` are not.
