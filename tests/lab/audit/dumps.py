@@ -11,7 +11,7 @@ import pandas as pd
 from corral.lab.audit.dump import auditable, find_dump
 from corral.lab.audit.rules import Rules
 from corral.lab.audit.tally import Audit, DumpAudit
-from corral.lab.audit.tokens import Floats
+from corral.lab.audit.tokens import Floats, make_tokens
 
 LINE = {
     "step": 3,
@@ -71,7 +71,8 @@ def logged(advantage: Floats, logp_old: Floats, logp_new: Floats, logp_rollout: 
     count = len(advantage)
     found = {"token": np.arange(count), "mask": np.ones(count, dtype=np.bool_), "step": 1, "advantage": advantage}
     rollout = {} if logp_rollout is None else {"logp_rollout": logp_rollout}
-    return auditable({**found, "logp_old": logp_old, "logp_new": logp_new, **rollout}, lambda *_: None)
+    rows = auditable({**found, "logp_old": logp_old, "logp_new": logp_new, **rollout}, lambda *_: None)
+    return make_tokens(rows)
 
 
 def audit_dump(path: Path) -> Audit:

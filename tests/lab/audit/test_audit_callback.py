@@ -361,7 +361,7 @@ class TestWhatClippingDid:
         summary = audit_table(info, table)
         said = sentences(summary)
         assert sum("no clip ever acts in this run" in text for text in said) == 1
-        assert summary.verdicts["clipped"]["share"] > 0, "one more update would have been clipped"
+        assert summary.verdicts["clipped"]["kl"].share > 0, "one more update would have been clipped"
         assert any(text.startswith("On one more update on these completions, clipping") for text in said)
 
     def test_of_a_corral_trainer_it_is_what_the_trainer_logs(self, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from audit.dumps import EXPORT, LINE, write_exports, write_lines
 from audit.four_tokens import EXPECTED, NEW, OLD
 
 from corral.lab.audit.dump import Dump, DumpRecord, find_dump, read_completions
+from corral.lab.audit.tokens import make_tokens
 from corral.validate import RunError
 
 
@@ -21,7 +22,7 @@ def read(path: Path) -> tuple[Dump, list[pd.DataFrame], dict[str, int]]:
     """The dump, the tokens of each completion, and the number of things left out by reason."""
     dump, left_out = find_dump(path), Counter[str]()
     sizes: list[int] = []
-    found = list(read_completions(dump, sizes.append, lambda reason, count=1: left_out.update({reason: count})))
+    found = [*map(make_tokens, read_completions(dump, sizes.append, lambda reason, count=1: left_out.update({reason: count})))]
     assert sum(sizes) <= dump.bytes
     return dump, found, dict(left_out)
 

@@ -44,7 +44,7 @@ class TestGolden:
         assert (found.passed_outside, found.passed_outward) == (2, 1)
 
     def test_the_others(self, four: Audit) -> None:
-        shares = {name: four.verdicts[name]["share"] for name in VERDICTS}
+        shares = {name: four.verdicts[name]["kl"].share for name in VERDICTS}
         assert shares == {"clipped": 0.5, "dppo_binary": 0.25, "dppo_topk": 0.5, "troll": 0.75}
         # DPPO on the sampled token misses B; on its support it misses nothing.
         assert four.verdicts["dppo_binary"]["tv"].passed_outward == 1

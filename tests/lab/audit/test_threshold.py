@@ -153,4 +153,4 @@ def test_the_audited_range_is_clipping(completions: list[pd.DataFrame]) -> None:
     tally = ThresholdTally(0.05, 0.2)
     tally.add(tokens.assign(clipped=range_rule(0.2, 0.2).score(tokens) > 0))
     clip = next(row for row in tally.rows() if (row.rule.name, row.bound) == ("clip", 0.2))
-    assert tally.balls("clipped acts") == (clip.kl, clip.tv)
+    assert tally.balls("clipped acts") == {"kl": clip.kl, "tv": clip.tv}

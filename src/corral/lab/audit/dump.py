@@ -18,7 +18,7 @@ from pyarrow.types import is_boolean, is_floating, is_integer, is_null
 
 from corral.divergence import categorical_kl, categorical_tv
 from corral.lab.audit.folder import NothingYet
-from corral.lab.audit.tokens import Bools, Floats, Ints, make_tokens, sampled_kl, sampled_tv
+from corral.lab.audit.tokens import Bools, Floats, Ints
 from corral.lab.run.text import count
 from corral.validate import RunError
 
@@ -59,7 +59,7 @@ class DumpRecord:
         return value
 
     def column(self, name: str, length: int | None, what: str, *kinds: Callable[[pa.DataType], bool]) -> Floats:
-        """A list with one entry of these kinds per token, as numbers; NaN for null."""
+        """A list with one entry per token as numbers, NaN for null; each entry must be of one of these Arrow types."""
         values = self.items(name, length)
         try:
             found = pa.array(values, from_pandas=True)
@@ -240,7 +240,7 @@ KL(new‖old), KL(old‖new) and TV, [3 T]."""
 
 
 def read_columns(record: DumpRecord, form: "Format") -> Columns:
-    """Columns of a line by the format's names. The first list sets the length.
+    """The columns of one record, read by the field names of its format. The first list sets the length.
 
     Without advantages each token counts as pushed further out, the most that a rule can block.
     """
@@ -494,7 +494,7 @@ def read_completions(
 
 
 def auditable(found: Columns, note: Note) -> pd.DataFrame:
-    """The unmasked tokens with finite log-probs and an advantage. Masked tokens may hold any values."""
+    """The unmasked tokens with finite log-probs and an advantage, for `make_tokens`. Masked tokens may hold any values."""
     mask, credited = found["mask"], ~np.isnan(found["advantage"])
     finite = ~(np.isnan(found["logp_old"]) | np.isnan(found["logp_new"]))
     kept = mask & finite & credited
@@ -509,13 +509,11 @@ def auditable(found: Columns, note: Note) -> pd.DataFrame:
     old, new, places = columns["logp_old"], columns["logp_new"], np.flatnonzero(kept)
     if (support := columns.pop("support", None)) is not None:
         columns |= dict(zip(("kl", "support_kl_old_new", "tv"), support, strict=True)) | {"support_tv": support[-1]}
-    else:
-        columns |= {"kl": sampled_kl(new, old), "tv": sampled_tv(new, old)}
     reward = np.full(len(places), np.nan)
     reward[:1] = columns.get("reward", np.nan)
     more = {"sequence": 0, "position": places - places[:1], "reward": reward}
     more["sequence_log_ratio"] = (new - old).sum() / max(len(places), 1)
-    return make_tokens(pd.DataFrame({**columns, **more}))
+    return pd.DataFrame({**columns, **more})
 
 
 def read_texts(dump: Dump, progress: Callable[[int], object], note: Note) -> Iterator[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """The folder of an audit of a trainer: rows written batch by batch, rules and progress."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,11 +101,9 @@ class AuditFolder(LockedFolder):
     def fill(self, info: Mapping[str, Any], found: Mapping[int, Sequence[pd.DataFrame]]) -> Path:
         """Write a new audit with the completions of every update, and return its folder."""
         self.begin(info)
-        try:
+        with closing(self):
             for update, completions in found.items():
                 self.add(update, completions)
-        finally:
-            self.close()
         return self.path
 
     def add_updates(self, update: int, made: Sequence[MicroBatch]) -> None:

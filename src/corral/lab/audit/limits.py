@@ -22,7 +22,7 @@ QUANTITIES = {
 
 
 def quantities(audit: Audit) -> dict[str, Any]:
-    """The numbers of `QUANTITIES`; None for those that were not logged."""
+    """The number of each quantity that may have a limit; None if it was not logged."""
     ball = audit.verdicts["clipped"]["kl"]
     return {
         "blocked": ball.share,
@@ -39,7 +39,7 @@ def quantities(audit: Audit) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Limit:
-    """A quantity, and the number above or below which it is wrong."""
+    """An upper or lower limit on a quantity of an audit."""
 
     name: str
     sign: str

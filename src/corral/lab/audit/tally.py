@@ -13,7 +13,7 @@ import pandas as pd
 from corral.lab.audit.dump import Dump, FilePlace, read_completions
 from corral.lab.audit.folder import NothingYet
 from corral.lab.audit.rules import Rules
-from corral.lab.audit.threshold import FAMILIES, RuleFamily, Threshold, ThresholdTally, fewest_errors, range_rule
+from corral.lab.audit.threshold import FAMILIES, Ball, RuleFamily, Threshold, ThresholdTally, fewest_errors, range_rule
 from corral.lab.audit.tokens import VERDICTS, kinds, make_tokens, sampled_tv
 from corral.lab.run.guard import CollapseLimits, CollapseWatch
 from corral.validate import RunError
@@ -105,7 +105,7 @@ class Spreads:
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """All numbers of an audit, and what it is of."""
+    """All numbers of an audit, with the description of what was audited."""
 
     info: Mapping[str, Any]
     """Content of audit.json, or its equal for a dump: `rules`, `what` was compared, `settings`, …."""
@@ -124,8 +124,8 @@ class Audit:
     """`mean`, `p50`, `p99`, `p999`, `max` of kl, tv, |k1|, k2, k3, and of the mismatch where the sampler reported."""
     k1: float
     """Mean of log old − log new, which may be negative."""
-    verdicts: Mapping[str, Row]
-    """By rule that acts on tokens: its `share` of tokens, and its Ball in `kl` and in `tv`."""
+    verdicts: Mapping[str, Mapping[str, Ball]]
+    """The `kl` and `tv` balls of each rule that acts on tokens."""
     thresholds: list[Threshold]
     troll_tv: float
     """Mean TV by which TROLL moves a projected token, or 0 without projected tokens."""
@@ -167,8 +167,8 @@ class Audit:
         """All numbers of the audit as a mapping for JSON."""
         numbers = {name: value for name, value in vars(self).items() if name not in ("info", "completions", "texts", "rows")}
         verdicts = {
-            name: {"share": row["share"], **{ball: vars(row[ball]) for ball in ("kl", "tv")}}
-            for name, row in self.verdicts.items()
+            rule: {"share": balls["kl"].share, **{name: vars(ball) for name, ball in balls.items()}}
+            for rule, balls in self.verdicts.items()
         }
         return {**numbers, "verdicts": verdicts, "thresholds": [row.as_dict() for row in self.thresholds], **self.info}
 
@@ -232,9 +232,7 @@ class Tally:
         names = {"kl": "kl", "tv": "tv", "k1": "furthest", "k2": "k2", "k3": "k3", "mismatch": "mismatch"}
         distances = {name: self._spreads["all", column].row() for name, column in names.items()}
         verdicts = {
-            name: dict(zip(("kl", "tv"), self.thresholds.balls(f"{name} acts"), strict=True))
-            for name in VERDICTS
-            if self.measure == "whole" or name == "clipped"
+            name: self.thresholds.balls(f"{name} acts") for name in VERDICTS if self.measure == "whole" or name == "clipped"
         }
         return Audit(
             info=info,
@@ -247,7 +245,7 @@ class Tally:
             ess=total["ess"],
             distances={name: row for name, row in distances.items() if row is not None},
             k1=total["k1"],
-            verdicts={name: {"share": balls["kl"].share, **balls} for name, balls in verdicts.items()},
+            verdicts=verdicts,
             thresholds=self.thresholds.rows(),
             troll_tv=total["troll_tv"] or 0.0,
             rare={
@@ -400,9 +398,9 @@ class DumpAudit:
 
     def _count(self, completions: list[pd.DataFrame]) -> None:
         first = self._tally.sequences
-        tokens = pd.concat(completions, keys=range(first, first + len(completions)))
-        tokens["sequence"] = tokens.index.get_level_values(0)
-        tokens = tokens.reset_index(drop=True).assign(clipped=lambda tokens: self._clip.score(tokens) > 0)
+        rows = pd.concat(completions, keys=range(first, first + len(completions)))
+        tokens = make_tokens(rows.assign(sequence=rows.index.get_level_values(0)).reset_index(drop=True))
+        tokens["clipped"] = self._clip.score(tokens) > 0
         measures = {"support" if known else "sampled" for known in tokens["support_tv"].notna().unique()}
         if measures - {self._tally.measure or min(measures)}:
             raise RunError("some completions have `top_ids` and some have not: log them for all or for none.")

@@ -217,25 +217,25 @@ class ThresholdTally:
         for name, level in levels.items():
             self._counts[name] += np.bincount(8 * level + cell, minlength=64).reshape(8, 8)
 
-    def balls(self, name: str, place: int = 0) -> tuple[Ball, Ball]:
-        """The balls of KL and TV under a rule at the bound with this index, or under a verdict such as "clipped acts"."""
+    def balls(self, name: str, place: int = 0) -> dict[str, Ball]:
+        """The `kl` and `tv` balls under a rule at the bound with this index, or under a verdict such as "clipped acts"."""
         blocked, passed = self._counts[name][place + 1 :].sum(0), self._counts[name][: place + 1].sum(0)
-        kl, tv = (
-            Ball(
+        cell = np.arange(8)
+        return {
+            ball: Ball(
                 blocked_inside=int(blocked[~outside].sum()),
                 blocked_outside=int(blocked[outside].sum()),
                 passed_inside=int(passed[~outside].sum()),
                 passed_outside=int(passed[outside].sum()),
-                passed_outward=int(passed[outside & (np.arange(8) & 4 > 0)].sum()),
+                passed_outward=int(passed[outside & (cell & 4 > 0)].sum()),
             )
-            for outside in (np.arange(8) & 1 > 0, np.arange(8) & 2 > 0)
-        )
-        return kl, tv
+            for ball, outside in (("kl", cell & 1 > 0), ("tv", cell & 2 > 0))
+        }
 
     def rows(self) -> list[Threshold]:
         """Every rule that could be computed on all tokens, at every bound."""
         return [
-            Threshold(family, bound, *self.balls(family.name, place))
+            Threshold(family, bound, **self.balls(family.name, place))
             for family in self.families
             if self.tokens and self._counts[family.name].sum() == self.tokens
             for place, bound in enumerate(family.bounds)

@@ -33,10 +33,11 @@ log new/old over a completion of which all tokens were logged."""
 
 
 def make_tokens(rows: pd.DataFrame) -> pd.DataFrame:
-    """Tokens with every column, and with the columns that follow from others.
+    """A frame with every column of audited tokens and three derived ones.
 
     `log_ratio` is log new/old, `anchor` the centre of DPPO (log π of the sampler if it was reported, otherwise of the old
-    policy), and `outward` marks tokens that moved along their advantage.
+    policy), and `outward` marks tokens that moved along their advantage. Where only log-probs were logged, `kl` and `tv` are
+    those of the sampled token.
     """
     verdicts = [name for name in VERDICTS if name in rows]
     types = dict.fromkeys(COUNTED, np.int64) | dict.fromkeys(MEASURED, np.float64) | dict.fromkeys(verdicts, np.bool_)
@@ -44,6 +45,9 @@ def make_tokens(rows: pd.DataFrame) -> pd.DataFrame:
     tokens["log_ratio"] = tokens["logp_new"] - tokens["logp_old"]
     tokens["anchor"] = tokens["logp_rollout"].fillna(tokens["logp_old"])
     tokens["outward"] = tokens["log_ratio"] * tokens["advantage"] > 0
+    if tokens["kl"].isna().any():
+        tokens["kl"] = sampled_kl(tokens["logp_new"], tokens["logp_old"])
+        tokens["tv"] = sampled_tv(tokens["logp_new"], tokens["logp_old"])
     return tokens
 
 

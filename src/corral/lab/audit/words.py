@@ -94,7 +94,7 @@ def _true_distances(audit: Audit) -> list[str]:
             if rare["blocked"]
             else "None of the blocked tokens is rare: all had an old probability above 0.01."
         )
-    shares = {name: percent(row["share"]) for name, row in audit.verdicts.items()}
+    shares = {name: percent(balls["kl"].share) for name, balls in audit.verdicts.items()}
     moved = f", and move each of those by a TV of {number(audit.troll_tv)} on average" if audit.troll_tv else ""
     return [
         *found,
