@@ -606,7 +606,7 @@ def test_segments_need_as_many_steps_as_they_have_ends() -> None:
 
 
 def test_one_episode_alone_teaches_bbrl_nothing() -> None:
-    with pytest.raises(ValueError, match=r"bbrl: .* `episodes` is at least 2; got 1"):
+    with pytest.raises(ValueError, match=r"bbrl: `episodes` is a whole number ≥ 2 .*; got 1"):
         BBRLConfig(episodes=1)
     assert TCEConfig(episodes=1).episodes == 1  # its segments are compared with each other
 

@@ -13,16 +13,15 @@ from corral.robot.episode import Episodes
 from corral.robot.learner import Credit, Learner
 from corral.robot.planner import Plans
 from corral.robot.segment import normalise_advantages
+from corral.validate import limited
 
 
 @dataclass(frozen=True, kw_only=True)
 class BBRLConfig(LearnerConfig):
     """Settings of BBRL: TCE's, less those of segments and of the way there. The critic sees contexts only."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.episodes < 2:
-            raise ValueError("bbrl: advantages are compared across a batch, so `episodes` is at least 2; got 1.")
+    episodes: int = limited(64, at_least=2, note="advantages are compared across a batch")
+    """Episodes in a batch."""
 
 
 class BBRL(Learner):

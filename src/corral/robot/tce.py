@@ -21,7 +21,7 @@ from corral.robot.segment import (
     segment_jitter,
     segment_log_prob,
 )
-from corral.validate import require
+from corral.validate import limited
 
 
 def rewards_at_event(rewards: Float[Tensor, "B T"], event: Float[Tensor, "B"]) -> Float[Tensor, "B T"]:
@@ -57,16 +57,16 @@ AS_PUBLISHED = {"closing_segment": False, "common_jitter": True, "floor_in_regio
 class TCEConfig(LearnerConfig):
     """Settings of TCE."""
 
-    gamma: float = 1.0
+    gamma: float = limited(1.0, at_least=0, at_most=1)
     """Discount γ."""
-    lam: float = 0.95
+    lam: float = limited(0.95, at_least=0, at_most=1)
     """λ of the critic's targets."""
-    credit_lam: float = 0.0
+    credit_lam: float = limited(0.0, at_least=0, at_most=1)
     """λ of the advantages, from segment to segment: 0 as published; 1 credits a segment with all that is earned from its
     beginning on, which needs no critic to see in the state what will be paid later."""
-    points: int = 25
+    points: int = limited(25, at_least=2)
     """Ends of segments per episode; several plans share them, and each has at least two."""
-    segments_until: float | None = None
+    segments_until: float | None = limited(None, above=0, what="a number of seconds", note="inf is all of a plan")
     """Seconds of each plan in which segments lie, all of it without one. Once its τ is over a plan comes to rest at its goal:
     the likelihoods of segments there are of the goal alone, and outweigh the others' where an episode goes on for long. What
     is paid later is still credited, to the last segment, and to all of them with `credit_lam`."""
@@ -79,18 +79,10 @@ class TCEConfig(LearnerConfig):
     """Inputs of V: the state, as published, or the episode's first observation and the elapsed share. The second does not
     depend on the plan that was drawn, so it is a baseline that biases no gradient; but no segment has credit for what it
     changes later."""
-    jitter: float = 1e-4
+    jitter: float = limited(1e-4, above=0, note="at 0 close points make a singular covariance")
     """Added to a segment's variances, relative to the largest of them."""
     common_jitter: bool = False
     """As published: one regulariser for all segments, relative to the largest variance of any, and each policy has its own."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self, "gamma", "lam", "credit_lam", at_least=0, at_most=1)
-        require(self, "points", at_least=2, integer=True)
-        require(self, "segments_until", above=0, optional=True, what="a number of seconds", note="inf is all of a plan")
-        require(self, "critic_inputs", one_of=("state", "context"))
-        require(self, "jitter", above=0, note="at 0 close points make a singular covariance")
 
     @classmethod
     def as_published(cls, **settings: Any) -> "TCEConfig":

@@ -28,16 +28,8 @@ class GraphedSAC(SAC):
 
     @property
     def replays(self) -> bool:
-        """Return True if updates are replays of a graph: on a GPU, without gSDE and unusual options of SAC."""
-        return (
-            self.device.type == "cuda"
-            and not self.use_sde
-            and type(self.replay_buffer) is ReplayBuffer  # neither n-step returns nor dictionaries
-            and not self.replay_buffer.optimize_memory_usage
-            and self._vec_normalize_env is None
-            and self.ent_coef_optimizer is not None
-            and self.target_update_interval == 1
-        )
+        """Return True if updates are replays of a graph: on a GPU, without gSDE."""
+        return self.device.type == "cuda" and not self.use_sde
 
     def train(self, gradient_steps: int, batch_size: int = 64) -> None:
         """Make `gradient_steps` updates from the current replay buffer."""

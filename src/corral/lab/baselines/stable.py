@@ -20,7 +20,6 @@ from corral.validate import pip_install
 
 try:
     from stable_baselines3 import PPO, SAC
-    from stable_baselines3.common.buffers import ReplayBuffer
     from stable_baselines3.common.vec_env import VecEnv
 
     from corral.lab.baselines.noise import EpisodeNoise, colour_actions
@@ -66,9 +65,9 @@ class Baseline:
             self.envs.noise = EpisodeNoise(config.noise_colour, plant.steps, plant.tracking.dof)
             colour_actions(self.model, self.envs.noise)
 
-        policy = self.model.policy
+        policy, self.is_sac = self.model.policy, isinstance(self.model, SAC)
         self.networks: dict[str, torch.nn.Module] = {"policy": policy}
-        if isinstance(self.model, SAC):
+        if self.is_sac:
             temperature = self.model.ent_coef_optimizer
             self.optimizers = {"critic": policy.critic.optimizer, "policy": policy.actor.optimizer, "temperature": temperature}
         else:
@@ -148,7 +147,7 @@ class Baseline:
         for rows in self.plant.rounds(len(seeds)):
             context = self.plant.start(seeds[rows])
             if self.model.use_sde and not deterministic:
-                (self.model.actor if isinstance(self.model, SAC) else self.model.policy).reset_noise(len(context))
+                (self.model.actor if self.is_sac else self.model.policy).reset_noise(len(context))
             if self.envs.noise is not None:
                 self.envs.noise.begin(len(context))
             parts.append(self.plant.act(context, partial(self._act, context, deterministic)))
@@ -165,11 +164,11 @@ class Baseline:
         """A checkpoint as a copy: networks, counters, and for SAC the replay buffer. Later steps do not change it."""
         state = {"iteration": self.iteration, "env_steps": self.env_steps, "updates": self.model._n_updates}
         state |= {"networks": self.model.get_parameters()}
-        if isinstance(self.model, SAC):
-            buffer, log_ent_coef = _sac_state(self.model)
+        if self.is_sac:
+            buffer = self.model.replay_buffer
             # The buffer's arrays are attributes, here and in `restore`.
             state |= {key: torch.from_numpy(getattr(buffer, key)[: buffer.size()]) for key in REPLAY_FIELDS}
-            state |= {"log_ent_coef": log_ent_coef.detach()}
+            state |= {"log_ent_coef": self.model.log_ent_coef.detach()}
         return deepcopy(state)
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -177,20 +176,13 @@ class Baseline:
         self.iteration, self.model.num_timesteps = state["iteration"], state["env_steps"]
         self.model._n_updates = state["updates"]
         self.model.set_parameters(deepcopy(state["networks"]), exact_match=True, device=self.config.device)
-        if isinstance(self.model, SAC):
-            (buffer, log_ent_coef), size = _sac_state(self.model), len(state["rewards"])
+        if self.is_sac:
+            buffer, size = self.model.replay_buffer, len(state["rewards"])
             for key in REPLAY_FIELDS:
                 getattr(buffer, key)[:size] = state[key].numpy()
             # A row holds one step of every environment; once all are taken, the oldest is written over.
             buffer.full, buffer.pos = size == buffer.buffer_size, self.env_steps // self.envs.num_envs % buffer.buffer_size
-            log_ent_coef.data.copy_(state["log_ent_coef"])
-
-
-def _sac_state(model: SAC) -> tuple[ReplayBuffer, torch.Tensor]:
-    """SAC's replay buffer and the logarithm of its entropy coefficient; the default settings have both."""
-    assert model.replay_buffer is not None
-    assert model.log_ent_coef is not None
-    return model.replay_buffer, model.log_ent_coef
+            self.model.log_ent_coef.data.copy_(state["log_ent_coef"])
 
 
 @contextmanager

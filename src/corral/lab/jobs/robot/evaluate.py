@@ -58,7 +58,6 @@ def log_dimensionless_jerk(velocities: Array, dt: float) -> Array:
     Ref:
         Balasubramanian et al. 2015, J. NeuroEng. Rehab. 12:112. Invariant: a minimum-jerk motion has −log 204.8.
     """
-    _check("log_dimensionless_jerk", velocities, 4)
     jerk = np.diff(velocities, 2, axis=-2) / dt**2
     peak = np.linalg.norm(velocities, axis=-1).max(-1)
     duration = dt * velocities.shape[-2]
@@ -82,7 +81,6 @@ def spectral_arc_length(velocities: Array, dt: float, *, cutoff: float = 10.0, t
     Ref:
         Balasubramanian et al. 2015, J. NeuroEng. Rehab. 12:112. Invariant: size and duration do not matter.
     """
-    _check("spectral_arc_length", velocities, 4)
     speed = np.linalg.norm(velocities, axis=-1)
     size = _PADDING * speed.shape[-1]
     frequency = np.fft.rfftfreq(size, dt)
@@ -99,7 +97,6 @@ def spectral_arc_length(velocities: Array, dt: float, *, cutoff: float = 10.0, t
 
 def torque_rate(actions: Array, dt: float) -> Array:
     """Mean ‖Δu‖ / Δt [*] of actions [* T D], a measure of wear on motors and gears."""
-    _check("torque_rate", actions, 2)
     return np.asarray(np.linalg.norm(np.diff(actions, axis=-2), axis=-1).mean(-1) / dt)
 
 
@@ -112,16 +109,8 @@ def lag_autocorrelation(deviations: Array, lag: int) -> float:
         deviations: [E T D], executed minus mean motion.
         lag: steps, 1 ≤ lag < T.
     """
-    _check("lag_autocorrelation", deviations, lag + 1)
-    if lag < 1:
-        raise ValueError(f"lag_autocorrelation: `lag` is a number of steps ≥ 1; got {lag}.")
     early, late = deviations[..., :-lag, :], deviations[..., lag:, :]
     return float((early * late).sum() / np.sqrt(np.square(early).sum() * np.square(late).sum()))
-
-
-def _check(name: str, values: Array, least: int) -> None:
-    if values.ndim < 2 or values.shape[-2] < least:
-        raise ValueError(f"{name}: needs [* T D] with T ≥ {least}; got {list(values.shape)}.")
 
 
 # ------------------------------------------------------------------------------------------------------------ measurements

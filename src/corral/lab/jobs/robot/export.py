@@ -126,11 +126,12 @@ def _archive(learner: Learner, limits: Array) -> bytes:
     }
     basis, start = tables(prodmp, learner.planner.times)
     arrays: dict[str, Any] = {"times": _array(learner.planner.times), "basis": _array(basis), "start": _array(start)}
+    arrays["limits"] = limits
     for index, (weight, bias) in enumerate(layers):
         arrays |= {f"weight_{index}": weight, f"bias_{index}": bias}
     content = io.BytesIO()  # given a name, NumPy would add its own ending
     told = np.array(json.dumps(about, default=lambda x: np.asarray(x).tolist()))  # gains may be arrays
-    np.savez(content, about=told, limits=limits, **arrays)
+    np.savez(content, about=told, **arrays)
     return content.getvalue()
 
 
