@@ -20,11 +20,12 @@ PlanStart = Literal["desired", "state"]
 class Plans(Tensors):
     """Trajectory parameters drawn for a batch, with the Gaussian that drew them: the old policy of this batch's updates.
 
-    One row for each of the N plans that began: the first plans of all episodes, then the second ones, …
+    One row for each of the N plans that began: the first plans of all episodes, then the second ones, … While a batch is played, N
+    stands for two axes: [P E], plan and episode.
     """
 
-    params: Float[Tensor, "N W"]
-    mean: Float[Tensor, "N W"]
+    params: Float[Tensor, "*N W"]
+    mean: Float[Tensor, "*N W"]
     chol: Float[Tensor, "*c W W"]
     """A factor common to all plans, or a factor for each plan."""
     sizes: tuple[int, ...]

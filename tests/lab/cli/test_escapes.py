@@ -185,7 +185,7 @@ import sys, threading, warnings, logging
 import corral.lab.cli.explain
 import corral.lab.cli as cli
 
-def run(arguments, rest):
+def run(arguments):
     warnings.warn({EVIL!r})
     logging.getLogger("somebody").warning({EVIL!r})
     thread = threading.Thread(target=lambda: 1 / [0][len({EVIL!r}) * 0])

@@ -60,7 +60,7 @@ def test_the_command_writes_the_page(
     [
         (["--out", "nowhere/page.html"], 1, "there is no folder nowhere to write page.html into"),
         (["--out", "."], 1, "is a folder, and the page is a file"),
-        (["--colour", "red"], 2, "takes --out and --open; got --colour red"),
+        (["--colour", "red"], 2, "explore has no '--colour'"),
     ],
 )
 def test_the_command_refuses_with_a_sentence(
