@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from corral.lab.run.files import write_whole
+
+if TYPE_CHECKING:
+    from corral.lab.report.statistics import Difference  # it needs corral[report], which the studies do without
 
 ROOT = Path(__file__).parents[1]
 DOCS, README = ROOT / "docs", ROOT / "README.md"
@@ -20,11 +23,6 @@ Texts = dict[Path, str]
 def short(value: float) -> str:
     """`.578`, and `1.000` for what does not fit that."""
     return f"{value:.3f}".removeprefix("0")
-
-
-def signed(value: float) -> str:
-    """`+.062`, `−.013`."""
-    return f"{'−' if value < 0 else '+'}{abs(value):.3f}".replace("0.", ".")
 
 
 def numbers(values: Iterable[float]) -> str:
@@ -54,6 +52,24 @@ def markdown(head: Sequence[str], lines: Iterable[Sequence[str]], rule: str = "-
 
 
 spaced_table = partial(markdown, rule=" --- ")
+
+
+def interval_text(found: "Difference | None") -> str:
+    """`+2.7 (0.8 … 4.5)`: a difference and its 95 % interval; a dash if no seed is shared."""
+    from corral.lab.report.statistics import plain, signed
+
+    if found is None:
+        return "–"
+    low, high = found.mean.low, found.mean.high
+    return signed(found.mean.value) + ("" if low is None or high is None else f" ({plain(low)} … {plain(high)})")
+
+
+def p_text(p: float) -> str:
+    """An adjusted p-value, bold if it is significant: `**<.001**`, `.24`."""
+    from corral.lab.report.statistics import is_significant
+
+    text = "<.001" if p < 0.001 else f"{p:.2g}".removeprefix("0") if p < 0.995 else "1"
+    return f"**{text}**" if is_significant(p) else text
 
 
 def fill(read: Callable[[Path], str], pages: Sequence[Path], kind: str, blocks: Mapping[str, Callable[[], str]]) -> Texts:

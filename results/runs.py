@@ -75,6 +75,11 @@ def area(run: Row) -> float:
     return below / (points[-1][0] - points[0][0]) if len(points) > 1 else points[0][1]
 
 
+def percent(run: Row) -> float:
+    """Mean success over the run in per cent, so that differences are points."""
+    return 100 * area(run)
+
+
 def is_below_start(run: Row) -> bool:
     """True if any measurement is below the first."""
     points = held_out(run)

@@ -6,9 +6,9 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
-from corral.lab.report.statistics import Difference, difference, holm
+from corral.lab.report.statistics import difference, holm
 from results.packed import Row
-from results.pages import markdown, numbers, short, signed, two_digits
+from results.pages import interval_text, markdown, numbers, p_text, short, two_digits
 from results.plans import CHOSEN, FRESH, MANY
 from results.runs import (
     area,
@@ -20,6 +20,7 @@ from results.runs import (
     is_below_start,
     kl,
     mean,
+    percent,
     starts,
     where,
     with_interval,
@@ -32,18 +33,18 @@ LEVEL = 0.60
 WIDE = 0.03
 """The widest bound that is advised."""
 NAMES = (
-    'TROLL, 4 passes, `"auto"` held at .03',
+    'TROLL, 4 passes, `"auto"`, bound .03',
     "clipping, 4 passes at 2e-4",
     "clipping, one pass at 4e-4, twenty steps",
-    'DPPO, 8 passes, `"auto"` held at .02',
-    'clipping, 8 passes, `"auto"` held at .08',
+    'DPPO, 8 passes, `"auto"`, bound .02',
+    'clipping, 8 passes, `"auto"`, bound .08',
     "TROLL, 4 passes at 2e-4",
 )
 """Of `CHOSEN`, in its order."""
 MANY_NAMES = (
-    'TROLL, `"auto"` held at .01, constant',
-    'clipping, `"auto"` held at .02, constant',
-    'DPPO, `"auto"` held at .02, constant',
+    'TROLL, `"auto"`, bound .01, constant',
+    'clipping, `"auto"`, bound .02, constant',
+    'DPPO, `"auto"`, bound .02, constant',
     "clipping at 1e-4, constant",
     "TROLL at 1e-4, constant",
 )
@@ -88,8 +89,8 @@ def runs_of(runs: Sequence[Row], how: Mapping[str, Any], *, steps: int = 10, sta
 
 def confirmed_table(runs: Sequence[Row], names: Sequence[str] = NAMES) -> str:
     """The chosen settings, and what the start can do."""
-    head = ("setting", "n", "area over the run", "final, 4,096 problems", "greedy", "steps to .60 (runs that get there)")
-    return with_start(markdown((*head, "KL mean"), confirmed(runs, names)))
+    head = ("setting", "n", "mean success", "at the end", "greedy", "steps to .60 (runs that get there)", "KL")
+    return with_start(markdown(head, confirmed(runs, names)))
 
 
 def confirmed(runs: Sequence[Row], names: Sequence[str] = NAMES) -> list[list[str]]:
@@ -105,22 +106,17 @@ def confirmed(runs: Sequence[Row], names: Sequence[str] = NAMES) -> list[list[st
     return lines
 
 
-def interval(found: Difference) -> str:
-    """`−.010 to +.277`, or nothing where there is no interval."""
-    low, high = found.mean.low, found.mean.high
-    return "" if low is None or high is None else f"{signed(low)} to {signed(high)}"
+def verdicts(runs: Sequence[Row], named: Sequence[tuple[str, str]] = COMPARED) -> list[list[str]]:
+    """The named comparisons: differences of mean success, paired where they can be, corrected together."""
+    pairs = [(a, b, *(by_seed(runs_of(runs, SETTINGS[name]), percent) for name in (a, b))) for a, b in named]
+    found = [(f"{a} − {b}", difference(ours, theirs)) for a, b, ours, theirs in pairs if ours and theirs]
+    adjusted = holm([one.p for _, one in found])
+    return [[name, interval_text(one), str(one.seeds), p_text(p)] for (name, one), p in zip(found, adjusted, strict=True)]
 
 
 def compared(runs: Sequence[Row], named: Sequence[tuple[str, str]] = COMPARED) -> str:
-    """The named comparisons: differences of area, paired where they can be, and which hold together."""
-    pairs = [(a, b, *(by_seed(runs_of(runs, SETTINGS[name]), area) for name in (a, b))) for a, b in named]
-    found = [(a, b, difference(ours, theirs)) for a, b, ours, theirs in pairs if ours and theirs]
-    lines = ""
-    for (a, b, one), holds in zip(found, holm([one.p for *_, one in found]), strict=True):
-        seeds = f"{one.seeds} seeds" if one.paired else f"{one.seeds} runs each"
-        said = f"{signed(one.mean.value)} ({interval(one) or 'no interval'}; {seeds}): {'holds' if holds else 'does not show'}"
-        lines += f"- {a}, against {b}: {said}.\n"
-    return lines or "\n"
+    """The named comparisons as a table."""
+    return markdown(("difference", "points (95 %)", "seeds", "p (Holm)"), verdicts(runs, named))
 
 
 def runs_elsewhere(runs: Sequence[Row]) -> dict[str, tuple[list[Row], list[Row]]]:
@@ -140,11 +136,10 @@ def elsewhere(runs: Sequence[Row]) -> str:
     lines, known = [], starts()
     for start, sides in runs_elsewhere(runs).items():
         begin = [short(at[1.0]), at_best(at, "{success} at {at}")] if (at := known.get(start)) else ["–", "–"]
-        gap = difference(*(by_seed(side, final) for side in sides))
-        said = signed(gap.mean.value) + (f" ({interval(gap)})" if interval(gap) else "")
-        lines.append([ELSEWHERE[start], *begin, *(numbers(map(final, side)) for side in sides), said])
-    head = ("task or start", "start", "at its best temperature", "TROLL, 4 passes, `auto` at .03", "clipping, 4 passes")
-    return markdown((*head, "difference"), lines)
+        gap = difference(*(by_seed(side, lambda run: 100 * final(run)) for side in sides))
+        lines.append([ELSEWHERE[start], *begin, *(numbers(map(final, side)) for side in sides), interval_text(gap)])
+    head = ("task or start", "start", "at its best temperature", "TROLL", "clipping", "points (95 %)")
+    return markdown(head, lines)
 
 
 def collapses(runs: Sequence[Row]) -> str:
@@ -153,6 +148,6 @@ def collapses(runs: Sequence[Row]) -> str:
     for name, wide in ((f"{two_digits(WIDE)} or less", False), ("more", True)):
         some = [run for run in held if (run.get("bound", 0.02) > WIDE) == wide]
         fallen, died = sum(run["dead"] or is_below_start(run) for run in some), sum(run["dead"] for run in some)
-        said.append(f"of {len(some)} runs held at {name}, {fallen} had a measurement below the start and {died} died")
+        said.append(f"of {len(some)} runs with a bound of {name}, {fallen} had a measurement below the start and {died} died")
     text = "; ".join(said)
     return f"{text[0].upper()}{text[1:]}.\n"

@@ -54,8 +54,9 @@ def sentence(runs: Sequence[Row]) -> str:
     (seeds,) = {len(runs_of(runs, how)) for how in CHOSEN[: len(LEARNED)]}
     above, places = places_above(runs)
     return (
-        f"Medians of {seeds} fresh seeds of [the study](docs/results/deployed.md#fresh-seeds), with the script's task and model: "
-        f"{100 * LEVEL:.0f} % success takes TROLL {ours:.1f} batches of\nrollouts. It takes PPO's clip {tuned:.1f}, with the "
+        f"Medians of {seeds} fresh seeds of [the study](docs/results/deployed.md#fresh-seeds), with the script's task and "
+        f"model: {100 * LEVEL:.0f} % success takes TROLL {ours:.1f} batches of\nrollouts. "
+        f"It takes PPO's clip {tuned:.1f}, with the "
         f"best learning rate and number of passes that were tried. TROLL is above clip in {above} of {places}\n[other tasks "
         f"and starts](docs/results/deployed.md#elsewhere).\n"
     )
@@ -77,7 +78,7 @@ def draw_study(runs: Sequence[Row], path: Path) -> None:
                 mine = [run for run in where(some, objective=objective) if (run["arm"] != "off") == held]
                 look: dict[str, Any] = {"linestyle": "--"} if held else {"label": objective}
                 draw_line(axes, values((run[place], final(run)) for run in mine), color=color, **look)
-        axes.plot([], [], color="black", linestyle="--", label="held")
+        axes.plot([], [], color="black", linestyle="--", label="bounded")
         axes.set(xscale="log", xlabel=name, ylabel=f"held-out success after {some[0]['steps']} steps", ylim=(-0.02, 0.8))
         ticks = sorted({run[place] for run in some})
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
@@ -99,7 +100,7 @@ def draw_idea(runs: Sequence[Row], path: Path, *, bound: float = 0.02, passes: i
         "rate": (2e-4, "auto"),
     }
     for objective, how in (("ppo_clip", "PPO clip"), ("troll", "TROLL")):
-        for arm, style, held in (("off", "-", ""), ("on", "--", ", held")):
+        for arm, style, held in (("off", "-", ""), ("on", "--", ", bounded")):
             for run in where(runs, objective=objective, arm=arm, **wanted):
                 moved = [certificate(step, "mean") for step in steps_of(run)]
                 end = f"{how}{held}: {100 * final(run):.0f} %"

@@ -1,5 +1,6 @@
 """docs/results/deployed.md's tables and README's sentence on the headline, from results/deployed."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import product
@@ -10,90 +11,95 @@ from results.deployed import arms, confirm, figures, rates
 from results.deployed.rates import OBJECTIVES
 from results.packed import FOLDER, Row
 from results.packed import read as read_rows
-from results.pages import DOCS, README, Texts, fill, markdown, numbers, rate_text, two_digits
-from results.plans import TUNING
+from results.pages import DOCS, README, Texts, fill, interval_text, markdown, numbers, rate_text, two_digits
+from results.plans import BEST, TUNING
 from results.runs import (
     DEPLOYED,
-    area,
     final,
     finished,
     greedy,
     group,
-    held_out,
     is_demo,
     kl,
     mean,
-    steps_of,
     where,
     with_start,
 )
+from results.spec import START
 
 PAGE = DOCS / "results/deployed.md"
-TRIALS = (1e-4, 2e-4, 4e-4)
-"""Rates that were tried with several passes."""
+NAMES = {"troll": "TROLL", "ppo_clip": "clipping"}
+
+
+def advice(runs: Sequence[Row]) -> str:
+    """What to use in which situation, and the difference in mean success that supports it."""
+    chosen, known = confirm.verdicts(runs), "embedded, sharpening"
+    lines = [
+        ["several passes over each batch", 'TROLL, four passes, `"auto"`', "over tuned clipping", *chosen[0][1:], known],
+        ["", 'DPPO, eight passes, `"auto"`', "over tuned clipping", *chosen[1][1:], known],
+        ["", 'TROLL, four passes, tuned or `"auto"`', 'of `"auto"` over tuned', *chosen[3][1:], known],
+    ]
+    for name, gap, _, seeds, p in rates.verdicts(runs):
+        objective, *how = name.partition(" −")[0].split(", ")
+        if how == ['`"auto"`', "constant"]:
+            row = [
+                "one pass, rate not known",
+                f'{objective} at `"auto"`',
+                "over the tuned rate",
+                gap,
+                seeds.split()[0],
+                p,
+                known,
+            ]
+            lines.append(row)
+    gap = arms.behind("smollm2", "troll", BEST["smollm2"]["troll", 1])
+    row = ['TROLL on SmolLM2: a tuned rate, not `"auto"`', 'of `"auto"` over tuned', interval_text(gap), str(gap.seeds), "–"]
+    lines.append(["", *row, "SmolLM2, learning"])
+    head = ("situation", "use", "difference", "points (95 %)", "seeds", "p (Holm)", "model, and what improves")
+    return markdown(head, lines)
 
 
 def tuning(runs: Iterable[Row], **wanted: object) -> list[Row]:
     """Ten steps with fixed passes on the seeds that settings were chosen by; a bound that was not given is .02."""
-    some = where(runs, **{"schedule": "linear", **wanted}, steps=10, seed=TUNING, reuse=None)
+    some = where(runs, **wanted, steps=10, seed=TUNING, reuse=None)
     return [{"bound": 0.02, **run} for run in some if "passes" in run]
 
 
 def reuse(runs: Sequence[Row]) -> str:
-    """Held-out success after 5 and 10 steps of rollouts by passes, unheld at the demo's rate and held at .02."""
-    found = group(tuning(runs), "objective", "passes", "rate", "bound")
-    found |= {
-        (name, "auto", *key): some
-        for (name, *key), some in group(where(runs, reuse="auto", steps=10), "objective", "rate").items()
-    }
-    fixed = [(passes, *held) for passes, held in product((1, 2, 4, 8), ((2e-4, float("inf")), ("auto", 0.02)))]
-    lines = []
-    for objective, (passes, rate, *bound) in product(OBJECTIVES, [*fixed, ("auto", 2e-4), ("auto", "auto")]):
-        if some := found.get((objective, passes, rate, *bound)):
-            made = (
-                f"auto: {fmean(line['tr/passes'] for run in some for line in steps_of(run)):.1f}" if not bound else str(passes)
-            )
-            cells = [objective, made, rate_text(rate), "no" if bound == [float("inf")] else ".02", str(len(some))]
-            cells += [numbers(dict(held_out(run)).get(step, 0.0) for run in some) for step in (5.0, 10.0)]
-            lines.append([*cells, mean(some, greedy), kl(some, "mean"), kl(some, "p999")])
-    head = ("objective", "passes", "rate", "held at", "n", "after 5 steps", "after 10", "greedy", "KL mean", "p99.9")
-    return with_start(markdown(head, lines))
+    """Held-out success after ten steps by passes: at the demo's rate without a bound, and from 1e-3 with a bound of .02."""
+    found, lines = group(tuning(runs), "objective", "passes", "rate", "bound"), []
+    for objective, passes in product(OBJECTIVES, (1, 2, 4, 8)):
+        sides = [found.get((objective, passes, *how)) for how in ((2e-4, math.inf), ("auto", 0.02))]
+        cells = [cell for side in sides if side for cell in (numbers(map(final, side)), mean(side, greedy), kl(side, "mean"))]
+        lines += [[objective, str(passes), *cells]] if all(sides) else []
+    return with_start(markdown(("objective", "passes", "no bound", "greedy", "KL", "bound .02", "greedy", "KL"), lines))
 
 
-def tuned(runs: Sequence[Row]) -> str:
-    """Area over ten steps, each seed's, by rate and passes with nothing held."""
-    found, passes = group(tuning(runs, arm="off", rate=TRIALS), "objective", "rate", "passes"), (1, 2, 4, 8)
-    rows = [(name, rate) for name in OBJECTIVES for rate in sorted({key[1] for key in found if key[0] == name})]
-    lines = [
-        [name, rate_text(rate), *(numbers(map(area, found.get((name, rate, n), []))) for n in passes)] for name, rate in rows
-    ]
-    return with_start(markdown(("objective", "rate", *(f"{n} {'pass' if n == 1 else 'passes'}" for n in passes)), lines))
-
-
-def bounds(runs: Sequence[Row], schedule: str) -> str:
-    """Held-out success after ten steps at "auto", by bound, beside the demo's rate unheld, or the best one that was tried."""
-    held = group(tuning(runs, schedule=schedule, rate="auto"), "objective", "passes", "bound")
-    unheld = group(tuning(runs, schedule=schedule, arm="off"), "objective", "passes", "rate")
-    tried, lines, best = sorted({bound for *_, bound in held}), [], schedule == "constant"
-    for about in product(OBJECTIVES, (1, 4, 8)):
+def bounds(runs: Sequence[Row]) -> str:
+    """Held-out success after ten steps at "auto" with a constant schedule, by bound, beside the best rate without one."""
+    held = group(tuning(runs, rate="auto"), "objective", "passes", "bound")
+    unheld = group(tuning(runs, arm="off"), "objective", "passes", "rate")
+    tried, lines = sorted({bound for *_, bound in held}), []
+    for about in product(OBJECTIVES, (1, 4)):
         cells = [held.get((*about, bound), []) for bound in tried]
         if any(cells):
-            others = {rate: cell for (*at, rate), cell in unheld.items() if tuple(at) == about and (best or rate == 2e-4)}
+            others = {rate: cell for (*at, rate), cell in unheld.items() if tuple(at) == about}
             rate = max(others, key=lambda rate: fmean(map(final, others[rate])), default=None)
             left = numbers(map(final, others.get(rate, [])))
-            left = f"{rate_text(rate)}: {left}" if best and rate else left
+            left = f"{rate_text(rate)}: {left}" if rate else left
             lines.append([about[0], str(about[1]), left, *(numbers(map(final, cell)) for cell in cells)])
-    beside = "not held, at its best rate" if best else "2e-4, not held"
-    return with_start(markdown(("objective", "passes", beside, *(f"held at {two_digits(bound)}" for bound in tried)), lines))
+    head = ("objective", "passes", "no bound, at the best rate", *(f"bound {two_digits(bound)}" for bound in tried))
+    return with_start(markdown(head, lines))
 
 
 def blocks(runs: Sequence[Row]) -> dict[str, Callable[[], str]]:
     """Name → text of every block."""
     here = [run for run in runs if is_demo(run)]
-    found: dict[str, Callable[[], str]] = {
-        "reuse": partial(reuse, here),
-        "tuned": partial(tuned, here),
-        "usableagainstunheld": partial(rates.usable_against_unheld, here),
+    return {
+        "advice": partial(advice, here),
+        "reuse": partial(reuse, where(here, schedule="linear")),
+        "bounds": partial(bounds, where(here, schedule="constant")),
+        "usable": partial(rates.usable, here),
         "confirmed": partial(confirm.confirmed_table, here),
         "compared": partial(confirm.compared, here),
         "many": partial(confirm.confirmed_table, here, confirm.MANY_NAMES),
@@ -102,22 +108,12 @@ def blocks(runs: Sequence[Row]) -> dict[str, Callable[[], str]]:
         "notinferior": partial(rates.not_inferior, here),
         "elsewhere": partial(confirm.elsewhere, runs),
         "collapses": partial(confirm.collapses, runs),
+        "mechanisms": partial(arms.mechanisms, where(runs, start=START)),
         "pretrained": partial(arms.pretrained, "smollm2"),
         "pretrainedgemma": partial(arms.pretrained, "gemma"),
-        "startover": arms.start_over,
         "autostart": lambda: arms.first_batches(read_rows(FOLDER / "deployed/auto-start.parquet")),
         "headline": partial(figures.sentence, runs),
     }
-    for schedule, suffix in (("linear", ""), ("constant", "constant")):
-        found |= {
-            f"gate0{suffix}": partial(arms.gate0, here, schedule),
-            f"gate0words{suffix}": partial(arms.gate0_words, runs, schedule),
-            f"bounds{suffix}": partial(bounds, here, schedule),
-            f"rates{suffix}": partial(rates.rates, here, schedule),
-            f"usable{suffix}": partial(rates.usable, here, schedule),
-            f"usablebounds{suffix}": partial(rates.usable_bounds, here, schedule),
-        }
-    return found
 
 
 def pages(read: Callable[[Path], str]) -> Texts:

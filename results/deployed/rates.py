@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
-from corral.lab.report.statistics import holm
-from corral.lab.report.sweep import SweepRow, UsableRange, usable_range
+from corral.lab.report.statistics import holm, signed
+from corral.lab.report.sweep import SweepRow, usable_range
 from results.packed import Row
-from results.pages import markdown, rate_text, signed
-from results.plans import BOUNDS, FRESH, RATES, TUNING
+from results.pages import markdown, p_text, rate_text
+from results.plans import FRESH, RATES, TUNING
 from results.runs import Values, area, by_seed, final, greedy, group, is_below_start, kl, mean, where, with_interval, with_start
 
 OBJECTIVES = ("troll", "dppo", "ppo_clip", "reinforce")
@@ -23,10 +23,8 @@ MARGIN = 0.02
 TUNED = (2e-4, 4e-4)
 """Rates among which the tuned one is, with nothing held."""
 TRIED = (("auto", "constant"), ("auto", "linear"), (3e-3, "linear"), (2e-4, "linear"))
-"""Rate and schedule of what is held at .03 and must not be inferior to it; "auto" is a start at 1e-3."""
+"""Rate and schedule of runs with a bound of .03 that must not be inferior to it; "auto" is a start at 1e-3."""
 UNHELD, HELD = "off", "on 0.03"
-ARMS = {UNHELD: "", HELD: ", held"}
-"""Of the plan over rates."""
 
 
 def over_rates(
@@ -49,50 +47,16 @@ def sweep_rows(runs: Iterable[Row]) -> list[SweepRow]:
     ]  # fmt: skip
 
 
-def rates(runs: Sequence[Row], schedule: str) -> str:
-    """Final success, and area below it, in the mean over seeds by rate; what is usable is bold."""
-    some, tried, lines = over_rates(runs, schedule), sorted(RATES), []
-    found, ranges = group(some, "objective", "arm", "rate"), usable_range(sweep_rows(some))
-    for objective, (arm, held) in product(OBJECTIVES, ARMS.items()):
-        good = {rate for one in ranges if (one.contestant, is_held(one)) == (objective, bool(held)) for rate in one.own}
-        cells = [found.get((objective, arm, rate), []) for rate in tried]
-        for what, read in (("final", final), ("area", area)) if any(cells) else ():
-            texts = [mean(cell, read) if cell else "–" for cell in cells]
-            texts = [f"**{text}**" if rate in good else text for rate, text in zip(tried, texts, strict=True)]
-            lines.append([f"{objective}{held}" if what == "final" else "", what, *texts])
-    return with_start(markdown(("", "", *map(rate_text, tried)), lines))
-
-
-def is_held(found: UsableRange) -> bool:
-    return found.setting.get("deployed_bound", math.inf) != math.inf
-
-
-def listed(ranges: Iterable[UsableRange], held: str = ", held") -> str:
-    """A line for each range: `- troll: 1e-4 … 1e-3 (3 of 7 rates), 1.0 to 1.5 decades.`"""
-    order = sorted(ranges, key=lambda one: (OBJECTIVES.index(one.contestant), is_held(one)))
-    texts = [", ".join(filter(None, [one.text(one.own), one.width_text])) for one in order]
-    return "".join(
-        f"- {one.contestant}{held if is_held(one) else ''}: {text}.\n" for one, text in zip(order, texts, strict=True)
-    )
-
-
-def usable(runs: Sequence[Row], schedule: str) -> str:
-    """The usable range of rates of every objective, unheld and held."""
-    return listed(usable_range(sweep_rows(over_rates(runs, schedule))))
-
-
-def usable_against_unheld(runs: Sequence[Row]) -> str:
-    """The usable range of rates of every objective, held with a constant schedule, by its best rate with nothing held."""
-    unheld, held = over_rates(runs, SCHEDULES, UNHELD), over_rates(runs, "constant", HELD)
-    return listed(filter(is_held, usable_range(sweep_rows([*held, *unheld]), baseline=sweep_rows(unheld)) if held else []))
-
-
-def usable_bounds(runs: Sequence[Row], schedule: str) -> str:
-    """The usable range of bounds at "auto", by the best of all bounds and of all rates and schedules with nothing held."""
-    some = where(runs, passes=1, steps=10, seed=TUNING, schedule=schedule, reuse=None, rate="auto", bound=BOUNDS)
-    rows = sweep_rows([*some, *over_rates(runs, SCHEDULES, UNHELD)])
-    ranges = usable_range(rows, key="deployed_bound") if some else []
-    return listed((one for one in ranges if one.setting.get("learning_rate") == "auto"), held="")
+def usable(runs: Sequence[Row]) -> str:
+    """The usable range of rates of every objective, by its best rate without a bound: alone, then with a bound, constant."""
+    free, bounded = over_rates(runs, SCHEDULES, UNHELD), over_rates(runs, "constant", HELD)
+    ranges = usable_range(sweep_rows([*bounded, *free]), baseline=sweep_rows(free)) if bounded else []
+    found = {(one.contestant, one.setting.get("deployed_bound") != math.inf): one for one in ranges}
+    lines = []
+    for objective in OBJECTIVES:
+        if one := found.get((objective, True)):
+            lines.append([objective, one.text(one.own), one.width_text])
+    return markdown(("objective", "usable learning rates", "width"), lines)
 
 
 def fresh_rates(runs: Iterable[Row]) -> dict[tuple[Any, ...], list[Row]]:
@@ -101,7 +65,7 @@ def fresh_rates(runs: Iterable[Row]) -> dict[tuple[Any, ...], list[Row]]:
 
 
 def confirmed_rates(runs: Sequence[Row]) -> str:
-    """Rates on fresh seeds, unheld and held: area and final success with intervals, collapses, KL."""
+    """Learning rates on fresh seeds, with a bound and without: success with intervals, collapses, KL."""
     found, lines = fresh_rates(runs), []
     settings = [(rate, UNHELD, "linear") for rate in (*TUNED, 1e-3, 3e-3)] + [(rate, HELD, kind) for rate, kind in TRIED]
     for objective, (rate, arm, schedule) in product(("troll", "ppo_clip"), settings):
@@ -109,9 +73,9 @@ def confirmed_rates(runs: Sequence[Row]) -> str:
             fallen = sum(run["dead"] or is_below_start(run) for run in some)
             cells = [with_interval(list(map(read, some))) for read in (area, final)]
             cells += [mean(some, greedy), f"{fallen} of {len(some)}", kl(some, "mean")]
-            lines.append([objective, rate_text(rate), schedule, "no" if arm == UNHELD else ".03", str(len(some)), *cells])
-    head = ("objective", "rate", "schedule", "held at", "n", "area", "final, 4,096 problems", "greedy")
-    return with_start(markdown((*head, "fell below the start", "KL mean"), lines))
+            lines.append([objective, rate_text(rate), schedule, "no" if arm == UNHELD else ".03", *cells])
+    head = ("objective", "rate", "schedule", "bound", "mean success", "at the end", "greedy", "fell below the start", "KL")
+    return with_start(markdown(head, lines))
 
 
 class NotWorse(NamedTuple):
@@ -139,9 +103,9 @@ def not_worse(ours: Values, theirs: Values, margin: float = MARGIN) -> NotWorse:
     return NotWorse(value, float(test.confidence_interval(0.95).low) - margin, float(test.pvalue), runs)
 
 
-def not_inferior(runs: Sequence[Row]) -> str:
-    """Held runs against the better of two tuned rates on the same seeds: area under Holm, the final value beside it."""
-    found, tests, texts = fresh_rates(runs), [], []
+def verdicts(runs: Sequence[Row]) -> list[list[str]]:
+    """Bounded runs against the better of two tuned rates on the same seeds: mean success under Holm, the end beside it."""
+    found, tests, lines = fresh_rates(runs), list[float | None](), list[list[str]]()
     for objective in ("troll", "ppo_clip"):
         tuned = {rate: cell for rate in TUNED if (cell := found.get((objective, rate, UNHELD, "linear")))}
         best = max(tuned, key=lambda rate: fmean(map(area, tuned[rate])), default=None)
@@ -150,9 +114,12 @@ def not_inferior(runs: Sequence[Row]) -> str:
                 one, end = (not_worse(by_seed(cell, read), by_seed(tuned[best], read)) for read in (area, final))
                 tests.append(one.p)
                 name = '`"auto"`' if rate == "auto" else rate_text(rate)
-                texts.append(
-                    f"- {objective}, {name} held at .03, {schedule}, less {rate_text(best)} unheld ({one.runs}): area "
-                    f"{signed(one.mean)}, at least {signed(one.low)}; final {signed(end.mean)}, at least {signed(end.low)}: "
-                )
-    verdicts = ["not inferior" if holds else "may be inferior" for holds in holm(tests)]
-    return "".join(f"{text}{verdict}.\n" for text, verdict in zip(texts, verdicts, strict=True))
+                gaps = [f"{signed(100 * of.mean)}, at least {signed(100 * of.low)}" for of in (one, end)]
+                lines.append([f"{objective}, {name}, {schedule} − {rate_text(best)} without a bound", *gaps, one.runs])
+    return [[*line, p_text(p)] for line, p in zip(lines, holm(tests), strict=True)]
+
+
+def not_inferior(runs: Sequence[Row]) -> str:
+    """The tests of non-inferiority as a table."""
+    head = ("difference", "points of mean success", "points at the end", "runs", "p (Holm) of being 2 points behind")
+    return markdown(head, verdicts(runs))

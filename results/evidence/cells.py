@@ -5,10 +5,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from scipy import stats
-
-from corral.lab.report.statistics import Difference, difference, has_collapsed, plain
-from corral.lab.report.statistics import signed as signed_points
+from corral.lab.report.statistics import Difference, difference, has_collapsed
 from results.packed import Row
 from results.plans import SEEDS
 from results.runs import DEFAULTS, DEPLOYED, EVIDENCE, area, finished, held_out, mean, where
@@ -86,14 +83,6 @@ def collapsed(run: Row) -> bool:
     return bool(run["dead"]) or has_collapsed(held_out(run), "finished")
 
 
-def most_collapses(count: int, runs: int) -> float:
-    """The largest probability of a collapse that this count does not exclude: 95 %, one-sided (Clopper and Pearson).
-
-    0 of 10 is at most 26 %.
-    """
-    return 1.0 if count == runs else float(stats.beta.ppf(0.95, count + 1, runs - count))
-
-
 def compare(ours: Cell, theirs: Cell, runs: Sequence[Row], read: Callable[[Row], float] = area) -> Difference | None:
     """The paired difference in points of success, a number per seed; None where no seed is shared.
 
@@ -131,10 +120,3 @@ def _mean_by_seed(values: Mapping[tuple[int, float | str], float]) -> dict[str, 
     """Over rates: runs of one seed share their problems, and are no independent evidence."""
     seeds = sorted({seed for seed, _ in values})
     return {str(seed): fmean(value for (one, _), value in values.items() if one == seed) for seed in seeds}
-
-
-def difference_text(found: Difference) -> str:
-    """Points with their interval, where there is one."""
-    mean = found.mean
-    interval = "" if mean.low is None or mean.high is None else f" [{plain(mean.low)} … {plain(mean.high)}]"
-    return signed_points(mean.value) + interval

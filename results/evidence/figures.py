@@ -25,7 +25,7 @@ def draw(runs: Sequence[Row], folder: Path) -> None:
 
 
 def _paint_arms(axes: Any, runs: Sequence[Row], rates: Sequence[float], words: str, **size: Any) -> bool:
-    """Area by learning rate of every contestant; dotted where its colour is close to another's."""
+    """Mean success by learning rate of every contestant; dotted where its colour is close to another's."""
     looks = assign_looks([" ".join(filter(None, (arm[0], arm[1].replace(" ", "-")))) for arm in ARMS])
     for arm, look in zip(ARMS, looks.values(), strict=True):
         style = "--" if arm[1] else ":" if arm[0] == "drpo" else "-"
@@ -35,7 +35,7 @@ def _paint_arms(axes: Any, runs: Sequence[Row], rates: Sequence[float], words: s
 
 
 def _paint_words(axes: Any, runs: Sequence[Row], base: str, rates: Sequence[float]) -> bool:
-    """Area of a pretrained model by learning rate, and beside the rates at "auto", where runs are held."""
+    """Mean success of a pretrained model by learning rate, and beside the rates at "auto", where the network is bounded."""
     looks, automatic = assign_looks([arm for arm, _ in WORD_ARMS]), list[float]()
     for objective, passes in (*WORD_ARMS, ("ppo_clip", 4)):
         name, style = (objective, "-") if passes == 1 else (f"{objective} × {passes} passes", "--")
@@ -65,7 +65,7 @@ def _end(axes: Any, batches: int, rates: Sequence[float], beside: dict[float, st
     ticks = {rate: rate_text(rate) for rate in rates} | (beside or {})
     axes.set_xticks(list(ticks), list(ticks.values()))
     axes.minorticks_off()
-    axes.set_ylabel(f"area under held-out success, {batches} batches")
+    axes.set_ylabel(f"mean held-out success, {batches} batches")
     if found := any(len(line.get_xdata()) > 1 for line in axes.lines):
         axes.legend(frameon=False, fontsize="small")
     return found
@@ -83,7 +83,7 @@ def _paint_ablations(axes: Any, runs: Sequence[Row]) -> bool:
             axes.plot([mean.low, mean.high], [place, place], color=LIGHT[0], linewidth=1)
     axes.axvline(0, color="black", linewidth=0.6)
     axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize="small")
-    axes.set_xlabel("points of area over TROLL as it is, learning rate 1e-3")
+    axes.set_xlabel("points over TROLL as it is, learning rate 1e-3")
     return bool(rows)
 
 

@@ -1,99 +1,112 @@
 """docs/results/llm.md and README's verdicts: tables, claims and figures of what the runs of both studies hold."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
-from corral.lab.report.statistics import ENOUGH, plain
-from corral.lab.report.statistics import signed as signed_points
 from results.evidence import figures, tables, words
-from results.evidence.cells import read_automatic, read_runs
-from results.evidence.claims import CLAIMS, Verdict, judge
+from results.evidence.cells import compare, read_automatic, read_runs
+from results.evidence.claims import COMPARED, Verdict, judge
 from results.packed import Row
-from results.pages import DOCS, README, Texts, fill, markdown
-from results.plans import HOT, TUNED
+from results.pages import DOCS, README, Texts, fill, interval_text, markdown
 
 PAGE = DOCS / "results/llm.md"
 FRONT = ("troll-reuse", "troll-hot", "troll-tuned", "words-dppo", "words-troll", "gemma-troll", "gemma-dppo")
 """Claims that README tells."""
+QUESTIONS = {
+    "map": ("troll-tuned", "dppo-tuned", "troll-hot", "dppo-hot", "region", "topk"),
+    "passes": ("troll-reuse", "dppo-reuse", "troll-dppo"),
+    "words": ("words-troll", "words-dppo", "words-reuse", "words-passes"),
+    "gemma": ("gemma-troll", "gemma-dppo", "gemma-reuse"),
+    "ablations": ("regression", "projection", "exact"),
+    "rare": ("rare-reuse",),
+    "anchor": ("anchor-dppo", "anchor-troll"),
+}
+"""Claims of each question of the page."""
 FIGURES = {
-    "map": "Area under held-out success by learning rate, a line per objective",
-    "words": "SmolLM2: area under held-out success by learning rate, a line per objective and passes; held at auto beside them",
-    "words-gemma": "Gemma: the same",
-    "reuse": "Four passes: area under held-out success by learning rate, a line per objective",
-    "ablations": "Differences to TROLL as it is, with intervals",
+    "map": "Mean held-out success by learning rate, a line per objective",
+    "words": "SmolLM2: mean held-out success by learning rate, a line per objective and passes, and beside them at auto",
+    "words-gemma": "Gemma: mean held-out success by learning rate, a line per objective and passes, and beside them at auto",
+    "reuse": "Four passes: mean held-out success by learning rate, a line per objective",
+    "ablations": "Differences from TROLL as it is, with intervals",
 }
 
 
-def count(runs: Sequence[Row], found: Sequence[Verdict]) -> str:
-    """Number of runs, and of claims with enough seeds for a verdict."""
-    return (
-        f"{len(runs)} runs in all; {sum(one.can_tell for one in found)} of {len(CLAIMS)} claims have the {ENOUGH} fresh seeds "
-        "that a verdict needs.\n"
-    )
+class Advice(NamedTuple):
+    """A row of the page's first table."""
+
+    situation: str
+    use: str
+    claim: str
+    """The claim that supports it, or the base of a pretrained model for clipping at "auto" against its best rate."""
+    model: str
+    kind: str
 
 
-def verdicts(found: Sequence[Verdict]) -> str:
-    """Claims that have the seeds for a verdict in one table, and which have not."""
+SHARPENED = "sharpening"
+ADVICE = (
+    Advice("several passes over each batch", "`troll`", "troll-reuse", "embedded", SHARPENED),
+    Advice("several passes over each batch", "`dppo`", "dppo-reuse", "embedded", SHARPENED),
+    Advice("several passes, pretrained model", "one pass; points are of TROLL with four over clipping with one",
+           "words-reuse", "SmolLM2", "learning"),
+    Advice("a rate that may be too large", "`troll`", "troll-hot", "embedded", SHARPENED),
+    Advice("a good rate, one pass", "`dppo`", "words-dppo", "SmolLM2", "learning"),
+    Advice("a good rate, one pass", "`dppo` or clipping", "gemma-dppo", "Gemma", "learning, a little"),
+    Advice("a good rate, one pass", "any objective", "troll-tuned", "embedded", SHARPENED),
+    Advice("no rate at all", 'clipping at `"auto"`, instead of its best rate', "smollm2", "SmolLM2", "learning"),
+    Advice("no rate at all", 'clipping at `"auto"`, instead of its best rate', "gemma", "Gemma", "learning, a little"),
+)  # fmt: skip
+
+
+def advice(runs: Sequence[Row], found: Mapping[str, Verdict]) -> str:
+    """What to use in which situation, and the difference in mean held-out success that supports it."""
     lines = []
-    for one in found:
-        if one.found is not None and one.can_tell:
-            mean = one.found.mean
-            interval = "–" if mean.low is None or mean.high is None else f"{plain(mean.low)} … {plain(mean.high)}"
-            lines.append([one.claim.says, signed_points(mean.value), interval, str(one.found.seeds), f"**{one.word}**"])
-    shown = markdown(("claim", "points", "95 %", "seeds", "verdict"), lines) if lines else ""
-    untested = "; ".join(one.claim.says for one in found if not one.can_tell)
-    return shown if not untested else f"{shown}\nNamed before any run, and not tested yet: {untested}.\n"
+    for one in ADVICE:
+        if one.claim in found:
+            effect, seeds, p = found[one.claim].row[1:]
+        else:
+            automatic = words.automatic(one.claim)
+            gap = compare(automatic, words.best_clip(one.claim), runs)
+            effect, seeds, p = interval_text(gap), str(gap.seeds if gap else 0), "–"
+        lines.append([one.situation, one.use, effect, seeds, p, one.model, one.kind])
+    return markdown(("situation", "use", "points (95 %)", "seeds", "p (Holm)", "model", "learning or sharpening?"), lines)
 
 
 def front(found: Sequence[Verdict]) -> str:
     """Claims for README."""
-    lines = []
-    for one in found:
-        if one.claim.name in FRONT and one.found is not None and one.found.mean.low is not None:
-            mean, said = one.found.mean, one.claim.says.replace(" beats ", " − ")
-            interval = f"{signed_points(mean.value)} ({plain(mean.low)} … {plain(mean.high)})"
-            lines.append([said, interval, str(one.found.seeds), "yes" if one.holds else "no"])
-    return markdown(("difference", "points (95 %)", "seeds", "significant after Holm's correction"), lines)
+    rows = [[*one.row[:3], "yes" if one.is_significant else "no"] for one in found if one.claim.name in FRONT]
+    return markdown((*COMPARED[:3], "significant after Holm's correction"), rows)
 
 
 def blocks(runs: Sequence[Row], automatic: Sequence[Row]) -> dict[str, Callable[[], str]]:
-    """Name → text of every block; `verdict-NAME` is the sentence of a claim."""
+    """Name → text of every block; `compared-NAME` has the claims of a question."""
     found, all_runs = judge(runs), [*runs, *automatic]
+    by_name = {one.claim.name: one for one in found}
     of_runs: dict[str, Callable[[Sequence[Row]], str]] = {
         "by-rate": tables.by_rate,
-        "tuned": partial(tables.map_at, rate=(TUNED, 3e-4)),
-        "hot": partial(tables.map_at, rate=HOT),
+        "hot": tables.hot,
         "floor": tables.floor,
         "reused": tables.reused,
         "ablations": tables.ablations,
-        "mismatch": tables.mismatch,
         "stability": tables.stability,
         "bounds": tables.bounds,
         "rare": tables.rare,
-        "moe": tables.experts,
         "published": tables.published,
         "estimators": tables.estimators,
         "starts": tables.starts,
-        "words": partial(words.words, base="smollm2"),
-        "words-gemma": partial(words.words, base="gemma"),
-        "words-books": partial(words.words, base="books"),
-        "words-gsm8k": partial(words.words, base="gsm8k"),
-        "made-again": words.made_again,
         "code": words.code,
-        "seconds": words.seconds,
-        "verdicts": lambda _: verdicts(found),
-        "front": lambda _: front(found),
-        "count": lambda _: count(runs, found),
-        "confirmed": lambda _: words.confirmed(all_runs, "smollm2"),
-        "confirmed-gemma": lambda _: words.confirmed(all_runs, "gemma"),
     }
     return {
         **{name: partial(text, runs) for name, text in of_runs.items()},
-        **{name: partial("![{}](llm-{}.svg)\n".format, said, name.removeprefix("figure-")) for name, said in
-           ((f"figure-{name}", said) for name, said in FIGURES.items())},
-        **{f"verdict-{one.claim.name}": partial("{}\n".format, one.sentence) for one in found},
-        "routing": words.routing, "blocked": words.blocked, "costs": words.costs, "pretrained-starts": words.pretrained_starts,
+        **{f"figure-{name}": partial("![{}](llm-{}.svg)\n".format, said, name) for name, said in FIGURES.items()},
+        **{f"compared-{question}": partial(markdown, COMPARED, [by_name[name].row for name in names])
+           for question, names in QUESTIONS.items()},
+        "advice": partial(advice, all_runs, by_name),
+        "front": partial(front, found),
+        "confirmed": partial(words.confirmed, all_runs, "smollm2"),
+        "confirmed-gemma": partial(words.confirmed, all_runs, "gemma"),
+        "routing": words.routing, "blocked": words.blocked, "costs": words.costs,
     }  # fmt: skip
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from corral.lab.report.statistics import difference, holm, sentence, steps_to
+from corral.lab.report.statistics import difference, holm, steps_to
 from results.packed import Row
-from results.pages import new_figure, save_figure, spaced_table, thousands
+from results.pages import interval_text, new_figure, p_text, save_figure, spaced_table, thousands
 from results.robots.plans import ARM_TRIED
 from results.robots.runs import ROWS
 from results.runs import where
@@ -20,7 +20,7 @@ SAID = {
     "cov-0.003": "as the recipe: bound of the covariance 0.003",
     "cov-0.001": "bound of the covariance 0.001",
     "independent-plans": "plans of a context independent, not mirrored",
-    "small-steps": "bound of the mean 0.1, held at 0.15, rate 5·10⁻⁴",
+    "small-steps": "bound of the mean 0.1, of the network 0.15, rate 5·10⁻⁴",
     "basis-5": "5 basis functions",
 }
 """What `ARM_TRIED` changes, in words."""
@@ -79,32 +79,30 @@ def tuning_table(tuned: Sequence[Row]) -> str:
     return spaced_table(["", *(f"{ROWS[row]}, {reward}" for row, reward in columns)], lines)
 
 
-def claims(final: Sequence[Row], chosen: dict[tuple[str, str], str]) -> list[str]:
-    """TCE against BBRL, each with the setting that did best, by pairs of equal seeds; all comparisons are made together."""
+def compared_table(final: Sequence[Row], chosen: dict[tuple[str, str], str]) -> str:
+    """TCE less BBRL, each with the setting that did best, by pairs of equal seeds; all comparisons are corrected together."""
     made = []
     for reward in REWARDS:
         tce, bbrl = (where(final, reward=reward, row=row, setting=chosen[row, reward]) for row in ("tce", "bbrl"))
         if len({run["seed"] for run in tce} & {run["seed"] for run in bbrl}) > 1:
-            for what, unit, factor in (("success", "points", 100), ("return", "", 1)):
-                key = "success" if what == "success" else "paid"
+            for what, key, factor in (("success, points", "success", 100), ("return", "paid", 1)):
                 sides = ({str(run["seed"]): factor * run[key] for run in rows} for rows in (tce, bbrl))
-                made.append((f"{what} on {reward}", unit, difference(*sides)))
-    holds = holm([found.p for *_, found in made])
-    return [
-        sentence("TCE", "BBRL", what, found, holds=held, among=len(made), unit=unit)
-        for (what, unit, found), held in zip(made, holds, strict=True)
-    ]
+                made.append((f"{reward}: {what}", difference(*sides)))
+    adjusted = holm([gap.p for _, gap in made])
+    lines = [[name, interval_text(gap), str(gap.seeds), p_text(p)] for (name, gap), p in zip(made, adjusted, strict=True)]
+    return spaced_table(["TCE − BBRL", "difference (95 %)", "seeds", "p (Holm)"], lines)
 
 
 def block(runs: Sequence[Row]) -> str:
     """Block of the page on the arm's long runs."""
     tuned, final = ([run for run in runs if is_tuning(run) == wanted] for wanted in (True, False))
-    text = "".join(f"**{reward.capitalize()}**\n\n{final_table(where(final, reward=reward))}\n" for reward in REWARDS)
     by_success = sorted(tuned, key=lambda run: (*reached(run), run["setting"]))
     chosen = {(run["row"], run["reward"]): run["setting"] for run in by_success}  # the best is the last
-    text += "".join(f"- {one}\n" for one in claims(final, chosen))
+    text = "".join(f"**{reward.capitalize()}**\n\n{final_table(where(final, reward=reward))}\n" for reward in REWARDS)
     steps = thousands(max(run["env_steps"] for run in tuned))
-    text += f"\nWhat was tried, on seed 100 with {steps} steps each: success, return; the best is bold.\n\n"
+    text += (
+        f"{compared_table(final, chosen)}\nSettings on seed 100 with {steps} steps each, the best in bold: success, return.\n\n"
+    )
     return text + tuning_table(tuned)
 
 

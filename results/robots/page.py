@@ -5,6 +5,7 @@ import textwrap
 from collections.abc import Callable, Iterable
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,12 +15,11 @@ from corral.lab.report.statistics import (
     holm,
     interquartile_curve,
     interquartile_mean,
-    sentence,
     steps_to,
 )
 from corral.lab.run.text import count
 from results.packed import Row, read
-from results.pages import DOCS, Texts, fill, new_figure, save_figure, spaced_table, thousands
+from results.pages import DOCS, Texts, fill, interval_text, new_figure, p_text, save_figure, spaced_table, thousands
 from results.robots import arm, credit
 from results.robots.runs import FILES, LENGTHS, TASKS
 
@@ -33,8 +33,9 @@ COLOURS = {
     "SAC": ("#d97706", "#92400e", "#fbbf24", "#b45309"),
 }  # fmt: skip
 """Of the rows that begin with each, in turn."""
-SHARES = (0.5, 0.8, 0.95)
 Rows = dict[str, list[Row]]
+Compared = dict[str, tuple[Difference, float]]
+"""By row: what TCE's row is above it in return, and the adjusted p-value."""
 
 
 def by_task(runs: Iterable[Row]) -> dict[str, Rows]:
@@ -98,50 +99,33 @@ def estimate(scores: np.ndarray, form: str = "{:.1f}") -> str:
     return text.replace("-", "−")
 
 
-def results_table(rows: Rows) -> str:
-    """Return and success at the end, and what they cost where most of the task's runs were made."""
-    versions = [run["versions"] for runs in rows.values() for run in runs]
-    usual, lines = max(versions, key=versions.count), []
-    for (row, runs), end in zip(rows.items(), ends(rows).values(), strict=True):
-        timed = [run["seconds"] * end / (run["iterations"] * run["batch"]) for run in runs if run["versions"] == usual]
-        seconds = f"{np.median(timed):.0f}" if timed else "–"
-        paid, success = values(runs, "return", end), 100 * values(runs, "success", end)
-        lines.append([row, str(len(runs)), thousands(end), estimate(paid), estimate(success, "{:.0f}"), seconds])
-    return spaced_table(["", "seeds", "steps", "return", "success, %", "seconds"], lines)
-
-
-def efficiency_table(rows: Rows) -> str:
-    """Environment steps to shares of the way from the first return to the best final one: median of the seeds."""
-    end = ends(rows)
+def results_table(rows: Rows, compared: Compared) -> str:
+    """Return, success and effort of each row at its end, and what the row in bold is above the others at equal steps."""
+    end, own, lines = ends(rows), best(rows, "TCE"), []
     highest = max(interquartile_mean(values(runs, "return", end[row])).value for row, runs in rows.items())
-    lines = []
     for row, runs in rows.items():
-        cells = []
-        for share in SHARES:
-            reached = []
-            for run in runs:
-                points = [(x, y) for x, y in zip(run["env_steps"], run["return"], strict=True) if x <= end[row]]
-                way = highest - run["return"][0]
-                reached.append(steps_to(points, run["return"][0] + share * way) if way > 0 else np.inf)
-            got, middle = int(np.isfinite(reached).sum()), float(np.median(reached))
-            cells.append(("–" if np.isinf(middle) else thousands(middle)) + f" ({got} of {len(runs)})")
-        lines.append([row, *cells])
-    return spaced_table(
-        ["steps to", *(f"{share:.0%} of the way to {highest:.1f}".replace("-", "−") for share in SHARES)], lines
-    )
-
-
-def smoothness_table(rows: Rows) -> str:
-    """While exploring, averaged over training, and of the policy's own motions at the end: medians of the seeds."""
-    explored = ("explore/jerk", "explore/spectrum", "explore/torque_rate", "explore/autocorrelation")
-    moved = ("motion/jerk", "motion/spectrum", "motion/torque_rate")
-    lines = []
-    for (row, runs), end in zip(rows.items(), ends(rows).values(), strict=True):
-        means = [[mean_until(run, name, end) for run in runs] for name in explored]
-        last = [[at(run, name, end) for run in runs] for name in moved]
-        lines.append([row, *(middle(found) for found in [*means, *last])])
-    head = ["", "exploring: LDJ", "SPARC", "torque rate", "autocorrelation", "at the end: LDJ", "SPARC", "torque rate"]
+        paid, success = (values(runs, name, end[row]) for name in ("return", "success"))
+        cells = [row, str(len(runs)), thousands(end[row]), estimate(paid), estimate(100 * success, "{:.0f}")]
+        cells += [
+            way_there(runs, end[row], highest),
+            middle([mean_until(run, "explore/torque_rate", end[row]) for run in runs]),
+        ]
+        found = compared.get(row)
+        cells += ["–", "–"] if found is None else [interval_text(found[0]), p_text(found[1])]
+        lines.append([f"**{row}**", *cells[1:]] if row == own and compared else cells)
+    head = ("", "seeds", "steps", "return", "success, %", "steps to 80 %", "torque rate", "bold row − this one", "p (Holm)")
     return spaced_table(head, lines)
+
+
+def way_there(runs: list[Row], end: int, highest: float) -> str:
+    """Median environment steps to 80 % of the way from the first return to the best final one, and seeds that get there."""
+    reached = []
+    for run in runs:
+        points = [(x, y) for x, y in zip(run["env_steps"], run["return"], strict=True) if x <= end]
+        way = highest - run["return"][0]
+        reached.append(steps_to(points, run["return"][0] + 0.8 * way) if way > 0 else np.inf)
+    median = float(np.median(reached))
+    return ("–" if np.isinf(median) else thousands(median)) + f" ({int(np.isfinite(reached).sum())} of {len(runs)})"
 
 
 def mean_until(run: Row, name: str, end: int) -> float | None:
@@ -166,12 +150,12 @@ OURS = (
 """What the other rows of a task are compared with: the first that it has."""
 
 
-def claims(tasks: dict[str, Rows]) -> dict[str, list[str]]:
-    """TCE against every other row of each task, by pairs of equal seeds; all comparisons of the page are made together.
+def compare(tasks: dict[str, Rows]) -> dict[str, Compared]:
+    """TCE less every other row of each task, by pairs of equal seeds; all comparisons of the page are corrected together.
 
     Rows that were measured at other steps are compared on the line between two measurements.
     """
-    made: list[tuple[str, str, str, Difference, int]] = []
+    made: list[tuple[str, str, Difference]] = []
     for task, rows in tasks.items():
         own = best(rows, "TCE")
         for row in rows:
@@ -183,13 +167,11 @@ def claims(tasks: dict[str, Rows]) -> dict[str, list[str]]:
                 for one in (own, row)
             )
             if set(ours) & set(theirs):
-                made.append((task, own, row, difference(ours, theirs), end))
-    holds = holm([found.p for *_, found, _ in made])
-    said: dict[str, list[str]] = {task: [] for task in tasks}
-    for (task, one, other, found, end), held in zip(made, holds, strict=True):
-        measure = f"return after {thousands(end)} steps"
-        said[task].append(sentence(one, other, measure, found, holds=held, among=len(made), unit=""))
-    return said
+                made.append((task, row, difference(ours, theirs)))
+    found: dict[str, Compared] = {task: {} for task in tasks}
+    for (task, row, gap), p in zip(made, holm([gap.p for *_, gap in made]), strict=True):
+        found[task][row] = gap, p
+    return found
 
 
 def best(rows: Rows, kind: str) -> str | None:
@@ -239,16 +221,51 @@ def moved(rows: Rows) -> list[str]:
     return found
 
 
-def section(task: str, rows: Rows, said: list[str]) -> str:
+def section(task: str, rows: Rows, compared: Compared) -> str:
     """Section of the page on one task."""
     cut = [f"{row} ({thousands(max(run['asked'] * run['batch'] for run in rows[row]))})" for row in unfinished(rows)]
-    text = f"### {task[0].upper()}{task[1:]}\n\n{results_table(rows)}\n"
+    text = f"### {task[0].upper()}{task[1:]}\n\n{results_table(rows, compared)}"
     if cut:
-        text += f"Not all runs came to the end over which their learning rates fall: {', '.join(cut)}.\n\n"
+        text += f"\nNot all runs came to the end over which their learning rates fall: {', '.join(cut)}.\n"
     if elsewhere := moved(rows):
-        text += f"Begun in MuJoCo Warp, resumed in MuJoCo: {', '.join(elsewhere)}.\n\n"
-    text += "".join(f"- {one}\n" for one in said) + ("\n" if said else "")
-    return text + f"{efficiency_table(rows)}\n{smoothness_table(rows)}"
+        text += f"\nBegun in MuJoCo Warp, resumed in MuJoCo: {', '.join(elsewhere)}.\n"
+    return text
+
+
+class Advice(NamedTuple):
+    """A row of the page's first table."""
+
+    situation: str
+    use: str
+    task: str
+    row: str
+    """What TCE is compared with."""
+
+
+ADVICE = (
+    Advice("rewards on the way, few steps", "TCE", "via-point arm, dense", "BBRL"),
+    Advice("a reward at two moments, few steps", "TCE", "via-point arm, sparse", "BBRL"),
+    Advice("plans or single steps?", "TCE", "via-point arm, sparse", "PPO"),
+    Advice("a push decides all later rewards", "TCE with credit for what comes later",
+           "box pushing, dense, learned in MuJoCo Warp, up to 10 million steps", "BBRL, 4 plans a context"),
+    Advice("all reward at the end", "BBRL, or TCE with segments where the plan moves",
+           "hopper jump, sparse, up to 10 million steps", "BBRL"),
+    Advice("reach (Meta-World)", "TCE", "Meta-World, reach-v3, up to 10 million steps", "BBRL, 4 plans a context"),
+    Advice("press a button (Meta-World)", "TCE", "Meta-World, button-press-v3, up to 10 million steps", "PPO"),
+    Advice("open a door (Meta-World)", "PPO", "Meta-World, door-open-v3, up to 10 million steps", "PPO"),
+)  # fmt: skip
+
+
+def advice(compared: dict[str, Compared]) -> str:
+    """What to use in which situation, and the difference in return that supports it."""
+    lines = []
+    for one in ADVICE:
+        gap, p = compared[one.task][one.row]
+        other = one.row.split(",")[0]
+        task = f"[{one.task.split(', up to')[0].split(', learned')[0]}](#{anchor(one.task)})"
+        cells = [f"{interval_text(gap)} over {other}", str(gap.seeds), p_text(p)]
+        lines.append([one.situation, one.use, *cells, task])
+    return spaced_table(["situation", "use", "return of TCE (95 %)", "seeds", "p (Holm)", "task"], lines)
 
 
 def draw_curves(tasks: dict[str, Rows], name: str, path: Path) -> None:
@@ -273,10 +290,11 @@ def draw_curves(tasks: dict[str, Rows], name: str, path: Path) -> None:
 
 def blocks(tasks: dict[str, Rows]) -> dict[str, Callable[[], str]]:
     """Name → text of every block."""
-    said = claims(tasks)
+    compared = compare(tasks)
     return {
+        "advice": lambda: advice(compared),
         "glance": lambda: glance_table(tasks),
-        "tasks": lambda: "\n".join(section(task, rows, said[task]) for task, rows in tasks.items()),
+        "tasks": lambda: "\n".join(section(task, rows, compared[task]) for task, rows in tasks.items()),
         "credit": lambda: credit.block(read(FILES["credit"])),
         "arm": lambda: arm.block(read(FILES["arm"])),
     }

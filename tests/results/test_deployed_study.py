@@ -60,10 +60,11 @@ def test_golden_four_steps_without_any_reward_end_a_run(rewards: list[float | No
 
 def test_golden_rows_of_the_page() -> None:
     points = ((302, 0.32), (301, 0.31))
-    rows = [made(seed, success={0: 0.2, 5: x, 10: 0.5}, rewards=[0.2] * 10, steps=10) for seed, x in points]
-    table = page.reuse(rows).splitlines()
+    rows = [made(seed, success={0: 0.2, 5: x, 10: x + 0.19}, rewards=[0.2] * 10, steps=10) for seed, x in points]
+    bounded = [run | {"arm": "on", "rate": "auto", "bound": 0.02} for run in rows[:1]]
+    table = page.reuse([*rows, *bounded]).splitlines()
     # KL means of steps 1 to 10 are .01 to .1: .055 in the mean.
-    assert table[2] == "| troll | 1 | 2e-4 | no | 2 | .310 .320 | .500 .500 | .900 | .055 | 1 |"
+    assert table[2] == "| troll | 1 | .500 .510 | .900 | .055 | .510 | .900 | .055 |"
     held = made(success={0: 0.2, 10: 0.6}, rewards=[0.2] * 10, steps=10, arm="on 0.03", bound=0.03, rate=1e-2)
     (row,) = rates.sweep_rows([held])
     assert (row.contestant, row.setting) == (
@@ -81,21 +82,15 @@ def over_rates(rate: float | str, final: float, **settings: Any) -> list[packed.
     return [made(seed, success={0: 0.2, 10: x}, rewards=[0.2] * 10, steps=10, rate=rate, **settings) for seed, x in ends]
 
 
-def test_golden_usable_rates_are_by_the_best_of_an_objective_held_or_not() -> None:
-    held = {"arm": "on 0.03", "bound": 0.03}
+def test_golden_usable_rates_are_by_the_best_rate_without_a_bound() -> None:
+    held = {"arm": "on 0.03", "bound": 0.03, "schedule": "constant"}
     rows = over_rates(1e-4, 0.30) + over_rates(3e-4, 0.50) + over_rates(1e-3, 0.1)
     rows += over_rates(3e-4, 0.47, **held) + over_rates(1e-3, 0.50, **held) + over_rates(3e-3, 0.50, **held)
     # Best .50, so that .475 must be reached for certain: s = √(2 · .005²) = .00707 of 4 stable pairs or more, t = 2.1 or so,
-    # and .50 − 2.1 · .00707 / √2 = .49 does; .47 does not, nor does 1e-3 unheld, which falls below its start.
-    said = rates.usable(rows, "linear").splitlines()
-    assert said[0] == "- troll: 3e-4 (1 of 3 rates)."
-    assert said[1] == "- troll, held: 1e-3 … 3e-3 (2 of 3 rates), 0.5 to 1.0 decades, open above."  # .47 may be .48
-    assert rates.usable(rows, "constant") == ""
-    table = rates.rates(rows, "linear").splitlines()
-    assert table[2].startswith("| troll | final | – | .300 | **.500** | .100 | – |")
-    bounds = over_rates("auto", 0.50, arm="on 0.1", bound=0.1) + over_rates("auto", 0.2, arm="on 0.3", bound=0.3)
-    assert rates.usable_bounds(rows + bounds, "linear") == "- troll: 0.1 (1 of 2 values).\n"
-    assert rates.usable_bounds(rows + bounds, "constant") == ""
+    # and .50 − 2.1 · .00707 / √2 = .49 does; .47 may be .48.
+    (row,) = rates.usable(rows).splitlines()[2:]
+    assert row == "| troll | 1e-3 … 3e-3 (2 of 3 rates) | 0.5 to 1.0 decades, open above |"
+    assert len(rates.usable(rows[:6]).splitlines()) == 2, "without bounded runs there is nothing to tell"
 
 
 def test_golden_not_inferior_to_the_better_of_two_tuned_rates() -> None:
@@ -108,13 +103,11 @@ def test_golden_not_inferior_to_the_better_of_two_tuned_rates() -> None:
     rows += fresh(3e-3, [0.36, 0.42, 0.46], **held)
     # To 4e-4: gaps 0 .01 .02, one-sided .01 − 2.920 · .01 / √3 = −.0069; of −.02 t = .03 / .00577 = 5.2, p = .018 < .05 / 2.
     # At 3e-3: gaps −.06 0 .04, mean −.0067, sd .0503: at least −.0067 − 2.920 · .0291 = −.0915.
-    first, second = rates.not_inferior(rows).splitlines()
-    assert first.startswith(
-        '- troll, `"auto"` held at .03, linear, less 4e-4 unheld (3 seeds): area +.010, at least −.007; final'
-    )
-    assert first.endswith(": not inferior.")
-    assert "area −.007, at least −.092" in second
-    assert second.endswith(": may be inferior.")
+    first, second = rates.not_inferior(rows).splitlines()[2:]
+    assert first.startswith('| troll, `"auto"`, linear − 4e-4 without a bound | +1.0, at least −0.7 | ')
+    assert first.endswith("| 3 seeds | **.035** |")
+    assert "| −0.7, at least −9.2 |" in second
+    assert second.endswith("| .35 |")  # t = (−.0067 + .02) / .0291 = .46, p = .35 in both places
     one = rates.not_worse({"1": 0.40, "2": 0.41, "3": 0.42}, {"1": 0.40, "2": 0.40, "3": 0.40})
     assert (one.mean, one.low) == (pytest.approx(0.01), pytest.approx(-0.00686, abs=1e-5))
     assert one.p == pytest.approx(0.01758, abs=1e-4)
@@ -124,19 +117,34 @@ def test_golden_not_inferior_to_the_better_of_two_tuned_rates() -> None:
     assert apart.runs == "3 and 3 runs"
     # Nothing is paired across devices.
     elsewhere = [run | {"device": "cuda"} for run in fresh("auto", [0.5, 0.5, 0.6], **held)]
-    assert "(3 and 3 runs)" in rates.not_inferior([*fresh(2e-4, [0.4, 0.41, 0.42]), *elsewhere])
+    assert "| 3 and 3 runs |" in rates.not_inferior([*fresh(2e-4, [0.4, 0.41, 0.42]), *elsewhere])
 
 
-def test_golden_gate0_against_the_arm_that_ships() -> None:
-    def arm(name: str, areas: list[float]) -> list[packed.Row]:
-        flat = [(201 + seed, {2: x, arms.STEPS: x}) for seed, x in enumerate(areas)]
-        same = {"steps": arms.STEPS, "objective": "ppo_clip", "rate": 1e-3, "held": {}, "arm": name}
-        return [made(seed, success=points, rewards=[0.2] * arms.STEPS, **same) for seed, points in flat]
+def test_golden_mechanisms_against_the_one_that_the_trainer_has() -> None:
+    def arm(name: str, means: list[float], rate: float, **more: Any) -> list[packed.Row]:
+        flat = [(201 + seed, {2: x, arms.STEPS: x}) for seed, x in enumerate(means)]
+        same = {"steps": arms.STEPS, "objective": "ppo_clip", "rate": rate, "held": {}, "arm": name, "schedule": "constant"}
+        return [made(seed, success=points, rewards=[0.2] * arms.STEPS, **same, **more) for seed, points in flat]
 
-    table = arms.gate0(arm("auto_mean", [0.50, 0.52, 0.54]) + arm("rate_k3", [0.40, 0.44, 0.42]), "linear").splitlines()
-    # Gaps −.10 −.08 −.12: −.10 ± 4.303 · .02 / √3 = ± .0497.
-    assert table[2].startswith("| **controlled by the mean, retracted by the mean at 2 δ** | 1e-3 | 3 | .520 ± .050 | – |")
-    assert table[3].startswith("| rate controlled by k3 alone | 1e-3 | 3 | .420 ± .050 | −.100 ± .050 |")
+    words = {"recipe": "evidence-b"}
+    some = arm("auto_mean", [0.50, 0.52, 0.54], 1e-3) + arm("rate_k3", [0.40, 0.44, 0.42], 1e-3)
+    some += arm("auto_mean", [0.5, 0.4], 1e-2) + arm("rate_k3", [0.0, 0.0], 1e-2) + arm("auto_mean", [0.3], 1e-3, **words)
+    ships, other = arms.mechanisms(some).splitlines()[2:]
+    assert ships.endswith("| .520 over the run | .450 over the run | .300 over the run |")
+    # Gaps −10 −8 −12: −10 ± 4.303 · 2 / √3 = ± 4.97.
+    assert other == "| rate follows k3 | −10.0 (−15.0 … −5.0) | −45.0, 2 seeds | – |"
+
+
+def test_golden_first_batches_at_auto_as_it_is_now() -> None:
+    def run(seed: int, reward: float, **more: Any) -> packed.Row:
+        return made(seed, success={0: 0.2}, rewards=[reward] * 5, steps=5, **more)
+
+    auto: dict[str, Any] = {"rate": "auto", "bound": 0.03, "aim": 2.0}
+    some = [run(seed, 0.30 + seed / 100, **auto) for seed in (1, 2, 3)]
+    some += [run(seed, 0.32 + seed / 50) for seed in (1, 2, 3)] + [run(1, 0.9, **auto | {"aim": 6.0})]
+    # 31 32 33 against 34 36 38: −3 −4 −5, so −4 ± 4.303 / √3 = 2.48.
+    (row,) = arms.first_batches(some).splitlines()[2:]
+    assert row == "| embedded | troll | 1 | 32.0 | 36.0 | −4.0 (−6.5 … −1.5) | 3 |"
 
 
 def test_the_start_is_told_with_its_best_temperature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,12 +173,12 @@ def test_golden_other_tasks_and_collapses() -> None:
     rows = place(plans.CHOSEN[0], [0.6, 0.7, 0.8]) + place(plans.CHOSEN[1], [0.5, 0.5, 0.7])
     line = confirm.elsewhere(rows).splitlines()[2]
     # Gaps .1 .2 .1: .1333 ± 4.303 · .0577 / √3 = ± .1434.
-    assert "| .600 .700 .800 | .500 .500 .700 | +.133 (−.010 to +.277) |" in line
+    assert "| .600 .700 .800 | .500 .500 .700 | +13.3 (−1.0 … 27.7) |" in line
     assert confirm.places_above(rows) == (1, 1)
     fallen = place({**plans.CHOSEN[0], "bound": 0.3}, [0.1])
     assert confirm.collapses(rows + fallen) == (
-        "Of 3 runs held at .03 or less, 0 had a measurement below the start and 0 died; of 1 runs held at more, 1 had a "
-        "measurement below the start and 0 died.\n"
+        "Of 3 runs with a bound of .03 or less, 0 had a measurement below the start and 0 died; of 1 runs with a bound of "
+        "more, 1 had a measurement below the start and 0 died.\n"
     )
 
 
@@ -195,9 +203,8 @@ def test_golden_fresh_seeds() -> None:
     assert first[1:4] == ["3", ".530 ± .075", ".530 ± .075"]
     assert (second[1], third[1], third[2]) == ("3", "1", ".400")
     # Differences .10 .11 .12: .11 ± 4.303 · .01 / √3 = .11 ± .0248, p = .003; one comparison of one.
-    said = confirm.compared(some).splitlines()
-    assert len(said) == 1
-    assert said[0].endswith("+.110 (+.085 to +.135; 3 seeds): holds.")
+    (said,) = confirm.compared(some).splitlines()[2:]
+    assert said.endswith("− clipping, 4 passes at 2e-4 | +11.0 (8.5 … 13.5) | 3 | **.0027** |")
 
 
 def test_plans_have_the_seeds_that_their_names_promise() -> None:
@@ -225,21 +232,7 @@ def test_golden_bounds_with_a_constant_schedule() -> None:
     ]
     held: dict[str, Any] = {"rate": "auto", "arm": "on 0.01", "bound": 0.01, **same}
     some += [made(seed, success={0: 0.2, 10: 0.3 + seed / 1000}, **held) for seed in (301, 302)]
-    assert page.bounds(some, "constant").splitlines()[2] == "| troll | 4 | 1e-4: .500 | .601 .602 |"
-
-
-def test_golden_rows_of_a_pretrained_model() -> None:
-    # Areas of two measurements are their means: auto .35 and .45, tuned .30 and .40. t(.975, 1) = 12.706 times .05: .635.
-    same: dict[str, Any] = {"recipe": "evidence-b", "rewards": [0.1] * 4, "held": {}}
-    ours = [made(seed, success={2: 0.3 + seed / 10, 4: 0.2 + seed / 10}, arm="auto_mean", rate=1e-3, **same) for seed in (1, 2)]
-    ours = [run | {"lines": [line | {"after": {"mean": 0.01, "p999": 1.0}} for line in run["lines"]]} for run in ours]
-    tuned = []
-    for run in ours:
-        lines = [line | ({"success": line["success"] - 0.05} if "success" in line else {}) for line in run["lines"]]
-        tuned.append(run | {"arm": "tuned", "rate": 1e-5, "lines": lines})
-    table = arms.gate0_words([*ours, *tuned], "linear").splitlines()
-    assert table[2] == "| nothing held | 1e-5 | 2 | .350 ± .635 | −.050 ± .000 | .300 | .900 | .01 | 1 |"
-    assert table[3].startswith("| **controlled by the mean, retracted by the mean at 2 δ** | 1e-3 | 2 | .400 ± .635 | – |")
+    assert page.bounds(some).splitlines()[2] == "| troll | 4 | 1e-4: .500 | .601 .602 |"
 
 
 def test_golden_held_runs_of_a_pretrained_model_beside_its_best_unheld_rate() -> None:
@@ -256,8 +249,8 @@ def test_golden_held_runs_of_a_pretrained_model_beside_its_best_unheld_rate() ->
     some += [run(seed, value, rate=3e-5, **off) for seed, value in ((401, 0.4), (402, 0.42))]
     some += [run(seed, 0.45, rate="auto", arm="on 0.03", bound=0.03, schedule="constant") for seed in (401, 402)]
     table = arms.pretrained_table(some).splitlines()
-    assert table[2] == "| troll | 1 | no | 3e-5 | 2 | .410 ± .127 | – | .610 | .900 | .01 | 1 | 0 of 2 |"
-    assert table[3] == "| troll | 1 | .03, constant | auto | 2 | .450 ± .000 | +.040 ± .127 | .650 | .900 | .01 | 1 | 0 of 2 |"
+    assert table[2] == "| troll | 1 | no | 3e-5 | .410 | – | .610 | .900 | .01 | 0 of 2 |"
+    assert table[3] == "| troll | 1 | .03, constant | auto | .450 | +4.0 | .650 | .900 | .01 | 0 of 2 |"
 
 
 def test_plans_run_where_no_report_can_be_made() -> None:

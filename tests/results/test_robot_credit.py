@@ -32,8 +32,8 @@ def test_finished_runs_are_read_and_compared(tmp_path: Path) -> None:
     assert [(run["row"], run["seed"]) for run in runs] == [("bbrl", "0"), ("bbrl", "2"), ("tce", "0"), ("tce", "2")]
     assert runs[2]["curve"] == [[0, 3.0, 0.0], [2_000_000, 14.0, 0.25]]
     text = robot_credit.block(runs)
-    assert "| TCE | 2 | 14.0, 14.5 | 14.2 | 25 |" in text
-    assert "No difference can be claimed between BBRL and TCE on return: +3.2, 2 seeds" in text
+    assert "| TCE | 2 | 14.0, 14.5 | 14.2 | 25 | – | – |" in text
+    assert "| BBRL | 2 | 17.0, 18.0 | 17.5 | 25 | +3.2 | 1 |" in text
 
 
 def test_runs_are_added_to_those_that_the_file_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

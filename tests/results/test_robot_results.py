@@ -62,17 +62,19 @@ def test_a_row_is_looked_at_where_all_its_runs_were_measured() -> None:
     rows = robot_page.by_task(runs)["via-point arm, dense"]
     assert robot_page.ends(rows) == {"TCE": 200, "SAC": 100}
     assert robot_page.values(rows["TCE"], "return", 200).tolist() == [-3.0, -3.0]
-    assert "| TCE | 2 | 0 thousand | −3.0 (−3.0 … −3.0) | 50 (50 … 50) | 8 |" in robot_page.results_table(rows)
-    assert "over which their learning rates fall: TCE (0 thousand)." in robot_page.section("x", rows, [])
+    # Highest −3 from −9: 80 % of the way is −4.2, reached after 200 steps by both.
+    assert (
+        "| TCE | 2 | 0 thousand | −3.0 (−3.0 … −3.0) | 50 (50 … 50) | 0 thousand (2 of 2) | 0.5 |"
+        in robot_page.results_table(rows, {})
+    )
+    assert "over which their learning rates fall: TCE (0 thousand)." in robot_page.section("x", rows, {})
 
 
-def test_golden_efficiency() -> None:
-    # Best at the end: −1, from −9: half of the way is −5 (step 100), 80 % is −2.6 (step 200), 95 % is −1.4 (step 300).
-    rows = {"TCE": [run("TCE", 0, [-9.0, -5.0, -2.0, -1.0])], "BBRL": [run("BBRL", 0, [-9.0, -8.0, -5.0, -5.0])]}
-    table = robot_page.efficiency_table(rows).splitlines()
-    assert table[0].startswith("| steps to | 50% of the way to −1.0 |")
-    assert table[2] == "| TCE | 0 thousand (1 of 1) | 0 thousand (1 of 1) | 0 thousand (1 of 1) |"
-    assert table[3] == "| BBRL | 0 thousand (1 of 1) | – (0 of 1) | – (0 of 1) |"
+def test_golden_steps_to_most_of_the_way() -> None:
+    # Best at the end: −1, from −9: 80 % of the way is −2.6, where TCE is after 200 steps.
+    runs = [run("TCE", 0, [-9.0, -5.0, -2.0, -1.0]), run("BBRL", 0, [-9.0, -8.0, -5.0, -5.0])]
+    runs = [one | {"env_steps": [1000 * step for step in one["env_steps"]]} for one in runs]
+    assert [robot_page.way_there([one], 300_000, -1.0) for one in runs] == ["200 thousand (1 of 1)", "– (0 of 1)"]
     assert robot_page.thousands(416_000) == "416 thousand"
     assert robot_page.thousands(1_280_000) == "1.28 million"
 
@@ -81,21 +83,21 @@ def test_a_row_with_fewer_steps_is_compared_at_its_own_end() -> None:
     # TCE has −5 after 100 steps, where SAC ends with −6, whatever TCE has later.
     tce = [run("TCE", seed, [-9.0, -5.0 + 0.01 * seed, 90.0]) for seed in range(3)]
     sac = [run("SAC", seed, [-9.0, -6.0 - 0.01 * seed], asked=1) for seed in range(3)]
-    (said,) = robot_page.claims(robot_page.by_task([*tce, *sac])).values()
-    assert said == ["TCE beats SAC on return after 0 thousand steps: +1.0, 95 % interval 1.0…1.1, 3 seeds."]
+    (found,) = robot_page.compare(robot_page.by_task([*tce, *sac])).values()
+    assert found["SAC"][0].mean.value == pytest.approx(1.02)
 
 
 def test_rows_measured_at_other_steps_are_compared_on_the_line_between() -> None:
     # SAC ends after 150 steps, where TCE is half-way from −5 (100 steps) to −3 (200).
     tce = [run("TCE", seed, [-9.0, -5.0 + 0.01 * seed, -3.0 + 0.01 * seed]) for seed in range(3)]
     sac = [run("SAC", seed, [-9.0, -6.0 - 0.01 * seed], asked=1) | {"env_steps": [0, 150]} for seed in range(3)]
-    (said,) = robot_page.claims(robot_page.by_task([*tce, *sac])).values()
-    assert said == ["TCE beats SAC on return after 0 thousand steps: +2.0, 95 % interval 2.0…2.1, 3 seeds."]
+    (found,) = robot_page.compare(robot_page.by_task([*tce, *sac])).values()
+    assert found["SAC"][0].mean.value == pytest.approx(2.02)
 
 
 def test_a_row_that_never_rose_came_no_part_of_the_way() -> None:
     rows = {"TCE": [run("TCE", 0, [0.0, 0.0, 0.0])]}
-    assert robot_page.efficiency_table(rows).splitlines()[2] == "| TCE | – (0 of 1) | – (0 of 1) | – (0 of 1) |"
+    assert robot_page.way_there(rows["TCE"], 200, 0.0) == "– (0 of 1)"
 
 
 def test_claims_need_seeds_and_hold_together() -> None:
@@ -103,9 +105,13 @@ def test_claims_need_seeds_and_hold_together() -> None:
     better = [run("TCE", seed, [-9.0, -1.0 + 0.01 * generator.standard_normal()]) for seed in range(5)]
     worse = [run("BBRL", seed, [-9.0, -5.0 + 0.01 * generator.standard_normal()]) for seed in range(5)]
     few = [run("PPO", seed, [-9.0, -8.0 - seed]) for seed in range(2)]
-    (said,) = robot_page.claims(robot_page.by_task([*better, *worse, *few])).values()
-    assert said[0].startswith("TCE beats BBRL on return after 0 thousand steps: +4.0")
-    assert said[1].startswith("No difference can be claimed between TCE and PPO")
+    tasks = robot_page.by_task([*better, *worse, *few])
+    (found,) = robot_page.compare(tasks).values()
+    assert found["PPO"][1] == 1.0, "two seeds tell nothing"
+    _, bold, bbrl, ppo = (line for line in robot_page.results_table(*tasks.values(), found).splitlines() if "seeds" not in line)
+    assert bold.startswith("| **TCE** | 5 |")
+    assert bbrl.endswith("| +4.0 (4.0 … 4.0) | **<.001** |")
+    assert ppo.endswith("| +7.5 | 1 |")
 
 
 def test_a_task_whose_recipe_credits_later_rewards_is_judged_with_it() -> None:
@@ -113,10 +119,8 @@ def test_a_task_whose_recipe_credits_later_rewards_is_judged_with_it() -> None:
     rows = {
         name: [run(name, seed, [-9.0, -1.0 - place - 0.01 * seed]) for seed in range(3)] for place, name in enumerate(names)
     }
-    said = robot_page.claims({"hopper": rows})["hopper"]
-    assert len(said) == 2
-    assert all(robot_page.OURS[0] in line for line in said)
-    assert robot_page.claims({"hopper": {"BBRL": rows["BBRL"]}}) == {"hopper": []}
+    assert set(robot_page.compare({"hopper": rows})["hopper"]) == {"TCE", "BBRL"}
+    assert robot_page.compare({"hopper": {"BBRL": rows["BBRL"]}}) == {"hopper": {}}
 
 
 def test_a_page_of_made_up_runs_and_its_figure(tmp_path: Path) -> None:
@@ -181,7 +185,7 @@ def test_a_run_that_went_on_in_another_simulator_says_so() -> None:
     assert task("warp") == task("mujoco", change) == "box pushing, dense, learned in MuJoCo Warp"
     rows = {"TCE": [run("TCE", 0, [-9.0, -5.0]) | {"batch": 1000, "simulated": [change]}, run("TCE", 1, [-9.0, -5.0])]}
     assert robot_page.moved(rows) == ["TCE (1 run, after 3 thousand steps or more)"]
-    assert "Begun in MuJoCo Warp, resumed in MuJoCo: TCE (1 run" in robot_page.section("box pushing", rows, [])
+    assert "Begun in MuJoCo Warp, resumed in MuJoCo: TCE (1 run" in robot_page.section("box pushing", rows, {})
 
 
 def test_rows_have_an_order_and_colours_of_their_own() -> None:

@@ -18,6 +18,7 @@ from corral.lab.report.statistics import (
     holm,
     interquartile_curve,
     interquartile_mean,
+    is_significant,
     middle_mean,
     plain,
     probability_of_improvement,
@@ -134,13 +135,15 @@ def test_rounding_is_no_spread(scale: float) -> None:
 
 
 def test_golden_holm() -> None:
-    # m = 4: .01 ≤ .0125 holds; .02 > .05/3 = .0167 does not, and so .03, though it is ≤ .05/2… nor .04.
-    assert holm([0.03, 0.01, 0.04, 0.02]) == [False, True, False, False]
-    # m = 2: .01 ≤ .025, then .04 ≤ .05, which Bonferroni's .025 would refuse.
-    assert holm([0.01, 0.04]) == [True, True]
-    # m = 3, since a comparison is made also where nothing can come of it: .01 ≤ .0167, then .04 > .025.
-    assert holm([0.01, 0.04, None]) == [True, False, False]
+    # m = 4: .01 · 4 = .04 is significant; .02 · 3, then .03 · 2 = .06 are not; .04 · 1 is no less than what comes before it.
+    assert holm([0.03, 0.01, 0.04, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
+    # m = 2: .02 and .04, which Bonferroni's .08 would refuse.
+    assert holm([0.01, 0.04]) == pytest.approx([0.02, 0.04])
+    # m = 3, since a comparison is made also where nothing can come of it.
+    assert holm([0.01, 0.04, None]) == pytest.approx([0.03, 0.08, 1.0])
+    assert holm([0.7, 0.8]) == [1.0, 1.0]
     assert holm([]) == []
+    assert [is_significant(p) for p in (0.05, 0.0501)] == [True, False]
 
 
 def estimate(value: float, low: float | None, high: float | None, count: int = 5, p: float = 0.01) -> Difference:
@@ -170,7 +173,7 @@ def test_equal_objectives_are_seldom_told_apart() -> None:
     for _ in range(400):
         runs = [{str(seed): value for seed, value in enumerate(draw.normal(size=3))} for _ in range(4)]
         found = [difference(runs[i], runs[j]) for i in range(4) for j in range(i)]
-        false += any(holm([one.p for one in found]))
+        false += any(map(is_significant, holm([one.p for one in found])))
     assert false / 400 < 0.08
 
 

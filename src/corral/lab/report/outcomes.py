@@ -302,13 +302,13 @@ def comparisons(groups: Sequence[Group], scores: pd.DataFrame, measure: Measure)
             ]
             if all(sides):
                 found.append((ours, theirs, statistics.difference(*sides), [np.array([*side.values()]) for side in sides]))
-        holds = statistics.holm([difference.p for _, _, difference, _ in found])
+        adjusted = statistics.holm([difference.p for _, _, difference, _ in found])
         what = f"mean {by.name} over the run" if name == "area" else f"final {by.name}"
-        for (ours, theirs, difference, ends), held in zip(found, holds, strict=True):
+        for (ours, theirs, difference, ends), p in zip(found, adjusted, strict=True):
             names = shorten(visible(ours.label), 80), shorten(visible(theirs.label), 80)
             of = f"{what} in {shorten(visible(ours.problem), 80)}" if several else what
             uneven = _uneven_weights(ours, theirs)
-            held = held and not uneven
+            held = statistics.is_significant(p) and not uneven
             words = statistics.sentence(*names, of, difference, holds=held, among=len(found), unit=by.unit, uneven=uneven)
             other = _other_differences(ours, theirs)
             rows.append(

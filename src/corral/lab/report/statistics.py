@@ -116,19 +116,22 @@ def difference(ours: Mapping[str, float], theirs: Mapping[str, float]) -> Differ
     return Difference(mean=mean, seeds=count, p=float(test.pvalue), paired=paired)
 
 
-def holm(ps: Sequence[float | None]) -> list[bool]:
-    """Holm's correction: True for each p-value that stays significant with a family-wise error rate of 5 %.
+def holm(ps: Sequence[float | None]) -> list[float]:
+    """Holm's correction: p-values adjusted for the number of comparisons, so that up to .05 errs in 5 % of all families.
 
-    The smallest p must be ≤ .05/m, the next ≤ .05/(m−1), …, up to the first that is not. None counts as one of the m, for it
-    was looked at too, and never holds.
+    The smallest of m is multiplied by m, the next by m − 1, …, and none is below one before it. None counts as one of the m,
+    for it was looked at too, and becomes 1.
     """
-    order = sorted((p, index) for index, p in enumerate(ps) if p is not None)
-    holds = [False] * len(ps)
-    for rank, (p, index) in enumerate(order):
-        if p > (1 - LEVEL) / (len(ps) - rank):
-            break
-        holds[index] = True
-    return holds
+    adjusted, highest = [1.0] * len(ps), 0.0
+    for rank, (p, index) in enumerate(sorted((p, index) for index, p in enumerate(ps) if p is not None)):
+        highest = max(highest, (len(ps) - rank) * p)
+        adjusted[index] = min(1.0, highest)
+    return adjusted
+
+
+def is_significant(p: float) -> bool:
+    """True for an adjusted p-value of at most 5 %."""
+    return p <= 1 - LEVEL
 
 
 def sentence(
