@@ -230,6 +230,8 @@ class ClipRangeConfig(ObjectiveConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PPOClipConfig(ClipRangeConfig):
+    """PPO's clip: the ratio earns nothing more outside 1 ± 0.2, without a limit where Â < 0 and the ratio grows."""
+
     dual_clip: float | None = limited(None, above=1, what="a ratio")
     """c > 1: with a negative advantage the loss is cut off at c|Â|, so that a ratio above c has no gradient."""
 
@@ -240,12 +242,16 @@ class PPOClipConfig(ClipRangeConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ClipHigherConfig(PPOClipConfig):
+    """PPO's clip with more room upwards (clip_high 0.28 instead of 0.2), so that unlikely tokens can rise."""
+
     clip_high: float = 0.28
     """ε_high, wider than ε_low so that unlikely tokens can rise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DualClipConfig(PPOClipConfig):
+    """PPO's clip with a second limit: where Â < 0, a ratio above 3 has no gradient, so that one token cannot dominate."""
+
     dual_clip: float | None = 3.0
     """c > 1: with a negative advantage the loss is cut off at c|Â|, so that a ratio above c has no gradient."""
 

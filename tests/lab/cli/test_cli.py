@@ -141,29 +141,28 @@ def test_a_run_in_a_pipe_prints_plain_lines(model: str, tmp_path: Path, capsys: 
     printed = capsys.readouterr().out
     assert "\x1b" not in printed, "no colours, no cursor moves"
     rows = printed.splitlines()
-    assert [row.split()[0] for row in rows[:8]] == [
-        "corral",
-        "objective",
-        "reduction",
-        "anchor",
-        "support",
-        "step",
-        "device",
-        "run",
-    ]
+    assert [row.split()[0] for row in rows[:6]] == ["corral", "objective", "reduction", "step", "device", "run"]
+    assert rows[1] == "objective  troll", "every setting has its default, and config.json has them all"
     assert [row.split("  ")[0] for row in rows if row.startswith("step ") and "/" in row[:9]] == [
         "step 0/2",
         "step 1/2",
         "step 2/2",
     ]
-    assert all(word in printed for word in ("success", "reward", "entropy", "tr/active_frac", "tokens/s", "left"))
-    assert rows[-2].startswith("finished after 2 steps: held-out success")
-    assert rows[-2].endswith(f"The run is in {out}")
-    assert rows[-1] == f"Next: corral report {out}, or corral eval {out}"
+    assert all(word in printed for word in ("success", "reward", "entropy", "tr/kl_after", "left"))
+    assert "tr/active_frac" not in printed, "five numbers"
+    assert rows[-3].startswith("finished after 2 steps: held-out success")
+    assert rows[-3].endswith(f"The run is in {out}")
+    assert rows[-2:] == [f"Next: corral report {out} --open", f"      corral eval {out}"]
     saved = json.loads((out / "config.json").read_text())
     assert saved["settings"]["loss_type"] == "dr_grpo", "from the recipe"
     assert main(["train", *SMALL.split(), "--model", model, "--out", str(out)]) == 1
     assert f"continue that run with --resume {out}" in capsys.readouterr().err
+    assert main(["train", "--resume", str(out), "--steps", "3", "--verbose"]) == 0
+    printed = capsys.readouterr().out
+    heading = ("(bound=0.05, regression=1.0, ", "anchor  ", "support  ", "; TRL ")
+    assert all(word in printed for word in (*heading, "tokens/s", "tr/active_frac", "tr/kl_max"))
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", "--resume", str(out), "--quiet", "--verbose"])
 
 
 @pytest.mark.supports("scale: {launcher}", door="command line")
@@ -196,7 +195,7 @@ def test_quiet_says_only_how_it_ended(model: str, tmp_path: Path, capsys: pytest
     argv = [*SMALL.split(), "--model", model, "--steps", "1", "--out", str(tmp_path / "run"), "--quiet"]
     assert main(["train", *argv]) == 0
     printed = capsys.readouterr()
-    assert [line.split()[0] for line in printed.out.splitlines()] == ["finished", "Next:"]
+    assert [line.split()[0] for line in printed.out.splitlines()] == ["finished", "Next:", "corral"]
     assert printed.out.startswith("finished after 1 step:")
     assert main(["train", "--resume", str(tmp_path / "run"), "--quiet"]) == 0, "a finished run stays finished"
 

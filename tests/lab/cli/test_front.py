@@ -26,7 +26,7 @@ from corral.lab.run.life import last_words, summarise
 from corral.lab.run.settings import read_recipe, recipes, toml_lines
 from corral.lab.tasks import TASKS
 from corral.lab.tasks.dataset import FiniteTask
-from corral.objective import OBJECTIVES
+from corral.objective import OBJECTIVES, objective_names
 from corral.validate import RunError
 from small_runs import save_model, small
 
@@ -282,8 +282,14 @@ def test_explain_knows_more_than_objectives(name: str, words: list[str], capsys:
 
 def test_everything_that_can_be_named_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain"]) == 0
-    words = capsys.readouterr().out.replace(",", " ").split()
-    assert {*OBJECTIVES, *TASKS, *ALGORITHMS, "demo", "via_point"} <= set(words)
+    listed = capsys.readouterr().out
+    words = listed.replace(",", " ").split()
+    assert {*OBJECTIVES, *TASKS, *ALGORITHMS, *recipes()} <= set(words)
+    sentences = {line.split()[0]: line.split(maxsplit=1)[1] for line in listed.splitlines() if line.startswith("  ")}
+    assert len({sentences[name] for name in objective_names()}) == len(objective_names()), "one for each"
+    studies = listed.partition("recipes of the studies")[2]
+    assert "evidence-a, evidence-b" in studies
+    assert "evidence-" not in listed.removesuffix(studies)
 
 
 def test_smoke_runs_are_apart_and_names_fit_every_file_system() -> None:
@@ -303,8 +309,11 @@ def test_the_end_says_what_was_measured_when() -> None:
     done = summarise({}, lines[:3], "finished", None, also="greedy")
     assert done["success_final"] == 0.4
     finished = "finished after 2 steps: held-out success 20.0% → 40.0%, 2 s. The run is in"
-    assert last_words(done, Path("run")) == f"{finished} run\nNext: corral report run, or corral eval run"
-    assert last_words(done, Path("a run")).endswith("\nNext: corral report 'a run', or corral eval 'a run'")
+    assert last_words(done, Path("run")) == f"{finished} run\nNext: corral report run --open\n      corral eval run"
+    assert last_words(done, Path("a run")).endswith("\nNext: corral report 'a run' --open\n      corral eval 'a run'")
+    assert "\nNext: corral train --resume run\n      corral report run" in last_words(stopped, Path("run"))
+    nothing = summarise({}, [], "interrupted", None, also="greedy")
+    assert last_words(nothing, Path("run")).endswith("\nNext: corral train --resume run"), "no report of nothing"
 
 
 def test_settings_need_no_torch_to_be_wrong_about() -> None:

@@ -68,9 +68,9 @@ def test_a_run_in_a_pipe_prints_plain_lines(tmp_path: Path, capsys: pytest.Captu
     rows = capsys.readouterr().out.splitlines()
     assert [row.split()[0] for row in rows[:6]] == ["corral", "algorithm", "policy", "step", "device", "run"]
     assert [row.split("  ")[0] for row in rows[6:9]] == ["step 0/2", "step 1/2", "step 2/2"]
-    assert all(word in rows[8] for word in ("success", "return", "reward", "steps/s"))
-    assert rows[-2].endswith(f"The run is in {out}")
-    assert rows[-1] == f"Next: corral report {out}, or corral eval {out}"
+    assert all(word in rows[8] for word in ("success", "return", "reward"))
+    assert rows[-3].endswith(f"The run is in {out}")
+    assert rows[-2:] == [f"Next: corral report {out} --open", f"      corral eval {out}"]
 
 
 def test_resume_goes_by_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,7 +78,8 @@ def test_resume_goes_by_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -
     assert "finished after 2 steps" in capsys.readouterr().out
     assert main(["train", "--resume", str(run), "--seed", "1", "--report-to", "wandb"]) == 1
     told = capsys.readouterr().err
-    assert "so seed, report_to cannot be given with it; only --guard, --iterations, --simulator and --quiet can." in told
+    allowed = "only --guard, --iterations, --simulator, --quiet and --verbose can."
+    assert f"so seed, report_to cannot be given with it; {allowed}" in told
 
 
 def test_eval_prints_a_table_and_keeps_it(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -256,7 +256,7 @@ def test_a_signal_ends_the_step_and_saves(
     assert (tmp_path / "run" / "checkpoints" / "checkpoint-6").is_dir(), "between the regular ones"
     printed = capfd.readouterr()
     assert "Stopping after this step" in printed.err
-    assert f"Resume with: corral train --resume {tmp_path / 'run'}" in printed.out
+    assert f"Next: corral train --resume {tmp_path / 'run'}" in printed.out
     assert resume(tmp_path / "run", quiet=True).summary["stopped"] == "finished"
     assert_same_run(tmp_path / "run", reference)
 
@@ -626,7 +626,10 @@ def test_the_banner_says_when_the_region_cannot_act(
     said: dict[str, str] = {}
     monkeypatch.setattr("corral.lab.jobs.llm.train.banner", lambda *args: said.update(banner(*args)) or [])
     train(small(model, steps=1, **changes), out=tmp_path / "run", quiet=True)
-    assert {"corral", "objective", "anchor", "support", "step", "device", "run"} <= set(said)
+    assert {"corral", "objective", "step", "device", "run"} <= set(said)
+    assert ("reduction" in said) is ("loss_type" in changes), "its own reduction is no news"
+    assert all(f"{key}={value}" in said["objective"] for key, value in changes.get("objective_config", {}).items())
+    assert "None" not in said["objective"]
     assert (note or "") in said.get("note", "")
     assert ("note" in said) is (note is not None)
     active = lines(tmp_path / "run")[1]["tr/active_frac"]
@@ -659,7 +662,7 @@ def test_the_banner_says_what_is_computed_with_what(
 ) -> None:
     said: dict[str, str] = {}
     monkeypatch.setattr("corral.lab.jobs.llm.train.banner", lambda *args: said.update(banner(*args)) or [])
-    train(small(model, steps=1, **changes), out=tmp_path / "run", quiet=True)
+    train(small(model, steps=1, **changes), out=tmp_path / "run", verbose=True)
     assert f"; {head}" in said["device"]
     assert said["support"].startswith(support)
 

@@ -1,6 +1,7 @@
 """What is shown: plain lines, a live panel, or next to nothing."""
 
 import io
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from corral.lab.run.view import Clock, LiveView, PatientConsole, PlainView, RunV
 
 LINE = {
     "step": 1, "update": 8, "success": 0.25, "reward": 0.3, "entropy": 0.5, "tokens_per_second": 12345.6, "loss": 1.0,
-    "tr/active_frac": 0.01, "tr/kl_before": 0.002, "tr/kl_max": 1.5,
+    "tr/active_frac": 0.01, "tr/kl_before": 0.002, "tr/kl_after": 0.001, "tr/kl_max": 1.5,
 }  # fmt: skip
 ROWS = [
     {"prompt": "3 7>10:", "completion": "3+7=10", "reward": 1.0},
@@ -20,10 +21,11 @@ ROWS = [
 ]
 
 
-def shown(view_cls: type[RunView], *, terminal: bool) -> str:
+def shown(view_cls: type[RunView], *, terminal: bool, verbose: bool = False) -> str:
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=100)
     view = view_cls(console, console)
+    view.verbose = verbose
     view.begin([("objective", "troll [bound=0.05]")], steps=4, done=0)
     view.line({**LINE, "step": 0})
     view.line(LINE)
@@ -68,8 +70,7 @@ def test_only_a_verifiers_full_reward_is_marked_as_right() -> None:
 def test_plain_lines() -> None:
     rows = shown(PlainView, terminal=False).splitlines()
     assert rows[0] == "objective  troll [bound=0.05]"
-    assert rows[2].startswith("step 1/4  success 0.25  reward 0.3  entropy 0.5  tokens/s 12,346  tr/active_frac 0.01")
-    assert rows[2].endswith(" left")
+    assert re.fullmatch(r"step 1/4  success 0.25  reward 0.3  entropy 0.5  tr/kl_after 0.001  \d:\d\d left", rows[2])
     assert rows[3:] == [
         "  ✓ 3 7>10:3+7=10",
         "  ✗ 3 7>10:[bold]3",
@@ -80,11 +81,23 @@ def test_plain_lines() -> None:
 
 
 @pytest.mark.supports("run: a live panel in a terminal", door="command line")
-def test_the_live_panel_shows_everything() -> None:
+def test_the_live_panel_shows_five_numbers_or_all() -> None:
     text = shown(LiveView, terminal=True)
-    for part in ("1/4", "left", "success", "12,346", "tr/kl_max", "3+7=10", "[bold]3", "the [policy] is", "finished after"):
+    for part in ("1/4", "left", "success", "tr/kl_after", "3+7=10", "[bold]3", "the [policy] is", "finished after"):
         assert part in text
     assert "\x1b[?25h" in text, "the cursor is given back"
+    assert "tr/kl_max" not in text
+    text = shown(LiveView, terminal=True, verbose=True)
+    assert all(part in text for part in ("tr/kl_max", "tr/active_frac", "12,346"))
+    rows = shown(PlainView, terminal=False, verbose=True).splitlines()
+    assert "tr/kl_after 0.001  tokens/s 12,346  tr/active_frac 0.01  tr/kl_before 0.002  tr/kl_max 1.5  " in rows[2]
+
+
+def test_an_echoed_signal_leaves_no_frame_behind() -> None:
+    # A terminal echoes ^C at the cursor, after the panel's last line. The next frame covers this one only if the cursor is
+    # still in that line.
+    frame = shown(LiveView, terminal=True).split("╰")[1].splitlines()[0]
+    assert len(f"╰{frame}^C^C") < 100
 
 
 def test_a_signal_is_announced_where_nothing_paints_over_it(capfd: pytest.CaptureFixture[str]) -> None:
@@ -160,6 +173,7 @@ def test_numbers_and_texts() -> None:
     assert shorten("a\nb") == "a⏎b"
     assert len(shorten("x" * 500)) == 120
     assert readable({"success": None, "reward": 0.5, "skipped": 2, "warnings": []}) == [("reward", "0.5"), ("skipped", "2")]
-    certified = {"learning_rate": 1.9853e-4, "tr/deployed_kl_mean": 0.0168}
-    assert readable(certified) == [("learning_rate", "0.000199"), ("tr/deployed_kl_mean", "0.0168")]
-    assert readable({"learning_rate": 2e-4}) == []  # it follows its schedule
+    certified = {"learning_rate": 1.9853e-4, "tr/deployed_kl_mean": 0.0168, "tr/kl_after": 0.1}
+    assert readable(certified) == [("tr/deployed_kl_mean", "0.0168")], "one KL, of the deployed network where it is known"
+    every = [("tr/deployed_kl_mean", "0.0168"), ("learning_rate", "0.000199"), ("tr/kl_after", "0.1")]
+    assert readable(certified, verbose=True) == every

@@ -79,15 +79,26 @@ def _objective(name: str) -> Sequence[str]:
     """An objective or a correction: docstring, settings, needs and where to read on."""
     is_objective = name in OBJECTIVES
     function, config_cls = (objective_function(name), OBJECTIVES[name][1]) if is_objective else CORRECTIONS[name]
-    preset = vars(config_cls)["__doc__"]
-    # A dataclass without words of its own has its signature there.
-    words = [] if preset.startswith(f"{config_cls.__name__}(") else [f"{inspect.cleandoc(preset)}\n"]
-    parts = [f"{name}\n", _body(function), *words, _settings(config_cls)]
+    words = _own_doc(config_cls)
+    parts = [f"{name}\n", _body(function), *([f"{words}\n"] if words else []), _settings(config_cls)]
     if not issubclass(config_cls, ObjectiveConfig):
         return [*parts, f"use it   CorralConfig(correction={name!r}), where the sampler reports log-probs\n"]
     config = config_cls()
     needs = f"needs    {', '.join(sorted(config.needs))}\nanchor   {config.anchor}\nreduced  {config.reductions[0]}\n"
     return [*parts, needs, f"use it   corral train --objective {name}\n         docs/objectives/{name}.md\n"]
+
+
+def _own_doc(config_cls: type) -> str:
+    """The docstring of a settings class, or an empty text: a dataclass without one has its signature there."""
+    doc = vars(config_cls)["__doc__"]
+    return "" if doc.startswith(f"{config_cls.__name__}(") else inspect.cleandoc(doc)
+
+
+def _objective_line(name: str) -> str:
+    """The sentence on an objective in the listing. Objectives that share a function differ in their settings' words alone."""
+    entry, config_cls = OBJECTIVES[name]
+    shared = sum(other == entry for other, _ in OBJECTIVES.values()) > 1
+    return (_own_doc(config_cls) if shared else "") or inspect.getdoc(objective_function(name)) or ""
 
 
 def _own_settings() -> dict[str, str]:
@@ -131,15 +142,17 @@ def _trainer_setting(name: str) -> Iterator[Sequence[str]]:
 def _listing() -> str:
     """The list of all names, each with the first line of its description."""
     registries: dict[str, dict[str, str | None]] = {
-        "objectives": {name: inspect.getdoc(objective_function(name)) for name in objective_names()},
+        "objectives": {name: _objective_line(name) for name in objective_names()},
         "corrections": {name: inspect.getdoc(function) for name, (function, _) in CORRECTIONS.items()},
         "tasks": {name: inspect.getdoc(cls) for name, cls in TASKS.items()},
-        "recipes": {name: path.read_text().lstrip("# ") for name, path in recipes().items()},
+        "recipes": {name: path.read_text().lstrip("# ") for name, path in recipes(studies=False).items()},
     }
     lines = []
     for title, registry in registries.items():
         lines += [title, *(f"  {name:<22} {(what or '').partition(chr(10))[0]}" for name, what in registry.items())]
     lines += ["algorithms of robots", f"  {', '.join(ALGORITHMS)}"]
+    studies = ", ".join(sorted(recipes().keys() - recipes(studies=False).keys()))
+    lines.append(f"recipes of the studies in docs/results/llm.md\n  {studies}")
     return "\n".join([*lines, "and every setting by its name, or all of them: corral explain settings\n"])
 
 

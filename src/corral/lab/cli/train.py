@@ -67,7 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="settings as a file for --config, what would be fetched, memory; trains nothing"
     )
-    parser.add_argument("--quiet", action="store_true", help="say only what is wrong, and how it ended")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--quiet", action="store_true", help="say only what is wrong, and how it ended")
+    output.add_argument("--verbose", action="store_true", help="show every metric, and every setting in the heading")
 
 
 def add_setting_flags(parser: argparse.ArgumentParser, flags: Mapping[str, str]) -> None:
@@ -85,7 +87,7 @@ def _names() -> str:
     """Names of recipes and tasks, for the help."""
     from corral.lab.tasks import names
 
-    return f"\nrecipes:\n{columns(recipes())}\ntasks:\n{columns(names())}\n"
+    return f"\nrecipes:\n{columns(recipes(studies=False))}\ntasks:\n{columns(names())}\n"
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
@@ -110,7 +112,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
                 say(*job_module(kind, "prepare").rehearse(settings))
                 return 0
             train = job_module(kind, "train").train
-            summary = train(settings, out=arguments.out, quiet=arguments.quiet, smoke=arguments.smoke).summary
+            how = {"quiet": arguments.quiet, "verbose": arguments.verbose, "smoke": arguments.smoke}
+            summary = train(settings, out=arguments.out, **how).summary
     except RunError as error:
         if error.__cause__ is not None and isinstance(error, UserCodeError):
             traceback.print_exception(error.__cause__)  # the user's own function: they need to see where
@@ -130,16 +133,15 @@ def _resume(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> dict[
         allowed = ", ".join(f"--{key.replace('_', '-')}" for key in _RESUME_SETTINGS[kind])
         raise RunError(
             f"--resume uses the run's own settings, so {', '.join([*given, *named])} cannot be given with it; only "
-            f"{allowed} and --quiet can."
+            f"{allowed}, --quiet and --verbose can."
         )
     if kind == "llm":
         quiet_libraries()
     elif arguments.changed_data:
         raise RunError(f"--changed-data is for language models, and {arguments.resume} is a robot's run, which has no data.")
+    how = {"quiet": arguments.quiet, "verbose": arguments.verbose}
     more = {"changed_data": arguments.changed_data} if kind == "llm" else {}
-    summary: dict[str, Any] = (
-        job_module(kind, "train").resume(arguments.resume, quiet=arguments.quiet, **changes, **more).summary
-    )
+    summary: dict[str, Any] = job_module(kind, "train").resume(arguments.resume, **how, **changes, **more).summary
     return summary
 
 

@@ -219,7 +219,7 @@ class Job(ABC):
         """Release the resources that `prepare` acquired."""
 
 
-def train(job: Job, label: str, *, out: Path | str | None, quiet: bool, smoke: bool) -> Outcome:
+def train(job: Job, label: str, *, out: Path | str | None, quiet: bool, smoke: bool, verbose: bool) -> Outcome:
     """Train a new run in `out` or in a new folder under runs/, with `smoke` under smoke-runs/."""
 
     def begin() -> RunFolder | None:
@@ -230,17 +230,19 @@ def train(job: Job, label: str, *, out: Path | str | None, quiet: bool, smoke: b
         folder.write_config(job.describe())
         return folder
 
-    return _live(job, job.together(begin), make_view(quiet=quiet, silent=not job.is_main), None, [])
+    return _live(job, job.together(begin), make_view(quiet=quiet, silent=not job.is_main, verbose=verbose), None, [])
 
 
-def resume(make: Callable[[dict[str, Any]], Job], path: Path, *, quiet: bool, extended: bool, is_main: bool = True) -> Outcome:
+def resume(
+    make: Callable[[dict[str, Any]], Job], path: Path, *, quiet: bool, extended: bool, verbose: bool, is_main: bool = True
+) -> Outcome:
     """Resume the run in `path` from its last whole checkpoint; later steps are repeated, bit for bit.
 
     Args:
         make: makes the job from the content of config.json.
         extended: whether the job was given another number of steps, so that rates and bounds follow a schedule of that length.
     """
-    folder, view = RunFolder.open(path, write=is_main), make_view(quiet=quiet, silent=not is_main)
+    folder, view = RunFolder.open(path, write=is_main), make_view(quiet=quiet, silent=not is_main, verbose=verbose)
     try:
         content = folder.read_config()
         job = make(content)
@@ -349,9 +351,12 @@ def last_words(summary: Mapping[str, Any], where: Path) -> str:
         change = f"held-out success {moved}{when}, "
     took = f"{summary['seconds']:.0f} s. The run is in {where}"
     path = shlex.quote(str(where))
-    resume = "" if summary["stopped"] == "finished" else f"\nResume with: corral train --resume {path}"
-    further = f"\nNext: corral report {path}, or corral eval {path}" if summary["stopped"] in ("finished", "collapsed") else ""
-    return f"{summary['stopped']} after {count(summary['steps'], 'step')}: {change}{took}{resume}{further}"
+    further = [] if summary["stopped"] == "finished" else [f"corral train --resume {path}"]
+    further += [f"corral report {path} --open", f"corral eval {path}"] if summary["steps"] else []
+    following = "\n      ".join(further)
+    return f"{summary['stopped']} after {count(summary['steps'], 'step')}: {change}{took}" + (
+        f"\nNext: {following}" if following else ""
+    )
 
 
 def extend(folder: RunFolder, content: dict[str, Any], key: str, steps: int, checkpoint: Checkpoint | None) -> dict[str, Any]:

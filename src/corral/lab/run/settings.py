@@ -5,7 +5,7 @@ import re
 import tomllib
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -108,6 +108,12 @@ def _parse(text: str, *, toml: bool) -> Any:
         raise ValueError(" ".join(str(error).split())) from error  # it has the place on lines of their own
 
 
+def changed_fields(config: Any) -> dict[str, Any]:
+    """The fields of a dataclass whose values are not their defaults."""
+    known = {item.name: item.default for item in fields(config)}
+    return {name: value for name, value in vars(config).items() if value != known.get(name)}
+
+
 def toml_lines(settings: Mapping[str, Any]) -> list[str]:
     """Settings as TOML lines that `read_file` accepts: values first, then tables. None and empty values are left out."""
     kept = {key: value for key, value in settings.items() if value is not None and value not in ({}, [], (), "")}
@@ -140,9 +146,14 @@ def _toml_key(key: str) -> str:
     return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else json.dumps(key)
 
 
-def recipes(kind: str = "*") -> dict[str, Path]:
-    """The recipes that are part of corral, by name: all of them, or those of one kind of run, llm or robot."""
-    return {path.stem: path for path in sorted(RECIPES.glob(f"{kind}/*.toml"))}
+def recipes(kind: str = "*", *, studies: bool = True) -> dict[str, Path]:
+    """The recipes that are part of corral, by name: all of them, or those of one kind of run, llm or robot.
+
+    Args:
+        studies: include the recipes that repeat a study of docs/results/llm.md.
+    """
+    paths = sorted(RECIPES.glob(f"{kind}/*.toml"))
+    return {path.stem: path for path in paths if studies or not path.stem.startswith("evidence-")}
 
 
 def read_recipe(name: str) -> dict[str, Any]:

@@ -18,11 +18,17 @@ from rich.text import Text
 
 from corral.lab.run.text import VisibleStream, visible
 
-_METRICS = ("success", "greedy", "return", "reward", "entropy", "tokens_per_second", "steps_per_second")
-"""Metrics that every line shows, in this order; metrics whose names start with tr/ follow."""
+_FIVE = (
+    ("success",),
+    ("greedy", "return"),
+    ("reward",),
+    ("entropy",),
+    ("tr/deployed_kl_mean", "tr/kl_after", "tr/kl_before"),
+)
+"""The five numbers of a line: the first metric of each group that the run has. With --verbose all metrics follow."""
 
-_IN_A_LINE = ("tr/active_frac", "tr/kl_before", "tr/kl_after", "tr/deployed_kl_mean")
-"""Metrics under tr/ that fit into a line of text."""
+_RATES = ("learning_rate", "tokens_per_second", "steps_per_second")
+"""Metrics that --verbose adds before those under tr/."""
 
 _Line = Mapping[str, Any]
 _Row = Mapping[str, Any]
@@ -32,6 +38,8 @@ class RunView:
     """The view of a quiet run or evaluation, with warnings and the end only, and the base class of the other views."""
 
     quiet = True
+    verbose = False
+    """True if every metric and every line of the heading is shown."""
 
     def __init__(self, console: Console, problems: Console) -> None:
         self.console, self.problems = console, problems
@@ -84,8 +92,7 @@ class PlainView(RunView):
 
     def line(self, line: _Line) -> None:
         left = self.clock.left(line["step"])
-        shown = {key: value for key, value in line.items() if not key.startswith("tr/") or key in _IN_A_LINE}
-        values = [f"{name} {text}" for name, text in readable(shown)]
+        values = [f"{name} {text}" for name, text in readable(line, verbose=self.verbose)]
         self.print("  ".join([f"{self.what} {line['step']}/{self.steps}", *values, *([f"{left} left"] if left else [])]))
 
     def completions(self, rows: Sequence[_Row], *, verified: bool = True) -> None:
@@ -127,16 +134,17 @@ class LiveView(RunView):
 
     def _panel(self) -> Panel:
         table = Table.grid(padding=(0, 3))
-        pairs = readable(self.newest)
-        across = max(1, (self.console.width - 4) // 25)
+        pairs = readable(self.newest, verbose=self.verbose)
+        across = max(1, (self.console.width - 10) // (26 if self.verbose else 20))
         for start in range(0, len(pairs), across):
             table.add_row(*(Text.assemble((name, "dim"), " ", (text, "bold")) for name, text in pairs[start : start + across]))
         shown = [
             Text.assemble(row["mark"], " ", (shorten(row["prompt"]), "dim"), shorten(row["completion"])) for row in self.rows
         ]
-        return Panel(
-            Group(self.progress, table, *shown, *([self.last] if self.last else [])), title="corral", title_align="left"
-        )
+        content = Group(self.progress, table, *shown, *([self.last] if self.last else []))
+        # A terminal echoes Ctrl-C as ^C after the panel. In a line that is full it would move the cursor to the next line, and
+        # a frame of the panel would stay.
+        return Panel(content, title="corral", title_align="left", width=max(20, self.console.width - 6))
 
 
 class Clock:
@@ -190,9 +198,11 @@ class PatientConsole(Console):
 _View = TypeVar("_View", bound=RunView)
 
 
-def make_view(*, quiet: bool, silent: bool = False) -> RunView:
+def make_view(*, quiet: bool, silent: bool = False, verbose: bool = False) -> RunView:
     """Choose a run's view for this output; processes other than the main one get a silent view."""
-    return choose_view(RunView, PlainView, LiveView, quiet=quiet, silent=silent)
+    view = choose_view(RunView, PlainView, LiveView, quiet=quiet, silent=silent)
+    view.verbose = verbose
+    return view
 
 
 def choose_view(still: type[_View], plain: type[_View], live: type[_View], *, quiet: bool, silent: bool = False) -> _View:
@@ -204,10 +214,11 @@ def choose_view(still: type[_View], plain: type[_View], live: type[_View], *, qu
     return live(console, console) if console.is_terminal and not console.is_dumb_terminal else plain(console, problems)
 
 
-def readable(line: _Line) -> list[tuple[str, str]]:
-    """Names and numbers of a line to display."""
-    rate = ("learning_rate",) if "tr/deployed_kl_mean" in line else ()  # it follows what the network moves by
-    keys = [*_METRICS, *rate, *sorted(key for key in line if key.startswith("tr/"))]
+def readable(line: _Line, *, verbose: bool = False) -> list[tuple[str, str]]:
+    """Names and numbers of a line to display: five of them, or with `verbose` all."""
+    keys = [next((key for key in group if line.get(key) is not None), "") for group in _FIVE]
+    if verbose:
+        keys += [*_RATES, *sorted(key for key in line if key.startswith("tr/") and key not in keys)]
     pairs = [(key, line[key]) for key in keys if line.get(key) is not None]
     if line.get("skipped"):
         pairs.append(("skipped", line["skipped"]))

@@ -19,6 +19,7 @@ from corral.lab.jobs.llm.settings import Settings, named_code, resolve
 from corral.lab.jobs.llm.trainer import GuardCallback, RunTrainer, cannot_resume
 from corral.lab.run import life
 from corral.lab.run.life import Job, Outcome, Recorder
+from corral.lab.run.settings import changed_fields
 from corral.lab.run.text import count
 from corral.lab.run.view import RunView
 from corral.trl.api import FUSED, REDUCTIONS
@@ -29,12 +30,17 @@ _Result = TypeVar("_Result")
 
 
 def train(
-    settings: Settings | Mapping[str, Any], *, out: Path | str | None = None, quiet: bool = False, smoke: bool = False
+    settings: Settings | Mapping[str, Any],
+    *,
+    out: Path | str | None = None,
+    quiet: bool = False,
+    smoke: bool = False,
+    verbose: bool = False,
 ) -> Outcome:
     """Train a new run in `out` or in a new folder under runs/, with `smoke` under smoke-runs/."""
     given = settings if isinstance(settings, Settings) else resolve([settings])
     label = f"{given.task}-{given.objective}-{given.seed}"
-    return life.train(ModelRun(given, is_new=True), label, out=out, quiet=quiet, smoke=smoke)
+    return life.train(ModelRun(given, is_new=True), label, out=out, quiet=quiet, smoke=smoke, verbose=verbose)
 
 
 def resume(
@@ -48,6 +54,7 @@ def resume(
     environment_factory: Any = None,
     steps: int | str | None = None,
     changed_data: bool = False,
+    verbose: bool = False,
 ) -> Outcome:
     """Resume the run in `path` from its last whole checkpoint; later steps are repeated, bit for bit.
 
@@ -69,7 +76,7 @@ def resume(
         length = {"max_completion_length": trainer["max_completion_length"]}
         return ModelRun(resolve([length, content["settings"], given]), changed_data=changed_data)
 
-    return life.resume(make, Path(path), quiet=quiet, extended=steps is not None, is_main=is_main())
+    return life.resume(make, Path(path), quiet=quiet, extended=steps is not None, verbose=verbose, is_main=is_main())
 
 
 class ModelRun(Job):
@@ -130,7 +137,7 @@ class ModelRun(Job):
         checkpoint = record.checkpoint
         with _tensorboard_in(record.path):
             trainer = RunTrainer(self.parts, record, self.guard)
-            record.begin(banner(self.settings, trainer, record.path, self.parts.notes))
+            record.begin(banner(self.settings, trainer, record.path, self.parts.notes, record.view.verbose))
             try:
                 trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint is not None else None)
             except Exception as error:  # pickle, torch, safetensors and transformers have one each for a damaged file
@@ -154,15 +161,24 @@ def _tensorboard_in(where: Path) -> Iterator[None]:
         os.environ.pop(key) if given is None else os.environ.update({key: given})
 
 
-def banner(settings: Settings, trainer: RunTrainer, where: Path, chosen: Iterable[str] = ()) -> list[tuple[str, str]]:
-    """The heading of a run: (name, sentence) of each line. `chosen` lists settings that were chosen automatically."""
+def banner(
+    settings: Settings, trainer: RunTrainer, where: Path, chosen: Iterable[str] = (), verbose: bool = False
+) -> list[tuple[str, str]]:
+    """The heading of a run: (name, sentence) of each line. Settings at their defaults are shown with `verbose` alone.
+
+    Args:
+        chosen: sentences about settings that were chosen automatically.
+    """
     args, config, teacher = trainer.args, trainer.objective.config, trainer.teacher
     parameters = f"{_short(p.numel() for p in trainer.model.parameters())} parameters"
     if is_peft_model(trainer.model):
         trained = _short(p.numel() for p in trainer.model.parameters() if p.requires_grad)
         parameters += f", {trained} of them trained (LoRA)"
     updates = ("at most " if args.reuse == "auto" else "") + count(trainer.updates_per_step, "update")
-    objective_settings = ", ".join(f"{name}={value}" for name, value in vars(config).items())
+    chosen_too = {key: vars(config)[key] for key in settings.objective_config}
+    shown = vars(config) if verbose else changed_fields(config) | chosen_too
+    objective_settings = ", ".join(f"{name}={value}" for name, value in shown.items())
+    given = ("anchor", "support") if verbose else tuple(settings.trainer)
     anchor = "rollout: here the sampler is the trainer's own model, so this is the recomputed old policy"
     if trainer.anchor == "old":
         anchor = "old: the policy before the updates, recomputed by the trainer"
@@ -171,10 +187,11 @@ def banner(settings: Settings, trainer: RunTrainer, where: Path, chosen: Iterabl
     lines = [
         ("corral", f"{corral.__version__}: {settings.task} with {settings.model}, {parameters}"),
         ("objective", f"{settings.objective}" + (f" ({objective_settings})" if objective_settings else "")),
-        ("reduction", f"{REDUCTIONS[args.loss_type]} (loss_type {args.loss_type})"),
-        ("anchor", anchor),
-        ("support", _support(trainer)),
     ]
+    if verbose or REDUCTIONS[args.loss_type] != config.reductions[0]:
+        lines.append(("reduction", f"{REDUCTIONS[args.loss_type]} (loss_type {args.loss_type})"))
+    lines += [("anchor", anchor)] if "anchor" in given else []
+    lines += [("support", _support(trainer))] if any(key.startswith("support") for key in given) else []
     if teacher is not None:
         own = "the model itself, as it was before training" + ("" if teacher.is_reference else ", shown more than the problem")
         lines.append(("reference" if teacher.is_reference else "teacher", settings.teacher or own))
@@ -185,7 +202,7 @@ def banner(settings: Settings, trainer: RunTrainer, where: Path, chosen: Iterabl
         lines.append(("tools", f"{', '.join(called)}: called by the model, and not trained on"))
     lines += [
         ("step", f"{count(args.prompts_per_batch, 'prompt')} × {args.num_generations} completions, then {updates}"),
-        ("device", _device(trainer)),
+        ("device", _device(trainer, verbose)),
         ("run", str(where)),
     ]
     why = why_inactive(trainer)
@@ -208,11 +225,13 @@ def _support(trainer: RunTrainer) -> str:
     return f"the {args.support_size} likeliest tokens until they hold {args.support_mass:g}, and the mass of all others"
 
 
-def _device(trainer: RunTrainer) -> str:
-    """Description of the device, the head, and the package versions."""
+def _device(trainer: RunTrainer, verbose: bool) -> str:
+    """Description of the device, and with `verbose` of the head and the package versions."""
     kind = trainer.accelerator.device
     name = torch.cuda.get_device_name(kind) if kind.type == "cuda" else count(torch.get_num_threads(), "thread")
     processes = f", {trainer.accelerator.num_processes} processes" if trainer.accelerator.num_processes > 1 else ""
+    if not verbose:
+        return f"{kind.type} ({name}{processes})"
     # corral's says itself what it takes on a GPU. In updates it is TRL's only where that chooses tokens by their entropy.
     own = FUSED and (trainer.needs_support or trainer.top_entropy_quantile == 1.0)
     head = "TRL's head" if not own else "corral's head (torch)" if kind.type == "cpu" else "corral's head"

@@ -15,6 +15,7 @@ from corral.lab.run import life
 from corral.lab.run.folder import Checkpoint
 from corral.lab.run.guard import CollapseLimits, Guard
 from corral.lab.run.life import Job, Outcome, Recorder
+from corral.lab.run.settings import changed_fields
 from corral.lab.run.text import count
 from corral.lab.run.view import RunView
 from corral.numerics import drop_gradients, gradient_state
@@ -29,13 +30,19 @@ is negative in healthy runs."""
 
 
 def train(
-    settings: Settings | Mapping[str, Any], *, out: Path | str | None = None, quiet: bool = False, smoke: bool = False
+    settings: Settings | Mapping[str, Any],
+    *,
+    out: Path | str | None = None,
+    quiet: bool = False,
+    smoke: bool = False,
+    verbose: bool = False,
 ) -> Outcome:
     """Train a new run in `out` or in a new folder under runs/, with `smoke` under smoke-runs/."""
     settings = settings if isinstance(settings, Settings) else resolve([settings])
     check_used(settings)
     name = settings.environment.rpartition("/")[2].rpartition("-v")[0]
-    return life.train(RobotRun(settings), f"{name}-{settings.algorithm}-{settings.seed}", out=out, quiet=quiet, smoke=smoke)
+    label = f"{name}-{settings.algorithm}-{settings.seed}"
+    return life.train(RobotRun(settings), label, out=out, quiet=quiet, smoke=smoke, verbose=verbose)
 
 
 def resume(
@@ -45,6 +52,7 @@ def resume(
     guard: str | None = None,
     iterations: int | str | None = None,
     simulator: str | None = None,
+    verbose: bool = False,
 ) -> Outcome:
     """Resume the run in `path` from its last whole checkpoint; later steps are repeated, bit for bit.
 
@@ -57,7 +65,7 @@ def resume(
     def make(content: dict[str, Any]) -> RobotRun:
         return RobotRun(resolve([content["settings"], given]))
 
-    return life.resume(make, Path(path), quiet=quiet, extended=iterations is not None)
+    return life.resume(make, Path(path), quiet=quiet, extended=iterations is not None, verbose=verbose)
 
 
 class RobotRun(Job):
@@ -95,7 +103,7 @@ class RobotRun(Job):
         if self.settings.guard != "off":
             for name, optimizer in self.agent.optimizers.items():
                 optimizer.register_step_pre_hook(lambda optimizer, *_, name=name: self.check_update(name, optimizer))
-        record.begin(banner(self.settings, self.agent, record.path))
+        record.begin(banner(self.settings, self.agent, record.path, record.view.verbose))
         if not record.lines:
             self.add({"step": 0, "update": 0, **self.measure(), "reward": None, "env_steps": 0})
         record.patient = True
@@ -164,11 +172,12 @@ def select_watched(line: Mapping[str, Any]) -> dict[str, Any]:
     return {key: line[key] for key in _WATCHED if key in line}
 
 
-def banner(settings: Settings, agent: Agent, where: Path) -> list[tuple[str, str]]:
-    """The heading of a run: names and sentences in display order."""
+def banner(settings: Settings, agent: Agent, where: Path, verbose: bool = False) -> list[tuple[str, str]]:
+    """The heading of a run: names and sentences in display order. Settings at their defaults are shown with `verbose` alone."""
     environment, config, learns_plans = ENVIRONMENTS[settings.environment], agent.config, isinstance(agent, Learner)
     options = ", ".join(f"{key}={value}" for key, value in settings.environment_config.items())
-    chosen = ", ".join(f"{key}={value}" for key, value in settings.learner.items())
+    given = {key: value for key, value in changed_fields(config).items() if key in settings.learner}
+    chosen = ", ".join(f"{key}={value}" for key, value in (vars(config) if verbose else given).items())
     policy = "one action at a time, by stable-baselines3"
     if learns_plans:
         prodmp, every = agent.prodmp, config.replan_every
