@@ -24,7 +24,7 @@ from corral.trl import TRL_RANGE
 from corral.trl.api import REDUCTIONS, WRONG_BEFORE, check_trl
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "trl.md").read_text()
+PAGE = "".join((ROOT / "docs" / name).read_text() for name in ("trl-details.md", "trl.md"))
 OWN_FIELDS = [field.name for field in dataclasses.fields(CorralConfig) if field.name not in GRPOConfig.__dataclass_fields__]
 
 
@@ -182,11 +182,11 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("given", "why"),
         [
-            ({"objectiv": "troll"}, "there is no setting `objectiv`. Did you mean 'objective'? docs/trl.md"),
+            ({"objectiv": "troll"}, "there is no setting `objectiv`. Did you mean 'objective'? docs/trl-details.md"),
             ({"bound": 0.1}, "there is no setting `bound`. It is one of troll's: objective_config={'bound': 0.1}."),
             ({"objective": "ppo_clip", "clip_low": 0.1}, "It is one of ppo_clip's: objective_config={'clip_low': 0.1}."),
             ({"objective": "trol", "bound": 0.1}, "there is no setting `bound`."),
-            ({"xyzzy": 1}, "there is no setting `xyzzy`. docs/trl.md has those that corral adds."),
+            ({"xyzzy": 1}, "there is no setting `xyzzy`. docs/trl-details.md has those that corral adds."),
         ],
         ids=str,
     )

@@ -805,7 +805,7 @@ def sampled(trainer: GRPOTrainer) -> Tensor:
 
 
 class TestSamplers:
-    """Which numbers become the anchor; the whole table of docs/trl.md is walked in test_config.py."""
+    """Which numbers become the anchor; the whole table of docs/trl-details.md is walked in test_config.py."""
 
     @pytest.mark.supports("anchor: vLLM, faked", door="TRL")
     def test_vllm_reports_the_rollout_anchor(self, tmp_path: Path, vllm: dict[str, Any]) -> None:

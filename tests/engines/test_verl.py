@@ -59,7 +59,7 @@ def test_the_lines_that_doctor_prints_are_verls_configuration(what: str) -> None
     assert actor.policy_loss.resolve().needs_support == (what in ("TROLL", "DPPO, on a support"))
 
 
-PAGE = (Path(__file__).parents[2] / "docs" / "verl.md").read_text()
+PAGE = "".join((Path(__file__).parents[2] / "docs" / name).read_text() for name in ("verl.md", "verl-details.md"))
 RECIPES = re.findall(r"<!-- recipe: (\w+) -->\n```bash\n(.*?)```", PAGE, re.DOTALL)
 
 

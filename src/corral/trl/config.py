@@ -110,7 +110,9 @@ class CorralConfig(GRPOConfig):
                 hint, name = suggest(key, known), settings.get("objective", cls.objective)
                 if name in objective_names() and key in (item.name for item in fields(OBJECTIVES[name][1])):
                     hint = f" It is one of {name}'s: objective_config={{{key!r}: {settings[key]!r}}}."
-                raise TypeError(f"CorralConfig: there is no setting `{key}`.{hint} docs/trl.md has those that corral adds.")
+                raise TypeError(
+                    f"CorralConfig: there is no setting `{key}`.{hint} docs/trl-details.md has those that corral adds."
+                )
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -380,7 +382,7 @@ _VLLM_LOGPROBS = 20
 
 
 def _of_sampler(config: CorralConfig, sampler: Sampler, generation: dict[str, Any]) -> _Refusals:
-    """Refusals of anchors, objectives and corrections that this sampler does not support; docs/trl.md has the table."""
+    """Refusals of anchors, objectives and corrections that this sampler does not support; docs/trl-details.md has the table."""
     rollout, records = config.resolve_anchor() == "rollout", sampler == "transformers" and config.records_logps
     reports = sampler != "transformers" or records
     on_support = rollout and reports and config.needs_support  # of the sampler's own likeliest tokens

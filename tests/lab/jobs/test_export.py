@@ -167,8 +167,8 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_page_s_examples_run_and_print_what_they_say(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "tce.md").read_text()
-    # "no-run" alone, that is: the export goes on from the learner of the block before it.
+    page = "".join((Path(__file__).parents[3] / "docs" / name).read_text() for name in ("robot-learners.md", "tce.md"))
+    # "no-run" alone, that is: the export goes on from the learner of the other page.
     blocks = re.findall(r"```python(?: no-run)?\n(.*?)```\n\n```text\n(.*?)```", page, re.DOTALL)
     assert len(blocks) == 3
     namespace: dict[str, object] = {}

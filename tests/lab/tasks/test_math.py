@@ -140,7 +140,7 @@ def test_an_answer_that_does_not_contradict_itself_is_right(gold: str, answer: s
 
 @pytest.mark.parametrize("answer", [r"42 \text{ maybe}", r"42 \text{ or so}", r"42 \text{ cm}", "6*7", "y=x=42", r"42\%"])
 def test_golden_leniency(answer: str) -> None:
-    """What docs/tasks.md says is accepted."""
+    """What docs/tasks-details.md says is accepted."""
     assert right("42", answer)
 
 

@@ -1,4 +1,4 @@
-"""docs/tasks.md lists every task, and every setting with its default."""
+"""docs/tasks.md lists every task, docs/tasks-details.md every setting with its default."""
 
 import dataclasses
 import re
@@ -14,14 +14,14 @@ from corral.lab.tasks.math import MathTask
 from corral.lab.tasks.math_problems import DAPOMath
 from corral.lab.tasks.reasoning_gym import ReasoningGym
 
-PAGE = (Path(__file__).parents[3] / "docs" / "tasks.md").read_text()
+PAGE = "".join((Path(__file__).parents[3] / "docs" / name).read_text() for name in ("tasks.md", "tasks-details.md"))
 OURS = [name for name, cls in TASKS.items() if cls.__module__.startswith("corral.")]
 
 
 def section(title: str) -> str:
-    found = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
+    found = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
     assert found, title
-    return found[1]
+    return str(found[-1])  # the guide may have a heading of the same name
 
 
 def defaults(cls: Any) -> dict[str, str]:
@@ -56,5 +56,5 @@ def test_settings_of_the_others() -> None:
     assert rows("Which answer counts") == mathematics
     assert rows("reasoning-gym") == defaults(ReasoningGym)
     own = {key: value for key, value in defaults(Jsonl).items() if key not in shared - {"held_out"} and key not in mathematics}
-    assert rows("Your own file") == own
+    assert rows("Settings of your own file") == own
     assert set(defaults(DAPOMath)) == shared | set(mathematics)

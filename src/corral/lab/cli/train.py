@@ -25,7 +25,7 @@ FLAGS = {
     "algorithm": "of a robot: tce, bbrl, sb3-ppo, sb3-sac, …",
     "iterations": "of a robot: batches of episodes",
     "learning-rate": "of AdamW; auto finds one",
-    "tool": "who answers within completions: calculator, or module:Class (docs/tasks.md)",
+    "tool": "who answers within completions: calculator, or module:Class (docs/tools.md)",
     "environment-factory": "TRL's: an environment whose methods a chat model calls, module:Class or file.py:Class",
     "lora.r": "rank of an adapter to train instead of all weights; all of peft's LoraConfig: --lora.lora_alpha, …",
     "guard": "on a collapse: warn, stop or off",
@@ -44,7 +44,7 @@ can be changed. Data that have changed since are refused, unless with --changed-
 
 _REWARD = "pay for module:function or file.py:function, with a weight file.py:function=0.5; repeatable (docs/rewards.md)"
 
-TOOLS = "TRL's: a function that a chat model may call, module:function or file.py:function; repeatable (docs/tasks.md)"
+TOOLS = "TRL's: a function that a chat model may call, module:function or file.py:function; repeatable (docs/tools.md)"
 
 UNSAFE = "where the system has no sandbox, run the model's programs as yourself (docs/safety.md)"
 
