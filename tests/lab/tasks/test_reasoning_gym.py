@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from reasoning_gym.factory import DATASETS
 
 import corral.lab.tasks.reasoning_gym as module
-from corral.lab.tasks import grader_counts, make_task, verify_all
+from corral.lab.tasks import make_task, verify_all
+from corral.lab.tasks.grader import grader_counts
 from corral.lab.tasks.reasoning_gym import FORMULAS, HALF, LITERALS, ReasoningGym, answer_of, is_harmless
 
 TASK = ReasoningGym(generator="chain_sum")

@@ -1,24 +1,16 @@
 """Tasks: prompts and verifiers. This file is the one registry."""
 
 import dataclasses
+from collections import UserDict
 from collections.abc import Sequence
+from pkgutil import resolve_name
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from corral.lab.sandbox import SandboxResult, run_python
-from corral.lab.tasks.code import APPS, MBPP, Code, HumanEval
-from corral.lab.tasks.grader import grader_counts
 from corral.lab.tasks.imports import by_path
-from corral.lab.tasks.jsonl import Jsonl
-from corral.lab.tasks.math_problems import AIME24, AIME25, AMC, GSM8K, MATH500, DAPOMath, WordProblems
 from corral.lab.tasks.messages import Message, text_of
-from corral.lab.tasks.procedural import Arithmetic, Countdown, Expression, TwoNumbers
-from corral.lab.tasks.reasoning_gym import ReasoningGym
 from corral.validate import build_config, nearest
 
-__all__ = [
-    "TASKS", "SandboxResult", "Task", "columns_of", "find_task", "grader_counts", "make_task", "messages_of", "names",
-    "run_python", "text_of", "verify_all",
-]  # fmt: skip
+__all__ = ["TASKS", "Task", "columns_of", "find_task", "make_task", "messages_of", "names", "text_of", "verify_all"]
 
 
 @runtime_checkable
@@ -56,11 +48,22 @@ class Task(Protocol):
         """The reward, 0 to 1, of a completion, which may be any text; ValueError where the prompt is not this task's."""
 
 
-_CLASSES: tuple[type[Task], ...] = (
-    AIME24, AIME25, AMC, APPS, Arithmetic, Code, Countdown, DAPOMath, Expression, GSM8K, HumanEval, Jsonl, MATH500, MBPP,
-    ReasoningGym, TwoNumbers, WordProblems,
+class _Tasks(UserDict[str, Any]):
+    """Classes of tasks by name. A packaged class is given as `module:Class`, and imported when it is first looked up."""
+
+    def __getitem__(self, name: str) -> type[Any]:
+        found = super().__getitem__(name)
+        return resolve_name(f"{__name__}.{found}") if isinstance(found, str) else found  # type: ignore[no-any-return]
+
+
+TASKS = _Tasks(
+    aime24="math_problems:AIME24", aime25="math_problems:AIME25", amc="math_problems:AMC", apps="code.task:APPS",
+    arithmetic="procedural:Arithmetic", code="code.task:Code", countdown="procedural:Countdown",
+    dapo_math="math_problems:DAPOMath", expression="procedural:Expression", gsm8k="math_problems:GSM8K",
+    humaneval="code.task:HumanEval", jsonl="jsonl:Jsonl", math500="math_problems:MATH500", mbpp="code.task:MBPP",
+    reasoning_gym="reasoning_gym:ReasoningGym", two_numbers="procedural:TwoNumbers", words="math_problems:WordProblems",
 )  # fmt: skip
-TASKS: dict[str, type[Task]] = {task.name: task for task in _CLASSES}
+"""Every task by name."""
 
 _PARTS = ("name", "max_prompt_length", "max_completion_length", "train_prompts", "held_out_prompts", "verify")
 """Attributes that a class must have to be a task."""
