@@ -79,7 +79,16 @@ def check_batch(name: str, batch: TokenBatch, needs: Iterable[str], *, check: bo
     if not torch.compiler.is_compiling():
         policies = (batch.logp_new, batch.logp_old, batch.dist_new, batch.dist_old, batch.dist_teacher)
         limits = LogpTolerance.of(*policies) if check else LogpTolerance()
-        _raise_first(name, batch.mask, [*_bad_values(batch, limits), *_bad_supports(batch, limits)])
+        checks = [*_bad_values(batch, limits), *_bad_supports(batch, limits)]
+        failed = torch.stack([check.bad.any() for check in checks]).tolist()
+        for hit, (bad, message, value) in zip(failed, checks, strict=True):
+            if hit:
+                b, t = bad.nonzero()[0].tolist()
+                got = "it" if value is None else f"{value[b, t].item():.6g}"
+                raise ValueError(
+                    f"{name}: {message} Got {got} at {int(bad.sum())} of {batch.mask.numel()} tokens, first at [b t] = "
+                    f"[{b}, {t}]."
+                )
 
 
 def _check_shapes(name: str, batch: TokenBatch) -> None:
@@ -186,14 +195,3 @@ def _bad_supports(batch: TokenBatch, limits: LogpTolerance) -> Iterable[_Check]:
         f"dist_old.logp[..., 0] and logp_old differ by more than {ANCHOR_TOLERANCE} nats. Slot 0 must be the sampled token, "
         f"at the same position, and both must come from the same policy at the same temperature, in float32.",
     )
-
-
-def _raise_first(name: str, mask: Tensor, checks: list[_Check]) -> None:
-    failed = torch.stack([check.bad.any() for check in checks]).tolist()
-    for hit, (bad, message, value) in zip(failed, checks, strict=True):
-        if hit:
-            b, t = bad.nonzero()[0].tolist()
-            got = "it" if value is None else f"{value[b, t].item():.6g}"
-            raise ValueError(
-                f"{name}: {message} Got {got} at {int(bad.sum())} of {mask.numel()} tokens, first at [b t] = [{b}, {t}]."
-            )

@@ -159,7 +159,7 @@ class ReinforceConfig(ObjectiveConfig):
     has_region: ClassVar[bool] = False
 
     ratio_cap: float | None = limited(None, at_least=0, what="a weight")
-    """Largest weight of a token, as a constant for autograd; None leaves the ratio alone."""
+    """Largest weight of a token, a constant for autograd. None sets no limit."""
 
     @property
     def kernel(self) -> TokenRule:
@@ -200,13 +200,13 @@ class VESPOConfig(JointConfig):
     anchor: ClassVar[Anchor] = "rollout"
 
     k_positive: float = limited(2.0, at_least=0, finite=True, what="an exponent")
-    """k where Â ≥ 0: how fast the weight falls as the sequence grows unlikely."""
+    """Exponent k for Â ≥ 0. A larger k lowers the weight of an unlikely sequence faster."""
     lambda_positive: float = limited(3.0, at_least=0, finite=True, what="an exponent")
-    """λ where Â ≥ 0: how fast the weight falls as the sequence grows likely."""
+    """Exponent λ for Â ≥ 0. A larger λ lowers the weight of a sequence that has become likely faster."""
     k_negative: float = limited(3.0, at_least=0, finite=True, what="an exponent")
-    """k where Â < 0."""
+    """Exponent k for Â < 0."""
     lambda_negative: float = limited(2.0, at_least=0, finite=True, what="an exponent")
-    """λ where Â < 0."""
+    """Exponent λ for Â < 0."""
 
 
 # ------------------------------------------------------------------------------------------- a clip of the ratio
@@ -219,9 +219,9 @@ class ClipRangeConfig(ObjectiveConfig):
     clip_low: float = limited(
         0.2, at_least=0, at_most=1, what="a distance from ratio 1", note="a ratio is never below 0, so 1 clips none from below"
     )
-    """ε_low: ratios below 1 − ε_low earn nothing more for a negative advantage."""
+    """Distance ε_low. With a negative advantage, a ratio below 1 − ε_low has no gradient."""
     clip_high: float = limited(0.2, at_least=0, what="a distance from ratio 1")
-    """ε_high: ratios above 1 + ε_high earn nothing more for a positive advantage."""
+    """Distance ε_high. With a positive advantage, a ratio above 1 + ε_high has no gradient."""
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -233,7 +233,8 @@ class PPOClipConfig(ClipRangeConfig):
     """PPO's clip: the ratio earns nothing more outside 1 ± 0.2, without a limit where Â < 0 and the ratio grows."""
 
     dual_clip: float | None = limited(None, above=1, what="a ratio")
-    """c > 1: with a negative advantage the loss is cut off at c|Â|, so that a ratio above c has no gradient."""
+    """Constant c > 1 of the dual clip. With a negative advantage the loss is at most c|Â|, so a ratio above c has no
+    gradient."""
 
     @property
     def kernel(self) -> TokenRule:
@@ -245,7 +246,7 @@ class ClipHigherConfig(PPOClipConfig):
     """PPO's clip with more room upwards (clip_high 0.28 instead of 0.2), so that unlikely tokens can rise."""
 
     clip_high: float = 0.28
-    """ε_high, wider than ε_low so that unlikely tokens can rise."""
+    """Distance ε_high, larger than ε_low so that unlikely tokens can become likelier."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +254,8 @@ class DualClipConfig(PPOClipConfig):
     """PPO's clip with a second limit: where Â < 0, a ratio above 3 has no gradient, so that one token cannot dominate."""
 
     dual_clip: float | None = 3.0
-    """c > 1: with a negative advantage the loss is cut off at c|Â|, so that a ratio above c has no gradient."""
+    """Constant c > 1 of the dual clip. With a negative advantage the loss is at most c|Â|, so a ratio above c has no
+    gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,11 +274,11 @@ class DecoupledPPOConfig(ClipRangeConfig):
 @dataclass(frozen=True, kw_only=True)
 class ASPOConfig(ClipRangeConfig):
     clip_low: float = 0.2
-    """ε_low: where Â < 0, a ratio below 1 − ε_low has no gradient."""
+    """Distance ε_low. With a negative advantage, a ratio below 1 − ε_low has no gradient."""
     clip_high: float = 0.2
-    """ε_high: where Â > 0, a ratio above 1 + ε_high has no gradient."""
+    """Distance ε_high. With a positive advantage, a ratio above 1 + ε_high has no gradient."""
     cap: float = limited(3.0, above=1, what="a weight")
-    """c > 1: largest weight of a token, as a constant for autograd: its gradient stays."""
+    """Largest weight c > 1 of a token, a constant for autograd. A capped token keeps its gradient."""
 
     @property
     def kernel(self) -> TokenRule:
@@ -288,9 +290,10 @@ class GSPOConfig(ClipRangeConfig):
     tokenwise: ClassVar[bool] = False
 
     clip_low: float = 3e-4
-    """ε_low on the sequence ratio, which averages over tokens and so stays far closer to 1 than a token's."""
+    """Distance ε_low of the sequence ratio. It is small, because a mean over tokens stays far closer to 1 than a token's
+    ratio."""
     clip_high: float = 4e-4
-    """ε_high on the sequence ratio."""
+    """Distance ε_high of the sequence ratio."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,7 +301,7 @@ class GMPOConfig(ObjectiveConfig):
     tokenwise: ClassVar[bool] = False
 
     clip: float = limited(0.4, at_least=0, what="a distance in log-ratio")
-    """ε: a token's log-ratio counts only within ±ε, on the side its advantage pushes to."""
+    """Distance ε. A token's log-ratio is clipped at ±ε, on the side that its advantage pushes to."""
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -308,9 +311,9 @@ class GMPOConfig(ObjectiveConfig):
 @dataclass(frozen=True, kw_only=True)
 class RIPOConfig(ObjectiveConfig):
     bound_low: float = limited(0.05, at_least=0, what="a squared distance", note="inf switches it off")
-    """δ where Â < 0: largest π_old (ρ − 1)² on the way down."""
+    """Bound δ on π_old (ρ − 1)² of tokens with a negative advantage."""
     bound_high: float = limited(0.05, at_least=0, what="a squared distance", note="inf switches it off")
-    """δ where Â > 0: largest π_old (ρ − 1)² on the way up."""
+    """Bound δ on π_old (ρ − 1)² of tokens with a positive advantage."""
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -324,7 +327,7 @@ class RIPOConfig(ObjectiveConfig):
 @dataclass(frozen=True, kw_only=True)
 class BAPOConfig(JointConfig):
     share: float = limited(0.5, at_least=0, below=1, what="a share")
-    """ρ₀: share of the surrogate that tokens with a positive advantage should have."""
+    """Share ρ₀ of the surrogate that tokens with a positive advantage should have."""
     low: float = limited(0.6, at_least=0, at_most=1, what="a ratio")
     """Smallest ratio with a gradient where Â < 0, in a balanced batch."""
     low_end: float = limited(0.9, at_least=0, at_most=1, what="a ratio")
@@ -334,7 +337,8 @@ class BAPOConfig(JointConfig):
     high_end: float = limited(3.0, at_least=1, finite=True, what="a ratio")
     """Largest value that `high` is raised to in an unbalanced batch."""
     dual_clip: float | None = limited(3.0, above=1, what="a ratio")
-    """c > 1: with a negative advantage the loss is cut off at c|Â|, so that a ratio above c has no gradient."""
+    """Constant c > 1 of the dual clip. With a negative advantage the loss is at most c|Â|, so a ratio above c has no
+    gradient."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -348,7 +352,7 @@ class BAPOConfig(JointConfig):
 @dataclass(frozen=True, kw_only=True)
 class SPOConfig(ObjectiveConfig):
     epsilon: float = limited(0.2, above=0, what="a distance from ratio 1")
-    """ε: the ratio 1 ± ε at which the penalty balances the advantage; further out the gradient pulls back."""
+    """Distance ε. At the ratio 1 ± ε the penalty balances the advantage, and beyond it the gradient pulls back."""
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -364,7 +368,7 @@ class DRPOConfig(ObjectiveConfig):
     anchor: ClassVar[Anchor] = "rollout"
 
     bound: float = limited(0.2, above=0, what="a divergence", note="inf switches it off")
-    """δ: the change |π − π_old| at which the penalty balances the advantage; further out the gradient pulls back."""
+    """Change δ in |π − π_old| at which the penalty balances the advantage. Beyond it the gradient pulls back."""
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -380,9 +384,9 @@ class SAPOConfig(ObjectiveConfig):
     reductions: ClassVar[tuple[Reduction, ...]] = _MEAN_FIRST
 
     tau_positive: float = limited(1.0, above=0, finite=True, what="a temperature")
-    """τ where Â > 0: how fast the gate closes as the ratio leaves 1."""
+    """Temperature τ for Â > 0. A higher τ closes the gate faster as the ratio leaves 1."""
     tau_negative: float = limited(1.05, above=0, finite=True, what="a temperature")
-    """τ where Â < 0; larger, for these tokens are the unstable ones."""
+    """Temperature τ for Â < 0. It is higher, because these tokens are the unstable ones."""
 
     @property
     def kernel(self) -> TokenRule:
@@ -411,18 +415,20 @@ class DPPOConfig(ObjectiveConfig):
     divergence: Literal["tv", "kl", "ratio"] = "tv"
     """Divergence that is bounded: total variation, KL(old‖new), or |ρ − 1|, which is PPO's own rule."""
     estimator: Literal["binary", "topk", "full"] = "binary"
-    """Tokens it is measured on: the sampled one against all others, a top-K support with its tail, or every token."""
+    """Tokens that the divergence is measured on: the sampled token against all others, a top-K support with its tail, or every
+    token."""
     bound: float | None = limited(None, at_least=0, what="a divergence", note="inf switches it off")
-    """δ: beyond it a token may not move further out. None: 0.2 for tv, 0.05 for kl, 0.2 for ratio; inf switches it off."""
+    """Bound δ, beyond which a token may not move further out. None stands for 0.05 with divergence="kl" and for 0.2 otherwise.
+    inf switches it off."""
     bound_low: float | None = limited(None, at_least=0, what="a divergence", note="inf switches it off")
-    """δ where Â < 0; None takes `bound`."""
+    """Bound δ of tokens with a negative advantage. None takes `bound`."""
     bound_high: float | None = limited(None, at_least=0, what="a divergence", note="inf switches it off")
-    """δ where Â > 0; None takes `bound`."""
+    """Bound δ of tokens with a positive advantage. None takes `bound`."""
     mask: Literal["outward", "symmetric", "predictive"] = "outward"
-    """Tokens outside the region that lose their gradient: those moved along their advantage, all, or those whose own step
-    raises D on the support."""
+    """Tokens outside the region that lose their gradient: tokens that moved along their advantage, all tokens, or tokens whose
+    own step raises the divergence on the support."""
     ratio_cap: float | None = limited(None, at_least=0, what="a weight")
-    """Largest weight of a token, as a constant for autograd; None leaves the ratio alone."""
+    """Largest weight of a token, a constant for autograd. None sets no limit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -472,13 +478,15 @@ class CPPOConfig(JointConfig):
     action: ClassVar[Action] = "masked"
 
     estimator: Literal["binary", "topk"] = "binary"
-    """Tokens the total variation is measured on: the sampled one against all others, or a top-K support with its tail."""
+    """Tokens that the total variation is measured on: the sampled token against all others, or a top-K support with its
+    tail."""
     bound: float = limited(0.2, at_least=0, what="a divergence", note="inf switches it off")
-    """δ: total variation beyond which the first token of a sequence may not move further out."""
+    """Total variation δ beyond which the first token of a sequence may not move further out."""
     weight_last: float = limited(0.8, above=0, at_most=1, what="a weight")
-    """Weight of a sequence's last token; the first one's is 1, and between them it falls linearly."""
+    """Weight of a sequence's last token. The first token has weight 1, and weights fall linearly in between."""
     budget: float = limited(0.02, at_least=0, what="a divergence", note="inf switches it off")
-    """δ_b: mean divergence of a prefix from which on the bound tightens; up to twice that where divergences are large."""
+    """Mean divergence δ_b of a prefix above which the bound tightens. It is up to twice as large where divergences are
+    large."""
 
     @property
     def support(self) -> Support:
@@ -491,7 +499,7 @@ class M2POConfig(JointConfig):
     action: ClassVar[Action] = "masked"
 
     bound: float = limited(0.04, at_least=0, what="a mean of squared log-ratios", note="inf switches it off")
-    """τ: largest mean of (log ρ)² over the tokens of a call that have moved along their advantage and are not masked."""
+    """Largest mean τ of (log ρ)² over the unmasked tokens of a call that have moved along their advantage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -517,7 +525,7 @@ class KLCovConfig(JointConfig):
     share: float = limited(2e-4, above=0, at_most=1, what="a share of the tokens")
     """Share of the call's tokens that are penalised, at least one."""
     penalty: float = limited(1.0, at_least=0, finite=True, what="a weight")
-    """β: weight of the penalty."""
+    """Weight β of the penalty."""
 
 
 # --------------------------------------------------------------------------------------- projections onto a KL ball
@@ -529,23 +537,25 @@ class TROLLConfig(ObjectiveConfig):
     support: ClassVar[Support] = "topk"
 
     bound: float = limited(0.05, at_least=0, what="a KL in nats", note="inf switches it off")
-    """ε: KL(projected‖centre) of every token, in nats; inf switches the projection off."""
+    """Bound ε on KL(projected‖centre) of every token, in nats. inf switches the projection off."""
     regression: float = limited(1.0, at_least=0, finite=True, what="a weight")
-    """α: how strongly the network is pulled to its own projection; 0 lets it drift."""
+    """Weight α of the regression of the network onto its own projection. With 0 the network may drift."""
     tail: Literal["bucket", "fill"] = "bucket"
-    """Tokens outside the support: their exact mass as one more category, or a fixed tiny probability each, as published."""
+    """Treatment of the tokens outside the support: their exact mass as one more category, or a fixed tiny probability each, as
+    published."""
     vocab_size: int | None = limited(None, at_least=1, what="a number of tokens")
-    """V; `tail="fill"` needs it to count the tokens outside the support."""
+    """Number V of tokens in the vocabulary. `tail="fill"` needs it to count the tokens outside the support."""
     level: Literal["token", "sequence"] = "token"
-    """Ratio in the policy gradient: each token's own, or the length-normalised one of its sequence, as in GSPO."""
+    """Ratio in the policy gradient: each token's own, or the length-normalised ratio of its sequence, as in GSPO."""
     gradient: Literal["exact", "constant_dual", "unprojected"] = "exact"
     """Gradient through the projection: exact, with the dual held constant, or none (the regression alone holds the region)."""
     project: Literal["all", "outward"] = "all"
-    """Tokens that are projected: all outside the ball, or not those whose own gradient step lowers the KL."""
+    """Tokens that are projected: all tokens outside the ball, or all but tokens whose own gradient step lowers the KL."""
     centre: Literal["old", "reference"] = "old"
-    """Centre of the ball: the old policy, which moves with training, or a frozen one (`dist_teacher`), to bound all drift."""
+    """Centre of the ball: the old policy, which moves with training, or a frozen reference (`dist_teacher`), which bounds all
+    drift."""
     ratio_cap: float | None = limited(None, at_least=0, what="a weight")
-    """Largest weight of a token, as a constant for autograd. A KL bound does not bound the ratio of a rare token."""
+    """Largest weight of a token, a constant for autograd. A KL bound does not bound the ratio of a rare token."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -598,7 +608,7 @@ class DistillConfig(ObjectiveConfig):
     third_policy: ClassVar[Literal["teacher"]] = "teacher"
 
     bound: float = limited(0.05, at_least=0, what="a KL in nats", note="inf switches it off")
-    """ε: KL(target‖old) of every token, in nats; inf makes the teacher itself the target."""
+    """Bound ε on KL(target‖old) of every token, in nats. With inf the teacher itself is the target."""
     direction: Literal["reverse", "forward"] = "reverse"
     """Direction of the regression: KL(new‖target), which gives up modes, or KL(target‖new), which covers them."""
 

@@ -24,15 +24,15 @@ from corral.validate import Checked, build_config, limited, nearest, number_in
 @dataclass(frozen=True, kw_only=True)
 class TISConfig(Checked):
     cap: float = limited(2.0, above=0, what="the largest weight")
-    """C: the largest weight."""
+    """Largest weight C."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class IcePopConfig:
     low: float = 0.5
-    """α: tokens with a smaller ratio are dropped."""
+    """Smallest ratio α. Tokens with a smaller ratio are dropped."""
     high: float = 5.0
-    """β: tokens with a larger ratio are dropped."""
+    """Largest ratio β. Tokens with a larger ratio are dropped."""
 
     def __post_init__(self) -> None:
         if not (number_in(self.low, 0) and number_in(self.high, self.low)):
@@ -42,7 +42,7 @@ class IcePopConfig:
 @dataclass(frozen=True, kw_only=True)
 class TRMConfig(Checked):
     bound: float = limited(0.05, at_least=0, what="a divergence", note="inf switches it off")
-    """δ on the largest k2 estimate, ½ (log ρ)², in a sequence."""
+    """Bound δ on the largest k2 estimate, ½ (log ρ)², in a sequence."""
 
 
 def tis(batch: TokenBatch, config: TISConfig) -> Float[Tensor, "B T"]:

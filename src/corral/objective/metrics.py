@@ -42,10 +42,7 @@ def token_kl(batch: TokenBatch) -> Float[Tensor, "B T"]:
 
 @torch.no_grad()
 def region_metrics(
-    batch: TokenBatch,
-    log_rho: Float[Tensor, "B T"],
-    acted: Bool[Tensor, "B T"],
-    kl: Float[Tensor, "B T"] | None = None,
+    batch: TokenBatch, log_rho: Float[Tensor, "B T"], acted: Bool[Tensor, "B T"], kl: Float[Tensor, "B T"] | None = None
 ) -> dict[str, Float[Tensor, ""]]:
     """The `tr/` metrics that all objectives share: KL, ratios, tail mass, share of active tokens.
 

@@ -18,10 +18,10 @@ from corral.validate import limited
 
 @dataclass(frozen=True, kw_only=True)
 class BBRLConfig(LearnerConfig):
-    """Settings of BBRL: TCE's, less those of segments and of the way there. The critic sees contexts only."""
+    """Settings of BBRL: TCE's without the settings of segments. The critic's inputs are contexts only."""
 
     episodes: int = limited(64, at_least=2, note="advantages are compared across a batch")
-    """Episodes in a batch."""
+    """Number of episodes in a batch."""
 
 
 class BBRL(Learner):

@@ -37,75 +37,78 @@ class LearnerConfig(Checked):
     """Settings of an episodic learner; the names are those of docs/tce.md."""
 
     iterations: int = limited(125, at_least=1)
-    """Batches of episodes."""
+    """Number of batches of episodes."""
     episodes: int = limited(64, at_least=1)
-    """Episodes in a batch."""
+    """Number of episodes in a batch."""
     plans_per_context: int = limited(1, at_least=1)
-    """Plans drawn for each context of a batch. From 2 on an advantage is a plan's credit less the mean of the others' for the
-    same context, exactly, and no critic is fitted; contexts are as many times fewer."""
+    """Number of plans drawn for each context of a batch. From 2 on, a plan's advantage is its credit minus the mean credit of
+    the other plans for the same context, and no critic is fitted. A batch has as many times fewer contexts."""
     mirrored: bool = False
-    """Plans of a context come in pairs μ ± L ε: what both earn alike then drops out of the mean's gradient. Needs at least two
-    pairs, since what widens or narrows exploration shows only between pairs."""
+    """True to draw the plans of a context in pairs μ ± L ε. Credit that both plans of a pair earn then drops out of the mean's
+    gradient. Needs at least two pairs, because the gradient of the covariance comes from differences between pairs."""
     policy_epochs: int = limited(25, at_least=1)
-    """Updates of the policy per batch, each on the whole batch."""
+    """Number of updates of the policy per batch, each on the whole batch."""
     critic_epochs: int = limited(10, at_least=1)
-    """Updates of the critic per batch."""
+    """Number of updates of the critic per batch."""
     policy_rate: float = limited(1e-3, above=0, finite=True)
     """Learning rate of the policy's Adam."""
     critic_rate: float = limited(1e-3, above=0, finite=True)
     """Learning rate of the critic's Adam."""
     decay_over: float | None = limited(None, above=0, what="a number of batches", note="inf keeps the rates constant")
-    """Batches over which both learning rates fall linearly to a hundredth: the run's without it, 10,000 as published for TCE,
-    whatever the run's length. inf keeps them constant, as published for BBRL."""
+    """Number of batches over which both learning rates fall linearly to a hundredth, by default the run's. TCE was published
+    with 10,000, whatever the run's length. BBRL was published with inf, which keeps rates constant."""
     weight_decay: float = limited(0.0, at_least=0, finite=True)
     """L2 penalty on the weights of both networks."""
     projection: Literal["kl", "wasserstein", "frobenius"] = "kl"
     """Measure of the trust region."""
     mean_bound: float = limited(0.05, above=0, note="inf switches it off")
-    """ε_μ: how far the mean may move per batch."""
+    """Bound ε_μ on the move of the mean per batch."""
     cov_bound: float = limited(0.005, above=0, note="inf switches it off")
-    """ε_Σ: how far the covariance may move per batch."""
+    """Bound ε_Σ on the move of the covariance per batch."""
     regression: float = limited(1.0, at_least=0, finite=True)
-    """Weight of KL(π_θ‖sg π̃), which draws the network into the region."""
+    """Weight of the regression KL(π_θ‖sg π̃), which draws the network into the region."""
     entropy_floor: float | None = limited(None, finite=True)
-    """Entropy per parameter that the policy may fall to by the last batch, linearly from its first; none without it."""
+    """Entropy per parameter to which the policy may fall by the last batch, linearly from its first entropy. None sets no
+    floor."""
     entropy_equal: bool = False
-    """The floor is a ceiling too: exploration narrows on schedule, also in directions that no reward depends on."""
+    """True to use the floor as a ceiling too. Exploration then narrows on schedule, also in directions that no reward depends
+    on."""
     floor_in_region: bool = True
-    """With projection "kl", the floor never pushes the covariance past `cov_bound`; False as published, where it may."""
+    """True if the floor never pushes the covariance past `cov_bound`, with projection "kl". It is False as published."""
     set_covariance: bool = False
-    """After a batch, write the projected covariance into the network instead of trusting the regression with it."""
+    """True to write the projected covariance into the network after a batch. Otherwise the regression alone moves it there."""
     contextual_covariance: bool = False
-    """The covariance depends on the context, as the mean does: one projection and one factor for each plan, which is slower."""
+    """True if the covariance depends on the context, as the mean does. Each plan then has a projection and a factor of its own,
+    which is slower."""
     normalise_contexts: bool = False
-    """The policy sees contexts less their mean and divided by their standard deviation, both of 256 resets before the first
-    batch and fixed from then on, so that goals a few centimetres apart differ by as much as its other inputs."""
+    """True to normalise contexts by their mean and standard deviation. Both come from 256 resets before the first batch and
+    stay fixed. Goals a few centimetres apart then differ by as much as the policy's other inputs."""
     replan_every: int | None = limited(None, at_least=1)
-    """Steps after which the policy looks again and plans anew, a divisor of the episode's; one plan per episode without it."""
+    """Number of steps after which the policy plans anew, a divisor of the episode's steps. None makes one plan per episode."""
     replan_from: PlanStart = "desired"
-    """Start of a new plan: "desired" is the desired position and velocity of the plan before it, so that the controller follows
-    a smooth curve; "state" is that of the joints."""
+    """Start of a new plan. "desired" is the desired position and velocity of the plan before it, so that the controller follows
+    a smooth curve. "state" is the position and velocity of the joints."""
     deployed_bound: float = limited(math.inf, above=0, what="a divergence", note="inf measures alone")
-    """Mean KL per plan of the network after a batch's updates from the network before them that is allowed; what goes further
-    is retracted. inf measures alone."""
+    """Bound on the mean KL per plan between the network after a batch's updates and the network before them. Larger moves are
+    retracted. inf measures alone."""
     hidden: tuple[int, ...] = limited((64, 64), each=True, at_least=1, integer=True)
     """Widths of the policy's layers."""
     critic_hidden: tuple[int, ...] = limited((64, 64), each=True, at_least=1, integer=True)
     """Widths of the critic's layers."""
     normalise_critic: bool = True
-    """The critic's inputs are normalised by their running mean and standard deviation; False as published for BBRL."""
+    """True to normalise the critic's inputs by their running mean and standard deviation. It is False as published for BBRL."""
     critic_dtype: Literal["float64", "float32"] | None = None
-    """Precision of the critic's network; the run's precision by default. The critic's updates are most of TCE's arithmetic, and
-    a baseline needs no sixteen digits: float32 takes less than half the time."""
+    """Precision of the critic's network, by default the run's. The critic's updates are most of TCE's arithmetic, and float32
+    takes less than half the time."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Device of the networks; environments stay on the CPU, and random numbers are drawn there. A run from a GPU can be
+    """Device of the networks. Environments stay on the CPU, and random numbers are drawn there. A run from a GPU can be
     evaluated without one."""
     activation: str = limited("tanh", one_of=tuple(ACTIVATIONS))
     """Activation function of both networks."""
     std: float = 1.0
-    """First standard deviation of every parameter."""
+    """Initial standard deviation of every parameter."""
     min_std: float = 1e-4
-    """Least entry on the diagonal of the Cholesky factor."""
+    """Smallest entry on the diagonal of the Cholesky factor."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

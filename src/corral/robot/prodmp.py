@@ -75,16 +75,16 @@ class ProDMP:
     """
 
     dof: int
-    """D: joints."""
+    """Number D of joints."""
     basis: int
-    """n: weights per joint. Parameters are [w_1 … w_n, goal] of joint 1, then of joint 2, …"""
+    """Number n of weights per joint. Parameters are [w_1 … w_n, goal] of joint 1, then of joint 2, …"""
     tau: float
-    """τ: seconds over which the ψ are spread."""
+    """Duration τ in seconds, over which the ψ are spread."""
     _: KW_ONLY
     alpha: float = 25.0
-    """α: stiffness; the free spring decays as e^{−α s / 2}."""
+    """Stiffness α. The free spring decays as e^{−α s / 2}."""
     alpha_phase: float = 3.0
-    """α_x: how fast the force fades."""
+    """Rate α_x at which the force fades."""
     bandwidth: float = 3.0
     """Narrowness of ψ_i: its precision in x is bandwidth / (distance to the next centre)²."""
     delay: float = 0.0
@@ -94,9 +94,9 @@ class ProDMP:
     goal_scale: float = 1.0
     """Value that a goal of 1 stands for."""
     auto_scale: bool = False
-    """Divide each column by its largest value over the horizon first, so that all parameters matter alike."""
+    """True to divide each column by its largest value over the horizon first, so that all parameters matter alike."""
     relative_goal: bool = False
-    """The goal is an offset from y_b instead of a position."""
+    """True if the goal is an offset from y_b instead of a position."""
 
     def __post_init__(self) -> None:
         require(self, "dof", "basis", at_least=1, integer=True)

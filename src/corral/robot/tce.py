@@ -60,29 +60,31 @@ class TCEConfig(LearnerConfig):
     gamma: float = limited(1.0, at_least=0, at_most=1)
     """Discount γ."""
     lam: float = limited(0.95, at_least=0, at_most=1)
-    """λ of the critic's targets."""
+    """Trace λ of the critic's targets."""
     credit_lam: float = limited(0.0, at_least=0, at_most=1)
-    """λ of the advantages, from segment to segment: 0 as published; 1 credits a segment with all that is earned from its
-    beginning on, which needs no critic to see in the state what will be paid later."""
+    """Trace λ of the advantages, from segment to segment. It is 0 as published. With 1 a segment is credited with all rewards
+    from its beginning on, which needs no critic that predicts later rewards from the state."""
     points: int = limited(25, at_least=2)
-    """Ends of segments per episode; several plans share them, and each has at least two."""
+    """Number of ends of segments per episode. Several plans share them, and each plan has at least two."""
     segments_until: float | None = limited(None, above=0, what="a number of seconds", note="inf is all of a plan")
-    """Seconds of each plan in which segments lie, all of it without one. Once its τ is over a plan comes to rest at its goal:
-    the likelihoods of segments there are of the goal alone, and outweigh the others' where an episode goes on for long. What
-    is paid later is still credited, to the last segment, and to all of them with `credit_lam`."""
+    """Seconds of each plan in which segments lie, by default all of it. After its τ a plan rests at its goal: likelihoods of
+    segments there depend on the goal alone, and outweigh the others in a long episode. Later rewards are still credited to
+    the last segment, and with `credit_lam` to all segments."""
     closing_segment: bool = True
-    """The last segment runs to the end of the episode; False as published, where no segment holds the last reward."""
+    """True if the last segment runs to the end of the episode. It is False as published, where no segment holds the last
+    reward."""
     move_to_event: bool = False
-    """Where the environment tells of an event, such as a take-off, what is paid after it counts as paid at it; published for
-    the hopper."""
+    """True to count rewards after an event that the environment reports, such as a take-off, as earned at the event. It is True
+    as published for the hopper."""
     critic_inputs: Literal["state", "context"] = "state"
-    """Inputs of V: the state, as published, or the episode's first observation and the elapsed share. The second does not
-    depend on the plan that was drawn, so it is a baseline that biases no gradient; but no segment has credit for what it
-    changes later."""
+    """Inputs of the critic: the state, as published, or the episode's first observation and the elapsed share. The second
+    choice does not depend on the plan that was drawn, so that the baseline biases no gradient. But no segment then has credit
+    for its effect on later rewards."""
     jitter: float = limited(1e-4, above=0, note="at 0 close points make a singular covariance")
-    """Added to a segment's variances, relative to the largest of them."""
+    """Number added to a segment's variances, relative to the largest of them."""
     common_jitter: bool = False
-    """As published: one regulariser for all segments, relative to the largest variance of any, and each policy has its own."""
+    """True for one regulariser of all segments, relative to the largest variance of any, for each policy. It is True as
+    published."""
 
     @classmethod
     def as_published(cls, **settings: Any) -> "TCEConfig":

@@ -57,7 +57,7 @@ class CorralConfig(GRPOConfig):
         None, 'Settings of the objective, such as {"bound": 0.05}; its own defaults otherwise.'
     )
     loss_type: str = _setting(
-        "auto", "How the loss is averaged: grpo, dapo, bnpo, dr_grpo, luspo, or `auto` (what suits the objective)."
+        "auto", "Reduction of the loss: grpo, dapo, bnpo, dr_grpo, luspo, or `auto` (what suits the objective)."
     )
     anchor: str = _setting(
         "auto",
@@ -69,7 +69,7 @@ class CorralConfig(GRPOConfig):
         None, "Sampler correction: tis, seq_tis, icepop or trm. Needs the log-probs that a sampler reports."
     )
     correction_config: dict[str, Any] | str | None = _setting(None, 'Settings of the correction, such as {"cap": 2.0}.')
-    support_size: int = _setting(64, "How many of the old policy's most likely tokens a support keeps at most.")
+    support_size: int = _setting(64, "Largest number of the old policy's most likely tokens in a support.")
     support_mass: float = _setting(1 - 1e-5, "Probability after which a support keeps no further token.")
     support: str = _setting(
         "old",
@@ -78,28 +78,30 @@ class CorralConfig(GRPOConfig):
     )
     learning_rate: float | str = _setting(  # type: ignore[assignment]  # transformers has no word
         1e-6,
-        "Peak learning rate; `auto` finds it on the first batch, where a step moves the network by a few `deployed_bound`s, "
-        "and adapts it; unless given that is .03 with one pass over each batch, .01 with several.",
+        "Peak learning rate. `auto` finds a rate on the first batch, at which a step moves the network by a few times "
+        "`deployed_bound`, and adapts it. Unless given, `deployed_bound` is then .03 with one pass over each batch, and .01 "
+        "with several.",
     )
     deployed_bound: float | None = _setting(
         None,
-        "Mean KL of the network after a step's updates from the network before them that is allowed; what goes further is "
+        "Bound on the mean KL between the network after a step's updates and the network before them. Larger moves are "
         "retracted, and the learning rate follows. inf measures alone, None does neither.",
     )
     reuse: str = _setting(
         "fixed",
-        "Passes over a batch of rollouts: `fixed` makes `num_iterations`; `auto` at most so many (8 where that is 1), until "
-        "the network is 50 times `deployed_bound`, .02 unless given, away or the effective sample size below ½.",
+        "Passes over a batch of rollouts. `fixed` makes `num_iterations`. `auto` makes at most that number (8 if it is 1). It "
+        "ends once the network is 50 times `deployed_bound` away, or the effective sample size is below ½. Unless given, "
+        "`deployed_bound` is then .02.",
     )
     lr_scheduler_type: SchedulerType | str = _setting(
         "auto",
-        "The learning rate's schedule; `auto` is linear, and constant where the learning rate is `auto` and `reuse` is not.",
+        "Schedule of the learning rate. `auto` is linear, or constant if the learning rate is `auto` and `reuse` is not.",
     )
     disable_dropout: bool = _setting(
-        True, "Dropout draws other masks in the old pass than in an update, and ratios move without any update."
+        True, "True to switch dropout off. It draws other masks in the old pass than in an update, which moves ratios."
     )
     use_cache: bool | None = _setting(  # type: ignore[assignment]  # transformers has no None
-        None, "What a saved model's configuration says of its cache; None leaves that as it is."
+        None, "Entry `use_cache` of a saved model's configuration. None leaves it as it is."
     )
 
     def __new__(cls, *args: Any, **settings: Any) -> "CorralConfig":

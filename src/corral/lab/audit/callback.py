@@ -138,27 +138,12 @@ def rules_of(trainer: GRPOTrainer, kl_bound: float, tv_bound: float) -> Rules:
     return Rules(clip=own or make_objective("ppo_clip"), own=own is not None, kl_bound=kl_bound, tv_bound=tv_bound)
 
 
-def _has_one_update_per_batch(trainer: GRPOTrainer) -> bool:
-    """Return True if each loss is computed under the sampling policy: then all ratios are 1 and clipping is inactive."""
-    if isinstance(trainer, CorralTrainer):
-        return trainer.on_policy
-    args = cast(GRPOConfig, trainer.args)
-    return args.gradient_accumulation_steps % steps_per_batch(args) == 0
-
-
 def _token_batch(inputs: dict[str, Any], logp: Tensor) -> TokenBatch:
     """A micro-batch with the log-probs that TRL's loss compares; before any update the old policy equals the new."""
     mask = inputs["completion_mask"].bool()
     mask = mask & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask
     old = inputs.get("old_per_token_logps", logp)
     return TokenBatch(logp.float(), old.float(), inputs["advantages"].float(), mask)
-
-
-def _model_name(model: Any) -> str:
-    """Name of the model: on the hub, the last part of a folder's path, or the class of a model without a path."""
-    base = base_model(model)
-    name = base.config.name_or_path or type(base).__name__  # from_pretrained sets it
-    return Path(name).name if Path(name).is_dir() else name
 
 
 @dataclass(eq=False, kw_only=True)
@@ -339,15 +324,18 @@ class AuditCallback(TrainerCallback):
             return None
 
     def _describe(self) -> dict[str, Any]:
-        trainer, args = self.trainer, self.args
+        trainer, args, base = self.trainer, self.args, base_model(self.model)
+        name = base.config.name_or_path or type(base).__name__  # from_pretrained sets it
+        # With one update per batch each loss is computed under the sampling policy: all ratios are 1, and no clip acts.
+        one_update = args.gradient_accumulation_steps % steps_per_batch(args) == 0
         return {
             "kind": "trainer",
             "what": "compared with the old policy after the updates on their batch",
-            "model": _model_name(self.model),
+            "model": Path(name).name if Path(name).is_dir() else name,
             "trainer": type(trainer).__name__,
             "loss": trainer.objective.name if isinstance(trainer, CorralTrainer) else trainer.loss_type,
             "rules": self.rules.as_dict(),
-            "one_update_per_batch": _has_one_update_per_batch(trainer),
+            "one_update_per_batch": trainer.on_policy if isinstance(trainer, CorralTrainer) else one_update,
             "settings": {
                 "every": self.every, "sequences": self.sequences, "tokens": self.tokens, "seed": self.seed,
                 "temperature": trainer.temperature, "num_iterations": trainer.num_iterations,

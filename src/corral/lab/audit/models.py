@@ -139,12 +139,7 @@ def _sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: Eva
 
 
 def audit_texts(
-    dump: Dump,
-    models: tuple[str, str],
-    settings: EvalSettings,
-    rules: Rules,
-    out: Path,
-    progress: Callable[[int], object],
+    dump: Dump, models: tuple[str, str], settings: EvalSettings, rules: Rules, out: Path, progress: Callable[[int], object]
 ) -> Path:
     """Measure both models on every logged completion and return the audit's folder.
 

@@ -9,12 +9,12 @@ from corral.validate import Checked, limited
 
 @dataclass(frozen=True, kw_only=True)
 class BaselineConfig(Checked):
-    """Settings of a baseline; what is not here is stable-baselines3's default."""
+    """Settings of a baseline. All other settings have stable-baselines3's defaults."""
 
     iterations: int = limited(125, at_least=1)
-    """Batches of episodes."""
+    """Number of batches of episodes."""
     episodes: int = limited(64, at_least=1)
-    """Episodes in a batch, a multiple of the number of environments."""
+    """Number of episodes in a batch, a multiple of the number of environments."""
     rate: float = limited(3e-4, above=0)
     """Learning rate."""
     gamma: float = limited(0.99, at_least=0, at_most=1)
@@ -22,30 +22,32 @@ class BaselineConfig(Checked):
     hidden: tuple[int, ...] = (64, 64)
     """Widths of every network's layers."""
     epochs: int = limited(10, at_least=1)
-    """PPO and TRPL: passes over a batch."""
+    """PPO and TRPL: number of passes over a batch."""
     minibatches: int = limited(16, at_least=1)
-    """PPO and TRPL: updates per pass."""
+    """PPO and TRPL: number of updates per pass."""
     train_freq: int = limited(64, at_least=1)
-    """SAC: number of steps of the environments between updates …"""
+    """SAC: number of steps of the environments between rounds of updates."""
     gradient_steps: int = limited(8, at_least=1)
-    """… and number of updates after each round of episodes. One for each step, its own default, is eight times slower."""
+    """SAC: number of updates in a round. An update for each step, which is SAC's usual setting, is eight times slower."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """SAC: where its networks are; environments stay on the CPU. On a GPU the updates of a round are replays of one CUDA graph,
-    which is what makes one for each step affordable; with gSDE they are launched one by one. A run from a GPU can be evaluated
+    """SAC: device of the networks. Environments stay on the CPU. On a GPU the updates of a round are replays of one CUDA graph,
+    so that an update for each step is affordable. With gSDE they are launched one by one. A run from a GPU can be evaluated
     without one."""
     noise_colour: float = limited(1.0, finite=True)
-    """sb3-…-pink: β of the noise's spectrum 1/f^β; 1 is pink, 0 white, 2 red. 0.5 was found to suit PPO best."""
+    """sb3-…-pink: exponent β of the noise's spectrum 1/f^β. Pink noise has β = 1, white noise 0 and red noise 2. For PPO 0.5
+    was best."""
     projection: Literal["kl", "wasserstein", "frobenius"] = "kl"
     """TRPL: measure of the trust region of a step."""
     mean_bound: float = limited(0.03, above=0, note="inf switches it off")
-    """TRPL: ε_μ, how far the mean may move per batch, in each state; this and the next two are what others' code has for KL."""
+    """TRPL: bound ε_μ on the move of the mean per batch, in each state. This default and the next two are those of published
+    code for the KL."""
     cov_bound: float = limited(0.001, above=0, note="inf switches it off")
-    """TRPL: ε_Σ, how far the covariance may move per batch."""
+    """TRPL: bound ε_Σ on the move of the covariance per batch."""
     regression: float = limited(8.0, at_least=0, finite=True)
-    """TRPL: weight of KL(π_θ‖sg π̃), which draws the network into the region."""
+    """TRPL: weight of the regression KL(π_θ‖sg π̃), which draws the network into the region."""
     deployed_bound: float = limited(math.inf, above=0, what="a divergence", note="inf measures alone")
-    """TRPL: mean KL per step of the network after a batch's updates from the network before them that is allowed; what goes
-    further is retracted. inf measures alone."""
+    """TRPL: bound on the mean KL per step between the network after a batch's updates and the network before them. Larger moves
+    are retracted. inf measures alone."""
     controller_span: float | None = limited(None, above=0, finite=True)
-    """Radians: an action is where the joints should be, so far around where they began, and the controller of plans leads them
-    there. Without it, an action is the environment's own."""
+    """Range of an action in radians, around the joints' positions at the start. The controller of plans leads the joints to the
+    action. None takes the environment's own actions."""

@@ -56,12 +56,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0 fine, 1 failed, 2 not understood, 130 interrupted."""
-    with visible_output():
-        return _main(list(sys.argv[1:] if argv is None else argv))
-
-
-def _main(argv: list[str]) -> int:
-    """Parse the name of the command, and run it."""
+    words = list(sys.argv[1:] if argv is None else argv)
     parser = _Parser(
         prog="corral",
         description="Trust regions for reinforcement learning.",
@@ -70,13 +65,14 @@ def _main(argv: list[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"corral {corral.__version__}")
     parser.add_argument("command", nargs="?", help="one of those below; `corral COMMAND --help` says more")
-    arguments = parser.parse_args(argv[:1])
-    if arguments.command is None:
-        parser.print_help()
-        return 0
-    if arguments.command not in COMMANDS:
-        return refuse(f"there is no command {arguments.command!r}.{nearest(arguments.command, COMMANDS)}")
-    return _run(arguments.command, argv[1:])
+    with visible_output():
+        arguments = parser.parse_args(words[:1])
+        if arguments.command is None:
+            parser.print_help()
+            return 0
+        if arguments.command not in COMMANDS:
+            return refuse(f"there is no command {arguments.command!r}.{nearest(arguments.command, COMMANDS)}")
+        return _run(arguments.command, words[1:])
 
 
 def _run(name: str, argv: list[str]) -> int:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from corral.lab.audit.dump import Dump
     from corral.lab.audit.limits import Limit
     from corral.lab.audit.rules import Rules
-    from corral.lab.audit.tally import Audit, DumpAudit
+    from corral.lab.audit.tally import Audit
 
 _BEYOND = 3
 """Exit status if a number is beyond its limit in --fail-above or --fail-if."""
@@ -229,18 +229,14 @@ def _reader(arguments: argparse.Namespace, *, growing: bool = False) -> "Callabl
         _refuse_others(arguments, "{path} is a dump of logged tokens")
         with _progress_bar(dump.bytes, quiet=growing or arguments.quiet) as progress:
             new = stream.read(dump, progress, growing=growing)
-        return _describe_dump(dump, stream, arguments) if new or not growing else None
+        if growing and not new:
+            return None
+        decode = {} if arguments.tokenizer is None else {"texts": partial(_token_texts, arguments.tokenizer)}
+        audit, folder = stream.result(dump, **decode), Path("audits")
+        folder.mkdir(exist_ok=True)  # below the current folder, since nothing is written to a dump
+        return audit, folder / f"{_label(dump.path.resolve().name, 80)}.html"
 
     return look
-
-
-def _describe_dump(dump: "Dump", stream: "DumpAudit", arguments: argparse.Namespace) -> "tuple[Audit, Path]":
-    """Audit a dump, with a page below the current folder: nothing is written to a dump."""
-    name = arguments.tokenizer
-    audit = stream.result(dump) if name is None else stream.result(dump, partial(_token_texts, name))
-    folder = Path("audits")
-    folder.mkdir(exist_ok=True)
-    return audit, folder / f"{_label(dump.path.resolve().name, 80)}.html"
 
 
 def _token_texts(name: str, ids: Sequence[int]) -> dict[int, str]:

@@ -11,7 +11,6 @@ from corral.lab.compare.local import Engine, LocalEngine, visible_gpus
 from corral.lab.compare.plan import Budget, ChosenSettings, ComparisonPlan
 from corral.lab.compare.record import ENDED, Comparison, Progress, failure_reason, log_tail, read_state, read_summary
 from corral.lab.compare.view import CompareView, align_columns, run_cells
-from corral.lab.jobs import Kind
 from corral.lab.report.content import RunReport, make_report
 from corral.lab.report.outcomes import COUNTED, RETURN, Measure, main_metric
 from corral.lab.report.page import write_page
@@ -36,21 +35,6 @@ _Status = Literal["finished", "failed", "interrupted"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExecutionConfig:
-    """Execution of a comparison: engine, parallel runs, and the time after which a silent run counts as hung."""
-
-    engine: Literal["local", "ray"] = "local"
-    jobs: int | None = None
-    stall: float = 3600.0
-
-    def __post_init__(self) -> None:
-        if self.jobs is not None and self.jobs < 1:
-            raise RunError(f"--jobs must be at least 1; got {self.jobs}.")
-        if not self.stall > 0:
-            raise RunError(f"--stall is in seconds, and more than 0; got {self.stall}.")
-
-
-@dataclass(frozen=True, kw_only=True)
 class Preparation:
     """A comparison that is ready to run: checked budget and engine."""
 
@@ -62,16 +46,26 @@ class Preparation:
     """Warnings about reductions that are not an objective's own."""
 
 
-def set_up(comparison: Comparison, config: Path | None, execution: ExecutionConfig) -> Preparation:
+def set_up(comparison: Comparison, config: Path | None, where: Literal["local", "ray"], jobs: int | None) -> Preparation:
     """Check every planned run and make the engine; writes the number of threads into `comparison.training`.
 
     Args:
         config: the file of settings, if there is one.
+        where, jobs: the engine, and how many runs it starts at a time; None is as many as cores or GPUs allow.
     """
     plan, training = comparison.plan, comparison.training
     budget = plans.check_plan(plan, training, config)
     settings = plans.resolve_run(plan.kind, training, plans.make_run(plan.contestants[0], {}, 0, "report"), config)
-    engine = _make_engine(plan.kind, settings, execution, training.threads)
+    on_gpu, threads = plan.kind == "llm" and settings.device != "cpu", training.threads
+    engine: Engine
+    if where == "ray":
+        from corral.lab.compare.ray import RayEngine  # needs corral[ray]
+
+        engine = RayEngine(jobs=jobs, threads=threads, gpus=on_gpu)
+    else:
+        gpus = visible_gpus() if on_gpu else []
+        # On a CPU a process has one thread, on a GPU as many as it likes.
+        engine = LocalEngine(jobs=jobs, threads=threads if threads is not None or gpus else 1, gpus=gpus)
     shared = dict(training.settings)
     if plan.kind == "robot" and engine.threads is not None:
         shared.setdefault("workers", str(engine.threads))  # its environments are stepped by as many as there are threads
@@ -81,22 +75,6 @@ def set_up(comparison: Comparison, config: Path | None, execution: ExecutionConf
     reductions = {contestant: args.loss_type for contestant, args in configs.items()}
     warnings = [args.other_reduction for args in configs.values() if args.other_reduction]
     return Preparation(budget=budget, engine=engine, reductions=reductions, warnings=warnings)
-
-
-def _make_engine(kind: Kind, settings: Any, execution: ExecutionConfig, threads: int | None) -> Engine:
-    """Make the engine; robots and `device=cpu` need no GPU.
-
-    Args:
-        settings: of any of the runs, resolved.
-        threads: of each process; None is one on a CPU, and as many as it likes on a GPU.
-    """
-    wanted = kind == "llm" and settings.device != "cpu"
-    if execution.engine == "ray":
-        from corral.lab.compare.ray import RayEngine  # needs corral[ray]
-
-        return RayEngine(jobs=execution.jobs, threads=threads, gpus=wanted)
-    gpus = visible_gpus() if wanted else []
-    return LocalEngine(jobs=execution.jobs, threads=threads if threads is not None or gpus else 1, gpus=gpus)
 
 
 def describe(comparison: Comparison, prepared: Preparation) -> list[tuple[str, str]]:

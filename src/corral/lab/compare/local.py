@@ -55,12 +55,7 @@ class LocalEngine:
     """
 
     def __init__(
-        self,
-        *,
-        jobs: int | None = None,
-        threads: int | None = None,
-        gpus: Sequence[str] = (),
-        program: Sequence[str] = PROGRAM,
+        self, *, jobs: int | None = None, threads: int | None = None, gpus: Sequence[str] = (), program: Sequence[str] = PROGRAM
     ) -> None:
         self.threads, self.gpus, self.program = threads, tuple(gpus), tuple(program)
         self.slots = jobs if jobs is not None else len(self.gpus) or max(1, cores() // (threads or 1))

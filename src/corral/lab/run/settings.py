@@ -44,15 +44,17 @@ class RunSettings(JobSettings):
     seed: int = limited(0, at_least=0, at_most=MAX_SEED)
     """Random seed of prompts or contexts, samples and everything else that is drawn."""
     eval_every: int = limited(10, at_least=1)
-    """Steps between measurements on what is held out; the first and the last step are always measured."""
+    """Number of steps between measurements on held-out problems or contexts. The first and the last step are always
+    measured."""
     eval_size: int = limited(512, at_least=1)
-    """Held-out problems, or a robot's held-out contexts, to measure success on; for robots the same in every run."""
+    """Number of held-out problems, or of a robot's held-out contexts, on which success is measured. A robot's contexts are the
+    same in every run."""
     checkpoint_every: int = limited(10, at_least=1)
-    """Steps between checkpoints; the last step always has one."""
+    """Number of steps between checkpoints. The last step always has one."""
     keep_checkpoints: int = limited(2, at_least=1)
     """Number of newest checkpoints that are kept."""
     guard: GuardMode = "warn"
-    """On a collapse: `warn`, or `stop` with a checkpoint. `off` guards against nothing."""
+    """Response to a collapse: `warn`, or `stop` with a checkpoint. `off` checks nothing."""
 
 
 def add_layer(merged: dict[str, Any], layer: Mapping[str, Any], tables: Sequence[str]) -> None:

@@ -144,16 +144,13 @@ def _function(reward: str | Reward, label: str, task: Task) -> Reward:
             function = by_path(reward, _HOW)
     if not callable(function):
         raise RunError(f"{_HOW}, and {reward!r} is {type(function).__name__}, which cannot be called.")
-    return _with_checks(path_of(reward), _with_columns(function, task), label)
-
-
-def _with_columns(function: Reward, task: Task) -> Reward:
-    """`function` with the task's columns as keyword lists, as TRL passes a dataset's. Columns need not fit Arrow's types."""
+    call = function
 
     def score(problem: list[str], **others: Any) -> Any:
-        return function(problem=problem, **others | columns_of(task, problem))  # an environment's rows have them already
+        """The function with the task's columns as keyword lists, as TRL passes a dataset's; they need not fit Arrow's types."""
+        return call(problem=problem, **others | columns_of(task, problem))  # an environment's rows have them already
 
-    return score
+    return _with_checks(path_of(reward), score, label)
 
 
 def _call(score: Reward, **arguments: Any) -> Any:

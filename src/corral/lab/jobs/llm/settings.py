@@ -189,49 +189,50 @@ class Settings(RunSettings):
     """Settings of a run of a language model. Those of CorralConfig, and so of TRL's GRPOConfig, are in `trainer`."""
 
     model: str = "tiny"
-    """`tiny` (embedded), `smollm2` or `gemma` (after `make smollm2`, `make gemma`), or a folder or hub id that transformers can
-    load. An adapter goes on training."""
+    """Model to train: `tiny` (embedded), `smollm2` or `gemma` (after `make smollm2`, `make gemma`), or a folder or hub id that
+    transformers can load. An adapter is trained further."""
     task: str = "countdown"
     """Task to learn: a name from corral.task, or a class of your own as `module:Class`."""
     task_config: dict[str, Any] = field(default_factory=dict)
-    """The task's own settings."""
+    """Settings of the task."""
     objective: str = "troll"
     """Objective to learn with: a name from corral.objective_names(), or a function of your own as `file.py:function` or
     `module:function` (docs/tutorials/own-objective.md)."""
     objective_config: dict[str, Any] = field(default_factory=dict)
-    """The objective's own settings."""
+    """Settings of the objective."""
     lora: dict[str, Any] = field(default_factory=dict)
-    """Settings of peft's LoraConfig, such as r and lora_alpha: a new adapter is trained. Empty: every weight is, or
-    the adapter that `model` is."""
+    """Settings of peft's LoraConfig for a new adapter, such as r and lora_alpha. Empty trains every weight, or the adapter that
+    `model` is."""
     steps: int = limited(100, at_least=1)
-    """Batches of rollouts to learn from; each gives one or more updates."""
+    """Number of batches of rollouts. Each batch gives one or more updates."""
     eval_batch_size: int = limited(256, at_least=1)
     """Number of held-out problems that are answered at a time."""
     keep_completions: int = limited(16, at_least=0)
-    """Completions of every step that go into completions.parquet."""
+    """Number of completions of every step that are written to completions.parquet."""
     report_to: str = "none"
     """Trackers that TRL reports to: none, tensorboard, wandb, trackio, or several of them with commas between."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` is the GPU if there is one."""
+    """Device: `auto` is the GPU if there is one."""
     instruction: str = "{problem}"
-    """Text that the model reads; {problem} is the task's prompt."""
+    """Text that the model reads. {problem} stands for the task's prompt."""
     teacher: str = ""
-    """Whom `distill` learns from, or the reference of `troll` with centre="reference": a name as for `model`, with the same
-    vocabulary. Empty: the model as it was before training, shown solutions if it is to teach."""
+    """Teacher of `distill`, or reference of `troll` with centre="reference": a name as for `model`, with the same vocabulary.
+    Empty: the model as it was before training, which reads solutions too if it is the teacher."""
     teacher_instruction: str = ""
-    """Text that the teacher reads: {problem}, {solution} and other columns of the task's rows. Empty: what the model reads,
-    after a line with the {solution} where the model is its own teacher."""
+    """Text that the teacher reads, with {problem}, {solution} and other columns of the task's rows. Empty: the model's text,
+    after a line with the {solution} if the model is its own teacher."""
     reward: tuple[str | Reward, ...] = ()
     """Rewards that replace the task's own verdict: functions with TRL's signature, as `module:function`,
-    `file.py:function=0.5` with a weight, or themselves. `verifier` is the task's own among them."""
+    `file.py:function=0.5` with a weight, or Python functions. `verifier` stands for the task's own verdict."""
     tool: str = ""
-    """Who answers the model within a completion, in as many turns as fit: `calculator`, or a class of your own as
-    `module:Class` (corral.lab.tasks.imports.Tool). What it writes is not trained on."""
+    """Tool that answers the model within a completion, in as many turns as fit: `calculator`, or a class of your own as
+    `module:Class` (corral.lab.tasks.imports.Tool). Its text is not trained on."""
     tools: tuple[str | Callable[..., Any], ...] = ()
-    """Functions that a chat model may call, as `module:function`, `file.py:function` or themselves: TRL's `tools`. What they
-    return is not trained on."""
+    """Functions that a chat model may call, as `module:function`, `file.py:function` or Python functions: TRL's `tools`. Their
+    results are not trained on."""
     environment_factory: str | Callable[..., Any] = ""
-    """An environment whose methods a chat model may call, as `module:Class`, `file.py:Class` or itself: TRL's own."""
+    """Environment whose methods a chat model may call, as `module:Class`, `file.py:Class` or a Python class: TRL's own
+    setting."""
     trainer: dict[str, Any] = field(default_factory=dict)
     """Settings of CorralConfig, checked but not yet applied."""
 
@@ -243,10 +244,7 @@ class Settings(RunSettings):
             raise RunError(f"there is no task {self.task!r}.{nearest(self.task, TASKS)}")
         if self.tool and (self.tools or self.environment_factory):
             raise RunError(ONE_OF_TOOLS)
-        self._check_named()
-
-    def _check_named(self) -> None:
-        """Refuse wrong settings of a packaged objective, task or tool. A path, module:Class, is imported when it is used."""
+        # What is packaged is checked now. A path, module:Class, is imported when it is used.
         task, config, task_cls = self.task, self.task_config, TASKS.get(self.task)
         with run_errors():
             if ":" not in self.objective:

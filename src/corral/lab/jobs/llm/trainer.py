@@ -374,12 +374,7 @@ class RunTrainer(CorralTrainer, TrainerCallback):
         if "loss" not in logs:
             return
         zero, keep = self.guard.zero_gradients, self.parts.settings.keep_completions
-        line = {
-            "step": state.global_step // self.updates_per_step,
-            "update": state.global_step,
-            **_NOT_MEASURED,
-            **logs,
-        }
+        line = {"step": state.global_step // self.updates_per_step, "update": state.global_step, **_NOT_MEASURED, **logs}
         self.record.add(line | ({"zero_gradients": zero} if zero else {}))
         rows, folder = self.newest_completions(keep), self.record.folder
         if folder is not None:

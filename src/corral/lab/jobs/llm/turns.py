@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import trl
 from packaging.version import Version
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 from transformers.utils.chat_template_utils import get_json_schema
 from trl import chat_template_utils
 from trl.models.utils import unwrap_model_for_generation
@@ -134,9 +129,7 @@ def converse(
         stops, behaviour = _Stops(tokenizer, tool.stops, start), Behaviour()
         with own_settings_aside(model), behaviour.record(model):
             out = writer.generate(
-                **batch,
-                generation_config=plain_sampling(tokenizer, ends, now),
-                stopping_criteria=StoppingCriteriaList([stops]),
+                **batch, generation_config=plain_sampling(tokenizer, ends, now), stopping_criteria=StoppingCriteriaList([stops])
             )[:, start:].tolist()
         drawn = zip(live, out, behaviour.logps(out), strict=True)
         for row, (one, tokens, logps) in enumerate(drawn):  # until a stop, the end or no room

@@ -40,29 +40,30 @@ _ELSEWHERE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(RunSettings):
-    """One run of a robot."""
+    """Settings of a robot's run."""
 
     environment: str = "corral/ViaPointReacher-v0"
     """Environment to learn in: an id from corral.lab.environments."""
     environment_config: dict[str, Any] = field(default_factory=dict)
-    """The environment's own settings."""
+    """Settings of the environment."""
     algorithm: _Algorithm = "tce"
-    """How: plans credited in segments (tce) or as a whole (bbrl), or a step-based baseline on stable-baselines3 (sb3-…)."""
+    """Algorithm: plans credited in segments (tce) or as a whole (bbrl), or a step-based baseline on stable-baselines3
+    (sb3-…)."""
     prodmp: dict[str, Any] = field(default_factory=dict)
     """Settings of the trajectory, corral.robot.ProDMP; joints come from the environment. Baselines have no trajectory."""
     learner: dict[str, Any] = field(default_factory=dict)
     """Settings of the algorithm: TCEConfig, BBRLConfig or BaselineConfig."""
     iterations: int = limited(125, at_least=1)
-    """Steps of the run: batches of episodes to learn from."""
+    """Number of batches of episodes, the steps of the run."""
     eval_every: int = 5
     eval_size: int = 256
     dtype: Literal["float64", "float32"] = "float64"
     """Precision of networks and plans. Baselines are float32."""
     workers: int | None = limited(None, at_least=1)
-    """Threads that step the environments, one per core by default. Numbers do not depend on it."""
+    """Number of threads that step the environments, by default one per core. Results do not depend on it."""
     simulator: Literal["mujoco", "warp"] = "mujoco"
-    """What plays the plans that are learned from: MuJoCo on the CPU, or MuJoCo Warp on a GPU, in float32; the latter needs
-    corral[warp], and is for tce and bbrl on hopper jump and box pushing. Measurements are always MuJoCo's."""
+    """Simulator of the plans that are learned from: MuJoCo on the CPU, or MuJoCo Warp on a GPU, in float32. Warp needs
+    corral[warp], and is for tce and bbrl on hopper jump and box pushing. Measurements always use MuJoCo."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
