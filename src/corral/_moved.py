@@ -52,7 +52,7 @@ MOVED = {
 
 
 ENTRY = f"{__file__}:moved"
-"""Entry in the `__path__` of packages that had modules which have moved: the import system asks `MovedFinder` for it."""
+"""Entry in the `__path__` of packages whose modules have moved. `MovedFinder` handles it in the import system."""
 
 HOLDERS = ("corral.llm", "corral.robot", "corral.task")
 """Packages that have not moved, but some of their modules have."""

@@ -126,6 +126,6 @@ def gradient_state(parameters: Iterable[Tensor]) -> tuple[bool, bool]:
 
 
 def drop_gradients(parameters: Iterable[Tensor]) -> None:
-    """Set gradients to None: optimizers skip those parameters, so weights, moments and step counts stay as they are."""
+    """Set gradients to None. Optimizers skip these parameters, so weights, moments and step counts stay as they are."""
     for parameter in parameters:
         parameter.grad = None

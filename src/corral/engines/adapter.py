@@ -108,7 +108,7 @@ class EngineObjective:
         return loss, out.metrics
 
     def anchor_logp(self, policies: Mapping[Anchor, _Logp | None]) -> _Logp:
-        """Choose the anchor's log-probs among those that the engine supplies; a ValueError if they are missing."""
+        """Choose the anchor's log-probs among the engine's. Raises a ValueError if they are missing."""
         found = policies.get(self.anchor)
         if found is None:
             there = [anchor for anchor, logp in policies.items() if logp is not None]
@@ -128,7 +128,7 @@ class EngineObjective:
 
 
 def scales_with_advantages(wanted: EngineObjective) -> bool:
-    """True if scaling a sequence's advantages scales its losses by the same factor, whatever other sequences' factors are.
+    """True if scaling a sequence's advantages scales its losses by the same factor, independently of other sequences.
 
     Then an engine may write its reduction into the advantages, each sequence's share of a mean included.
     """

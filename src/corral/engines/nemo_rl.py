@@ -44,7 +44,7 @@ class CorralLoss:
         # Releases up to 0.7.0 have no such enumeration, and always pass their totals.
         self._normalizer: Any = vars(interfaces).get("MetricNormalizer")
         self.metric_normalizations: dict[str, Any] = {}
-        """NeMo-RL's divisor of each metric, if it passes totals of 1 first and the true ones later. Calls add names."""
+        """NeMo-RL's divisor of each metric, for releases that pass totals of 1 at first. Calls add names."""
 
     def __call__(
         self,

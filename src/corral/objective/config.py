@@ -505,7 +505,7 @@ class M2POConfig(JointConfig):
 @dataclass(frozen=True, kw_only=True)
 class ClipCovConfig(ClipRangeConfig, JointConfig):
     share: float = limited(2e-4, above=0, at_most=1, what="a share of the tokens")
-    """Share of the call's tokens that lose their gradient, at least one, if there are as many to choose from."""
+    """Share of the call's tokens that lose their gradient: at least one token, if the window has any."""
     cov_low: float = 1.0
     """Covariance above which a token may be chosen."""
     cov_high: float = 5.0

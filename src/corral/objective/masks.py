@@ -83,7 +83,7 @@ def _check_nothing_left(mask: Tensor, rest: Tensor) -> None:
 
 
 def cppo(batch: TokenBatch, config: CPPOConfig) -> ObjectiveOutput:
-    """Importance-weighted policy gradient inside a trust region that remembers the prefix.
+    """Importance-weighted policy gradient inside a trust region that depends on the prefix.
 
         L_t = − m_t ρ_t Â_t          ρ_t = π(a_t) / π_old(a_t)
         m_t = 0  iff  w_t D_t > min(δ, δ + b Σ_{s<t} w_s − Σ_{s<t} w_s D_s)  and  (ρ_t − 1) Â_t > 0

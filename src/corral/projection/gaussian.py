@@ -128,7 +128,7 @@ def _radial(distance: Tensor, bound: Tensor) -> _Part:
 
 
 def _step_mean(g: _Gaussians, distance: Tensor) -> _Part:
-    """Step of the mean, μ̃ = μ_o + t (μ − μ_o): the nearest mean to μ within the bound, whatever the quadratic form.
+    """Step of the mean, μ̃ = μ_o + t (μ − μ_o): the nearest mean to μ within the bound, in any quadratic form.
 
     `distance` is differentiable in the mean, so that at the bound μ̃ moves along the ellipsoid and not further out.
     """

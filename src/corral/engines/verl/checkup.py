@@ -77,7 +77,7 @@ def checkup() -> Checkup:
 
 
 def attention() -> str:
-    """ "installed", or a sentence that says how to install flash-attn and how to train without it."""
+    """Return "installed", or a sentence on how to install flash-attn and how to train without it."""
     if find_spec("flash_attn") is not None:
         return "installed"
     return f"– verl's default attention needs it: pip install 'verl[vllm,fsdp]', or {SDPA}"

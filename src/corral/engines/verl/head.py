@@ -21,7 +21,7 @@ from corral.head.torch.head_kl import HeadStates, head_kl_both_ways
 from corral.tensors import PackedSparseDist, SparseDist
 
 _LOGP, _ENTROPY, _REST, _REST_MAX, _SUPPORT = range(5)
-"""Columns of the tensor that forward returns; the support begins at the last."""
+"""Columns of the tensor that forward returns. The support begins at the last column."""
 OLD, NEW = "corral_old", "corral_new"
 """Prefixes of the fields: the old policy's support, and the new policy on it."""
 ROWS, ENTRIES = ("counts", "rest", "rest_max"), ("ids", "logp")
@@ -29,7 +29,7 @@ ROWS, ENTRIES = ("counts", "rest", "rest_max"), ("ids", "logp")
 
 
 class HeadWitness:
-    """Measures the KL between the network of the first pass and that of later passes."""
+    """Measures the KL between the networks of the first pass and of later passes."""
 
     def __init__(self) -> None:
         self._old: HeadStates | None = None

@@ -101,7 +101,7 @@ class VerlSettings:
         return {TOP_K: self.support_size, MASS: self.support_mass}
 
     def deployed_request(self, *, sync: bool) -> dict[str, Any]:
-        """Entries of a batch's extra_info that ask for a measurement of the network. Empty without `deployed_bound`.
+        """Entries of a batch's extra_info that request a measurement of the network. Empty without `deployed_bound`.
 
         Args:
             sync: whether the sampler gets the network after these updates.

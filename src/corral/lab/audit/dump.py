@@ -184,7 +184,7 @@ _LONGEST = 1 << 28
 """Largest size of a line in bytes: 256 MB, about a hundred times the longest completion of today."""
 
 Note = Callable[..., object]
-"""Function that counts what was left out: `note(reason)`, or `note(reason, count)`."""
+"""Function that counts omitted tokens and completions: `note(reason)`, or `note(reason, count)`."""
 
 
 @dataclass

@@ -46,12 +46,12 @@ _POINTS, _MARKS = 600, 80
 
 
 def _series(label: str, look: Look, points: Sequence[Row], *, line: bool = False) -> Row:
-    """Named points of one colour and marker, perhaps joined by a line whose dashes tell it apart too."""
+    """Named points of one colour and marker, and a dash pattern for the line that may join them."""
     return {"label": label, "colour": look[0], "marker": look[1], "dash": look[1] % 4, "line": line, "points": points}
 
 
 def _point(x: float, y: float, said: str, **more: Any) -> Row:
-    """A point, and what a reader is told about it; `hollow` points are drawn as rings, and a `name` stands beside them."""
+    """A point with its tooltip. `hollow` points are drawn as rings, and a `name` stands beside them."""
     return {"x": x, "y": y, "said": said, **more}
 
 
@@ -200,7 +200,7 @@ def ratio_chart(tokens: pd.DataFrame, rules: Mapping[str, Any]) -> Row:
 
 
 def clip_edges(clip: Mapping[str, Any]) -> tuple[float, ...]:
-    """Ratios at which clipping begins; empty if clipping looks at whole completions."""
+    """Ratios at which clipping begins. Empty if whole completions are clipped."""
     if clip["name"] == "gspo":
         return ()
     if clip["name"] == "gmpo":

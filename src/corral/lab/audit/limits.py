@@ -18,7 +18,7 @@ QUANTITIES = {
     "entropy": ("the entropy of the last step is {} nats", "entropy-collapses"),
     "alarms": ("the number of signs of a collapse is {}", "reward-collapses"),
 }
-"""What may have a limit: a sentence with {} for the number, and a heading of docs/symptoms.md."""
+"""Quantities that may have a limit: a sentence with {} for the number, and a heading of docs/symptoms.md."""
 
 
 def quantities(audit: Audit) -> dict[str, Any]:

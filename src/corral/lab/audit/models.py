@@ -66,7 +66,7 @@ class ModelPair:
 
 
 def load_pair(old: Subject, new: Subject, device: str, rules: Rules, temperature: float) -> ModelPair:
-    """Load both models in float32: half precision rounds logits to an eighth, which would look like a policy change."""
+    """Load both models in float32. Half precision rounds logits to an eighth, as much as a policy change."""
     (first, tokenizer), (second, other) = (load_model(one.model, torch.float32) for one in (old, new))
     if tokenizer.get_vocab() != other.get_vocab():
         raise RunError(f"{old.name} and {new.name} have different vocabularies, so no token of one is one of the other.")

@@ -40,7 +40,7 @@ class Rules:
 
     @property
     def whole_sequences(self) -> bool:
-        """True if clipping looks at whole completions, so that no token of a completion may be left out."""
+        """True if whole completions are clipped, so that no token of a completion may be left out."""
         return self.clip.name == "gspo"
 
     def dppo(self, estimator: str) -> Objective:

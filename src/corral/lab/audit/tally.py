@@ -105,7 +105,7 @@ class Spreads:
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """All numbers of an audit, with the description of what was audited."""
+    """All numbers of an audit, and a description of the audited data."""
 
     info: Mapping[str, Any]
     """Content of audit.json, or its equal for a dump: `rules`, `what` was compared, `settings`, …."""
@@ -137,7 +137,7 @@ class Audit:
     by_entropy: list[Row]
     by_sign: list[Row]
     blocked_tokens: list[Row]
-    """Tokens that clipping blocks most often, and the number of those blocks inside the KL ball."""
+    """Tokens that clipping blocks most often, and how many of their blocks lie inside the KL ball."""
     alarms: list[Row]
     """Steps with a sign of collapse, in the sentences of the guard."""
     left_out: Mapping[str, int]
@@ -151,7 +151,7 @@ class Audit:
 
     @property
     def whole(self) -> bool:
-        """True if divergences are true ones, over the whole vocabulary; else they are lower bounds."""
+        """True if divergences are over the whole vocabulary. Otherwise they are lower bounds."""
         return self.measure == "whole"
 
     @property
@@ -184,7 +184,7 @@ class Tally:
         self._groups = {name: Sums() for name in ("all", "step", "age", "probability", "entropy", "sign", "token")}
         self._spreads: defaultdict[tuple[str, str], Spreads] = defaultdict(Spreads)
         self._kept: list[tuple[int, int, int, pd.DataFrame]] = []
-        """Errors, number, length and first tokens of the completions with the most errors so far."""
+        """Errors, number, length and first tokens of the completions with the most errors."""
 
     def add(self, tokens: pd.DataFrame, measure: str) -> None:
         """Count the tokens of these completions, which follow one another."""
@@ -211,7 +211,7 @@ class Tally:
         self._keep_completions(tokens)
 
     def _keep_completions(self, tokens: pd.DataFrame) -> None:
-        """Number these completions, and keep those with the most errors; of equals the first."""
+        """Number these completions, and keep the completions with the most errors, the first ones on a tie."""
         number = self.sequences + (tokens[["step", "sequence"]].diff() != 0).any(axis=1).cumsum()
         wrong = pd.Series(np.isin(kinds(tokens, "kl", self.thresholds.kl_bound), ("false", "missed")), tokens.index)
         errors = wrong.groupby(number).sum().nlargest(_MOST)
@@ -222,7 +222,7 @@ class Tally:
         self.sequences = int(number.iloc[-1])
 
     def result(self, info: Mapping[str, Any], **more: Any) -> Audit:
-        """The audit of all tokens so far; raises `NothingYet` if there are none."""
+        """Build the audit of all tokens. Raises `NothingYet` without a token."""
         if self.measure is None:
             raise NothingYet("there is no token to audit: no completion has one that was trained on and has finite log-probs.")
         (total,), by_step = self._rows("all"), self._rows("step", "step")
@@ -266,7 +266,7 @@ class Tally:
         )
 
     def _rows(self, group: str, label: str = "name", names: Sequence[str] = (), keys: pd.Index | None = None) -> list[Row]:
-        """Rows of a group, all or those of these keys: numbers of tokens, means, tails of KL and TV.
+        """Rows of a group, or of some of its keys: numbers of tokens, means, tails of KL and TV.
 
         A mean is None where nothing was reported.
         """
@@ -357,7 +357,7 @@ def audit_table(info: Mapping[str, Any], rows: pd.DataFrame) -> Audit:
 
 
 class DumpAudit:
-    """The audit of a dump that may grow: the counts so far, and the progress of reading its files."""
+    """Audit of a dump that may grow: counts of tokens, and the progress of reading its files."""
 
     def __init__(self, rules: Rules) -> None:
         assert rules.clip.config.bounds is not None, "whatever clips has a range"
@@ -407,7 +407,7 @@ class DumpAudit:
         self._tally.add(tokens, *measures)
 
     def result(self, dump: Dump, texts: Callable[[list[int]], Mapping[int, str]] = lambda ids: {}) -> Audit:
-        """The audit so far; raises `NothingYet` if there is no token. `texts` maps token ids to texts."""
+        """Build the audit. Raises `NothingYet` without a token. `texts` maps token ids to texts."""
         rules = self.rules.as_dict()
         info = {
             "name": dump.path.resolve().name or "dump",

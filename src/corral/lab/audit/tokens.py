@@ -14,7 +14,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 Names = NDArray[Any]
-"""Texts, for which run-time type checks know no width."""
+"""Array of texts. Run-time type checks have no type for their width."""
 
 VERDICTS = ("clipped", "dppo_binary", "dppo_topk", "troll")
 """Columns that mark the tokens on which a rule acts; `clipped` is the audited clipping. A dump has no others."""
@@ -33,7 +33,7 @@ log new/old over a completion of which all tokens were logged."""
 
 
 def make_tokens(rows: pd.DataFrame) -> pd.DataFrame:
-    """A frame with every column of audited tokens and three derived ones.
+    """Build a frame with every column of audited tokens and three derived columns.
 
     `log_ratio` is log new/old, `anchor` the centre of DPPO (log π of the sampler if it was reported, otherwise of the old
     policy), and `outward` marks tokens that moved along their advantage. Where only log-probs were logged, `kl` and `tv` are

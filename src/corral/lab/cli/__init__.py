@@ -135,7 +135,7 @@ _NEEDED: dict[Kind, tuple[str, ...]] = {
 
 
 def kind_of(arguments: argparse.Namespace) -> Kind:
-    """The kind of run that flags ask for: by the run's settings, the recipe's folder, or an `environment` in the file."""
+    """Kind of run for these flags, from the run's settings, the recipe's folder, or an `environment` in the file."""
     if arguments.resume is not None:
         return kind_of_run(arguments.resume)
     if arguments.recipe is not None:

@@ -58,7 +58,7 @@ _TAKEN: dict[str, Sequence[str]] = {
     "two models are compared": (*_RULES, *_SETTINGS, "old", "new", "out"),
     "--live loads no model": (*_RULES, "tokenizer"),
 }
-"""What can be audited, with the flags that it takes besides those of the output."""
+"""Kinds of input, each with its flags besides the flags of the output."""
 
 _OUTPUT = ("path", "page", "json", "fail_above", "fail_if", "live", "interval", "quiet")
 
@@ -388,7 +388,7 @@ def _follow(arguments: argparse.Namespace) -> int:
 
 
 def _status(audit: "Audit") -> str:
-    """Training progress and the audit's findings so far, in 80 columns for a terminal."""
+    """Training progress and the audit's findings, in 80 columns for a terminal."""
     from corral.lab.audit.words import percent
 
     ball = audit.verdicts["clipped"]["kl"]

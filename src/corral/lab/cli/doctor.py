@@ -1,4 +1,4 @@
-"""`corral doctor`: what is installed, what is supported, what is missing and how to get it."""
+"""Command `corral doctor`: installed packages, supported releases, and how to get missing packages."""
 
 import argparse
 import importlib

@@ -267,7 +267,7 @@ class Schedule(Interruptible):
 
     @property
     def left(self) -> float | None:
-        """Estimated seconds until the end, at the pace so far; None if there is no pace yet."""
+        """Estimated seconds until the end, at the present pace. None before the first steps."""
         done = self._work_done() - self.done_before
         if done <= 0.02:
             return None

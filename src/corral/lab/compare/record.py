@@ -199,7 +199,7 @@ class Progress:
     inode: int | None = field(default=None, repr=False)
     clock: Clock | None = field(default=None, repr=False)
     written: tuple[int, int] | None = field(default=None, repr=False)
-    """Bytes of metrics and log at the last look."""
+    """Bytes of metrics and log at the last poll."""
     heard: float = 0.0
     """Time at which these last grew."""
 

@@ -106,7 +106,7 @@ class LiveCompareView(PlainCompareView):
             self.live.stop()
 
     def table(self) -> Group:
-        """Build the table with as many runs as fit, and a line of totals."""
+        """Build the table of the runs that fit on the screen, and a line of totals."""
         rows = visible_records(self.comparison.records, max(3, self.console.height - 6))
         caption = self.progress_line()
         if len(rows) < len(self.comparison.records):
@@ -147,7 +147,7 @@ def _run_table(records: Sequence[PlannedRun], progress: dict[str, Progress]) -> 
 
 
 def visible_records(records: Sequence[PlannedRun], most: int) -> list[PlannedRun]:
-    """Select at most `most` runs in the order of the plan: active runs first, then the latest ended ones."""
+    """Select at most `most` runs: active runs before ended runs, and the latest of these. They keep the order of the plan."""
     by_state = {state: [record for record in records if record.state == state] for state in _COLOURS}
     by_state["finished"].reverse()
     chosen = [record for state in _COLOURS for record in by_state[state]][:most]

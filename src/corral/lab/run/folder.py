@@ -153,7 +153,7 @@ class RunFolder(LockedFolder):
         self._rows += rows
 
     def write_completions(self) -> None:
-        """Write all completions stored so far, with their tokens if stored."""
+        """Write all stored completions, with their tokens if stored."""
         tables = {self.completions: pa.Table.from_pylist(self._rows, schema=_COMPLETIONS)}
         if self.tokens_kept or self.tokens.exists():  # after a resume from an earlier step there may be none any more
             tables[self.tokens] = pa.Table.from_pylist(self.tokens_kept, schema=TOKENS)

@@ -14,9 +14,9 @@ class CollapseLimits:
     """Thresholds of collapse. A threshold must be exceeded on `patience` successive lines, so that an odd batch is ignored."""
 
     success_share: float = 0.5
-    """Success below this share of its best counts as a collapse…"""
+    """Success below this share of its best counts as a collapse, if it also fell by `success_margin`."""
     success_margin: float = 0.1
-    """…if success also fell by at least this much: smaller differences are noise."""
+    """Smallest fall of success that counts as a collapse. Smaller differences are noise."""
     entropy_share: float = 0.01
     """Entropy, or a Gaussian's standard deviation, below this share of its best is a collapse. Healthy runs lose nine tenths
     of it and more."""
@@ -153,7 +153,7 @@ class Guard:
         self.mode, self.limits, self.say, self.select = mode, limits or CollapseLimits(), say, select
         self.watch = CollapseWatch(self.limits)
         self.skipped = 0
-        """Number of updates skipped so far."""
+        """Number of skipped updates."""
         self.collapsed: str | None = None
         """Reason why the run was stopped, or None."""
         self.news: list[str] = []

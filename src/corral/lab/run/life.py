@@ -96,7 +96,7 @@ class Recorder(Interruptible):
     folder: RunFolder | None
     """The run's files, or None outside the main process."""
     lines: _Lines
-    """Lines of metrics so far, including those kept at a resume."""
+    """Lines of metrics, including the lines kept at a resume."""
     checkpoint: Checkpoint | None = None
     """The checkpoint that the run resumes from."""
 

@@ -44,7 +44,7 @@ class RunSettings(JobSettings):
     seed: int = limited(0, at_least=0, at_most=MAX_SEED)
     """Random seed of prompts or contexts, samples and everything else that is drawn."""
     eval_every: int = limited(10, at_least=1)
-    """Number of steps between measurements on held-out problems or contexts. The first and the last step are always
+    """Steps between measurements on held-out problems or contexts. The first and the last step are always
     measured."""
     eval_size: int = limited(512, at_least=1)
     """Number of held-out problems, or of a robot's held-out contexts, on which success is measured. A robot's contexts are the
@@ -149,7 +149,7 @@ def _toml_key(key: str) -> str:
 
 
 def recipes(kind: str = "*", *, studies: bool = True) -> dict[str, Path]:
-    """The recipes that are part of corral, by name: all of them, or those of one kind of run, llm or robot.
+    """Recipes that are part of corral, by name: all recipes, or the recipes of one kind of run, llm or robot.
 
     Args:
         studies: include the recipes that repeat a study of docs/results/llm.md.

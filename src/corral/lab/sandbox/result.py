@@ -34,7 +34,7 @@ class SandboxLimits(Checked):
     timeout: float = limited(5.0, above=0, at_most=MAX_TIMEOUT, what="a number of seconds")
     """Seconds of wall time."""
     memory_mb: int = limited(512, at_least=1, at_most=1 << 20, what="a number of MiB")
-    """Memory in MiB in addition to that of the bare interpreter."""
+    """Memory in MiB in addition to the bare interpreter's."""
     output: int = limited(1 << 20, at_least=1)
     """Bytes of standard output; standard error has an equal limit."""
     processes: int = limited(64, at_least=1)

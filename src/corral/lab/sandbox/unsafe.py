@@ -31,7 +31,7 @@ except MemoryError:
     sys.exit(137)
 """
 _ENDS: dict[int, SandboxStatus] = {137: "memory", -signal.SIGXCPU: "timeout"}
-"""What an exit status of the interpreter stands for, besides 0 and errors."""
+"""Meanings of the interpreter's exit statuses besides 0 and errors."""
 _BASELINE = 64 << 20
 _EXIT_SECONDS = 2.0
 """Seconds to wait until a killed process has gone."""

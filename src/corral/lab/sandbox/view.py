@@ -1,4 +1,4 @@
-"""Files that a program can see: an interpreter, its libraries and four devices, but no user's files."""
+"""Files visible to a program: an interpreter, its libraries and four devices, but no user's files."""
 
 import os
 import site

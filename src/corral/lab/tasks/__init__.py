@@ -42,7 +42,7 @@ class Task(Protocol):
         """Prompts to learn from."""
 
     def held_out_prompts(self, count: int, seed: int) -> list[str]:
-        """Prompts to evaluate on; their problems never occur in `train_prompts`, whatever the seeds."""
+        """Prompts to evaluate on. Their problems never occur in `train_prompts`, for any seeds."""
 
     def verify(self, prompt: str, completion: str) -> float:
         """The reward, 0 to 1, of a completion, which may be any text; ValueError where the prompt is not this task's."""

@@ -26,7 +26,7 @@ _MOST = 2**36
 
 
 class Malformed(ValueError):
-    """A row that cannot be used; the message says why."""
+    """Raised for an unusable row; the message has the reason."""
 
 
 def read_file(path: Path, owner: str) -> Iterator[tuple[str, Row | Malformed]]:
@@ -176,13 +176,13 @@ class FiniteTask(_Slots, SeededTask):
     held_out: str | float | int | None = None
     """A file of held-out problems, or the share of `path`'s problems that is held out; None: the data's own test split."""
     skip_malformed: bool = False
-    """Go on without the rows that cannot be used, with a warning that counts and names them. By default they are an error."""
+    """True to skip unusable rows with a warning that counts and names them. By default they are an error."""
     max_completion_length: int = limited(1024, at_least=1, at_most=1_000_000)
     """Tokens that a right completion may need."""
 
     @classmethod
     def hub_names(cls) -> tuple[str, ...]:
-        """Data sets that the hub is asked for where no `path` is given."""
+        """Data sets that are taken from the hub without a `path`."""
         return () if cls.HUB is None else (cls.HUB.name,)
 
     def __post_init__(self) -> None:

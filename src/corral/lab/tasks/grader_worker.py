@@ -55,7 +55,7 @@ def _load_reasoning_gym() -> Callable[..., float]:
 
 
 def _load_code() -> Callable[..., float]:
-    """Load comparisons; returns a function (comparison, tolerance, harness output, expected results) → number of right ones."""
+    """Load comparisons; returns a function (comparison, tolerance, output, expected results) → number of right results."""
     # By its path: the packages around it import torch.
     count_right: Callable[..., float] = runpy.run_path(str(Path(__file__).with_name("code") / "value.py"))["count_right"]
     return count_right

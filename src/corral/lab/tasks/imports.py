@@ -54,7 +54,7 @@ def _from_file(path: str) -> ModuleType:
 
 
 def library(name: str, owner: str) -> ModuleType:
-    """A library of the extra `task`, or a sentence that says how to get it."""
+    """Import a library of the extra `task`, or raise a ValueError with the command that installs it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -96,7 +96,7 @@ TOOLS: dict[str, type[Tool]] = {"calculator": Calculator}
 
 
 def make_tool(name: str) -> Tool:
-    """A packaged tool by name, or one's own class by its path `module:Class` or `file.py:Class`."""
+    """Make a packaged tool by name, or a user's own class by its path `module:Class` or `file.py:Class`."""
     if ":" not in name and name not in TOOLS:
         raise ValueError(f"there is no tool {name!r}.{nearest(name, TOOLS)} Or your own: module:Class.")
     tool = TOOLS[name]() if name in TOOLS else by_path(name, "a tool of your own is module:Class")()

@@ -139,8 +139,8 @@ _gold_number = lru_cache(maxsize=10_000)(one_number)
 
 
 VERDICTS: dict[tuple[str, str, float], bool] = {}
-"""Verdicts of math-verify so far: completions of a group often agree. Where time ran out, or the grader died, the machine may
-have been to blame: those are graded again."""
+"""Verdicts of math-verify: completions of a group often agree. Pairs are graded again if time ran out or the grader died, since
+the machine may have been to blame."""
 MAX_VERDICTS = 100_000
 
 
@@ -225,11 +225,11 @@ class MathTask(FiniteTask):
     """
 
     form: Literal["boxed", "####"] = "boxed"
-    """The form that the instruction asks for."""
+    """Form of the answer that the instruction requests."""
     format_weight: float = limited(0.0, at_least=0, at_most=1)
     """The share of the reward for the form alone, 0 to 1. With 0, any form will do."""
     time_limit: float = limited(2.0, above=0, at_most=3600, what="a number of seconds")
-    """Seconds of processor time for one answer; whatever takes longer is wrong. Ordinary ones take milliseconds."""
+    """Seconds of processor time for one answer. A slower answer is wrong; ordinary answers take milliseconds."""
 
     def right(self, golds: Sequence[str], answers: Sequence[str]) -> list[bool]:
         """True for each right answer, by math-verify unless a task overrides this."""

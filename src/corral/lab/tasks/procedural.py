@@ -44,7 +44,7 @@ class SeededTask(Checked, ABC):
         return self._first(count, self._prompts(seed, held_out=False))
 
     def held_out_prompts(self, count: int, seed: int) -> list[str]:
-        """`count` prompts to evaluate on, which training never sees in any form; fewer if the task has fewer."""
+        """`count` prompts to evaluate on, or fewer if the task has fewer. None occurs in training in any form."""
         return self._first(count, self._prompts(seed, held_out=True))
 
     def verify(self, prompt: str, completion: str) -> float:
@@ -91,7 +91,7 @@ class ProceduralTask(SeededTask):
 
     @abstractmethod
     def _propose(self, draw: Callable[[], float], held_out: bool) -> tuple[str, str] | None:
-        """One (prompt, answer) of this split, or None if what was drawn is no problem or of the other split.
+        """Draw one (prompt, answer) of this split, or None if the draw is no problem or belongs to the other split.
 
         Args:
             draw: random numbers in 0..1.
@@ -258,7 +258,7 @@ class Expression(ProceduralTask):
     pairs: int = limited(4, at_least=2, at_most=9)
     """Number of inputs shown."""
     constant_max: int = limited(9, at_least=1, at_most=99)
-    """The largest constant of the expressions that problems are made from; an answer may have larger ones."""
+    """Largest constant of the expressions that problems are made from. An answer may have larger constants."""
     value_max: int = limited(99, at_least=9, at_most=BOUND)
     """The largest absolute value of an output."""
     max_length: int = limited(16, at_least=9, at_most=64)

@@ -31,11 +31,11 @@ _NOT_A_NUMBER = re.compile(r"(?<![a-z])nan(?![a-hk-z])", re.IGNORECASE)
 _CHUNK = 32
 """Entries that one instance of a generator makes: seed, seed + 1, …"""
 HALF = 2**31
-"""Seeds below it are for training, those above for evaluation."""
+"""Number that splits the seeds: lower seeds are for training, higher seeds for evaluation."""
 _SHARE = 4
-"""One question in this many is held out, whatever its seed: small generators ask the same with different seeds."""
+"""Number of questions of which one is held out. The seed plays no part: small generators repeat questions."""
 MAX_MISSES = 500
-"""Draws without a new question after which all have been seen."""
+"""Number of successive draws without a new question after which no further question is expected."""
 _MAX_ANSWER = 10_000
 """Characters of the longest answer that is scored."""
 
@@ -67,7 +67,7 @@ class ReasoningGym(_Slots, SeededTask):
     max_completion_length: int = limited(512, at_least=1, at_most=1_000_000)
     """Tokens that a right completion may need."""
     time_limit: float = limited(2.0, above=0, at_most=3600, what="a number of seconds")
-    """Seconds of processor time for one answer; whatever takes longer scores 0."""
+    """Seconds of processor time for one answer. A slower answer scores 0."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,16 +85,16 @@ class ReasoningGym(_Slots, SeededTask):
             ) from error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the settings and the questions drawn so far."""
+        """Pickle the settings and the drawn questions."""
         return _copy, (type(self), vars(self), self._drawn)
 
     @property
     def max_prompt_length(self) -> int:
-        """Characters of the longest question drawn so far; no generator says how long they can be."""
+        """Characters of the longest drawn question. Generators have no such limit themselves."""
         return max(map(len, self._drawn), default=0)
 
     def _prompts(self, seed: int, *, held_out: bool) -> Iterator[str]:
-        """Different questions of one split as long as new ones come; to train on, then all again in another order."""
+        """Different questions of one split until no new question comes. Training questions then repeat in another order."""
         start = digest(f"{self.generator} {seed}") % (HALF // _CHUNK) * _CHUNK
         seen, misses, chunk = dict[str, None](), 0, 0
         while misses <= MAX_MISSES:
@@ -135,7 +135,7 @@ class ReasoningGym(_Slots, SeededTask):
 
 
 def _copy(task_cls: type[ReasoningGym], settings: dict[str, Any], drawn: dict[str, dict[str, Any]]) -> ReasoningGym:
-    """A task with these settings that knows questions drawn before."""
+    """Make a task with these settings and these questions."""
     task = task_cls(**settings)
     task._drawn.update(drawn)
     return task

@@ -246,7 +246,7 @@ def compare(first: Path, second: Path) -> dict[str, Estimate]:
 
 
 def show(view: RunView, result: Mapping[str, Any], where: Path) -> None:
-    """Print the results as a table, or the two most important ones in a sentence if the view is quiet, with their folder."""
+    """Print the results and their folder: a table, or a sentence with the two most important results if the view is quiet."""
     estimates, tokens, plan = result["estimates"], result["tokens"], result["settings"]
     last = f"{result['problems']:,} problems of {plan['task']['name']}; {tokens['mean']:.0f} tokens a completion"
     last += f", {tokens['cut']:.1%} cut off at {plan['max_tokens']}" if tokens["cut"] else ""

@@ -226,7 +226,7 @@ def lora_config(given: dict[str, Any]) -> LoraConfig | None:
 
 
 def trainer_config(settings: Settings, max_completion_length: int) -> CorralConfig:
-    """TRL's settings: those of the run, then the user's."""
+    """Build TRL's settings from the run's, then the user's."""
     on_gpu = choose_device(settings.device) == "cuda"
     chosen: dict[str, Any] = {
         "max_completion_length": max_completion_length,

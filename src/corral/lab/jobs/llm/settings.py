@@ -106,7 +106,7 @@ def trainer_types() -> dict[str, Any]:
 
 
 class _Names(dict[str, Any]):
-    """Names inside a type's text: Python's own, those of `typing`, and `object` for any other."""
+    """Names inside a type's text: Python's built-in names, names of `typing`, and `object` for any other name."""
 
     def __missing__(self, name: str) -> Any:
         return vars(builtins).get(name) or vars(typing).get(name, object)

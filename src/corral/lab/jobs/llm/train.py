@@ -109,7 +109,7 @@ class ModelRun(Job):
             yield f"using what the run's own settings name: {', '.join(code)}"
 
     def check_changes(self, content: Mapping[str, Any], done: int, path: Path, view: RunView) -> dict[str, Any]:
-        """Compare the data with those that the run began with, if its release recorded them."""
+        """Compare the data with the digests in config.json, if the run has any."""
         if "data" not in content:
             view.warn("config.json has no digest of the run's data: whether they have changed is unknown.")
             return {}

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Dialogue:
-    """One completion: its tokens, a mask of the model's own tokens, and log-probs of those if known."""
+    """One completion: its tokens, a mask of the model's own tokens, and their log-probs if known."""
 
     problem: str
     prompt: list[int]
@@ -250,7 +250,7 @@ class FunctionCalls:
     max_turns: int = sys.maxsize
     """Largest number of answers within a completion; TRL's `max_tool_calling_iterations`."""
     _pool: list[Any] = field(default_factory=list)
-    """Environments made so far, which are reset for reuse."""
+    """Environments for reuse; each is reset first."""
 
     def __post_init__(self) -> None:
         if self.factory is None:
@@ -340,7 +340,7 @@ class _Chat:
 
     @property
     def read(self) -> list[int]:
-        """Everything that the model has read and written so far."""
+        """All tokens that the model has read and written."""
         return self.dialogue.prompt + self.dialogue.tokens
 
     def begin(self, problem: str, columns: Mapping[str, Any]) -> None:

@@ -160,11 +160,11 @@ class _RemoteFunction:
 
 
 _BUILTINS = {name: value for name, value in vars(builtins).items() if name not in ("eval", "exec")}
-"""What tests may use: a text that they evaluate may be the function's, which would then be among the tests."""
+"""Built-in names for tests. A text that tests evaluate may be the function's, which would then run among the tests."""
 
 
 def check(setup: str, tests: list[str], entry: str, nonce: str) -> None:
-    """Run tests that are programs; write the nonce and the verdict, as one line, to what was standard error.
+    """Run tests that are programs, and write a line with the nonce and the verdict to the original standard error.
 
     Standard input and output, on which the function is called, and standard error are moved to files of their own, which no
     process that a test starts inherits. What a test prints is no call, and no verdict.

@@ -91,7 +91,7 @@ class Calls:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Calls of a function whose results are those of a reference, which is run beforehand, in the sandbox too."""
+    """Calls of a function that must agree with a reference, which is run beforehand, in the sandbox too."""
 
     entry: str
     arguments: tuple[str, ...]

@@ -27,7 +27,7 @@ class CodeTask(FiniteTask):
     """
 
     partial: bool = limited(False, one_of=(True, False))
-    """Reward the share of tests that pass instead of all or nothing."""
+    """True to reward the share of tests that pass instead of all or nothing."""
     timeout: float = 5.0
     """Seconds for each run of a program, or for all calls of a function."""
     memory_mb: int = 512
@@ -35,7 +35,7 @@ class CodeTask(FiniteTask):
     workers: int = limited(0, at_least=0, at_most=1024)
     """Programs at a time; 0 for one per core."""
     unsafe_code_execution: bool = limited(False, one_of=(True, False))
-    """Where the system offers no sandbox, run programs as yourself instead of refusing. See docs/safety.md."""
+    """True to run programs as yourself if the system offers no sandbox, instead of refusing. See docs/safety.md."""
 
     def __post_init__(self) -> None:
         self.limits  # noqa: B018 - refuses impossible ones
@@ -64,7 +64,7 @@ class CodeTask(FiniteTask):
 
 
 class Code(CodeTask):
-    """Problems that come with corral, from one line to dynamic programming; or a file of one's own in the same shape.
+    """Packaged problems, from one line to dynamic programming, or a file of your own in the same shape.
 
     A row has `prompt` and `tests`: each {"stdin", "stdout"}, or {"args", "result"} for the function `entry`; then `tolerance`
     is by how much a float may differ. `reference` is a right program.

@@ -76,7 +76,7 @@ def _parse(source: str) -> ast.Module:
 
 
 def _plain_asserts(body: list[ast.stmt], names: set[str]) -> tuple[tuple[str, str], ...] | None:
-    """(arguments, result) of every assertion, if all of them say name(plain values) == plain value; else None."""
+    """Pairs (arguments, result) of all assertions, or None unless each has the form name(plain values) == plain value."""
     cases = []
     for node in body:
         match node:

@@ -1,4 +1,4 @@
-"""Serialization across the sandbox, as JSON that tells a list from a tuple, and comparison with what a test expects.
+"""Serialization across the sandbox, as JSON that distinguishes lists and tuples, and comparison with expected results.
 
 This file is also run inside the sandbox, before `harness.py`, and by graders: it needs the standard library alone.
 """
@@ -106,7 +106,7 @@ def same(got: Any, expected: Any, tolerance: float = 0.0) -> bool:
 
 
 def _lines(text: str) -> list[str]:
-    """Lines without the spaces at their ends, without empty ones at the end."""
+    """Lines without trailing spaces, and without empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
@@ -164,7 +164,7 @@ COMPARISONS: dict[str, Callable[[Any, Any, float], bool]] = {
 
 
 def count_right(how: str, tolerance: float, output: str, expected: Sequence[str]) -> float:
-    """Number of expected results among those that the harness wrote for a function, one line per call.
+    """Number of right results in the output of the harness for a function, one line per call.
 
     The function may have written the lines itself. So this runs in a grader's process, which has limits of its own: whatever
     a line provokes is wrong, and a line that takes for ever costs no more than the reward of the program that wrote it.
