@@ -12,11 +12,6 @@ from corral.support import hidden_kl, tail_gap
 from corral.tensors import TokenBatch
 
 
-def _fraction(part: Bool[Tensor, "B T"], whole: Bool[Tensor, "B T"]) -> Float[Tensor, ""]:
-    """Share of the tokens in `whole` that are also in `part`."""
-    return (part & whole).sum() / whole.sum().clamp(min=1)
-
-
 def masked_mean(x: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, ""]:
     """Mean over the unmasked tokens, 0 if there are none."""
     return torch.where(mask, x.detach(), 0.0).sum() / mask.sum().clamp(min=1)
@@ -50,7 +45,8 @@ def region_metrics(
     the sampled tokens alone: KL(old‖new), its mean by the k3 estimate, its maximum by the two-way KL, a lower bound.
     """
     mask = batch.mask
-    metrics = {"tr/active_frac": _fraction(acted, mask), "tr/ratio_max": masked_max(clamp_log_ratio(log_rho), mask).exp()}
+    active = (acted & mask).sum() / mask.sum().clamp(min=1)
+    metrics = {"tr/active_frac": active, "tr/ratio_max": masked_max(clamp_log_ratio(log_rho), mask).exp()}
     if batch.dist_new is not None and batch.dist_old is not None:
         metrics["tr/rest_mass"] = masked_mean(zero_padding(batch.dist_old.rest, mask).exp(), mask)
         new, old = batch.dist_new, batch.dist_old

@@ -120,16 +120,6 @@ def _are_probabilities(policy: Tensor) -> Tensor:
     return between & (policy >= 0).all() & ((policy.sum(-1, dtype=torch.float32) - 1).abs() <= rounding).all()
 
 
-def _check_scale(mistaken: list[bool]) -> None:
-    """Refuse probabilities passed as log-probabilities."""
-    for name, found in zip(("logp_new", "logp_old"), mistaken, strict=True):
-        if found:
-            raise ValueError(
-                f"project_categorical_kl: `{name}` holds probabilities: every row is ≥ 0 and sums to 1. It takes their "
-                f"logarithms: p.log(), or the logits themselves."
-            )
-
-
 def _check_bound(bound: object, valid: bool) -> None:
     if not valid:
         raise ValueError(
@@ -154,7 +144,12 @@ class _Projection(torch.autograd.Function):
         else:
             # One transfer for all flags. Under vmap `mistaken` has leading axes.
             *wrong, valid = torch.cat([mistaken.reshape(-1, 2).any(0), (bound >= 0).all()[None]]).tolist()
-            _check_scale(wrong)
+            for name, found in zip(("logp_new", "logp_old"), wrong, strict=True):
+                if found:
+                    raise ValueError(
+                        f"project_categorical_kl: `{name}` holds probabilities: every row is ≥ 0 and sums to 1. It takes their "
+                        f"logarithms: p.log(), or the logits themselves."
+                    )
             _check_bound(bound.min().item() if bound.numel() else 0.0, valid)
             rows = list(inside)
             if bool(active.any()):  # few rows are: solve those only

@@ -341,7 +341,11 @@ def memory(settings: Settings, config: CorralConfig, model: PreTrainedModel) -> 
     }
     sizes = ", ".join(f"{name} {_gigabytes(size)}" for name, size in parts.items() if size)
     yield f"memory {_gigabytes(sum(parts.values()))} and activations: {sizes}"
-    yield f"this machine has {_available()}"
+    if torch.cuda.is_available():
+        yield f"this machine has {_gigabytes(torch.cuda.get_device_properties(0).total_memory)} on its GPU"
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        yield f"this machine has {_gigabytes(memory)} of memory and no GPU"
 
 
 def _cache(config: CorralConfig, model: PreTrainedModel) -> int:
@@ -355,13 +359,6 @@ def _cache(config: CorralConfig, model: PreTrainedModel) -> int:
     rows = config.per_device_train_batch_size * config.steps_per_generation
     size = 2 if config.bf16 else 4
     return 2 * size * rows * (config.max_completion_length or 0) * (about.get("num_hidden_layers") or 0) * heads * width
-
-
-def _available() -> str:
-    """Memory of the training device."""
-    if torch.cuda.is_available():
-        return f"{_gigabytes(torch.cuda.get_device_properties(0).total_memory)} on its GPU"
-    return f"{_gigabytes(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))} of memory and no GPU"
 
 
 def _gigabytes(size: int) -> str:

@@ -253,13 +253,6 @@ class RunTrainer(CorralTrainer, TrainerCallback):
         if last and self.model.training and self.record.folder is not None:
             self._sample = CompletionSample.of(batch, inputs["completion_ids"], inputs["corral_reward"]), objective
 
-    def newest_tokens(self) -> list[dict[str, Any]]:
-        """Rows of tokens.parquet for the step that just ended."""
-        sample, self._sample = self._sample, None
-        update = self.state.global_step
-        about: dict[str, Any] = {"step": update // self.updates_per_step, "update": update}
-        return [] if sample is None else token_rows(*sample, self.processing_class, **about)
-
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write no model card: config.json holds its content, and TRL does not write the card atomically."""
 
@@ -380,6 +373,9 @@ class RunTrainer(CorralTrainer, TrainerCallback):
         if folder is not None:
             folder.add_completions(rows)
             if keep:
-                folder.tokens_kept = thin_rows(folder.tokens_kept, self.newest_tokens())
+                sample, self._sample = self._sample, None
+                about: dict[str, Any] = {"step": line["step"], "update": line["update"]}
+                more = [] if sample is None else token_rows(*sample, self.processing_class, **about)
+                folder.tokens_kept = thin_rows(folder.tokens_kept, more)
         if line["success"] is not None:
             self.record.view.completions(rows[:3], verified=not self.parts.settings.reward)

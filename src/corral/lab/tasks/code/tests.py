@@ -40,7 +40,10 @@ def tests_from_code(source: str, entry: str) -> Tests:
     if compared and isinstance(inputs, list) and inputs and all(isinstance(one, list | tuple) for one in inputs):
         arguments = [dumps(list(one)) for one in inputs]
         if compared == "exp" and isinstance(results, list) and len(results) == len(inputs):
-            return Calls(entry, tuple(zip(arguments, map(dumps, results), strict=True)), _tolerance(tree), _equality(tree))
+            text = "".join(map(ast.unparse, _functions(tree, "assertion")))  # EvalPlus' own, where a test defines one
+            how: Literal["same", "sets", "presence"]
+            how = "sets" if "set(out)" in text else "presence" if "out is not None" in text else "same"
+            return Calls(entry, tuple(zip(arguments, map(dumps, results), strict=True)), _tolerance(tree), how)
         if compared == "ref_func(*inp)":
             imports = [node for node in tree.body if (names := _modules(node)) and "numpy" not in names]
             kept = [node for node in tree.body if isinstance(node, ast.FunctionDef) or node in imports]
@@ -163,24 +166,14 @@ def _expected_expression(tree: ast.Module, entry: str) -> str:
     return found.pop() if len(found) == calls == 1 else ""
 
 
-def _equality(tree: ast.Module) -> Literal["same", "sets", "presence"]:
-    """The equality of EvalPlus' own assertion(out, exp, atol), where a test defines one."""
-    text = "".join(map(ast.unparse, _functions(tree, "assertion")))
-    return "sets" if "set(out)" in text else "presence" if "out is not None" in text else "same"
-
-
 def _without_unused_imports(source: str) -> str:
     """The source without unused imports: EvalPlus imports numpy into every test."""
     tree = _parse(source)
     used = _names(tree)
-    unused = [
-        node for node in tree.body if isinstance(node, ast.Import) and not used & {_import_name(alias) for alias in node.names}
-    ]
+    imports = [node for node in tree.body if isinstance(node, ast.Import)]
+    names = [{(alias.asname or alias.name).partition(".")[0] for alias in node.names} for node in imports]
+    unused = [node for node, own in zip(imports, names, strict=True) if not used & own]
     return ast.unparse(ast.Module([node for node in tree.body if node not in unused], [])) if unused else source
-
-
-def _import_name(alias: ast.alias) -> str:
-    return (alias.asname or alias.name).partition(".")[0]
 
 
 def _literal(node: ast.expr) -> Any:
