@@ -12,18 +12,9 @@ if TYPE_CHECKING:
     from corral.tensors import ObjectiveOutput, TokenBatch
 
 __all__ = [
-    "OBJECTIVES",
-    "Objective",
-    "ObjectiveConfig",
-    "ObjectiveFunction",
-    "make_config",
-    "make_objective",
-    "objective_function",
-    "objective_names",
-    "plain_objective",
-    "register_objective",
-    "unknown_objective",
-]
+    "OBJECTIVES", "Objective", "ObjectiveConfig", "ObjectiveFunction", "make_config", "make_objective", "objective_function",
+    "objective_names", "plain_objective", "register_objective", "unknown_objective",
+]  # fmt: skip
 
 _BUILT_IN = frozenset(OBJECTIVES)
 

@@ -10,12 +10,6 @@ from corral.projection.gaussian import (
 )
 
 __all__ = [
-    "CategoricalProjection",
-    "EntropyProjection",
-    "GaussianProjection",
-    "project_categorical_kl",
-    "project_entropy_floor",
-    "project_gaussian_frobenius",
-    "project_gaussian_kl",
-    "project_gaussian_wasserstein",
-]
+    "CategoricalProjection", "EntropyProjection", "GaussianProjection", "project_categorical_kl", "project_entropy_floor",
+    "project_gaussian_frobenius", "project_gaussian_kl", "project_gaussian_wasserstein",
+]  # fmt: skip

@@ -5,7 +5,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from corral.lab.cli import INTERRUPTED, check_installed, check_kind, given_flags
 from corral.lab.cli.eval import FLAGS, eval_settings
 from corral.lab.cli.train import TOOLS, UNSAFE, quiet_libraries
 from corral.lab.run.files import write_json
-from corral.lab.run.text import count
+from corral.lab.run.text import count, visible
 from corral.provenance import plain
 from corral.validate import RunError
 
@@ -33,6 +33,9 @@ _NEEDED = ("numpy", "pandas", "pyarrow", "rich", "jinja2")
 
 _INTERVAL = 10.0
 """Seconds between two polls of the files."""
+
+_LISTED = 8
+"""Largest number of blocked tokens listed in a terminal; the page has more."""
 
 wait: Callable[[float], object] = time.sleep
 """Function that waits between polls; tests replace it."""
@@ -341,14 +344,52 @@ def _publish(audit: "Audit", page: Path, arguments: argparse.Namespace, live: fl
 
 def _finish(audit: "Audit", page: Path, arguments: argparse.Namespace) -> int:
     """Write page, JSON and terminal output; returns 0, or 3 with a message for each limit that is exceeded."""
-    from corral.lab.cli.audit_view import show
-
     last = _publish(audit, page, arguments)
     if arguments.json == "-":
         sys.stdout.write(json.dumps(plain(audit.as_dict()), indent=2, allow_nan=False) + "\n")
     else:
-        show(audit, last, quiet=arguments.quiet)
+        _show(audit, last, quiet=arguments.quiet)
     return max((refuse(text, _BEYOND) for limit in _limits(arguments) if (text := limit.exceeded(audit))), default=0)
+
+
+def _show(audit: "Audit", last: str, *, quiet: bool) -> None:
+    """Print the sentences, the page's tables with fewer columns unless quiet, and the path of the page."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from corral.lab.audit.words import blocked_rows, bucket_rows, sentences, threshold_row, verdict_rows
+    from corral.lab.run.view import PatientConsole
+
+    console = PatientConsole()
+
+    def print_table(rows: Sequence[Mapping[str, Any]], *left_out: str, caption: str | None = None) -> None:
+        """Print rows of texts as a table without some of their columns."""
+        table = Table(box=box.SIMPLE_HEAD, caption=caption, pad_edge=False)
+        headings = [heading for heading in rows[0] if heading not in left_out] if rows else []
+        for place, heading in enumerate(headings):
+            table.add_column(heading, justify="right" if place else "left", no_wrap=place < 2)
+        for row in rows:
+            table.add_row(*(Text(row[heading]) for heading in headings))
+        if rows:
+            console.print(table)
+
+    for sentence in sentences(audit):
+        console.print(Text(visible(sentence)), soft_wrap=not console.is_terminal)
+    if not quiet and audit.whole:
+        print_table(verdict_rows(audit, "kl"))
+        for title, rows in {"old p": audit.by_probability, "entropy": audit.by_entropy, "advantage": audit.by_sign}.items():
+            print_table(bucket_rows(title, rows, audit), "99.9 %, largest TV", "mean KL", "99.9 %, largest KL")
+        print_table(blocked_rows(audit)[:_LISTED], "Id")
+    elif not quiet:
+        best = audit.best
+        rows = [
+            {**(row := threshold_row(one, audit)), "Bound": f"{row['Bound']}{' *' if one in best else ''}"}
+            for one in audit.thresholds
+            if one.default or one in best
+        ]
+        print_table(rows, *[*rows[0]][-2:], caption="shares of all tokens; ● published, * fewest errors against the KL ball")
+    console.print(Text(visible(last)), soft_wrap=True)
 
 
 def _limits(arguments: argparse.Namespace) -> "list[Limit]":
