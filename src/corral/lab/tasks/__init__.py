@@ -53,7 +53,7 @@ class _Tasks(UserDict[str, Any]):
 
     def __getitem__(self, name: str) -> type[Any]:
         found = super().__getitem__(name)
-        return resolve_name(f"{__name__}.{found}") if isinstance(found, str) else found  # type: ignore[no-any-return]
+        return resolve_name(f"{__name__}.{found}") if isinstance(found, str) else found
 
 
 TASKS = _Tasks(

@@ -245,7 +245,8 @@ class Settings(RunSettings):
         if self.tool and (self.tools or self.environment_factory):
             raise RunError(ONE_OF_TOOLS)
         # What is packaged is checked now. A path, module:Class, is imported when it is used.
-        task, config, task_cls = self.task, self.task_config, TASKS.get(self.task)
+        task, config = self.task, self.task_config
+        task_cls: type[Any] | None = TASKS.get(task)
         with run_errors():
             if ":" not in self.objective:
                 find_objective(self.objective)
