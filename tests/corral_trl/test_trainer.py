@@ -477,7 +477,7 @@ class TestParity:
         tokens, scored = torch.arange(5), torch.ones(1, 5, dtype=torch.bool)
         scoring = ScoringPass(support=SupportRequest(top_k=4))
         scoring.begin(PolicyHead([], 0.7, SupportRequest(), union=False), scored)
-        scoring.scored = scored
+        scoring.scored = scoring.handed = scored
         with torch.autocast("cpu", torch.bfloat16):
             logp, entropy, *_ = scoring.apply(hidden, weight, None, tokens, 0.7, 32768, None, 1.0, ("log_probs", "entropy"))
         rounded = hidden.bfloat16().float() @ weight.bfloat16().float().T

@@ -65,7 +65,7 @@ def test_the_old_policy_is_exact_on_the_union(tmp_path: Path, case: dict[str, An
     ids, mask = batch.dist_old.ids, batch.mask
     assert torch.equal(ids, batch.dist_new.ids)
     expected = gather_support(dense, ids)
-    atol = 3e-2 if case.get("dtype") == torch.bfloat16 else 1e-5  # the network itself computes in bfloat16 there
+    atol = 5e-2 if case.get("dtype") == torch.bfloat16 else 1e-5  # the network itself computes in bfloat16 there
     assert_close(batch.dist_old.logp[mask], expected.logp[mask], atol=atol)
     assert_close(batch.dist_old.rest.exp()[mask], expected.rest.exp()[mask], atol=atol)
     assert ((ids[mask] >= 0).sum(-1) > 4).any(), "the new policy must have brought a token"

@@ -82,6 +82,15 @@ class CorralConfig(GRPOConfig):
         "`deployed_bound`, and adapts it. Unless given, `deployed_bound` is then .03 with one pass over each batch, and .01 "
         "with several.",
     )
+    packed_batches: str = _setting(
+        "auto",
+        "`auto` scores and trains on batches without padding, where the model allows it; `off` pads them as TRL does.",
+    )
+    tokens_per_pass: int | None = _setting(
+        None,
+        "Tokens in one forward and backward pass of packed batches: a micro-batch of more is cut into pieces with the same "
+        "gradient. None takes what fits into a GPU's memory, and on a CPU whole micro-batches.",
+    )
     deployed_bound: float | None = _setting(
         None,
         "Bound on the mean KL between the network after a step's updates and the network before them. Larger moves are "
@@ -250,6 +259,8 @@ def _check_values(config: CorralConfig) -> None:
     check("support_mass", above=0, at_most=1)
     check("support", one_of=("old", "union"))
     check("reuse", one_of=("fixed", "auto"))
+    check("tokens_per_pass", at_least=1, integer=True, optional=True)
+    check("packed_batches", one_of=("auto", "off"))
     check("deployed_bound", above=0, optional=True, what="a divergence", note="inf measures alone")
 
 

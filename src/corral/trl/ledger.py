@@ -1,6 +1,7 @@
 """Metrics of micro-batches, in asynchronous copies to the host, and their combination over all processes."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from accelerate.utils import gather_object
@@ -29,12 +30,17 @@ class Ledger:
     """Collection of the metrics of all micro-batches since the last `flush`."""
 
     def __init__(self) -> None:
-        self._entries: list[tuple[str, int, list[str], AsyncCopy | None, AsyncCopy | None]] = []
-        """Mode, unmasked tokens, names and values of metrics, and reports of earlier backward passes, copied to the host."""
+        self._entries: list[tuple[str, int, list[str], AsyncCopy | None, AsyncCopy | None, bool]] = []
+        """Mode, unmasked tokens, names and values of metrics, reports of earlier backward passes, copied to the host, and
+        whether further pieces of the micro-batch follow."""
         self._reports: list[Tensor] = []
 
-    def add(self, mode: str, tokens: int, metrics: dict[str, Tensor], reports: list[Tensor]) -> None:
+    def add(
+        self, mode: str, tokens: int, metrics: dict[str, Tensor], reports: list[Tensor], *, more: bool = False
+    ) -> None:  # fmt: skip
         """Add a micro-batch's entry; every process adds one for every micro-batch, even without metrics.
+
+        With `more` it is the entry of a piece, and further pieces of the micro-batch follow.
 
         `reports` [2] each are written by the backward pass that follows, and go into the next entry: share of dense rows, and
         largest dropped share of a gradient.
@@ -42,28 +48,31 @@ class Ledger:
         backward = AsyncCopy(torch.stack(self._reports)) if self._reports else None
         self._reports = reports
         values = AsyncCopy(torch.stack([value.detach().float() for value in metrics.values()])) if metrics else None
-        self._entries.append((mode, tokens, list(metrics), values, backward))
+        self._entries.append((mode, tokens, list(metrics), values, backward, more))
 
     def lines(self) -> list[_Line]:
-        """Remove all entries, and return the metrics of each once their copies are done."""
-        lines, self._entries, entries = list[_Line](), [], self._entries
-        for mode, tokens, names, values, backward in entries:
+        """Remove all entries, and return the metrics of each micro-batch once their copies are done."""
+        lines, pieces, self._entries, entries = list[_Line](), list[_Line](), [], self._entries
+        for mode, tokens, names, values, backward, more in entries:
             found = {} if values is None else dict(zip(names, values.wait(), strict=True))
             reports = [] if backward is None else backward.wait()
             if over := [report for report in reports if not math.isnan(report[0])]:  # a pass may have had no backward
                 dense, dropped = zip(*over, strict=True)
                 found |= {"head/dense_share": sum(dense) / len(dense), "head/dropped_max": max(dropped)}
-            lines.append((mode, tokens, found))
+            pieces.append((mode, tokens, found))
+            if not more:
+                lines.append(pieces[0] if len(pieces) == 1 else (mode, sum(x for _, x, _ in pieces), _joined(pieces)))
+                pieces = []
         return lines
 
     def flush(self) -> list[tuple[str, str, float]]:
         """Return (mode, name, value) of all metrics over all processes; `tr/ess` is computed once over all entries."""
         everyone: list[list[_Line]] = gather_object([self.lines()]) if self._entries else []
         found = [
-            (lines[0][0], name, _over_all(name, [(tokens, found[name]) for _, tokens, found in lines if name in found]))
+            (lines[0][0], name, value)
             for lines in zip(*everyone, strict=True)
-            # A process without unmasked tokens has none.
-            for name in sorted({name for _, _, found in lines for name in found if name not in _RATIO_SUMS})
+            for name, value in sorted(_joined(lines).items())
+            if name not in _RATIO_SUMS
         ]
         for mode in dict.fromkeys(mode for lines in everyone for mode, _, _ in lines):
             own = [(tokens, x) for lines in everyone for of, tokens, x in lines if of == mode and _RATIO_SUMS[0] in x]
@@ -75,9 +84,15 @@ class Ledger:
         return found
 
 
+def _joined(lines: Sequence[_Line]) -> dict[str, float]:
+    """Combine the metrics of several processes or pieces; one without unmasked tokens has none."""
+    names = {name for _, _, found in lines for name in found}
+    return {name: _over_all(name, [(tokens, found[name]) for _, tokens, found in lines if name in found]) for name in names}
+
+
 def _over_all(name: str, found: list[tuple[int, float]]) -> float:
-    """Combine a metric of several processes, given as (unmasked tokens, value): maximum, sum, or mean over tokens."""
-    kind = metric_kind(name)
+    """Combine a metric of several processes or pieces, given as (unmasked tokens, value): maximum, sum, or mean over tokens."""
+    kind = "sum" if name in _RATIO_SUMS else metric_kind(name)
     if kind != "mean":
         return (max if kind == "max" else sum)(value for _, value in found)
     total = sum(tokens for tokens, _ in found)

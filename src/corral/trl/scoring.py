@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from corral.head.policy_loss import PolicyLoss, policy_loss_from_hidden
 from corral.support import gather_support, top_k_support
 from corral.tensors import SparseDist, Tensors
 from corral.trl.api import FUSED
+from corral.trl.packing import PackedRow, packed_mask
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,9 @@ class ScoringPass:
           TRL                      calls `_get_per_token_logps_and_entropies`, which CorralTrainer overrides:
             PolicyHead.run         puts the pass in the place of TRL's head function, and calls TRL's own method
               TRL                  calls the model, once for every slice of the batch
+                enter_model        packs the slice into one row, if the model takes one
                 ScoringPass.apply  runs `lm_head` or `policy_loss_from_hidden`, and appends to `results`
+                leave_model        puts log-probs back into the slice
         CorralTrainer              reads the results: for `OldPolicy.store` after rollouts, for the loss in an update
     """
 
@@ -85,8 +88,14 @@ class ScoringPass:
     policy_head: "PolicyHead" = field(init=False, repr=False)
     tokens: int = field(init=False)
     """Number of scored tokens at the end of each sequence."""
-    scored: Bool[Tensor, "B L"] = field(init=False)
+    order: Int[Tensor, " B"] | None = field(default=None, init=False)
+    """Sequences of the batch in the order in which the model is called on them; None if they ascend."""
+    scored: Bool[Tensor, "b L"] = field(init=False)
     """Positions that TRL scores in this slice of the batch."""
+    handed: Bool[Tensor, "_ _"] = field(init=False)
+    """The same positions as the model's call has them: `scored`, or one packed row."""
+    row: PackedRow | None = field(default=None, init=False)
+    """Layout of this slice's packed row, if it is packed."""
     chosen: Bool[Tensor, " B"] | None = field(default=None, init=False)
     """Chosen sequences, known before the model is called."""
     drew_random: bool = field(default=False, init=False)
@@ -103,11 +112,20 @@ class ScoringPass:
     def dist(self) -> SparseDist | None:
         """Policy on the support of every token [B T K], empty at masked tokens, if a support was requested."""
         dists = [packing.unpack_dist(output.dist) for output, packing in self.results if output.dist is not None]
-        return SparseDist.cat(dists) if dists else None
+        if not dists:
+            return None
+        dist = SparseDist.cat(dists)
+        return dist if self.order is None else dist[self.order.argsort()]
 
     def hidden(self) -> HiddenStates | None:
         """Join the hidden states of all slices, if the pass stores them."""
-        return HiddenStates.cat(self.kept) if self.kept else None
+        if not self.kept:
+            return None
+        hidden = HiddenStates.cat(self.kept)
+        if self.order is None:
+            return hidden
+        by_place = hidden.places.argsort()
+        return replace(hidden, states=hidden.states[by_place], places=hidden.places[by_place])
 
     def begin(self, policy_head: "PolicyHead", mask: Bool[Tensor, "B T"]) -> None:
         """Prepare for the model's call on completions with this mask."""
@@ -115,9 +133,25 @@ class ScoringPass:
         if self.keep_hidden and self.choose is not None:
             self.chosen = self.choose(mask)
 
-    def read_labels(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook that reads the positions [B L−1] that TRL is about to score."""
-        self.scored = kwargs["labels"][:, 1:] != -100
+    def enter_model(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        """Forward pre-hook that reads the positions [b L−1] that TRL is about to score, and packs the sequences."""
+        self.handed = self.scored = kwargs["labels"][:, 1:] != -100
+        if module not in self.policy_head.packed or kwargs.get("pixel_values") is not None:
+            self.row = None
+            return None
+        self.row = PackedRow.of(kwargs["attention_mask"].bool())
+        kwargs = self.row.pack(kwargs)
+        self.handed = kwargs["labels"][:, 1:] != -100
+        packed_mask.active = True
+        return args, kwargs
+
+    def leave_model(self, _: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Forward hook that puts the results of a packed row back into the padded slice, as TRL reads them."""
+        packed_mask.active = False
+        if self.row is not None:
+            for name in ("log_probs", "entropy"):
+                if name in output:
+                    output[name] = self.row.unpack(output[name], self.scored.shape)
 
     def apply(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, temperature: float, *how: Any
@@ -125,8 +159,8 @@ class ScoringPass:
         """Compute log-probs and entropy of TRL's rows: all rows on a CPU, only scored rows on a GPU."""
         _, softcap, scale, outputs = how
         rows = None
-        if len(tokens) == self.scored.numel():
-            rows = self.scored.to(hidden.device).flatten().nonzero().squeeze(-1)
+        if len(tokens) == self.handed.numel():
+            rows = self.handed.to(hidden.device).flatten().nonzero().squeeze(-1)
             hidden, tokens = hidden.index_select(0, rows), tokens[rows]
         completion = self.scored[:, -self.tokens :].to(hidden.device)
         places = completion.flatten().byte().argsort(descending=True, stable=True)  # without a host sync for the count
@@ -134,8 +168,7 @@ class ScoringPass:
         packing = Packing(completion, places[:count])
         ids, top_k = self.ids, self.support.top_k
         if ids is not None:  # of the whole batch
-            done = sum(packing.shape[0] for _, packing in self.results)
-            ids = packing.pack(ids[done : done + len(completion)])
+            ids = ids.flatten(0, 1)[self._places(packing, ids.device)]
         if not count:  # a micro-batch with nothing to score: one row, then dropped, keeps the loss connected to the weights
             hidden, tokens = torch.cat([hidden, hidden.new_zeros(1, hidden.shape[-1])]), tokens.new_zeros(1)
             ids = None if ids is None else ids.new_full((1, ids.shape[-1]), -1)
@@ -172,8 +205,16 @@ class ScoringPass:
         self.results.append((output, packing))
         found = [logp, entropy]
         if rows is not None:
-            found = [None if x is None else x.new_zeros(self.scored.numel()).index_copy(0, rows, x) for x in found]
+            found = [None if x is None else x.new_zeros(self.handed.numel()).index_copy(0, rows, x) for x in found]
         return (*found, None, None, None)
+
+    def _places(self, packing: Packing, device: torch.device) -> Int[Tensor, " N"]:
+        """Index in the flattened batch [B T] of each packed token of the slice that the model is called on."""
+        done, length = sum(packing.shape[0] for _, packing in self.results), packing.shape[1]
+        places = torch.arange(packing.count, device=device) if packing.rows is None else packing.rows
+        if self.order is None:
+            return places + done * length
+        return self.order.to(device)[done + places // length] * length + places % length
 
     def _keep(self, states: Float[Tensor, "N H"], packing: Packing, head: HeadWeights) -> None:
         """Store hidden states of the chosen sequences, from a slice's packed rows."""
@@ -181,8 +222,7 @@ class ScoringPass:
             head = self.kept[0].head
         elif torch.distributed.is_initialized():  # a sharded head is whole in this pass alone
             head = head.freeze(shares=False)
-        places = torch.arange(packing.count, device=states.device) if packing.rows is None else packing.rows
-        places = places + sum(packing.shape.numel() for _, packing in self.results)
+        places = self._places(packing, states.device)
         if self.chosen is not None:
             wanted = self.chosen[places // packing.shape[1]]
             states, places = states[wanted], places[wanted]
@@ -217,6 +257,8 @@ class PolicyHead:
     def __init__(self, models: Iterable[nn.Module], temperature: float, own: SupportRequest, *, union: bool) -> None:
         """Store the support of old passes, `own`. With `union` it joins the old policy's support in updates."""
         self.models, self.temperature, self.own, self.union = list(models), temperature, own, union
+        self.packed: list[nn.Module] = []
+        """Models that are called on packed rows."""
         self._expected: ScoringPass | None = None
 
     @contextmanager
@@ -240,7 +282,9 @@ class PolicyHead:
         with ExitStack() as stack:
             if FUSED:
                 for model in self.models:
-                    stack.callback(model.register_forward_pre_hook(scoring.read_labels, with_kwargs=True).remove)
+                    stack.callback(model.register_forward_pre_hook(scoring.enter_model, with_kwargs=True).remove)
+                    stack.callback(model.register_forward_hook(scoring.leave_model, with_kwargs=True).remove)
+                stack.callback(setattr, packed_mask, "active", False)  # after an error in a model
                 stack.callback(setattr, _trl_utils, "_ChunkedLogProbFunction", _trl_utils._ChunkedLogProbFunction)
                 _trl_utils._ChunkedLogProbFunction = scoring
             elif scoring.support.top_k is not None or scoring.ids is not None:

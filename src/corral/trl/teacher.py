@@ -65,6 +65,7 @@ class Teacher:
         model.requires_grad_(False).eval().to(trainer.accelerator.device)
         add_fused_lm_head(model, temperature=trainer.temperature, cast_lm_head_to_fp32=trainer.args.cast_lm_head_to_fp32)
         trainer.policy_head.models.append(model)
+        trainer.pack(model)
 
     @torch.no_grad()
     def store(self, rows: list[dict[str, Any]], output: dict[str, Any], scoring: ScoringPass) -> None:

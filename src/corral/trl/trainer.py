@@ -5,13 +5,15 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
 import trl
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, is_peft_model
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
@@ -28,6 +30,7 @@ from corral.trl.callbacks import RunRecord, SelfCheck
 from corral.trl.config import CorralConfig, Sampler
 from corral.trl.ledger import Ledger, ratio_sums
 from corral.trl.old_policy import Behaviour, OldPolicy, RolloutSupport, check_server, fill_unscored
+from corral.trl.packing import ORDER, can_pack, cut, halve, in_order
 from corral.trl.processes import ALONE, base_model, check_processes, is_alone_by_mistake, one_autocast
 from corral.trl.scoring import PolicyHead, ScoringPass, SupportRequest
 from corral.trl.teacher import Teacher
@@ -70,6 +73,10 @@ class CorralTrainer(GRPOTrainer):
     """Rows for the next update, fetched by transformers' loop, and their token count."""
     _drawn_at: int | None = None
     """Value of `_step` at which rollouts were drawn ahead."""
+    _foresees_order = False
+    """True while rollouts are scored that updates will read in another order."""
+    _order: Tensor | None = None
+    """Sequences of these rollouts in the order of the updates."""
     _tag_names: ClassVar[list[str]] = ["trl", "corral"]  # type: ignore[misc]  # TRL leaves ClassVar out
     _name = "corral"
     _paper: ClassVar[dict[str, str]] = {}  # type: ignore[misc]  # as above; objectives have theirs in docs/objectives
@@ -118,6 +125,9 @@ class CorralTrainer(GRPOTrainer):
             self.own_support = SupportRequest(top_k=args.support_size, mass=args.support_mass)
         taught = "dist_teacher" in self.objective.needs
         self.policy_head = PolicyHead(models, self.temperature, self.own_support, union=self.union or taught)
+        self.tokens_per_pass = args.tokens_per_pass
+        for model in models:
+            self.pack(model)
         self.teacher = Teacher(self, teacher) if taught else None
         if teacher is not None and not taught:
             raise ValueError(f"CorralTrainer: objective={args.objective!r} reads no teacher. Use objective='distill', or none.")
@@ -162,6 +172,29 @@ class CorralTrainer(GRPOTrainer):
             )
         elif self.anchor == "rollout" and not self.reports_logps:
             logger.warning("The sampler is the trainer's own model, so its recomputed log-probs are the rollout anchor.")
+
+    @property
+    def packs(self) -> bool:
+        """True if the policy is called on packed rows."""
+        return self.policy_head.models[0] in self.policy_head.packed
+
+    def pack(self, model: PreTrainedModel) -> None:
+        """Have the head call this model on packed rows, or log why its batches stay padded."""
+        why, adapted = None, cast(Any, self.model)  # torch types what a module has as tensor or module
+        if not FUSED:
+            why = f"TRL {trl.__version__} computes all logits; TRL 1.15 packs"
+        elif self.is_deepspeed_enabled:
+            why = "DeepSpeed has its own ways with a model's layers"
+        elif is_peft_model(self.model) and adapted.active_peft_config.is_prompt_learning:
+            why = "a learned prompt stands before every sequence"
+        # Weights that are loaded in parts are no model to try yet.
+        if self.args.packed_batches == "auto" and can_pack(model, why, verify=not self.is_fsdp_enabled):
+            self.policy_head.packed.append(model)
+
+    @property
+    def splits(self) -> bool:
+        """True if micro-batches are cut by tokens: their loss is a sum over tokens, and TRL adds no other term to it."""
+        return self.packs and self.tokens_per_pass is not None and self.skips_trl_loss and self.objective.config.tokenwise
 
     @property
     def mode(self) -> Literal["train", "eval"]:
@@ -230,7 +263,11 @@ class CorralTrainer(GRPOTrainer):
         """Get a micro-batch as in TRL, without drawing again rollouts that were drawn ahead."""
         if self.model.training and self._step == self._drawn_at:
             return self._buffered_inputs[self._step % len(self._buffered_inputs)]
-        return super()._prepare_inputs(batch)
+        inputs = super()._prepare_inputs(batch)
+        if self.model.training and ORDER in inputs:
+            self._buffered_inputs = in_order(self._buffered_inputs)
+            return self._buffered_inputs[self._step % len(self._buffered_inputs)]
+        return inputs
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         """Draw completions with TRL; in half precision, trained weights are rounded once for all tokens."""
@@ -273,8 +310,12 @@ class CorralTrainer(GRPOTrainer):
         probe = None if self.deployed is None or self.mode == "eval" else self.deployed.probe
         if probe is not None:
             probe.watch(expected)
+        self._foresees_order = self.packs and self.off_policy and self.mode == "train"
         with self.policy_head.expect(expected):
             output = super()._generate_and_score_completions(inputs)
+        if self._order is not None:
+            output[ORDER] = self._order.argsort()
+        self._foresees_order, self._order = False, None
         if probe is not None:
             probe.add(output, expected)
         if self.teacher is not None:
@@ -310,27 +351,91 @@ class CorralTrainer(GRPOTrainer):
         return advantages[self.accelerator.process_index * local :][:local]
 
     def _get_per_token_logps_and_entropies(
-        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Score completions under the old, new or reference policy as in TRL, with corral's head."""
-        given = (model, input_ids, attention_mask, logits_to_keep, *args)
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, batch_size: int | None = None,
+        *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Score completions under the old, new or reference policy as in TRL, with corral's head.
+
+        `batch_size` sequences at a time, and where they are packed in the order of the updates that follow.
+        """
+        score = super()._get_per_token_logps_and_entropies
+        if self._foresees_order and self._order is None and batch_size is not None:
+            # The old pass packs the same sequences into a row as the updates will, so that their log-probs are the same bits.
+            with torch.random.fork_rng(devices=[]):  # TRL will draw this permutation to shuffle its buffer
+                self._order = torch.randperm(len(input_ids)).to(input_ids.device)
+        order, size = self._order if batch_size is not None else None, batch_size or len(input_ids)
         with self.policy_head.run(attention_mask[:, -logits_to_keep:].bool()) as scoring:
-            result = super()._get_per_token_logps_and_entropies(*given, **kwargs)
+            if order is not None:
+                scoring.order, input_ids, attention_mask = order, input_ids[order], attention_mask[order]
+            if batch_size is None or not self.splits:  # a piece of an update is not cut again
+                result = score(model, input_ids, attention_mask, logits_to_keep, batch_size, *args, **kwargs)
+            else:
+                parts = []
+                for start in range(0, len(input_ids), size):
+                    ids, seen = input_ids[start : start + size], attention_mask[start : start + size]
+                    for rows in self._pieces(seen):
+                        parts.append(score(model, ids[rows], seen[rows], logits_to_keep, None, *args, **kwargs))
+                result = (*(None if x[0] is None else torch.cat(x) for x in zip(*parts, strict=True)),)
+            if order is not None:
+                result = tuple(None if x is None else x[order.argsort()] for x in result)
         scoring.logp, scoring.entropy = result[:2]
         return result
 
+    def _pieces(self, seen: Tensor) -> list[slice]:
+        """Cut packed sequences with this attention mask into pieces of at most `tokens_per_pass` tokens.
+
+        All processes have equally many pieces: a forward pass of a sharded model takes all of them.
+        """
+        if not self.splits:
+            return [slice(0, len(seen))]
+        pieces = cut(seen.sum(-1).tolist(), self.tokens_per_pass)
+        if self.accelerator.num_processes > 1:
+            count = torch.tensor([len(pieces)], device=self.accelerator.device)
+            pieces = halve(pieces, int(self.accelerator.gather(count).max()))
+        return pieces
+
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """Compute a micro-batch's loss with TRL, with its policy term replaced by corral's.
+        """Compute a micro-batch's loss, one piece of at most `tokens_per_pass` tokens after another.
+
+        Every piece but the last takes its backward pass at once, so that memory holds one piece. The sum has the gradient of
+        the last piece alone, which is all that is left to take.
+        """
+        mask = inputs["completion_mask"].bool()
+        mask = mask & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask
+        weights = self._reduction_weights(inputs, mask)
+        *earlier, last = self._pieces(torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1))
+        if not earlier:
+            return self._piece_loss(model, inputs, mask, weights)
+
+        def loss_of(rows: slice, *, more: bool) -> Tensor:
+            some = {
+                name: x[rows] if isinstance(x, list) or (isinstance(x, Tensor) and x.ndim) else x for name, x in inputs.items()
+            }
+            own = weights[rows] if isinstance(weights, Tensor) and weights.ndim else weights
+            return self._piece_loss(model, some, mask[rows], own, more=more)
+
+        total = torch.zeros((), device=mask.device)
+        for rows in earlier:
+            # The last piece's backward pass sends the sum of the gradients.
+            with model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext():
+                loss = loss_of(rows, more=True)
+                if loss.requires_grad:
+                    self.accelerator.backward(loss)
+            total = total + loss.detach()
+        return total + loss_of(last, more=False)
+
+    def _piece_loss(
+        self, model: Any, inputs: dict[str, Any], mask: Tensor, weights: float | Tensor, *, more: bool = False
+    ) -> Tensor:
+        """Compute the loss of a micro-batch or a piece of it with TRL, with its policy term replaced by corral's.
 
             L = Σ w_t (c_t · policy_t + regression_t)    w: TRL's reduction · c: sampler correction, importance ratio, quantile
 
         Where the objective reads tokens one by one and nothing else reads the head's results, the head computes loss and
         gradient together. Otherwise it reports log-probs and a support, and autograd goes back through them.
         """
-        mask = inputs["completion_mask"].bool()
-        mask = mask & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask
         # What the scoring pass has to find: the old policy's support, its own, or the whole loss.
-        weights, ids = self._reduction_weights(inputs, mask), inputs.get("corral_ids")
+        ids = inputs.get("corral_ids")
         brings = self.union if ids is not None else not self.objective.plain_on_policy
         support = self.own_support if brings else SupportRequest()
         terms = self._fused_terms(inputs, mask, weights, support)
@@ -388,7 +493,7 @@ class CorralTrainer(GRPOTrainer):
             if entropy is not None:
                 metrics["entropy"] = entropy  # TRL's, which would have been next
         reports = [out.report for out, _ in scoring.results if out.report is not None and torch.is_grad_enabled()]
-        self.ledger.add(self.mode, tokens, metrics, reports)
+        self.ledger.add(self.mode, tokens, metrics, reports, more=more)
 
         if other is not None:
             self._mend_metrics(policy.detach())

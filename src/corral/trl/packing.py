@@ -1,0 +1,282 @@
+"""Packed scoring: the sequences of a padded batch, one behind the other in a single row without padding."""
+
+import inspect
+import logging
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+logger = logging.getLogger(__name__)
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+
+    _KERNEL = set(inspect.signature(varlen_attn).parameters)
+except ImportError:  # torch before 2.10
+    _KERNEL = set()
+
+_PREFIX = "corral_packed_"
+"""Prefix of the attention functions that this module registers in transformers."""
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRow:
+    """Layout of a packed row: where each of its tokens comes from, and where each sequence begins."""
+
+    places: Int[Tensor, " N"]
+    """Index of each token in the flattened batch [B L], ascending."""
+    positions: Int[Tensor, " N"]
+    """Position of each token in its sequence, from 0."""
+    borders: Int[Tensor, " S"]
+    """Index of each sequence's first token, and the number of tokens; int32, as attention kernels read it."""
+    longest: int
+
+    @classmethod
+    def of(cls, mask: Bool[Tensor, "B L"]) -> "PackedRow":
+        """Compute the layout from an attention mask."""
+        lengths = mask.sum(-1)
+        count, longest = torch.stack([lengths.sum(), lengths.max()]).tolist()  # one wait for the device
+        places = mask.flatten().byte().argsort(descending=True, stable=True)[:count]
+        positions = (mask.cumsum(-1) - 1).flatten()[places]
+        return cls(places, positions, nn.functional.pad(lengths.cumsum(0), (1, 0)).int(), longest)
+
+    def pack(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Pack the arguments of TRL's call of a model; a sequence's first token has nothing that predicts it."""
+        ids, labels = (inputs[name].flatten()[self.places] for name in ("input_ids", "labels"))
+        borders = {"cu_seq_lens_q": self.borders, "cu_seq_lens_k": self.borders}
+        return inputs | borders | {
+            "input_ids": ids[None], "attention_mask": None, "position_ids": self.positions[None],
+            "labels": labels.masked_fill(self.positions == 0, -100)[None],
+            "max_length_q": self.longest, "max_length_k": self.longest,
+        }  # fmt: skip
+
+    def unpack(self, values: Float[Tensor, "1 N"], shape: torch.Size) -> Float[Tensor, "B L"]:
+        """Unpack results of the next-token labels, 0 at labels that are not scored."""
+        row, column = self.places[1:] // (shape[1] + 1), self.places[1:] % (shape[1] + 1)
+        # A label in the first column of the batch predicts nothing: it has the value 0, which is added anywhere.
+        target = (row * shape[1] + column - 1).clamp(min=0)
+        return values.new_zeros(shape.numel()).index_add(0, target, values[0]).view(shape)
+
+
+def why_padded(model: PreTrainedModel) -> str | None:
+    """Half a sentence about why this model's batches are padded, or None if they can be packed."""
+    kind, own = type(model).__name__, model.config._attn_implementation
+    if model.config.get_text_config() is not model.config:
+        return f"{kind} reads more than text"
+    if model._is_stateful:
+        return f"{kind} has layers with a state that would run on from one sequence into the next"
+    if not (model._supports_attention_backend and model._supports_flash_attn) or not getattr(model.config, "is_causal", True):
+        return f"the attention of {kind} cannot be given the borders of sequences"
+    if not (own in ("sdpa", "eager") or own.startswith(_PREFIX) or "flash_attention" in own):
+        return f"attn_implementation={own!r} cannot be given the borders of sequences"
+    return None
+
+
+def can_pack(model: PreTrainedModel, why: str | None, *, verify: bool) -> bool:
+    """Prepare a model for packed rows, or log a sentence that gives the reason why its batches stay padded.
+
+    Its attention function is replaced by one that reads the borders of sequences where it is given them, and is the same
+    function elsewhere. With `verify`, hidden states of two short sequences are compared with those of the padded batch.
+    `why` is a reason found elsewhere.
+    """
+    before, why = model.config._attn_implementation, why or why_padded(model)
+    if why is None:
+        if before in ("sdpa", "eager"):
+            model.config._attn_implementation = _PREFIX + before
+        if verify and not _agrees(model):
+            why = f"packed and padded hidden states of {type(model).__name__} differ"
+            model.config._attn_implementation = before
+    if why is not None:
+        logger.warning("Batches are padded, not packed: %s. Updates take longer where lengths differ.", why)
+    return why is None
+
+
+@torch.no_grad()
+def _agrees(model: PreTrainedModel) -> bool:
+    """True if a packed row's hidden states are nearer to the padded batch's than those of a row without borders."""
+    size, device, training = model.config.vocab_size, model.device, model.training
+    ids = torch.arange(10, device=device).view(2, 5) % size
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[1, 0] = False
+    row = PackedRow.of(mask)
+    packed = row.pack({"input_ids": ids, "labels": ids})
+    del packed["labels"]
+    joined = {"input_ids": packed["input_ids"], "attention_mask": None, "position_ids": torch.arange(9, device=device)[None]}
+    half = torch.float16 if model.dtype == torch.float32 and not torch.cuda.is_bf16_supported() else torch.bfloat16
+    model.eval()
+    try:
+        # Kernels for packed rows are of half precision.
+        with torch.autocast("cuda", half) if device.type == "cuda" else nullcontext():
+            padded, joint = (
+                model.base_model(**inputs, use_cache=False).last_hidden_state.float()
+                for inputs in ({"input_ids": ids, "attention_mask": mask.long()}, joined)
+            )
+            with packed_mask():
+                found = model.base_model(**packed, use_cache=False).last_hidden_state.float()
+    finally:
+        model.train(training)
+    expected = padded.flatten(0, 1)[row.places]
+    return float((found[0] - expected).norm()) < 0.2 * float((joint[0] - expected).norm())
+
+
+class packed_mask:
+    """Context in which transformers makes no attention mask, because a row is packed and its borders are arguments."""
+
+    active = False
+
+    def __enter__(self) -> None:
+        packed_mask.active = True
+
+    def __exit__(self, *_: object) -> None:
+        packed_mask.active = False
+
+
+def _attention(whole: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Attention function for transformers: `whole` is the function for padded batches, None the model's own eager one."""
+
+    def attend(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+        scaling: float | None = None, sliding_window: int | None = None, cu_seq_lens_q: Tensor | None = None,
+        max_length_q: int | None = None, **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        function = whole or vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+        settings = {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window} | kwargs
+        if cu_seq_lens_q is None or max_length_q is None:
+            found: tuple[Tensor, Tensor | None] = function(module, query, key, value, attention_mask, **settings)
+            return found
+        if whole is not None and not dropout and _fits_kernel(query, value):
+            return _by_kernel(query, key, value, scaling, sliding_window, cu_seq_lens_q, max_length_q), None
+        return _by_padding(function, module, (query, key, value), settings, cu_seq_lens_q, max_length_q), None
+
+    return attend
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """Precision of a GEMM on this tensor."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def _fits_kernel(query: Tensor, value: Tensor) -> bool:
+    """True if torch's variable-length attention computes this: on CUDA, in half precision, with heads of an even size."""
+    half = _compute_dtype(query) in (torch.float16, torch.bfloat16)
+    size = query.shape[-1]
+    return query.is_cuda and "window_size" in _KERNEL and half and size == value.shape[-1] and size <= 256 and size % 8 == 0
+
+
+def _by_kernel(
+    query: Float[Tensor, "1 Q N D"], key: Float[Tensor, "1 P N D"], value: Float[Tensor, "1 P N D"],
+    scaling: float | None, window: int | None, borders: Int[Tensor, " S"], longest: int,
+) -> Float[Tensor, "1 N Q D"]:  # fmt: skip
+    """Attention inside each sequence by `torch.nn.attention.varlen`, which skips everything between sequences."""
+    dtype = _compute_dtype(query)
+    query, key, value = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
+    how: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
+    if "enable_gqa" in _KERNEL:
+        how["enable_gqa"] = query.shape[1] != key.shape[1]
+    else:  # torch before 2.12
+        key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
+    found = varlen_attn(query, key, value, borders, borders, longest, longest, **how)
+    assert isinstance(found, Tensor)  # without `return_aux`
+    return found[None]
+
+
+# A compiled layer would be compiled anew for every number of sequences.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _by_padding(
+    function: Callable[..., Any], module: Any, heads: tuple[Tensor, ...], settings: dict[str, Any],
+    borders: Int[Tensor, " S"], longest: int,
+) -> Float[Tensor, "1 N Q D"]:  # fmt: skip
+    """Attention inside each sequence by padding queries, keys and values on the right for this operation alone.
+
+    A token attends to nothing behind it, so that padding on the right takes no mask.
+    """
+    count, sequences = heads[0].shape[2], len(borders) - 1
+    row = torch.repeat_interleave(torch.arange(sequences, device=borders.device), borders.diff(), output_size=count)
+    places = torch.arange(count, device=borders.device) + (row * longest - borders[row])
+    query, key, value = (
+        x.new_zeros(sequences * longest, x.shape[1], x.shape[3])
+        .index_copy(0, places, x[0].transpose(0, 1))
+        .view(sequences, longest, x.shape[1], x.shape[3])
+        .transpose(1, 2)
+        for x in heads
+    )
+    window, mask = settings["sliding_window"], None
+    if function is not sdpa_attention_forward or (window is not None and window < longest):
+        step = torch.arange(longest, device=borders.device)
+        mask = step[:, None] >= step
+        if window is not None:
+            mask &= step[:, None] < step + window
+        if function is not sdpa_attention_forward:
+            mask = torch.where(mask, 0.0, torch.finfo(query.dtype).min).to(query.dtype)
+        mask = mask[None, None]
+    found: Tensor = function(module, query, key, value, mask, **settings)[0]
+    return found.flatten(0, 1).index_select(0, places)[None]
+
+
+def _mask(own: str) -> Callable[..., Any]:
+    """Mask function for transformers: that of the original attention function, and no mask for a packed row."""
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        return None if packed_mask.active else ALL_MASK_ATTENTION_FUNCTIONS[own](*args, **kwargs)
+
+    return make
+
+
+for _name, _whole in (("sdpa", sdpa_attention_forward), ("eager", None)):
+    AttentionInterface.register(_PREFIX + _name, _attention(_whole))
+    AttentionMaskInterface.register(_PREFIX + _name, _mask(_name))
+
+
+ORDER = "corral_order"
+"""Key in TRL's buffer for the index of each sequence in the order in which it was packed."""
+
+
+def in_order(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Put sequences back into the order in which they were packed, across the micro-batches of TRL's shuffled buffer."""
+    order = torch.cat([batch[ORDER] for batch in batches]).argsort()
+    size = len(batches[0][ORDER])
+    found = [dict(batch) for batch in batches]
+    for name, value in batches[0].items():
+        if isinstance(value, Tensor) and value.ndim:
+            parts = torch.cat([batch[name] for batch in batches])[order].split(size)
+        elif isinstance(value, list):
+            rows = [row for batch in batches for row in batch[name]]
+            parts = [[rows[i] for i in part] for part in order.split(size)]
+        else:
+            continue
+        for batch, part in zip(found, parts, strict=True):
+            batch[name] = part
+    for batch in found:
+        del batch[ORDER]
+    return found
+
+
+def cut(lengths: list[int], most: int | None) -> list[slice]:
+    """Cut consecutive sequences into pieces of at most `most` tokens each, with one sequence at least."""
+    starts, tokens = [0], 0
+    for i, length in enumerate(lengths):
+        if most is not None and i > starts[-1] and tokens + length > most:
+            starts.append(i)
+            tokens = 0
+        tokens += length
+    return [slice(a, b) for a, b in zip(starts, [*starts[1:], len(lengths)], strict=True)]
+
+
+def halve(pieces: list[slice], count: int) -> list[slice]:
+    """Halve the pieces with the most sequences until there are `count`."""
+    pieces = list(pieces)
+    while len(pieces) < count:
+        i = max(range(len(pieces)), key=lambda i: pieces[i].stop - pieces[i].start)
+        begin, end = pieces[i].start, pieces[i].stop
+        pieces[i : i + 1] = [slice(begin, (begin + end) // 2), slice((begin + end) // 2, end)]
+    return pieces
