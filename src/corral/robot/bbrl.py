@@ -10,7 +10,7 @@ from torch import Tensor
 from corral.divergence.gaussian import mahalanobis
 from corral.robot.config import LearnerConfig
 from corral.robot.episode import Episodes
-from corral.robot.learner import Credit, Learner
+from corral.robot.learner import Credit, OnPolicyLearner
 from corral.robot.planner import Plans
 from corral.robot.segment import normalise_advantages
 from corral.validate import limited
@@ -24,7 +24,7 @@ class BBRLConfig(LearnerConfig):
     """Number of episodes in a batch."""
 
 
-class BBRL(Learner):
+class BBRL(OnPolicyLearner):
     """Black-box learning of plans: whole plans are credited, without a look at the steps between.
 
         ρ = N(w; π̃) / N(w; π_old)          A = Σ_t r_t − V(c)

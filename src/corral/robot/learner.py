@@ -55,10 +55,9 @@ class Credit(NamedTuple):
 class Learner(ABC):
     """A contextual Gaussian over trajectory parameters, improved by episodes under a trust region.
 
-        ρ = π̃ / π_old,   π̃ = projection of π_θ into the region around π_old
-        L = − mean ρ Â + α KL(π_θ‖sg π̃)
+        π̃ = projection of π_θ into the region around π_old          L = − gain(π̃) + α KL(π_θ‖sg π̃)
 
-    Subclasses say what a likelihood and an advantage belong to: the segments of an episode (TCE) or the whole of it (BBRL).
+    Subclasses give the gain: `OnPolicyLearner` from the episodes of the batch, TOP-ERL from a critic of the replay buffer.
     The old policy is the network that drew the plans, not a projection of it: the regression alone keeps the two close. Their
     divergence is measured after every batch, and bounded where `deployed_bound` is finite.
     Everything random is a function of (seed, iteration), so a resumed run needs only `state`.
@@ -97,7 +96,7 @@ class Learner(ABC):
                 contextual_covariance=config.contextual_covariance,
                 normalised=config.normalise_contexts,
             ).to(config.device, dtype)
-            self.critic = Critic(self.critic_size(size), config.critic_hidden, activation=activation).to(config.device)
+            self.critic = self.build_critic(size).to(config.device)
             self.critic.value.to(dtype if config.critic_dtype is None else DTYPES[config.critic_dtype])
         if config.normalise_contexts:
             seeds = episode_seeds(seed, 0, _RESETS, STATISTICS)
@@ -114,23 +113,12 @@ class Learner(ABC):
         self.iteration = self.env_steps = 0
 
     @abstractmethod
-    def log_prob(self, plans: Plans) -> Tensor:
-        """Log-density [E N] of the segments or plans that were drawn, under the Gaussian of `plans`."""
+    def build_critic(self, observation: int) -> nn.Module:
+        """The critic, for observations with this many numbers; its part `value` has the critic's precision."""
 
     @abstractmethod
-    def states(self, episodes: Episodes) -> Tensor:
-        """The states [S O] at which V is fitted."""
-
-    @abstractmethod
-    def credit(self, episodes: Episodes) -> Credit:
-        """Advantages and critic targets of this batch, computed before the critic is fitted to it."""
-
-    def critic_size(self, observation: int) -> int:
-        """Number of inputs of V for observations with `observation` numbers."""
-        return observation
-
-    def begin_batch(self, plans: Plans) -> None:  # noqa: B027  # not every learner decides anything
-        """Set up the constants of a batch's updates; `plans` come from the old policy."""
+    def update(self, episodes: Episodes, plans: Plans) -> dict[str, Tensor]:
+        """Update critic and policy after a batch. Metrics come from the last update of each."""
 
     def step(self) -> dict[str, float]:
         """Train on a batch of episodes and return metrics."""
@@ -162,23 +150,10 @@ class Learner(ABC):
         return self.planner.play(seeds, self.planner.noise(len(seeds), seeds[0]))[0]
 
     def improve(self, episodes: Episodes, plans: Plans) -> dict[str, float]:
-        """Credit the batch, then update the critic, then the policy. Metrics come from the last update of each."""
+        """Update critic and policy, then measure, and where it has a bound also bound, how far the policy has moved."""
         episodes, plans = episodes.to(self.config.device), plans.to(self.config.device)  # they were played on the CPU
-        if self.config.plans_per_context == 1 and self.config.normalise_critic:
-            self.critic.normaliser.update(self.states(episodes))
-        self.begin_batch(plans)
-        with torch.no_grad():
-            credit = self.credit(episodes)
-            log_old = self.log_prob(plans)
         context, old = self.planner.contexts(episodes).to(self.dtype), snapshot(self.policy)
-        metrics = {}
-        if credit.inputs is not None and credit.targets is not None:
-            inputs = self.critic.normalise(credit.inputs)  # the same in every epoch
-            targets = credit.targets.to(inputs)
-            for _ in range(self.config.critic_epochs):
-                metrics["critic_loss"] = self.improve_critic(inputs, targets)
-        for _ in range(self.config.policy_epochs):
-            metrics |= self.improve_policy(context, plans, credit, log_old)
+        metrics = self.update(episodes, plans)
         if self.config.set_covariance:
             with torch.no_grad():
                 mean, chol = self.policy(context)
@@ -192,34 +167,10 @@ class Learner(ABC):
         mean, chol = self.gaussians(context)
         return gaussian_kl(mean, chol, old.mean, old.chol).total
 
-    def values(self, states: Float[Tensor, "*b O"]) -> Float[Tensor, "*b"]:
-        """Values of V in the run's precision."""
-        return self.critic(states).to(self.dtype)
-
-    def credit_among_plans(self, earned: Float[Tensor, "E N"], mask: Bool[Tensor, "E N"]) -> Credit:
-        """Advantages over the other plans for an equal context, without a critic."""
-        apart = leave_one_out(earned, self.config.plans_per_context, mirrored=self.config.mirrored)
-        return Credit(normalise_advantages(apart, mask), mask)
-
-    def improve_critic(self, inputs: Float[Tensor, "S O"], targets: Float[Tensor, " S"]) -> Tensor:
-        """Make a full-batch step on V's squared error at normalised inputs, in chunks whose activations fit a CPU's cache."""
-        piece = _PIECE if inputs.device.type == "cpu" else len(inputs)
-        self.critic_optimizer.zero_grad()
-        loss = targets.new_zeros(())
-        for states, wanted in zip(inputs.split(piece), targets.split(piece), strict=True):
-            error = (self.critic.value(states).squeeze(-1) - wanted).square().sum() / len(targets)
-            error.backward()
-            loss += error.detach()
-        self.critic_optimizer.step()
-        return loss
-
-    def improve_policy(self, context: Tensor, plans: Plans, credit: Credit, log_old: Tensor) -> dict[str, Tensor]:
-        """Make a full-batch step on the policy's loss."""
-        mean, chol = self.gaussians(context)
-        projected, factor = self.project(mean, chol, plans)
-        log_ratio = self.log_prob(replace(plans, mean=projected.mean, chol=factor)) - log_old
-        ratio = torch.where(credit.mask, log_ratio, 0.0).clamp(max=LOG_RATIO_MAX).exp()
-        gain = torch.where(credit.mask, ratio * credit.advantages, 0.0).sum() / credit.mask.sum().clamp(min=1)
+    def step_policy(
+        self, mean: Tensor, chol: Tensor, projected: GaussianProjection, factor: Tensor, gain: Tensor
+    ) -> dict[str, Tensor]:
+        """Make a step on − gain + α KL(π_θ‖sg π̃); `gain` depends on the projected policy, whose Cholesky factor is `factor`."""
         distance = gaussian_kl(mean, chol, projected.mean.detach(), factor.detach())
         # A covariance that will be set needs no regression.
         apart = distance.mean.mean() if self.config.set_covariance else distance.total.mean()
@@ -236,7 +187,6 @@ class Learner(ABC):
             "tr/active_cov": projected.active_cov.to(self.dtype).mean(),
             "tr/kl_before": (projected.before_mean.mean() + projected.before_cov.mean()).detach(),
             "tr/kl_after": (projected.after_mean.mean() + projected.after_cov.mean()).detach(),
-            "tr/ratio_max": ratio.detach().max(),
             "tr/unconverged": (~projected.converged).to(self.dtype).mean(),
         }
 
@@ -282,6 +232,83 @@ class Learner(ABC):
             network.load_state_dict(state[name])
             self.optimizers[name].load_state_dict(state[f"{name}_optimizer"])
         self.iteration, self.env_steps, self.first_entropy = (state[key] for key in _COUNTERS)
+
+
+class OnPolicyLearner(Learner):
+    """Learner from the episodes of the last batch alone, by importance weights of what was drawn.
+
+        ρ = π̃ / π_old          gain = mean ρ Â
+
+    Subclasses give what a likelihood and an advantage belong to: the segments of an episode (TCE) or the whole of it (BBRL).
+    """
+
+    critic: Critic
+
+    @abstractmethod
+    def log_prob(self, plans: Plans) -> Tensor:
+        """Log-density [E N] of the segments or plans that were drawn, under the Gaussian of `plans`."""
+
+    @abstractmethod
+    def states(self, episodes: Episodes) -> Tensor:
+        """The states [S O] at which V is fitted."""
+
+    @abstractmethod
+    def credit(self, episodes: Episodes) -> Credit:
+        """Advantages and critic targets of this batch, computed before the critic is fitted to it."""
+
+    def begin_batch(self, plans: Plans) -> None:
+        """Set up the constants of a batch's updates; `plans` come from the old policy."""
+
+    def build_critic(self, observation: int) -> Critic:
+        return Critic(observation, self.config.critic_hidden, activation=self.config.activation)
+
+    def update(self, episodes: Episodes, plans: Plans) -> dict[str, Tensor]:
+        """Credit the batch, then update the critic, then the policy."""
+        if self.config.plans_per_context == 1 and self.config.normalise_critic:
+            self.critic.normaliser.update(self.states(episodes))
+        self.begin_batch(plans)
+        with torch.no_grad():
+            credit = self.credit(episodes)
+            log_old = self.log_prob(plans)
+        context, metrics = self.planner.contexts(episodes).to(self.dtype), {}
+        if credit.inputs is not None and credit.targets is not None:
+            inputs = self.critic.normalise(credit.inputs)  # the same in every epoch
+            targets = credit.targets.to(inputs)
+            for _ in range(self.config.critic_epochs):
+                metrics["critic_loss"] = self.improve_critic(inputs, targets)
+        for _ in range(self.config.policy_epochs):
+            metrics |= self.improve_policy(context, plans, credit, log_old)
+        return metrics
+
+    def values(self, states: Float[Tensor, "*b O"]) -> Float[Tensor, "*b"]:
+        """Values of V in the run's precision."""
+        return self.critic(states).to(self.dtype)
+
+    def credit_among_plans(self, earned: Float[Tensor, "E N"], mask: Bool[Tensor, "E N"]) -> Credit:
+        """Advantages over the other plans for an equal context, without a critic."""
+        apart = leave_one_out(earned, self.config.plans_per_context, mirrored=self.config.mirrored)
+        return Credit(normalise_advantages(apart, mask), mask)
+
+    def improve_critic(self, inputs: Float[Tensor, "S O"], targets: Float[Tensor, " S"]) -> Tensor:
+        """Make a full-batch step on V's squared error at normalised inputs, in chunks whose activations fit a CPU's cache."""
+        piece = _PIECE if inputs.device.type == "cpu" else len(inputs)
+        self.critic_optimizer.zero_grad()
+        loss = targets.new_zeros(())
+        for states, wanted in zip(inputs.split(piece), targets.split(piece), strict=True):
+            error = (self.critic.value(states).squeeze(-1) - wanted).square().sum() / len(targets)
+            error.backward()
+            loss += error.detach()
+        self.critic_optimizer.step()
+        return loss
+
+    def improve_policy(self, context: Tensor, plans: Plans, credit: Credit, log_old: Tensor) -> dict[str, Tensor]:
+        """Make a full-batch step on the policy's loss."""
+        mean, chol = self.gaussians(context)
+        projected, factor = self.project(mean, chol, plans)
+        log_ratio = self.log_prob(replace(plans, mean=projected.mean, chol=factor)) - log_old
+        ratio = torch.where(credit.mask, log_ratio, 0.0).clamp(max=LOG_RATIO_MAX).exp()
+        gain = torch.where(credit.mask, ratio * credit.advantages, 0.0).sum() / credit.mask.sum().clamp(min=1)
+        return self.step_policy(mean, chol, projected, factor, gain) | {"tr/ratio_max": ratio.detach().max()}
 
 
 def mirror(noise: Float[Tensor, "E *w"]) -> Float[Tensor, "E *w"]:

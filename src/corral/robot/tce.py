@@ -10,8 +10,9 @@ from torch import Tensor
 
 from corral.robot.config import LearnerConfig
 from corral.robot.episode import SEGMENTS, Episodes, Plant, episode_seeds
-from corral.robot.learner import Credit, Learner
+from corral.robot.learner import Credit, OnPolicyLearner
 from corral.robot.planner import Plans
+from corral.robot.policy import Critic
 from corral.robot.prodmp import ProDMP
 from corral.robot.segment import (
     critic_targets,
@@ -97,7 +98,7 @@ class TCEConfig(LearnerConfig):
         return cls(**AS_PUBLISHED | settings)
 
 
-class TCE(Learner):
+class TCE(OnPolicyLearner):
     """Temporally correlated episodic learning: episodes explore as a whole and are credited in pieces.
 
         ρ_k = N(y_a, y_b; π̃) / N(y_a, y_b; π_old)          the two ends of segment k, jointly
@@ -144,8 +145,8 @@ class TCE(Learner):
                 found.append(segment_log_prob(rows, part.params, part.mean, part.chol, jitter))
         return torch.cat(found)
 
-    def critic_size(self, observation: int) -> int:
-        return observation + (self.config.critic_inputs == "context")
+    def build_critic(self, observation: int) -> Critic:
+        return super().build_critic(observation + (self.config.critic_inputs == "context"))
 
     def states(self, episodes: Episodes) -> Tensor:
         return self._inputs(episodes)[episodes.mask]
