@@ -1,6 +1,6 @@
 """Reinforcement learning for robots: smooth trajectories, and credit for their segments.
 
-Importing this needs torch alone; the learners in `corral.robot.tce` and `corral.robot.bbrl` also need `corral[robot]`.
+Importing this needs torch alone; the learners in the modules `tce`, `bbrl` and `top_erl` also need `corral[robot]`.
 """
 
 from corral.robot.prodmp import Design, ProDMP
@@ -13,15 +13,18 @@ from corral.robot.segment import (
     segment_jitter,
     segment_log_prob,
 )
+from corral.robot.sequence_critic import draw_segments, segment_returns
 
 __all__ = [
     "Design",
     "ProDMP",
     "critic_targets",
     "draw_pairs",
+    "draw_segments",
     "normalise_advantages",
     "segment_advantages",
     "segment_covariance",
     "segment_jitter",
     "segment_log_prob",
+    "segment_returns",
 ]

@@ -197,7 +197,7 @@ def test_without_a_checkpoint_it_starts_over_and_a_finished_run_stays(reference:
 @pytest.mark.parametrize(
     "algorithm",
     [
-        *("bbrl", "sb3-ppo", "sb3-sac"),
+        *("bbrl", "top_erl", "sb3-ppo", "sb3-sac"),
         *(pytest.param(name, marks=pytest.mark.slow) for name in ALGORITHMS if name.endswith(("gsde", "pink", "trpl"))),
     ],
 )

@@ -21,7 +21,11 @@ from corral.objective.config import ObjectiveConfig
 from corral.objective.correction import CORRECTIONS
 from corral.validate import pip_install, suggest
 
-_LEARNERS = {"tce": ("robot.tce", "TCE", "TCEConfig"), "bbrl": ("robot.bbrl", "BBRL", "BBRLConfig")}
+_LEARNERS = {
+    "tce": ("robot.tce", "TCE", "TCEConfig"),
+    "bbrl": ("robot.bbrl", "BBRL", "BBRLConfig"),
+    "top_erl": ("robot.top_erl", "TopERL", "TopERLConfig"),
+}
 """Module, class and settings of robot algorithms; all others are step-based baselines."""
 
 

@@ -22,7 +22,7 @@ FLAGS = {
     "objective": "how: troll, dppo, ppo_clip, … (`corral explain NAME`), or your own: file.py:function",
     "seed": "random seed",
     "steps": "batches of rollouts",
-    "algorithm": "of a robot: tce, bbrl, sb3-ppo, sb3-sac, …",
+    "algorithm": "of a robot: tce, bbrl, top_erl, sb3-ppo, sb3-sac, …",
     "iterations": "of a robot: batches of episodes",
     "learning-rate": "of AdamW; auto finds one",
     "tool": "who answers within completions: calculator, or module:Class (docs/tools.md)",

@@ -23,12 +23,17 @@ from corral.robot.episode import Plant
 from corral.robot.learner import Learner
 from corral.robot.prodmp import ProDMP
 from corral.robot.tce import TCE, TCEConfig
+from corral.robot.top_erl import TopERL, TopERLConfig
 from corral.validate import RunError, nearest
 
 STATE = "state.pt"
 """Name of a checkpoint's file with the learner's state."""
 
-EPISODIC: dict[str, tuple[type[Learner], type]] = {"tce": (TCE, TCEConfig), "bbrl": (BBRL, BBRLConfig)}
+EPISODIC: dict[str, tuple[type[Learner], type]] = {
+    "tce": (TCE, TCEConfig),
+    "bbrl": (BBRL, BBRLConfig),
+    "top_erl": (TopERL, TopERLConfig),
+}
 
 Agent = Any
 """A `Learner` or a `Baseline`: both have step, evaluate, explore, state, restore, iteration, updates, env_steps, networks,
@@ -108,7 +113,7 @@ def check_environment_config(environment: Environment, given: Mapping[str, Any])
 
 
 def config_class(algorithm: str) -> type:
-    """The class of an algorithm's settings: TCEConfig, BBRLConfig or BaselineConfig."""
+    """The class of an algorithm's settings: TCEConfig, BBRLConfig, TopERLConfig or BaselineConfig."""
     return EPISODIC[algorithm][1] if algorithm in EPISODIC else BaselineConfig
 
 
@@ -126,7 +131,7 @@ def _simulator(settings: Settings) -> Any:
     if settings.algorithm not in EPISODIC:
         raise ValueError(
             f"simulator='warp' plays whole plans, and {settings.algorithm} chooses an action at every step. Leave it at "
-            f"'mujoco', or choose tce or bbrl."
+            f"'mujoco', or choose tce, bbrl or top_erl."
         )
     from corral.lab.environments.warp_batch import WarpSimulator
 
@@ -135,7 +140,7 @@ def _simulator(settings: Settings) -> Any:
 
 def parameters(agent: Agent) -> int:
     """Number of trained parameters."""
-    return sum(p.numel() for network in agent.networks.values() for p in network.parameters())
+    return sum(p.numel() for network in agent.networks.values() for p in network.parameters() if p.requires_grad)
 
 
 def describe(settings: Settings, agent: Agent) -> dict[str, Any]:

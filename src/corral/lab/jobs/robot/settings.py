@@ -9,7 +9,7 @@ from corral.lab.run.settings import RunSettings, add_layer, coerce
 from corral.validate import RunError, limited, nearest
 
 _Algorithm = Literal[
-    "tce", "bbrl", "sb3-ppo", "sb3-ppo-gsde", "sb3-ppo-pink", "sb3-sac", "sb3-sac-gsde", "sb3-sac-pink", "sb3-trpl"
+    "tce", "bbrl", "top_erl", "sb3-ppo", "sb3-ppo-gsde", "sb3-ppo-pink", "sb3-sac", "sb3-sac-gsde", "sb3-sac-pink", "sb3-trpl"
 ]  # fmt: skip
 ALGORITHMS: tuple[str, ...] = get_args(_Algorithm)
 
@@ -47,12 +47,12 @@ class Settings(RunSettings):
     environment_config: dict[str, Any] = field(default_factory=dict)
     """Settings of the environment."""
     algorithm: _Algorithm = "tce"
-    """Algorithm: plans credited in segments (tce) or as a whole (bbrl), or a step-based baseline on stable-baselines3
-    (sb3-…)."""
+    """Algorithm: plans credited in segments (tce), as a whole (bbrl) or by a critic of past episodes (top_erl), or a step-based
+    baseline on stable-baselines3 (sb3-…)."""
     prodmp: dict[str, Any] = field(default_factory=dict)
     """Settings of the trajectory, corral.robot.ProDMP; joints come from the environment. Baselines have no trajectory."""
     learner: dict[str, Any] = field(default_factory=dict)
-    """Settings of the algorithm: TCEConfig, BBRLConfig or BaselineConfig."""
+    """Settings of the algorithm: TCEConfig, BBRLConfig, TopERLConfig or BaselineConfig."""
     iterations: int = limited(125, at_least=1)
     """Number of batches of episodes, the steps of the run."""
     eval_every: int = 5
@@ -63,7 +63,7 @@ class Settings(RunSettings):
     """Number of threads that step the environments, by default one per core. Results do not depend on it."""
     simulator: Literal["mujoco", "warp"] = "mujoco"
     """Simulator of the plans that are learned from: MuJoCo on the CPU, or MuJoCo Warp on a GPU, in float32. Warp needs
-    corral[warp], and is for tce and bbrl on hopper jump and box pushing. Measurements always use MuJoCo."""
+    corral[warp], and is for plans on hopper jump and box pushing. Measurements always use MuJoCo."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,7 +114,7 @@ def check_flags(settings: Settings, given: Mapping[str, Any]) -> None:
             why = f"{algorithm} chooses an action at every step and has no trajectory. Leave it out, or choose tce or bbrl."
         elif key in _OF_THE_CRITIC and plans != 1:
             why = f"with learner.plans_per_context={plans} no critic is fitted. Leave it out, or set plans_per_context to 1."
-        elif key == "learner.replan_from" and settings.learner.get("replan_every") is None:
+        elif key == "learner.replan_from" and settings.learner.get("replan_every") is None and algorithm != "top_erl":
             why = "one plan serves the whole episode. Set learner.replan_every too, or leave it out."
         elif key == "learner.floor_in_region" and settings.learner.get("entropy_floor") is None:
             why = "there is no floor of the entropy. Set learner.entropy_floor too, or leave it out."

@@ -15,6 +15,7 @@ TRAINING: dict[str, Any] = {
     "learner": {"episodes": 4},
     "tce": _EPISODIC,
     "bbrl": _EPISODIC,
+    "top_erl": {**_EPISODIC, "warm_up": 4, "batch": 4},
     "sb3-ppo": _PPO,
     "sb3-ppo-gsde": _PPO,
     "sb3-ppo-pink": _PPO,

@@ -1,0 +1,253 @@
+"""TOP-ERL: plans improved off-policy, by a transformer critic of segments of past episodes."""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from corral.robot.config import LearnerConfig
+from corral.robot.episode import UPDATES, Episodes, Plant, episode_seeds
+from corral.robot.learner import Learner
+from corral.robot.planner import Plans
+from corral.robot.policy import GaussianPolicy
+from corral.robot.prodmp import ProDMP
+from corral.robot.sequence_critic import SequenceCritic, draw_segments, segment_returns
+from corral.tensors import Tensors
+from corral.validate import limited
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopERLConfig(LearnerConfig):
+    """Settings of TOP-ERL, with the published widths and epochs. Updates are on batches of past episodes."""
+
+    policy_epochs: int = limited(15, at_least=1)
+    """Number of updates of the policy after each batch of new episodes."""
+    critic_epochs: int = limited(30, at_least=1)
+    """Number of updates of the critic after each batch of new episodes."""
+    policy_rate: float = limited(3e-4, above=0, finite=True)
+    """Learning rate of the policy's Adam."""
+    critic_rate: float = limited(3e-4, above=0, finite=True)
+    """Learning rate of the critic's Adam."""
+    critic_hidden: tuple[int, ...] = limited((128, 128), each=True, at_least=1, integer=True)
+    """Widths of the transformer's blocks, all equal. The default is two blocks of 128."""
+    critic_dtype: Literal["float64", "float32"] | None = "float32"
+    """Precision of the critic's network, which takes most of the time. None is the run's precision."""
+    heads: int = limited(8, at_least=1)
+    """Number of attention heads of each block, a divisor of its width."""
+    gamma: float = limited(1.0, at_least=0, at_most=1)
+    """Discount γ."""
+    segments: int = limited(25, at_least=1)
+    """Largest number of segments of an episode. Each update draws a number, and with it the length of segments."""
+    replay: int = limited(5000, at_least=1)
+    """Number of episodes in the replay buffer."""
+    batch: int = limited(512, at_least=1)
+    """Number of episodes of the replay buffer in each update, drawn with replacement."""
+    warm_up: int = limited(300, at_least=1)
+    """Number of episodes in the replay buffer before the first update."""
+    target_rate: float = limited(0.005, above=0, at_most=1)
+    """Share of its distance to the critic by which the target network moves after each update of the critic."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.plans_per_context > 1 or self.replan_every is not None:
+            self._refuse(
+                f"an episode has one plan, and a critic gives its credit; got plans_per_context={self.plans_per_context} and "
+                f"replan_every={self.replan_every}. Leave both out."
+            )
+        if len({*self.critic_hidden}) > 1 or self.critic_hidden[0] % self.heads:
+            self._refuse(
+                f"`critic_hidden` is one width for all blocks of the transformer, a multiple of `heads`; got "
+                f"{list(self.critic_hidden)} and {self.heads} heads."
+            )
+        if self.warm_up > self.replay:
+            self._refuse(f"`replay` holds at least the episodes of `warm_up`; got {self.replay} and {self.warm_up}.")
+
+
+@dataclass(frozen=True, eq=False)
+class Replay(Tensors):
+    """The last episodes, with the parameters of their plans."""
+
+    observations: Float[Tensor, "E S O"]
+    """s_0 … s_T, so S = T + 1."""
+    rewards: Float[Tensor, "E T"]
+    mask: Bool[Tensor, "E T"]
+    params: Float[Tensor, "E W"]
+
+
+class Segments(NamedTuple):
+    """Segments of a batch of past episodes: K of each episode, all of L steps."""
+
+    replay: Replay
+    """The batch's episodes."""
+    rows: Int[Tensor, "K L"]
+    """Steps of each segment."""
+    states: Float[Tensor, "B K O"]
+    """States at the beginnings."""
+    position: Float[Tensor, "B K D"]
+    """Where plans begin …"""
+    velocity: Float[Tensor, "B K D"]
+    """… and how fast they go there."""
+    actions: Float[Tensor, "B K L D"]
+    """Desired positions that were followed."""
+    mask: Bool[Tensor, "B K L"]
+    """True for steps before the episode's end."""
+
+
+class TopERL(Learner):
+    """Off-policy learning of plans: a critic tells what any sequence of actions is worth, and the policy climbs it.
+
+        critic   mean_n (Q(s_t, a_t … a_{t+n−1}) − G_n)² + (V(s_t) − Q̄(s_t, ã_t … ã_{t+L−1}))²
+        gain     mean_n Q(s_t, ã_t … ã_{t+n−1}) / σ
+        ã        desired positions of a plan w̃ ~ π̃(·|s_0) that begins at t where the episode's own plan was
+
+    over segments of random length L of past episodes, with G_n as in `segment_returns` from the target network's V̄, Q̄ that of
+    the target network, and σ the scale of the critic. w̃ is reparametrised, so the policy's gradient goes through ProDMP into
+    its mean and covariance. With `replan_from="state"` ã begins where the joints were.
+
+    Ref:
+        Li et al. 2025, arXiv:2410.09536, Sec. 4. Invariant: the gain of the plans that were followed is the mean of Q.
+    """
+
+    name: ClassVar[str] = "top_erl"
+    config: TopERLConfig
+    critic: SequenceCritic
+
+    def __init__(self, plant: Plant, prodmp: ProDMP, dt: float, config: TopERLConfig, **settings: Any) -> None:
+        if config.segments > plant.steps:
+            raise ValueError(f"top_erl: `segments` is at most the {plant.steps} steps of an episode; got {config.segments}.")
+        if config.replan_from == "state" and prodmp.delay:
+            raise ValueError(
+                f"top_erl: a plan rests until its delay of {prodmp.delay:g} s is over, and joints may move before. Leave "
+                f"`replan_from` at 'desired', or the trajectory without a delay."
+            )
+        super().__init__(plant, prodmp, dt, config, **settings)
+        self.critic.target.to(self.critic.value.head.weight)
+        self.dt = dt
+        self.replay: Replay | None = None
+
+    def build_critic(self, observation: int) -> SequenceCritic:
+        widths, dof = self.config.critic_hidden, self.prodmp.dof
+        return SequenceCritic(observation, dof, self.plant.steps, widths[0], len(widths), self.config.heads)
+
+    def update(self, episodes: Episodes, plans: Plans) -> dict[str, Tensor]:
+        """Add the batch to the replay buffer, then update the critic and the policy on batches of the buffer."""
+        new = Replay(episodes.observations, episodes.rewards, episodes.mask, plans.params).to(dtype=self.dtype)
+        self.replay = new if self.replay is None else Replay.cat([self.replay, new])[-self.config.replay :]
+        if self.config.normalise_critic:
+            self.critic.states.update(new.observations[:, :-1][new.mask])
+            self.critic.actions.update(self._followed(new)[0][:, 1:][new.mask])
+        if len(self.replay.params) < self.config.warm_up:
+            return {}
+        if self.updates == 0:
+            to_go = self.replay.rewards.flip(1).cumsum(1).flip(1)
+            self.critic.set_scale(to_go[self.replay.mask])
+        generator = torch.Generator().manual_seed(episode_seeds(self.seed, self.iteration, 1, UPDATES)[0])
+        old, metrics = deepcopy(self.policy).requires_grad_(False), dict[str, Tensor]()
+        for _ in range(self.config.critic_epochs):
+            metrics |= self.improve_critic(self.draw(generator), self._noise(generator))
+        self.critic.value.requires_grad_(False)  # the policy's gradient goes through it, and none of its own is needed
+        for _ in range(self.config.policy_epochs):
+            metrics |= self.improve_policy(self.draw(generator), self._noise(generator), old)
+        self.critic.value.requires_grad_(True)
+        return metrics
+
+    def draw(self, generator: torch.Generator) -> Segments:
+        """Segments of a batch of past episodes."""
+        assert self.replay is not None
+        count, steps = len(self.replay.params), self.plant.steps
+        chosen = torch.randint(count, (self.config.batch,), generator=generator)
+        return self.cut(
+            self.replay[chosen.to(self.replay.params.device)], *draw_segments(steps, self.config.segments, generator)
+        )
+
+    def cut(self, replay: Replay, starts: Int[Tensor, "K"], length: int) -> Segments:
+        """Segments of these episodes, `length` steps from each of `starts` on."""
+        starts = starts.to(replay.params.device)
+        rows, states = starts[:, None] + torch.arange(length, device=starts.device), replay.observations[:, starts]
+        followed, velocity = self._followed(replay)
+        desired = self.config.replan_from == "desired"
+        begin = (followed[:, starts], velocity[:, starts]) if desired else self._joints(states)
+        return Segments(replay, rows, states, *begin, followed[:, 1:][:, rows], replay.mask[:, rows])
+
+    def plan(self, params: Float[Tensor, "B W"], at: Segments) -> Float[Tensor, "B K L D"]:
+        """Desired positions of these plans in segments, begun anew at the beginning of each."""
+        rows = at.rows.cpu()
+        begin = self.dt * rows[:, 0].double()  # to the bit what the episode's own plan had as the time of this state
+        return self.prodmp.trajectory(self.planner.times[rows], params[:, None], at.position, at.velocity, begin)[0]
+
+    def improve_critic(self, at: Segments, noise: Float[Tensor, "B W"]) -> dict[str, Tensor]:
+        """Make a step on the squared errors of V and Q, in units of the critic's scale, and let the target follow."""
+        mask = torch.cat([at.mask[..., :1], at.mask], -1)
+        targets = self.targets(at, noise)
+        error = (self.critic(at.states, at.actions) - targets) / self.critic.std.to(targets)
+        loss = torch.where(mask, error, 0.0).square().sum() / mask.sum().clamp(min=1)
+        self.critic_optimizer.zero_grad()
+        loss.backward()
+        self.critic_optimizer.step()
+        self.critic.follow(self.config.target_rate)
+        return {"critic_loss": loss.detach()}
+
+    @torch.no_grad()
+    def targets(self, at: Segments, noise: Float[Tensor, "B W"]) -> Float[Tensor, "B K S"]:
+        """Targets of V, then of Q_1 … Q_L, for each segment, so S = L + 1.
+
+        V's is Q̄ of the actions that the policy takes from there, as many as were taken before the episode's end.
+        """
+        mean, chol = self.policy(at.replay.observations[:, 0])
+        fresh = self.critic(at.states, self.plan(_reparametrise(mean, chol, noise), at), target=True)
+        value = fresh.gather(-1, at.mask.sum(-1, keepdim=True))
+        ahead = self.critic(at.replay.observations, target=True).squeeze(-1)
+        returns = segment_returns(at.replay.rewards.to(ahead), ahead, at.replay.mask, at.rows, self.config.gamma)
+        return torch.cat([value, returns], -1)
+
+    def improve_policy(self, at: Segments, noise: Float[Tensor, "B W"], old: GaussianPolicy) -> dict[str, Tensor]:
+        """Make a step up the critic with the policy projected around the one before this batch's updates."""
+        context = at.replay.observations[:, 0]
+        (mean, chol), (old_mean, old_chol) = self.policy(context), old(context)
+        projected, factor = self.project(mean, chol, Plans(at.replay.params, old_mean, old_chol, (len(context),)))
+        return self.step_policy(mean, chol, projected, factor, self.gain(_reparametrise(projected.mean, factor, noise), at))
+
+    def gain(self, params: Float[Tensor, "B W"], at: Segments) -> Float[Tensor, ""]:
+        """Mean of Q over segments and numbers of actions, in units of the critic's scale."""
+        values = (self.critic(at.states, self.plan(params, at))[..., 1:] - self.critic.mean) / self.critic.std
+        return torch.where(at.mask, values, 0.0).sum() / at.mask.sum().clamp(min=1)
+
+    def _joints(self, states: Float[Tensor, "*b O"]) -> tuple[Float[Tensor, "*b D"], Float[Tensor, "*b D"]]:
+        """Joint positions and velocities in observations."""
+        tracking = self.plant.tracking
+        return states[..., slice(*tracking.joints)], states[..., slice(*tracking.velocities)]
+
+    def _followed(self, replay: Replay) -> tuple[Float[Tensor, "B S D"], Float[Tensor, "B S D"]]:
+        """Desired positions and velocities of the episodes' own plans at every state."""
+        begin = self._joints(replay.observations[:, 0])
+        plans = self.prodmp.trajectory(self.planner.times, replay.params, *begin)
+        position, velocity = (torch.cat([first[:, None], later], 1) for first, later in zip(begin, plans, strict=True))
+        return position, velocity
+
+    def _noise(self, generator: torch.Generator) -> Float[Tensor, "B W"]:
+        """Standard normal numbers for a plan of each episode of a batch."""
+        noise = torch.randn(self.config.batch, self.prodmp.parameters, generator=generator, dtype=self.dtype)
+        return noise.to(self.config.device)
+
+    @property
+    def updates(self) -> int:
+        waiting = (self.config.warm_up - 1) // self.config.episodes  # batches without an update
+        return max(0, self.iteration - waiting) * self.config.policy_epochs
+
+    def state(self) -> dict[str, Any]:
+        """A checkpoint with the replay buffer."""
+        return super().state() | {"replay": None if self.replay is None else vars(self.replay)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        super().restore(state)
+        replay = state["replay"]
+        self.replay = None if replay is None else Replay(**replay).to(self.config.device)
+
+
+def _reparametrise(mean: Float[Tensor, "B W"], chol: Float[Tensor, "*c W W"], noise: Float[Tensor, "B W"]) -> Tensor:
+    """Parameters μ + L ε [B W], for a factor common to all rows or one for each."""
+    return mean + (chol @ noise[..., None])[..., 0]
