@@ -35,7 +35,7 @@ class Sent(gymnasium.Env):
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
-        self.t, self.state, self.goal = 0, (0.0, 0.0), float(self.np_random.uniform(-1, 1))
+        self.t, self.state, self.goal = 0, (0.5, 0.0), float(self.np_random.uniform(-1, 1))
         self.last = self.ends_after[(seed or 0) % 4] if self.ends_after else self.steps
         return self.observation(), {}
 
@@ -46,7 +46,13 @@ class Sent(gymnasium.Env):
 
 
 def learner(
-    *, steps: int = 6, ends_after: tuple[int, ...] = (), dtype: torch.dtype = torch.float64, basis: int = 2, **settings: Any
+    *,
+    steps: int = 6,
+    ends_after: tuple[int, ...] = (),
+    dtype: torch.dtype = torch.float64,
+    basis: int = 2,
+    relative_goal: bool = False,
+    **settings: Any,
 ) -> TopERL:
     plant = Plant(
         SyncVectorEnv([lambda: Sent(steps, ends_after)] * 8),
@@ -55,7 +61,7 @@ def learner(
     )
     small = {"episodes": 8, "warm_up": 8, "batch": 8, "critic_hidden": (16,), "heads": 2, "segments": 3, "hidden": (16,)}
     small |= {"critic_epochs": 3, "policy_epochs": 3, "critic_dtype": None}
-    prodmp = ProDMP(1, basis, 0.1 * steps, alpha=10.0, auto_scale=True)
+    prodmp = ProDMP(1, basis, 0.1 * steps, alpha=10.0, auto_scale=True, goal_scale=0.3, relative_goal=relative_goal)
     return TopERL(plant, prodmp, 0.1, TopERLConfig(**{**small, **settings}), dtype=dtype)
 
 
@@ -229,8 +235,9 @@ def test_gradient_from_the_policy_through_prodmp_and_the_critic() -> None:
     assert torch.autograd.gradcheck(gain, (mean, lower))
 
 
-def test_the_gain_of_the_plans_that_were_followed_is_the_mean_of_q() -> None:
-    agent = learner(steps=6, ends_after=(6, 3, 6, 1))
+@pytest.mark.parametrize("relative_goal", [False, True])
+def test_the_gain_of_the_plans_that_were_followed_is_the_mean_of_q(relative_goal: bool) -> None:
+    agent = learner(steps=6, ends_after=(6, 3, 6, 1), relative_goal=relative_goal)
     agent.step()
     at = agent.draw(torch.Generator().manual_seed(1))
     assert not at.mask.all()

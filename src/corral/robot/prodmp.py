@@ -177,6 +177,17 @@ class ProDMP:
         blocks = cov.unflatten(-1, (self.dof, self.columns)).unflatten(-3, (self.dof, self.columns))
         return torch.einsum("...im,...dmen,...jn->...diej", rows, blocks, rows).flatten(-2).flatten(-3, -2)
 
+    def absolute(self, params: Float[Tensor, "*p W"], position: Float[Tensor, "*p D"]) -> Float[Tensor, "*p W"]:
+        """Parameters whose goals are positions, of plans with goals relative to `position`; others stay as they are.
+
+        `replace(prodmp, relative_goal=False)` makes the same plans of them, and from any state on their way too.
+        """
+        if not self.relative_goal:
+            return params
+        weights = params.unflatten(-1, (self.dof, self.columns))
+        goals = weights[..., -1] + position.to(params) / self._scale[-1].to(params)
+        return torch.cat([weights[..., :-1], goals[..., None]], -1).flatten(-2)
+
     def design(self, times: Float[Tensor, "*t T"], start_time: float | Float[Tensor, "*s"] = 0.0) -> Design:
         """The linear map from parameters and start state to the plan, in the dtype and on the device of `times`."""
         return self._design(times, start_time).to(times)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -126,7 +126,7 @@ class TopERL(Learner):
             )
         super().__init__(plant, prodmp, dt, config, **settings)
         self.critic.target.to(self.critic.value.head.weight)
-        self.dt = dt
+        self.dt, self.anew = dt, replace(prodmp, relative_goal=False)
         self.replay: Replay | None = None
 
     def build_critic(self, observation: int) -> SequenceCritic:
@@ -175,9 +175,10 @@ class TopERL(Learner):
 
     def plan(self, params: Float[Tensor, "B W"], at: Segments) -> Float[Tensor, "B K L D"]:
         """Desired positions of these plans in segments, begun anew at the beginning of each."""
-        rows = at.rows.cpu()
+        rows, (start, _) = at.rows.cpu(), self._joints(at.replay.observations[:, 0])
+        params = self.prodmp.absolute(params, start)[:, None]  # goals relative to the episode's start, not to a segment's
         begin = self.dt * rows[:, 0].double()  # to the bit what the episode's own plan had as the time of this state
-        return self.prodmp.trajectory(self.planner.times[rows], params[:, None], at.position, at.velocity, begin)[0]
+        return self.anew.trajectory(self.planner.times[rows], params, at.position, at.velocity, begin)[0]
 
     def improve_critic(self, at: Segments, noise: Float[Tensor, "B W"]) -> dict[str, Tensor]:
         """Make a step on the squared errors of V and Q, in units of the critic's scale, and let the target follow."""
