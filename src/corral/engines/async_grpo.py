@@ -160,7 +160,7 @@ class AsyncCorralTrainer(AsyncGRPOTrainer):
         return loss / self.current_gradient_accumulation_steps
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log `tr/staleness` too: the mean number of updates between sampling and training."""
+        """Log `tr/staleness` too: how often the sampler got new weights between sampling and training, averaged over rows."""
         metrics = self._metrics["train"]
         if ages := metrics.get("sample/staleness_mean"):
             metrics["tr/staleness"] = list(ages)

@@ -118,6 +118,7 @@ CONTRACT = {
         "self tr_loss grad_norm model trial epoch ignore_keys_for_eval start_time *",
         "should_log should_evaluate should_save log _evaluate _save_checkpoint",
     ),
+    "transformers.Trainer._load_from_checkpoint": Clause("self resume_from_checkpoint *"),
     "transformers.Trainer._load_rng_state": Clause("self checkpoint"),
     "transformers.Trainer._save_checkpoint": Clause("self model trial", "_get_output_dir PREFIX_CHECKPOINT_DIR global_step"),
 }

@@ -1,6 +1,7 @@
 """Callbacks of every CorralTrainer: self-checks, and a record of the settings in checkpoints."""
 
 import logging
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +11,10 @@ from accelerate.utils import gather_object
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import SaveStrategy
 
 from corral.provenance import plain, versions
-from corral.trl.api import REDUCTIONS, steps_per_batch
+from corral.trl.api import REDUCTIONS, steps_per_batch, updates_per_step
 from corral.trl.processes import base_model
 
 if TYPE_CHECKING:
@@ -30,6 +32,28 @@ def on_any_process(flag: bool) -> bool:
     return any(gather_object([flag]))
 
 
+def check_saves(trainer: "CorralTrainer", args: TrainingArguments, state: TrainerState, why: str) -> None:
+    """Refuse checkpoints inside a step, from which a run would not go on as without a break; the end of a run is exempt."""
+    of_best = args.save_strategy == SaveStrategy.BEST
+    strategy, name = (args.eval_strategy, "eval") if of_best else (args.save_strategy, "save")
+    if strategy == "steps":
+        every = int(state.eval_steps if of_best else state.save_steps)
+        what, use = f"`{name}_steps` is {every}", ""
+    elif strategy == "epoch":
+        batches = trainer.callback_handler.train_dataloader
+        assert batches is not None  # transformers has set it
+        every = math.ceil(len(batches) / args.gradient_accumulation_steps)
+        what, use = f"an epoch has {every} updates", f"{name}_strategy='steps' and "
+    else:
+        return
+    size = updates_per_step(trainer.args)
+    if every < state.max_steps and every % size:
+        raise ValueError(
+            f"CorralTrainer: {why}. A step has {size} updates, and {what}, no multiple of {size}. Use {use}{name}_steps="
+            f"{math.ceil(every / size) * size}."
+        )
+
+
 class SelfCheck(TrainerCallback):
     """Self-checks of every CorralTrainer: something to train, and no active trust region before the first update."""
 
@@ -42,19 +66,22 @@ class SelfCheck(TrainerCallback):
         self._before: int | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Refuse to train if no parameter is trainable."""
+        """Refuse to train if no parameter is trainable, or if a lag could not be resumed."""
         model: nn.Module = kwargs["model"]
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError(
                 "CorralTrainer: no parameter of the model requires a gradient, so nothing would be learned. Load an adapter "
                 "with PeftModel.from_pretrained(model, folder, is_trainable=True), or call model.requires_grad_()."
             )
+        if self.trainer.past is not None:
+            check_saves(self.trainer, args, state, "with `rollout_lag` checkpoints are saved at the end of a batch of rollouts")
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Start the on-policy check before the first update on new rollouts, when new and old policy are equal."""
-        # A teacher is outside the region before any update, and may be.
-        fresh = self.trainer._step % steps_per_batch(self.trainer.args) == 0 and self.trainer.teacher is None
-        self._before = len(self._active_fractions()) if fresh and not self.drift_reported else None
+        fresh = self.trainer._step % steps_per_batch(self.trainer.args) == 0
+        # A teacher is outside the region before any update, and so may an earlier policy be.
+        apart = self.trainer.teacher is not None or (self.trainer.past is not None and self.trainer.anchor == "rollout")
+        self._before = len(self._active_fractions()) if fresh and not apart and not self.drift_reported else None
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Warn if the trust region was active on-policy: then sampler and trainer differ."""
@@ -87,7 +114,9 @@ class SelfCheck(TrainerCallback):
         return list(self.trainer._metrics["train"].get("tr/active_frac", ()))
 
 
-_OF_TRL = ("seed", "learning_rate", "num_iterations", "loss_type", "beta", "temperature", "deployed_bound", "advantage")
+_OF_TRL = (
+    "seed", "learning_rate", "num_iterations", "loss_type", "beta", "temperature", "deployed_bound", "advantage", "rollout_lag",
+)  # fmt: skip
 """Settings that identify a run."""
 
 

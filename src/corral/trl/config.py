@@ -102,6 +102,11 @@ class CorralConfig(GRPOConfig):
         "ends once the network is 50 times `deployed_bound` away, or the effective sample size is below ½. Unless given, "
         "`deployed_bound` is then .02.",
     )
+    rollout_lag: int = _setting(
+        0,
+        "Batches of rollouts by which the weights that sample are behind those that are trained, as in asynchronous engines; "
+        "the first batches have a smaller lag.",
+    )
     lr_scheduler_type: SchedulerType | str = _setting(
         "auto",
         "Schedule of the learning rate. `auto` is linear, or constant if the learning rate is `auto` and `reuse` is not.",
@@ -211,7 +216,7 @@ class CorralConfig(GRPOConfig):
     def records_logps(self) -> bool:
         """True if transformers' generation must report the log-probs that it draws from: something reads them."""
         needed = self.correction is not None or "logp_rollout" in self.make_objective().needs
-        return needed or self.anchor == "rollout"
+        return needed or self.anchor == "rollout" or self.rollout_lag > 0
 
     def check_sampler(self, sampler: Sampler, generation_config: GenerationConfig | None = None) -> None:
         """Raise if the sampler cannot supply the data for the anchor, the objective or the correction.
@@ -261,6 +266,7 @@ def _check_values(config: CorralConfig) -> None:
     check("reuse", one_of=("fixed", "auto"))
     check("tokens_per_pass", at_least=1, integer=True, optional=True)
     check("packed_batches", one_of=("auto", "off"))
+    check("rollout_lag", at_least=0, integer=True, what="a number of batches")
     check("deployed_bound", above=0, optional=True, what="a divergence", note="inf measures alone")
 
 
@@ -378,6 +384,9 @@ def _of_trl(config: CorralConfig) -> _Refusals:
         f"`steps_per_generation` · `num_iterations` is {a_pass * config.num_iterations}, no multiple of "
         f"`gradient_accumulation_steps`, {every}. Make it one, or give a number and "
         f"`deployed_bound`.": config.finds_rate and a_pass * config.num_iterations % every,
+        f"rollout_lag counts batches of rollouts, each of which must end with an update: `steps_per_generation` · "
+        f"`num_iterations` is {a_pass * config.num_iterations}, no multiple of `gradient_accumulation_steps`, {every}. Make it "
+        f"one, or leave `rollout_lag` out.": config.rollout_lag > 0 and a_pass * config.num_iterations % every,
         "reuse='auto' skips updates, and the loss scaling of fp16 cannot. Use bf16 or float32.": reuses and config.fp16,
         "`use_liger_kernel` replaces layers and the head that corral reads. Leave it off.": config.use_liger_kernel,
         "Unsloth rewrites GRPOTrainer's methods, and corral's would never run. Use a process that does not import "
@@ -424,8 +433,12 @@ def _of_sampler(config: CorralConfig, sampler: Sampler, generation: dict[str, An
         "or anchor='old'.": rollout and corrects,
         "with `logprobs` in generation_kwargs vLLM ranks tokens by likelihood, and TRL takes the first for the sampled one. "
         "Leave it out.": config.use_vllm and generation.get("logprobs"),
-        "an objective or a correction reads the sampler's log-probs, and transformers' continuous batching reports none. Leave "
-        "use_transformers_continuous_batching out.": records and set_to.get("use_transformers_continuous_batching"),
+        "an objective, a correction or `rollout_lag` reads the sampler's log-probs, and transformers' continuous batching "
+        "reports none. Leave use_transformers_continuous_batching out.": records
+        and set_to.get("use_transformers_continuous_batching"),
+        "rollout_lag samples with earlier weights of the trainer's own model, and here another sampler draws: vLLM, a rollout "
+        "function or a `tool`. Leave it out; such a sampler has an age of its own.": config.rollout_lag > 0
+        and sampler != "transformers",
         f"objective={config.objective!r} weighs the old policy against the sampler itself, and a correction would do it twice. "
         f"Leave `correction` out, and set vllm_importance_sampling_correction=False.": twice,
         f"correction={correction!r} weighs the old policy against the sampler, and with anchor='rollout' they are one. Use "

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import SaveStrategy
 from trl import GRPOTrainer
 
 from corral.deployed import BatchKL, Certificate, RateController, TokenKL, restore, retract, snapshot
@@ -31,7 +30,7 @@ from corral.deployed.state import preserve_state
 from corral.head.torch.head_kl import HeadStates, head_kl_both_ways
 from corral.numerics import drop_gradients, gradient_state
 from corral.trl.api import FUSED, steps_per_batch, updates_per_step
-from corral.trl.callbacks import on_any_process
+from corral.trl.callbacks import check_saves, on_any_process
 from corral.trl.ledger import Ledger
 from corral.trl.scoring import HeadWeights, ScoringPass
 
@@ -125,28 +124,10 @@ class DeployedCallback(TrainerCallback):
         group = scheduler.optimizer.param_groups[0]
         self.controller.scale = scheduler.base_lrs[0] / group["initial_lr"] if group["initial_lr"] > 0 else 1.0
         self.searches = self.trainer.args.finds_rate and self.controller.scale == 1.0
-        self._check_saves(args, state)
-
-    def _check_saves(self, args: TrainingArguments, state: TrainerState) -> None:
-        """Refuse checkpoints inside a step, where bounding the network would change the run; the end of a run is exempt."""
-        of_best = args.save_strategy == SaveStrategy.BEST
-        strategy, name = (args.eval_strategy, "eval") if of_best else (args.save_strategy, "save")
-        if strategy == "steps":
-            every = int(state.eval_steps if of_best else state.save_steps)
-            what, use = f"`{name}_steps` is {every}", ""
-        elif strategy == "epoch":
-            batches = self.trainer.callback_handler.train_dataloader
-            assert batches is not None  # transformers has set it
-            every = math.ceil(len(batches) / args.gradient_accumulation_steps)
-            what, use = f"an epoch has {every} updates", f"{name}_strategy='steps' and "
-        else:
-            return
-        if every < state.max_steps and every % self.per_step:
-            raise ValueError(
-                f"CorralTrainer: with `deployed_bound` the network is bounded at the end of a step, and checkpoints are saved "
-                f"there. A step has {self.per_step} updates, and {what}, no multiple of {self.per_step}. Use {use}{name}_steps="
-                f"{math.ceil(every / self.per_step) * self.per_step}."
-            )
+        check_saves(
+            self.trainer, args, state, "with `deployed_bound` the network is bounded at the end of a step, and checkpoints are "
+            "saved there"
+        )  # fmt: skip
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Copy the weights at the beginning of a step, and find the first learning rate if that is left to the trainer."""

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
@@ -28,6 +29,7 @@ from corral.tensors import SparseDist, TokenBatch
 from corral.trl.api import FUSED, steps_per_batch
 from corral.trl.callbacks import RunRecord, SelfCheck
 from corral.trl.config import CorralConfig, Sampler
+from corral.trl.lag import PastWeights
 from corral.trl.ledger import Ledger, ratio_sums
 from corral.trl.old_policy import Behaviour, OldPolicy, RolloutSupport, check_server, fill_unscored
 from corral.trl.packing import ORDER, can_pack, cut, halve, in_order
@@ -49,7 +51,7 @@ TokenObserver = Callable[[dict[str, Any], TokenBatch, Objective], None]
 
 
 class CorralTrainer(GRPOTrainer):
-    """Drop-in for GRPOTrainer. Fourteen methods are overridden, each calls TRL's own, none is copied.
+    """Drop-in for GRPOTrainer. Fifteen methods are overridden, each calls TRL's own, none is copied.
 
     TRL's loss is called with advantages of zero: what comes back is everything but the policy term (KL to a reference,
     entropy bonus, auxiliary loss, their metrics). The policy term is corral's, averaged as `loss_type` says. Where there is no
@@ -69,6 +71,8 @@ class CorralTrainer(GRPOTrainer):
     """Measures the deployed network after every step, and bounds it, with `deployed_bound`."""
     behaviour: Behaviour | None = None
     """Recorder of the log-probs that transformers draws from, if something reads them."""
+    past: PastWeights | None = None
+    """Weights of earlier steps, from which rollouts are drawn with a `rollout_lag`."""
     next_batches: tuple[list[Any], Any]
     """Rows for the next update, fetched by transformers' loop, and their token count."""
     _drawn_at: int | None = None
@@ -148,6 +152,7 @@ class CorralTrainer(GRPOTrainer):
         # With a teacher every token has a union: what it knows may be all of the student's tail.
         request = replace(self.own_support, mass=1.0 if taught else args.support_mass)
         self._old_policies = {mode: OldPolicy(request, fill) for mode in ("train", "eval")}
+        self.past = PastWeights(self, args.rollout_lag) if args.rollout_lag else None
         self._rewards: Tensor | None = None
         self.ledger = Ledger()
         self.first_call = FirstCall(over=not self.accelerator.is_main_process)
@@ -214,7 +219,9 @@ class CorralTrainer(GRPOTrainer):
     @property
     def on_policy(self) -> bool:
         """True if the region is inactive: one update per batch, no other sampler as the anchor, and no teacher target."""
-        other_sampler = self.anchor == "rollout" and self.reports_logps and self.behaviour is None
+        other_sampler = (
+            self.anchor == "rollout" and self.reports_logps and (self.behaviour is None or self.args.rollout_lag > 0)
+        )
         return not self.off_policy and not other_sampler and self.teacher is None
 
     @property
@@ -271,7 +278,8 @@ class CorralTrainer(GRPOTrainer):
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         """Draw completions with TRL; in half precision, trained weights are rounded once for all tokens."""
-        with one_autocast(self):
+        past = self.past if self.model.training else None  # an evaluation is of the present weights
+        with nullcontext() if past is None else past.in_use(), one_autocast(self):
             generated = super()._generate(*args, **kwargs)
         if self.deployed is not None:
             self.deployed.probe.tool_mask = generated[2]
@@ -328,6 +336,8 @@ class CorralTrainer(GRPOTrainer):
             self.old_policy.store(output, scoring)
         elif self.rollout_support is not None:
             self.rollout_support.store(output)
+        if self.past is not None and self.model.training:
+            output["corral_sampled_at"] = torch.full_like(output["completion_ids"][:, 0], self.past.sampled_at)
         if self.args.advantage is not None:
             output["advantages"] = self._own_advantages(len(output["completion_ids"]))
         return output
@@ -490,6 +500,8 @@ class CorralTrainer(GRPOTrainer):
             if self.off_policy and done // every == (done - done % steps_per_batch(self.args)) // every:
                 # Before the first update on the rollouts every ratio to the old policy should be 1.
                 metrics["tr/drift_max"] = masked_max((batch.logp_new - batch.logp_old).abs(), mask)
+            if self.past is not None and "corral_sampled_at" in inputs:
+                metrics["tr/staleness"] = self.past.step - inputs["corral_sampled_at"].float().mean()
             if entropy is not None:
                 metrics["entropy"] = entropy  # TRL's, which would have been next
         reports = [out.report for out, _ in scoring.results if out.report is not None and torch.is_grad_enabled()]
@@ -611,6 +623,8 @@ class CorralTrainer(GRPOTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as in TRL; a run that ends with an exception also leaves a bounded network."""
+        if self.past is not None:
+            self.past.weights.clear()
         try:
             return super().train(*args, **kwargs)
         except BaseException:  # Ctrl-C among them
@@ -629,6 +643,14 @@ class CorralTrainer(GRPOTrainer):
         if self.deployed is not None:
             self.deployed.before_save()
         super()._save_checkpoint(*args, **kwargs)
+        if self.past is not None and self.args.should_save and not self.args.save_only_model:
+            self.past.save(Path(self._get_output_dir(None), f"checkpoint-{self.state.global_step}"))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
+        """Load a checkpoint's model as in transformers, and the earlier weights that rollouts are drawn with."""
+        super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
+        if self.past is not None:
+            self.past.load(Path(resume_from_checkpoint))
 
     def flush_metrics(self) -> None:
         """Write the metrics since the last call into `_metrics`, over all processes; every process must call this."""

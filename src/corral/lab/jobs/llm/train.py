@@ -184,6 +184,8 @@ def banner(
         anchor = "old: the policy before the updates, recomputed by the trainer"
     elif args.use_vllm:
         anchor = "rollout: the log-probs that vLLM reports"
+    elif trainer.behaviour is not None:
+        anchor = "rollout: the log-probs that completions were drawn with"
     lines = [
         ("corral", f"{corral.__version__}: {settings.task} with {settings.model}, {parameters}"),
         ("objective", f"{settings.objective}" + (f" ({objective_settings})" if objective_settings else "")),
@@ -192,6 +194,8 @@ def banner(
         lines.append(("reduction", f"{REDUCTIONS[args.loss_type]} (loss_type {args.loss_type})"))
     lines += [("anchor", anchor)] if "anchor" in given else []
     lines += [("support", _support(trainer))] if any(key.startswith("support") for key in given) else []
+    if args.rollout_lag:
+        lines.append(("lag", f"rollouts are drawn with the weights of {count(args.rollout_lag, 'step')} before"))
     if teacher is not None:
         own = "the model itself, as it was before training" + ("" if teacher.is_reference else ", shown more than the problem")
         lines.append(("reference" if teacher.is_reference else "teacher", settings.teacher or own))
