@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from results.spec import BASES, CODE, CODED, PRETRAINED, WORDS, Run
+from results.table import every_arm
 
 TUNING = (301, 302, 303)
 """Seeds that settings are chosen on; the third for what cannot be told from two."""
@@ -353,5 +354,6 @@ PLANS: dict[str, Callable[[], Sequence[Run]]] = {
     "c": estimators,
     "e": code,
     "tiny": tiny,
+    "table-tiny": every_arm,
     "b-tiny": lambda: words({"arm": WORD_ARMS}, rate=1e-5, seed=401, steps=2, eval_size=16, eval_every=2),
 }

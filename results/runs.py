@@ -21,7 +21,7 @@ Values = dict[str, float]
 
 DEFAULTS = {
     "variant": "", "model": "tiny", "updates": 8, "sampler": "", "anchor": "auto", "start": START, "recipe": "demo",
-    "device": "cpu", "end_size": 0, "base": "",
+    "device": "cpu", "end_size": 0, "base": "", "lag": 0,
 }  # fmt: skip
 """What older rows do not name."""
 

@@ -65,6 +65,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "α=.3": {"objective_config": {"regression": 0.3}},
     "α=3": {"objective_config": {"regression": 3.0}},
     "α=10": {"objective_config": {"regression": 10.0}},
+    **{f"ε={e:g}".replace("0.", "."): {"objective_config": {"clip_low": e, "clip_high": e}} for e in (0.05, 0.1, 0.3, 0.4)},
+    "KL to the start": {"beta": 0.1},
     "δ=.1": {"objective_config": {"bound": 0.1}},
     "δ=.15": {"objective_config": {"bound": 0.15}},
     "rloo": {"advantage": "rloo"},
@@ -112,6 +114,10 @@ class Run:
     """A name of VARIANTS."""
     model: str = "tiny"
     """The embedded model, or a folder with another warm start."""
+    lag: int = 0
+    """`rollout_lag`: by how many batches the weights that sample are behind."""
+    pass_at: int = 0
+    """Answers to each of 512 held-out problems at the end, for the share that any of them solves; 0: it is not measured."""
     updates: int = 8
     """Of each pass over a batch; with 1 and one pass every objective is the same algorithm."""
     base: str = ""
@@ -128,6 +134,7 @@ class Run:
         parts = [self.base or ("code" if self.recipe == CODED else ""), "shipped", "" if self.start == START else self.start]
         parts += [self.objective, self.arm.replace(" ", ""), str(self.rate), self.schedule, f"x{self.passes}{self.reuse or ''}"]
         parts += [str(self.steps), str(self.seed), self.variant, f"m{self.updates}" if self.updates != 8 else ""]
+        parts += [f"lag{self.lag}" if self.lag else ""]
         return "-".join(filter(None, [*parts, "" if self.model == "tiny" else self.model.rstrip("/").rpartition("/")[2]]))
 
     def layer(self) -> dict[str, Any]:
@@ -138,6 +145,7 @@ class Run:
         given |= {} if self.device == "cpu" else {"bf16": False}  # the same precision on all devices
         given["deployed_bound"] = 0.02 if self.bound is None else self.bound
         given |= {} if self.reuse is None else {"reuse": self.reuse}
+        given |= {"rollout_lag": self.lag} if self.lag else {}
         given |= STARTS[self.start] | VARIANTS[self.variant] | ({} if self.model == "tiny" else {"model": self.model})
         if self.updates != 8:
             given |= {"steps_per_generation": self.updates, "per_device_train_batch_size": COMPLETIONS // self.updates}

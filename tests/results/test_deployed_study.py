@@ -1,5 +1,6 @@
 """The study of deployed networks: its numbers worked by hand, its plans, and a page that says what its raw data say."""
 
+import argparse
 import json
 import math
 import subprocess
@@ -309,9 +310,10 @@ def test_a_run_that_fails_is_written_down_and_one_without_time_is_not_begun(monk
 def test_a_plan_runs_in_processes_and_ends_where_every_run_fails(tmp_path: Path) -> None:
     small = Run(objective="troll", rate=1e-3, seed=1, steps=1, eval_every=1, eval_size=2)
     wrong = [replace(small, objective=f"none{place}") for place in range(6)]
-    study.study([small], "cpu", 1, 5, tmp_path / "one.jsonl", {})
+    options, deadline = argparse.Namespace(device="cpu", workers=1, fresh=False, commit="x"), time.time() + 300
+    assert study.study([small], options, tmp_path / "one.jsonl", {}, deadline)
     assert [run["finished"] for run in packed.read(tmp_path / "one.jsonl")] == [True]
-    study.study(wrong, "cpu", 1, 5, tmp_path / "wrong.jsonl", {})
+    assert not study.study(wrong, options, tmp_path / "wrong.jsonl", {}, deadline)
     assert len(packed.read(tmp_path / "wrong.jsonl")) == study.FAILURES
 
 
