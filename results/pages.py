@@ -54,14 +54,23 @@ def markdown(head: Sequence[str], lines: Iterable[Sequence[str]], rule: str = "-
 spaced_table = partial(markdown, rule=" --- ")
 
 
+def tenths(value: float) -> str:
+    """One decimal with a typographic minus: `−0.1`, and `0.0` without a sign."""
+    text = f"{value:.1f}"
+    return text.replace("-0.0", "0.0") if float(text) == 0 else text.replace("-", "−")
+
+
+def points(value: float) -> str:
+    """A difference with its sign: `+2.7`, `−0.1`."""
+    return ("" if tenths(value).startswith("−") else "+") + tenths(value)
+
+
 def interval_text(found: "Difference | None") -> str:
     """`+2.7 (0.8 … 4.5)`: a difference and its 95 % interval; a dash if no seed is shared."""
-    from corral.lab.report.statistics import plain, signed
-
     if found is None:
         return "–"
     low, high = found.mean.low, found.mean.high
-    return signed(found.mean.value) + ("" if low is None or high is None else f" ({plain(low)} … {plain(high)})")
+    return points(found.mean.value) + ("" if low is None or high is None else f" ({tenths(low)} … {tenths(high)})")
 
 
 def p_text(p: float) -> str:

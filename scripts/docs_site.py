@@ -3,7 +3,7 @@
 - CONTRIBUTING, CHANGELOG, SECURITY and the code of conduct become pages of the site.
 - Links out of docs/ lead to those pages, or to the repository that the variable REPOSITORY names; without one their text stays.
 - ```python no-run is ```python; formulas become MathML when the site is built, so that no script and no font is fetched.
-- In tables a number and its unit stay on one line.
+- In tables a number and its unit stay on one line, and so do the ends of an interval.
 - Sections of docstrings may follow each other without an empty line.
 """
 
@@ -32,6 +32,7 @@ FENCE = re.compile(r"^(```.*?^```)$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?P<image>!?)\[(?P<label>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<target>[^)\s]+)\)")
 SECTION = re.compile(r"\n(Args|Returns|Raises|Ref):\n")
 CELL = re.compile(r"<td[^>]*>(?:(?!<code).)*?</td>", re.DOTALL)
+INTERVAL = re.compile(r"\((−?[\d.,]+) … (−?[\d.,]+)\)")
 UNIT = re.compile(r"(?<=\d) (?=(?:ms|s|h|MiB|GiB|MB|GB|GEMMs?|%)(?!\w))")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 
@@ -64,8 +65,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """TeX → MathML; no line ends between a number in a table and its unit."""
-    return CELL.sub(lambda cell: UNIT.sub("\N{NO-BREAK SPACE}", cell[0]), FORMULA.sub(_mathml, html))
+    """TeX → MathML; no line ends between a number in a table and its unit, or within an interval."""
+    space = "\N{NO-BREAK SPACE}"
+    return CELL.sub(lambda cell: INTERVAL.sub(rf"(\1{space}…{space}\2)", UNIT.sub(space, cell[0])), FORMULA.sub(_mathml, html))
 
 
 class SpacedSections(griffe.Extension):

@@ -7,7 +7,7 @@ TESTS = Path(__file__).parent
 NAMES = """
     corral_trl head lab/cli lab/compare lab/jobs lab/models lab/audit/test_audit_callback.py
     engines/test_verl_head.py
-    docs/test_head_benchmark.py docs/test_support_page.py test_add_objective.py
+    docs/test_head_benchmark.py docs/test_notebook.py docs/test_support_page.py test_add_objective.py
     projection/test_gaussian_kl_condition.py
     lab/report/test_comparison.py lab/report/test_page.py lab/report/test_report_export.py
     lab/baselines/test_baseline.py robot/test_learner.py

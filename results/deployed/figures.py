@@ -54,11 +54,10 @@ def sentence(runs: Sequence[Row]) -> str:
     (seeds,) = {len(runs_of(runs, how)) for how in CHOSEN[: len(LEARNED)]}
     above, places = places_above(runs)
     return (
-        f"Medians of {seeds} fresh seeds of [the study](docs/results/deployed.md#fresh-seeds), with the script's task and "
-        f"model: {100 * LEVEL:.0f} % success takes TROLL {ours:.1f} batches of\nrollouts. "
-        f"It takes PPO's clip {tuned:.1f}, with the "
-        f"best learning rate and number of passes that were tried. TROLL is above clip in {above} of {places}\n[other tasks "
-        f"and starts](docs/results/deployed.md#elsewhere).\n"
+        f"TROLL reaches {100 * LEVEL:.0f} % held-out success after {ours:.1f} batches of rollouts. "
+        f"PPO's clip takes {tuned:.1f}, with the best learning rate and number of\npasses that were tried. "
+        f"These are medians of [{seeds} fresh seeds](docs/results/deployed.md#fresh-seeds), with the script's task "
+        f"and model. On {places} [other tasks and\nstarts](docs/results/deployed.md#elsewhere) TROLL is above clip {above} times.\n"
     )
 
 

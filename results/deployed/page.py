@@ -42,16 +42,8 @@ def advice(runs: Sequence[Row]) -> str:
     for name, gap, _, seeds, p in rates.verdicts(runs):
         objective, *how = name.partition(" −")[0].split(", ")
         if how == ['`"auto"`', "constant"]:
-            row = [
-                "one pass, rate not known",
-                f'{objective} at `"auto"`',
-                "over the tuned rate",
-                gap,
-                seeds.split()[0],
-                p,
-                known,
-            ]
-            lines.append(row)
+            use = f'{NAMES[objective]} at `"auto"`'
+            lines.append(["one pass, rate not known", use, "over the tuned rate", gap, seeds.split()[0], p, known])
     gap = arms.behind("smollm2", "troll", BEST["smollm2"]["troll", 1])
     row = ['TROLL on SmolLM2: a tuned rate, not `"auto"`', 'of `"auto"` over tuned', interval_text(gap), str(gap.seeds), "–"]
     lines.append(["", *row, "SmolLM2, learning"])

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
-from corral.lab.report.statistics import holm, signed
+from corral.lab.report.statistics import holm
 from corral.lab.report.sweep import SweepRow, usable_range
 from results.packed import Row
-from results.pages import markdown, p_text, rate_text
+from results.pages import markdown, p_text, points, rate_text
 from results.plans import FRESH, RATES, TUNING
 from results.runs import Values, area, by_seed, final, greedy, group, is_below_start, kl, mean, where, with_interval, with_start
 
@@ -114,7 +114,7 @@ def verdicts(runs: Sequence[Row]) -> list[list[str]]:
                 one, end = (not_worse(by_seed(cell, read), by_seed(tuned[best], read)) for read in (area, final))
                 tests.append(one.p)
                 name = '`"auto"`' if rate == "auto" else rate_text(rate)
-                gaps = [f"{signed(100 * of.mean)}, at least {signed(100 * of.low)}" for of in (one, end)]
+                gaps = [f"{points(100 * of.mean)}, at least {points(100 * of.low)}" for of in (one, end)]
                 lines.append([f"{objective}, {name}, {schedule} − {rate_text(best)} without a bound", *gaps, one.runs])
     return [[*line, p_text(p)] for line, p in zip(lines, holm(tests), strict=True)]
 

@@ -29,7 +29,7 @@ def shell_commands() -> dict[str, str]:
                 words = shlex.split(line.removeprefix("$ "), comments=True)
                 while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):  # OMP_NUM_THREADS=1
                     words = words[1:]
-                if words[:1] == ["corral"] and "…" not in line:
+                if words and Path(words[0]).name == "corral" and "…" not in line:
                     found.setdefault(shlex.join(words[1:]), str(page.relative_to(ROOT)))
     return found
 

@@ -35,9 +35,9 @@ FRESH = [
 def test_golden_sentence() -> None:
     # .5 → .7 between steps 2 and 4: .6 after 3. Clipping is there at step 6; with one pass .5 → .7 from 6 to 8: after 7.
     said = figures.sentence(FRESH)
-    assert "60 % success takes TROLL 3.0 batches" in said
-    assert "takes PPO's clip 6.0" in said
-    assert "Medians of 2 fresh seeds" in said
+    assert "TROLL reaches 60 % held-out success after 3.0 batches" in said
+    assert "PPO's clip takes 6.0," in said
+    assert "medians of [2 fresh seeds]" in said
 
 
 def test_golden_curves() -> None:
