@@ -1,5 +1,6 @@
 """Packed rows: the same log-probs, losses and gradients as padded batches, for every family of models and every precision."""
 
+import copy
 import json
 import logging
 from itertools import chain, pairwise
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from peft import LoraConfig
 from tiny_models import SIZES, loss_and_gradient, make_trainer, measured, nudge, rollouts, tiny_model
 from torch import Tensor
 from transformers import (
@@ -347,6 +349,75 @@ class TestPieces:
         assert not make_trainer(tmp_path, "gspo", tokens_per_pass=12).splits
         assert not make_trainer(tmp_path, "ppo_clip", tokens_per_pass=12, packed_batches="off").splits
         assert not make_trainer(tmp_path, "ppo_clip").splits
+
+
+class TestCompiled:
+    """Layers that are compiled for packed rows. A backend that compiles no kernels traces like one that does."""
+
+    @pytest.fixture
+    def graphs(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """Length of each graph that is compiled."""
+        found, original = list[int](), torch.compile
+
+        def trace(graph: Any, inputs: Any) -> Any:
+            found.append(len(graph.graph.nodes))
+            return graph.forward
+
+        torch._dynamo.reset()
+        monkeypatch.setattr(torch, "compile", lambda function, dynamic: original(function, backend=trace, dynamic=dynamic))
+        return found
+
+    @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own, while it traces
+    @pytest.mark.supports("scale: compiled layers", door="TRL")
+    @pytest.mark.parametrize("lora", [False, True], ids=["", "LoRA"])
+    def test_the_gradient_is_the_same_and_no_length_compiles_anew(
+        self, tmp_path: Path, graphs: list[int], caplog: pytest.LogCaptureFixture, lora: bool
+    ) -> None:
+        caplog.set_level(logging.INFO)
+        found = {}
+        adapter = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+        for compiles in (False, True):
+            torch.manual_seed(0)
+            kwargs = {"peft_config": adapter} if lora else {}
+            trainer = make_trainer(tmp_path, "ppo_clip", compile_layers=compiles, trainer_kwargs=kwargs, tokens_per_pass=14)
+            batches = rollouts(trainer)
+            found[compiles] = loss_and_gradient(trainer, batches[0])
+            assert bool(graphs) == compiles
+        assert_close(found[True][0], found[False][0])
+        for name, gradient in found[False][1].items():
+            assert_close(found[True][1][name], gradient, atol=1e-5, rtol=1e-3)
+        compiled = len(graphs)
+        for inputs in batches:
+            trainer.compute_loss(trainer.model, inputs)
+        rollouts(trainer)
+        assert len(graphs) == compiled
+        assert set(measured(trainer)["tr/drift_max"]) == {0.0}
+        assert "Compiling LlamaDecoderLayer for updates, whose backward pass follows took" in caplog.text
+
+    def test_what_cannot_be_compiled_runs_as_it_is(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def fail(*_: Any, **__: Any) -> Any:
+            raise RuntimeError("no compiler here\nand a traceback")
+
+        found = []
+        for compiles in (False, True):
+            monkeypatch.setattr(torch, "compile", lambda function, dynamic: fail)
+            trainer = make_trainer(tmp_path, "ppo_clip", compile_layers=compiles)
+            found.append(loss_and_gradient(trainer, rollouts(trainer)[0])[0])
+        assert torch.equal(found[0], found[1])
+        told = [record.message for record in caplog.records if "not compiled" in record.message]
+        assert told == ["Layers are not compiled, because that failed: no compiler here."]
+
+    def test_a_copy_of_a_model_has_layers_of_its_own(self, graphs: list[int]) -> None:
+        model = tiny_model()
+        packing.compile_layers(model)
+        copied = copy.deepcopy(model)
+        assert copied.model.layers[0].forward.__self__ is copied.model.layers[0]
+
+    def test_padded_batches_say_that_nothing_is(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        make_trainer(tmp_path, "ppo_clip", compile_layers=True, packed_batches="off")
+        assert "these are padded: nothing is compiled" in caplog.text
 
 
 class TestKernel:

@@ -91,6 +91,9 @@ class CorralConfig(GRPOConfig):
         "Tokens in one forward and backward pass of packed batches: a micro-batch of more is cut into pieces with the same "
         "gradient. None takes what fits into a GPU's memory, and on a CPU whole micro-batches.",
     )
+    compile_layers: bool = _setting(
+        False, "Compile the layers of packed batches, once at the start of a run. Needs a compiler that torch can use."
+    )
     deployed_bound: float | None = _setting(
         None,
         "Bound on the mean KL between the network after a step's updates and the network before them. Larger moves are "

@@ -1,11 +1,14 @@
 """Packed scoring: the sequences of a padded batch, one behind the other in a single row without padding."""
 
+import functools
 import inspect
 import logging
 import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -126,6 +129,46 @@ def _agrees(model: PreTrainedModel) -> bool:
         model.train(training)
     expected = padded.flatten(0, 1)[row.places]
     return float((found[0] - expected).norm()) < 0.2 * float((joint[0] - expected).norm())
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """Compile the decoder layers for packed rows of any length; padded batches and generation run as before.
+
+    All layers of a class share what is compiled. A failure to compile is one line of the log, and the layers run as they are.
+    """
+    kinds = {type(layer) for layer in model.modules() if type(layer).__name__ in (model._no_split_modules or ())}
+    for kind in kinds:
+        forward = _compiled_forward(kind.forward)
+        for layer in model.modules():
+            if type(layer) is kind:
+                layer.forward = MethodType(forward, layer)
+
+
+def _compiled_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Forward function of a layer that is compiled for packed rows, where the compiler can."""
+    compiled, works, timed = torch.compile(forward, dynamic=True), True, set[bool]()
+
+    @functools.wraps(forward)
+    def run(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal works
+        if not works or kwargs.get("cu_seq_lens_q") is None:
+            return forward(layer, *args, **kwargs)
+        start, trains = time.perf_counter(), torch.is_grad_enabled()
+        try:
+            found = compiled(layer, *args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a compiler of kernels may fail in any way
+            works = False
+            logger.warning("Layers are not compiled, because that failed: %s.", str(error).strip().split("\n")[0][:200])
+            return forward(layer, *args, **kwargs)
+        if trains not in timed:
+            timed.add(trains)
+            what = "updates, whose backward pass follows" if trains else "passes without a gradient"
+            logger.info("Compiling %s for %s took %.1f s.", type(layer).__name__, what, time.perf_counter() - start)
+        return found
+
+    return run
 
 
 class packed_mask:

@@ -32,7 +32,7 @@ from corral.trl.config import CorralConfig, Sampler
 from corral.trl.lag import PastWeights
 from corral.trl.ledger import Ledger, ratio_sums
 from corral.trl.old_policy import Behaviour, OldPolicy, RolloutSupport, check_server, fill_unscored
-from corral.trl.packing import ORDER, can_pack, cut, halve, in_order
+from corral.trl.packing import ORDER, can_pack, compile_layers, cut, halve, in_order
 from corral.trl.processes import ALONE, base_model, check_processes, is_alone_by_mistake, one_autocast
 from corral.trl.scoring import PolicyHead, ScoringPass, SupportRequest
 from corral.trl.teacher import Teacher
@@ -195,6 +195,10 @@ class CorralTrainer(GRPOTrainer):
         # Weights that are loaded in parts are no model to try yet.
         if self.args.packed_batches == "auto" and can_pack(model, why, verify=not self.is_fsdp_enabled):
             self.policy_head.packed.append(model)
+            if self.args.compile_layers:
+                compile_layers(model)
+        elif self.args.compile_layers:
+            logger.warning("`compile_layers` is for packed batches, and these are padded: nothing is compiled.")
 
     @property
     def splits(self) -> bool:

@@ -11,6 +11,7 @@ from corral.validate import nearest
 _FOLDER = Path(__file__).parents[4] / "benchmarks"
 BENCHMARKS = {
     "head": ("head.py", "the language-model head: time, memory and errors against full logits, fused heads and another tree"),
+    "update": ("update.py", "old pass and updates of a trainer: stock TRL against corral padded, packed and compiled"),
     "projection": ("projection_steps.py", "the KL projection: evaluations, time and accuracy against bracketing"),
 }
 """Name → script, and its description."""
