@@ -53,11 +53,12 @@ def sentence(runs: Sequence[Row]) -> str:
     ours, tuned, _ = (median(map(steps_to, runs_of(runs, how))) for how in CHOSEN[: len(LEARNED)])
     (seeds,) = {len(runs_of(runs, how)) for how in CHOSEN[: len(LEARNED)]}
     above, places = places_above(runs)
+    study = "docs/results/deployed.md"
     return (
         f"TROLL reaches {100 * LEVEL:.0f} % held-out success after {ours:.1f} batches of rollouts. "
         f"PPO's clip takes {tuned:.1f}, with the best learning rate and number of\npasses that were tried. "
-        f"These are medians of [{seeds} fresh seeds](docs/results/deployed.md#fresh-seeds), with the script's task "
-        f"and model. On {places} [other tasks and\nstarts](docs/results/deployed.md#elsewhere) TROLL is above clip {above} times.\n"
+        f"These are medians of [{seeds} fresh seeds]({study}#fresh-seeds), with the script's task and model. "
+        f"On {places} [other tasks and\nstarts]({study}#elsewhere) TROLL is above clip {above} times.\n"
     )
 
 
