@@ -123,7 +123,7 @@ def test_a_jump_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_equal(info["event"][row], left)
     np.testing.assert_array_equal(info["landing_distance"] < NEVER, [True, False, False])
     assert info["landing_distance"][0] == distances[5][0]
-    np.testing.assert_array_equal(info["highest"], np.max(heights, 0))
+    np.testing.assert_array_equal(info["max_height"], np.max(heights, 0))
 
 
 def test_a_step_that_the_simulator_cannot_take_costs_fifty_in_a_batch_too(

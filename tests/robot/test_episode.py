@@ -115,7 +115,7 @@ def test_what_cannot_be_read_is_refused() -> None:
     ("settings", "steps", "sentence"),
     [
         ({"joints": (0, 1), "velocities": (2, 3)}, 4, r"`joints` and `velocities` lie within the observation's 2 numbers"),
-        ({"joints": (-1, 0), "velocities": (0, 1)}, 4, r"`joints` and `velocities` lie within the observation's 2 numbers"),
+        ({"joints": (-1, 0), "velocities": (0, 1)}, 4, r"`joints` is a range .*; got .-1, 0."),
         ({"joints": (0, 2), "velocities": (0, 2)}, 4, "an action is one number for each of 2 joints"),
         ({"joints": (0, 1), "velocities": (1, 2)}, 0, "`steps` is a whole number ≥ 1; got 0"),
     ],

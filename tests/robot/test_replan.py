@@ -154,7 +154,7 @@ def plan_by_plan(planner: Planner, noise: torch.Tensor, seen: list[Any]) -> tupl
             torch.zeros(count, steps),
             torch.zeros(count, steps, 1),
         )
-        return Episodes(observations, rewards, rewards == 0, actions, torch.zeros(count), torch.zeros(count))
+        return Episodes(observations, rewards, rewards == 0, actions, *torch.zeros(3, count))
 
     planner.plant.envs = SimpleNamespace(num_envs=len(noise))  # a round of all episodes
     planner.plant.start, planner.plant.follow_anew = lambda seeds, **_: seen[0], follow_anew

@@ -34,7 +34,8 @@ def test_gains_may_differ_by_joint_and_batches_broadcast() -> None:
     [
         ({"command": "force"}, "one of torque, velocity, position; got 'force'"),
         ({"velocities": (3, 6)}, "ranges of the same length"),
-        ({"joints": (3, 3), "velocities": (3, 3)}, "ranges of the same length"),
+        ({"velocities": (-1, 1)}, "`velocities` is a range"),
+        ({"joints": (3, 3), "velocities": (3, 3)}, "`joints` is a range .*; got .3, 3."),
         ({"p": (1.0, 2.0, 3.0)}, "`p` is one finite number, or one for each of 2 joints"),
         ({"d": float("nan")}, "`d` is one finite number"),
         ({"scale": (1.0, 0.0)}, "`scale` is what an action of 1 stands for, and not 0"),

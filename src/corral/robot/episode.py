@@ -17,8 +17,11 @@ from corral.tensors import Tensors
 Plan = Callable[[Array], tuple[Array, Array]]
 """Observations [E O] → the desired positions and velocities [E R D] of the next R steps."""
 
-_INFO_KEYS = ("success", "event")
+_INFO_KEYS = ("success", "event", "max_height")
 """Entries read from the last step's info."""
+
+ELAPSED = "elapsed_share_is_last"
+"""Key of a vector environment's metadata: true if the share was appended to what the environment itself observes."""
 
 _CONTEXTS, PLANS, SEGMENTS, UPDATES, _HELD_OUT, STATISTICS = range(6)
 """Purposes of random numbers; each purpose has its own stream."""
@@ -38,6 +41,8 @@ class Episodes(Tensors):
     """`success` in the last step's info; NaN if the environment does not report it."""
     event: Float[Tensor, "E"]
     """`event` in the last step's info: the step that decided later rewards, such as a take-off; NaN if there is none."""
+    max_height: Float[Tensor, "E"]
+    """`max_height` in the last step's info, in metres: of the hopper's torso; NaN if the environment does not report it."""
 
     @property
     def returns(self) -> Float[Tensor, "E"]:
@@ -75,7 +80,7 @@ class Plant:
                 f"Plant: an episode's last observation must be its own, so environments start anew with the next step; got "
                 f"{mode}. Make them with autoreset_mode=AutoresetMode.NEXT_STEP, Gymnasium's default."
             )
-        if not all(first >= 0 and last <= space.shape[0] for first, last in (tracking.joints, tracking.velocities)):
+        if max(tracking.joints[1], tracking.velocities[1]) > space.shape[0]:
             raise ValueError(
                 f"Plant: `joints` and `velocities` lie within the observation's {space.shape[0]} numbers; got {tracking}."
             )
@@ -87,6 +92,17 @@ class Plant:
         if type(steps) is not int or steps < 1:
             raise ValueError(f"Plant: `steps` is a whole number ≥ 1; got {steps!r}.")
         self.observation_size, self.action_space, self._started = space.shape[0], actions, False
+        self.elapsed_is_added = bool(envs.metadata.get(ELAPSED))
+
+    def context(self, observation: Array) -> Array:
+        """First observations [* O] as the environment itself has them, with the elapsed share of 0 where it is appended."""
+        given = np.asarray(observation, np.float64)
+        own = self.observation_size - self.elapsed_is_added
+        if self.elapsed_is_added and given.shape[-1:] == (own,):
+            given = np.concatenate([given, np.zeros((*given.shape[:-1], 1))], -1)
+        if given.shape[-1:] != (self.observation_size,):
+            raise ValueError(f"Plant: an observation of this environment has {own} numbers; got {list(given.shape)}.")
+        return given
 
     def rounds(self, count: int) -> list[slice]:
         """Slices of `count` episodes that are played at the same time."""
@@ -142,7 +158,7 @@ class Plant:
             observation, reward, terminated, truncated, info = self.envs.step(
                 np.concatenate([action, np.repeat(action[-1:], idle, 0)])
             )
-            over = (terminated | truncated)[:count]
+            over = (terminated | truncated)[:count] | (t == steps - 1)
             mask[:, t], actions[:, t] = playing, action
             rewards[:, t] = np.where(playing, reward[:count], 0.0)
             observations[:, t + 1] = np.where(playing[:, None], observation[:count], observations[:, t])
@@ -161,7 +177,12 @@ class Plant:
 
 
 def read_info(info: Mapping[str, Any], name: str, count: int) -> Array:
-    """An entry of the info for each of `count` environments [E]; NaN if an environment lacks the entry."""
+    """An entry of the info for each of `count` environments [E]; NaN if an environment lacks the entry.
+
+    `success` may be called `is_success`, as in Gymnasium-Robotics.
+    """
+    if name == "success" and name not in info:
+        name = "is_success"
     if name not in info:
         return np.full(count, np.nan)
     present = np.asarray(info.get(f"_{name}", True))  # Gymnasium's mask of who has the entry

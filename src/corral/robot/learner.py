@@ -22,6 +22,7 @@ from corral.robot.planner import Planner, Plans
 from corral.robot.policy import Critic, GaussianPolicy
 from corral.robot.prodmp import ProDMP
 from corral.robot.segment import normalise_advantages
+from corral.robot.tracking import Array
 from corral.validate import number_in
 
 _LAST_RATE = 0.01
@@ -144,6 +145,13 @@ class Learner(ABC):
     def evaluate(self, seeds: list[int]) -> Episodes:
         """Episodes of the mean plans, that is of the policy without exploration."""
         return self.planner.play(seeds, None)[0]
+
+    def predict(self, observation: Array) -> tuple[Array, Array]:
+        """The mean plan for the first observation of an episode [* O]: desired positions and velocities [* T D].
+
+        Entry t is for the time (t + 1) Δt. With `replan_every` it is the first plan, up to the next.
+        """
+        return self.planner.predict(observation)
 
     def explore(self, seeds: list[int]) -> Episodes:
         """Episodes of plans drawn with the exploration of training."""

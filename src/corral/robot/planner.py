@@ -20,8 +20,8 @@ PlanStart = Literal["desired", "state"]
 class Plans(Tensors):
     """Trajectory parameters drawn for a batch, with the Gaussian that drew them: the old policy of this batch's updates.
 
-    One row for each of the N plans that began: the first plans of all episodes, then the second ones, … While a batch is played, N
-    stands for two axes: [P E], plan and episode.
+    One row for each of the N plans that began: the first plans of all episodes, then the second ones, … While a batch is
+    played, N stands for two axes: [P E], plan and episode.
     """
 
     params: Float[Tensor, "*N W"]
@@ -131,6 +131,22 @@ class Planner:
             return cast(tuple[Array, Array], (positions.double().numpy(), velocities.double().numpy()))
 
         return self.plant.follow_anew(context, plan, self.every)
+
+    @torch.no_grad()
+    def predict(self, observation: Array) -> tuple[Array, Array]:
+        """The mean plan for the first observation of an episode [* O]: desired positions and velocities [* R D].
+
+        Entry t is for the time (t + 1) Δt. R is the whole episode, unless the policy plans anew on the way.
+        """
+        given = self.plant.context(observation)
+        context = given.reshape(-1, given.shape[-1])
+        mean = self.policy(torch.from_numpy(context).to(self.policy.log_diagonal))[0].cpu()
+        start = [torch.from_numpy(part).to(self.dtype) for part in self.plant.tracking.state(context)]
+        found = self.prodmp.trajectory(self.times[: self.every], mean, *start)
+        positions, velocities = (
+            part.double().unflatten(0, given.shape[:-1]) if given.ndim > 1 else part[0].double() for part in found
+        )
+        return cast(tuple[Array, Array], (positions.numpy(), velocities.numpy()))
 
     def begun(self, episodes: Episodes) -> Bool[Tensor, "P E"]:
         """True for plans that began: an episode was still running when its first plan, its second plan, … was due."""

@@ -39,7 +39,10 @@ class Tracking(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.joints[1] - self.joints[0] != self.velocities[1] - self.velocities[0] or self.dof < 1:
+        for name, ends in (("joints", self.joints), ("velocities", self.velocities)):
+            if not (len(ends) == 2 and all(type(end) is int for end in ends) and 0 <= ends[0] < ends[1]):
+                raise ValueError(f"Tracking: `{name}` is a range [begin, end) in the observation, such as [0, 7]; got {ends}.")
+        if self.joints[1] - self.joints[0] != self.velocities[1] - self.velocities[0]:
             raise ValueError(
                 f"Tracking: `joints` and `velocities` are ranges of the same length in the observation; got {self.joints} and "
                 f"{self.velocities}."

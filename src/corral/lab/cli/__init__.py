@@ -142,8 +142,13 @@ def kind_of(arguments: argparse.Namespace) -> Kind:
         found = recipes().get(arguments.recipe)
         return "robot" if found is not None and found.parent.name == "robot" else "llm"
     if arguments.config is not None:
-        return "robot" if "environment" in read_file(arguments.config) else "llm"
-    return "llm"
+        return "robot" if arguments.environment or "environment" in read_file(arguments.config) else "llm"
+    return "robot" if arguments.environment else "llm"
+
+
+def recipe_of(arguments: argparse.Namespace) -> str | None:
+    """The recipe that flags ask for: the demo, unless a file or an environment says what to learn."""
+    return arguments.recipe or (None if arguments.config or arguments.environment else "demo")
 
 
 def kind_of_run(path: Path) -> Kind:

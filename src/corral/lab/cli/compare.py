@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from corral.lab.cli import FAILED, INTERRUPTED, check_installed, check_kind, kind_of, refuse, say
+from corral.lab.cli import FAILED, INTERRUPTED, check_installed, check_kind, kind_of, recipe_of, refuse, say
 from corral.lab.cli.report import NEEDED
 from corral.lab.cli.train import FLAGS, UNSAFE, add_setting_flags, given_settings, quiet_libraries
 from corral.lab.jobs import Kind
@@ -209,7 +209,7 @@ def _check_names(kind: Kind, arguments: argparse.Namespace, given: Mapping[str, 
     """Refuse unknown settings before torch and statistics are imported. A contestant's own are checked with it."""
     settings = importlib.import_module(f"corral.lab.jobs.{kind}.settings")
     layer = nested(given.items(), settings.TABLES)
-    recipe = arguments.recipe or (None if arguments.config else "demo")
+    recipe = recipe_of(arguments)
     before = [read_recipe(recipe)] if recipe else []
     before += [read_file(arguments.config)] if arguments.config else []
     settings.resolve([*before, {key: value for key, value in layer.items() if key != "objective_config"}])
@@ -233,7 +233,7 @@ def _training(arguments: argparse.Namespace, rest: list[str]) -> tuple[Any, int]
             raise RunError(f"compare takes several: --{name}s {given[name]},….")
     first = coerce("seed", given.pop("seed", 0), int)
     training = Training(
-        recipe=arguments.recipe or (None if arguments.config else "demo"),
+        recipe=recipe_of(arguments),
         config=None if arguments.config is None else f"settings{arguments.config.suffix}",
         smoke=arguments.smoke,
         unsafe_code_execution=arguments.unsafe_code_execution,

@@ -11,6 +11,7 @@ _EPILOG = """
 corral export runs/mine --out mine/               a folder that transformers, TRL and vLLM load
 corral export runs/mine --out mine/ --merge       of a LoRA run: one model, the adapter merged into its base
 corral export runs/arm --out arm_policy.npz       of a robot: plans as arrays, and arm_policy.py, which loads them
+corral export runs/arm --out arm_policy.pt2       of a robot: a program for torch.export.load
 """
 
 
@@ -36,7 +37,9 @@ def run(arguments: argparse.Namespace) -> int:
             raise RunError(f"--merge is for adapters of language models, and {arguments.run} is a robot's run.")
         out = arguments.out or Path("policy.npz")
         step = export_run(arguments.run, out, checkpoint=arguments.checkpoint)
-        say(f"{out} has the policy after step {step}; {out.with_suffix('.py')} loads it with NumPy alone.")
+        loads = "torch.export.load" if out.suffix == ".pt2" else f"{out.with_suffix('.py')}"
+        with_what = "" if out.suffix == ".pt2" else " with NumPy alone"
+        say(f"{out} has the policy after step {step}; {loads} loads it{with_what}.")
         return 0
     quiet_libraries()
     from corral.lab.jobs.llm.export import export_run as export_model

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from corral.lab.cli import FAILED, INTERRUPTED, check_kind, given_flags, kind_of, refuse, say
+from corral.lab.cli import FAILED, INTERRUPTED, check_kind, given_flags, kind_of, recipe_of, refuse, say
 from corral.lab.jobs import Kind, job_module, resolve
 from corral.lab.run.settings import recipes
 from corral.lab.run.text import columns
@@ -22,6 +22,7 @@ FLAGS = {
     "objective": "how: troll, dppo, ppo_clip, … (`corral explain NAME`), or your own: file.py:function",
     "seed": "random seed",
     "steps": "batches of rollouts",
+    "environment": "a robot's: one of corral's, a Gymnasium id or module:Class (docs/environments.md)",
     "algorithm": "of a robot: tce, bbrl, top_erl, sb3-ppo, sb3-sac, …",
     "iterations": "of a robot: batches of episodes",
     "learning-rate": "of AdamW; auto finds one",
@@ -100,7 +101,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         elif arguments.changed_data:
             raise RunError("--changed-data goes with --resume DIR: a new run begins with the data that it finds.")
         else:
-            recipe = arguments.recipe or (None if arguments.config else "demo")
+            recipe = recipe_of(arguments)
             unsafe = [("task_config.unsafe_code_execution", "true")] if arguments.unsafe_code_execution else []
             given = [*given_settings(arguments, rest), *unsafe]
             settings = resolve(kind, recipe, arguments.config, given, smoke=arguments.smoke)

@@ -289,9 +289,9 @@ def _budget(kind: Kind, settings: Any) -> Budget:
             check_keys(settings.task, task_cls, settings.task_config)
         config: Any = trainer_config(settings, max_completion_length=1)
         return Budget(steps=settings.steps, samples=config.generation_batch_size, what="completions")
-    from corral.lab.jobs.robot.prepare import check_environment_config, find_environment
+    from corral.lab.jobs.robot.prepare import find_environment
 
-    check_environment_config(find_environment(settings.environment), settings.environment_config)
+    find_environment(settings)
     return Budget(steps=settings.iterations, samples=_learner_config(settings).episodes, what="episodes")
 
 

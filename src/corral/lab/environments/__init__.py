@@ -5,6 +5,7 @@ observation's last entry (rewards depend on time), a `success` in the info of th
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from corral.validate import pip_install
 
@@ -25,7 +26,7 @@ __all__ = ["ENVIRONMENTS", "Environment", "make_envs"]
 class Environment:
     """An environment's entry point, episode length, time step and controller."""
 
-    entry_point: str
+    entry_point: Any
     steps: int
     """T: steps of an episode."""
     dt: float
@@ -36,6 +37,8 @@ class Environment:
     """Entry point of a vectorised form that steps all copies at once, if there is such a form."""
     tells_event: bool = False
     """True if the last info holds the step of an `event`, to which TCE can move later rewards."""
+    maker: Any = None
+    """What makes an environment that is not corral's: a spec of Gymnasium's, or a class that moves all copies in one call."""
 
 
 ENVIRONMENTS = {

@@ -7,7 +7,7 @@ world lies beneath the rest.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import mujoco
@@ -86,10 +86,16 @@ def _shapes(model: mujoco.MjModel, data: mujoco.MjData, camera: Camera) -> Itera
         if kind == _MESH:
             centre, size = centre + axes @ model.geom_aabb[index, :3], model.geom_aabb[index, 3:]
         elif kind == _PLANE:
-            size = np.array([*np.where(size[:2] > 0, np.minimum(size[:2], camera.width), camera.width), 0.0])  # as far as seen
+            drawn = np.where(size[:2] > 0, np.minimum(size[:2], camera.width), camera.width)  # as far as seen, below the camera
+            room = np.where(size[:2] > 0, size[:2] - drawn, np.inf)
+            centre = centre + axes[:, :2] @ np.clip((camera.centre - centre) @ axes[:, :2], -room, room)
+            size = np.array([*drawn, 0.0])
         if kind in (_SPHERE, _CAPSULE, _CYLINDER):
             reach = 0.0 if kind == _SPHERE else size[1]
-            found = _strokes(centre + np.outer([-reach, reach], axes[:, 2]), size[0], kind == _CYLINDER, colour, camera)
+            ends = centre + np.outer([-reach, reach], axes[:, 2])
+            found = _strokes(ends, size[0], kind == _CYLINDER, colour, camera)
+            if kind == _CYLINDER:
+                found = chain(found, [_lid(ends[int(axes[:, 2] @ camera.axes[2] > 0)], axes, size[0], colour, camera)])
         else:
             found = _faces(centre, axes, size, colour, camera)
         for shape in found:
@@ -104,6 +110,13 @@ def _strokes(
     for share, shade in ((1.0, 0.75), (0.55, 1.0)):
         style = {"ends": seen[:, :2], "width": 2 * float(radius) * share, "colour": _shade(colour, shade)}
         yield float(seen[:, 2].mean()) + 1e-6 * shade, "butt" if flat else "round", style
+
+
+def _lid(centre: Array, axes: Array, radius: float, colour: Array, camera: Camera) -> tuple[float, str, dict[str, Any]]:
+    """The end of a cylinder that faces the camera: from above, it is all that is seen of a disc."""
+    angle = np.linspace(0, 2 * np.pi, 24, endpoint=False)
+    seen = _project(centre + radius * (np.outer(np.cos(angle), axes[:, 0]) + np.outer(np.sin(angle), axes[:, 1])), camera)
+    return float(seen[:, 2].mean()), "face", {"corners": seen[:, :2], "colour": _shade(colour, 0.9)}
 
 
 def _faces(

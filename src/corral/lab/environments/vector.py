@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
-from gymnasium.envs.registration import registry
+from gymnasium.envs.registration import EnvSpec, registry
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
@@ -34,7 +34,7 @@ def copies_metadata(dt: float, marks: str) -> dict[str, Any]:
 
 
 def make_envs(
-    name: str, count: int, *, workers: int | None = None, simulator: Simulator | None = None, **kwargs: Any
+    name: str | EnvSpec, count: int, *, workers: int | None = None, simulator: Simulator | None = None, **kwargs: Any
 ) -> VectorEnv:
     """Make `count` copies of an environment, in the form that steps fastest.
 
@@ -44,14 +44,16 @@ def make_envs(
     """
     if count < 1 or (workers is not None and workers < 1):
         raise ValueError(f"make_envs: `count` and `workers` are at least 1; got {count} and {workers}.")
-    workers, spec = min(count, workers or cores()), registry.get(name)
-    if name.startswith("corral/") and spec is not None and spec.vector_entry_point:
+    workers, spec = min(count, workers or cores()), registry.get(name) if isinstance(name, str) else name
+    if spec is not None and spec.id.startswith("corral/") and spec.vector_entry_point:
         envs = gymnasium.make_vec(name, count, vectorization_mode="vector_entry_point", workers=workers, **kwargs)
         if simulator is not None:
             if not isinstance(envs.unwrapped, SimulatedCopies):
                 raise ValueError(f"make_envs: another simulator than MuJoCo's cannot play {name}, which MuJoCo does not play.")
             envs.unwrapped.simulator = simulator
         return envs
+    if simulator is not None:
+        raise ValueError(f"make_envs: another simulator than MuJoCo's plays hopper jump and box pushing alone; got {name}.")
     sizes = [count // workers + (index < count % workers) for index in range(workers)]
     blocks = [gymnasium.make_vec(name, size, vectorization_mode="sync", **kwargs) for size in sizes]
     return Threads(blocks) if workers > 1 else blocks[0]

@@ -194,7 +194,7 @@ def coerce(key: str, value: Any, hint: Any) -> Any:
             raise RunError(f"`{key}` is one of {', '.join(map(str, get_args(hint)))}; got {value!r}.")
         return value
     kinds = set(get_args(hint)) if get_origin(hint) in (Union, types.UnionType) else {hint}
-    kinds = {get_origin(kind) or kind for kind in kinds}
+    kinds = {list if get_origin(kind) is Sequence else get_origin(kind) or kind for kind in kinds}
     read = value if str in kinds and not kinds & {dict, list} else guess(value)
     if type(None) in kinds and (read is None or value == "none"):
         return None

@@ -16,6 +16,7 @@ from corral.lab.jobs.robot.exported import FORMAT
 from corral.lab.jobs.robot.prepare import EPISODIC, STATE, restored
 from corral.lab.run.files import write_whole
 from corral.robot.learner import Learner
+from corral.robot.policy import ACTIVATIONS
 from corral.robot.prodmp import ProDMP
 from corral.robot.tracking import Array
 from corral.validate import RunError
@@ -68,15 +69,12 @@ def export_policy(
     if path.suffix != ".npz" or not path.with_suffix("").name.isidentifier():
         raise ValueError(f"export_policy: `path` ends in .npz, with a name that Python can import; got {str(path)!r}.")
     count = 0 if contexts is None else len(contexts)
+    if contexts is not None and learner.plant.elapsed_is_added:
+        contexts = contexts[..., :-1]
     if limits is not None and not count:
         raise ValueError("export_policy: limits are checked over contexts; pass some, as plant.start(seeds) returns them.")
     if loader.exists() and loader.read_bytes().splitlines()[:1] != program.splitlines()[:1]:
         raise ValueError(f"export_policy: {loader} is there already and is no loader of a policy. Choose another name.")
-    if learner.planner.count > 1:
-        raise ValueError(
-            f"export_policy: a file holds one plan per episode, and this policy plans anew every {learner.planner.every} "
-            f"steps. Train it without `replan_every`."
-        )
     content = io.BytesIO(_archive(learner, (limits or JointLimits()).array(learner.prodmp.dof)))
     found = exported.load(content).violations(contexts) if limits is not None else []
     if found and refuse:
@@ -91,7 +89,7 @@ def export_policy(
 
 
 def export_run(run: Path, path: Path, *, checkpoint: str = "latest") -> int:
-    """Export a run's checkpoint without joint limits, and return the checkpoint's step."""
+    """Export a run's checkpoint without joint limits, as .npz or as .pt2, and return the checkpoint's step."""
     with restored(run, checkpoint) as (settings, agent, chosen, _):
         if settings.algorithm not in EPISODIC:
             raise RunError(
@@ -99,20 +97,63 @@ def export_run(run: Path, path: Path, *, checkpoint: str = "latest") -> int:
                 f"checkpoints/checkpoint-…/{STATE}."
             )
         try:
-            export_policy(agent, path)
+            export_program(agent, path) if path.suffix == ".pt2" else export_policy(agent, path)
         except ValueError as error:
             raise RunError(str(error)) from error
     return chosen.step
 
 
+class _Program(nn.Module):
+    """Contexts [E O] → positions, velocities and accelerations [3 E T D], as the exported arrays have them."""
+
+    def __init__(self, policy: exported.ExportedPolicy) -> None:
+        super().__init__()
+        self.about, self.joints = policy.about, policy.limits.shape[-1]
+        for name, value in (("basis", policy.basis), ("start", policy.start)):
+            self.register_buffer(name, torch.from_numpy(value))
+        for index, pair in enumerate(policy.layers):
+            self.register_buffer(f"weight_{index}", torch.from_numpy(pair[0]))
+            self.register_buffer(f"bias_{index}", torch.from_numpy(pair[1]))
+
+    def forward(self, context: Tensor) -> Tensor:
+        layer = context
+        for index in range(self.about["layers"]):
+            layer = ACTIVATIONS[self.about["activation"]]()(layer) if index else layer
+            layer = nn.functional.linear(layer, self.get_buffer(f"weight_{index}"), self.get_buffer(f"bias_{index}"))
+        state = torch.stack([context[:, slice(*self.about[key])] for key in ("joints", "velocities")], -1)
+        plan = torch.einsum("ktm,edm->ketd", self.get_buffer("basis"), layer.unflatten(-1, (self.joints, -1)))
+        return plan + torch.einsum("kts,eds->ketd", self.get_buffer("start"), state)
+
+
+def export_program(learner: Learner, path: str | Path) -> None:
+    """Write a policy's mean plans as a program for `torch.export.load(path).module()(contexts)`, in float64.
+
+    Contexts are [E O], E ≥ 1, and plans positions, velocities and accelerations [3 E T D]. No joint limits are checked.
+    """
+    path = Path(path)
+    policy = exported.load(io.BytesIO(_archive(learner, JointLimits().array(learner.prodmp.dof))))
+    contexts = torch.zeros(2, policy.layers[0][0].shape[1], dtype=torch.float64)
+    program = torch.export.export(_Program(policy), (contexts,), dynamic_shapes={"context": {0: torch.export.Dim.DYNAMIC}})
+    torch.export.save(program, content := io.BytesIO())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, lambda beside: beside.write_bytes(content.getvalue()))
+
+
 def _archive(learner: Learner, limits: Array) -> bytes:
     """The policy's network, its trajectory's tables and these limits as the content of an .npz file, in float64."""
+    if learner.planner.count > 1:
+        raise ValueError(
+            f"export_policy: a file holds one plan per episode, and this policy plans anew every {learner.planner.every} "
+            f"steps. Train it without `replan_every`."
+        )
     prodmp, tracking, policy = learner.prodmp, learner.plant.tracking, learner.policy
     layers = [[_array(layer.weight), _array(layer.bias)] for layer in policy.mean if isinstance(layer, nn.Linear)]
     if policy.normalised:  # (c − m) / s is a matter of the first layer
         (weight, bias), mean = layers[0], _array(policy.context_mean)
         weight = weight / _array(policy.context_std)
         layers[0] = [weight, bias - weight @ mean]
+    if learner.plant.elapsed_is_added:  # 0 in every context, and not among what the environment itself observes
+        layers[0][0] = layers[0][0][:, :-1]
     about = {
         "format": FORMAT,
         "algorithm": learner.name,

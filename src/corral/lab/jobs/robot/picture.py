@@ -66,7 +66,7 @@ def render_video(
             if (t + 1) % every == 0 or over:
                 frames.append(caption(env.render(), words, marks))
             if over:
-                success = info.get("success")
+                success = info.get("success", info.get("is_success"))
                 last = caption(env.render(), words, marks, None if success is None else bool(success))
                 frames += [last] * round(_HOLD * fps)
                 break

@@ -2,21 +2,25 @@
 
 import importlib
 import inspect
+import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from gymnasium.envs.registration import registry
 
 from corral.lab.baselines.config import BaselineConfig
 from corral.lab.environments import ENVIRONMENTS, Environment, make_envs
+from corral.lab.environments.own import make_own, probe
 from corral.lab.jobs.robot.settings import ALGORITHMS, Settings, coerce_fields, resolve
 from corral.lab.run.folder import Checkpoint, RunFolder, choose_checkpoint
-from corral.lab.run.settings import toml_lines
+from corral.lab.run.settings import coerce, toml_lines
 from corral.robot.bbrl import BBRL, BBRLConfig
 from corral.robot.config import DTYPES
 from corral.robot.episode import Plant
@@ -24,7 +28,8 @@ from corral.robot.learner import Learner
 from corral.robot.prodmp import ProDMP
 from corral.robot.tce import TCE, TCEConfig
 from corral.robot.top_erl import TopERL, TopERLConfig
-from corral.validate import RunError, nearest
+from corral.robot.tracking import Tracking
+from corral.validate import RunError, nearest, suggest
 
 STATE = "state.pt"
 """Name of a checkpoint's file with the learner's state."""
@@ -42,19 +47,21 @@ optimizers and config."""
 
 def prepare(settings: Settings) -> Agent:
     """Build the environments and the learner that the settings name, and refuse wrong settings."""
-    environment = find_environment(settings.environment)
-    check_environment_config(environment, settings.environment_config)
+    environment = find_environment(settings)
     try:
         config, planned = learner_config(settings), settings.algorithm in EPISODIC
         if planned:
-            given: dict[str, Any] = {"basis": 5, "tau": environment.steps * environment.dt}
+            usual: dict[str, Any] = {"basis": 5, "tau": environment.steps * environment.dt}
             prodmp = ProDMP(
-                environment.tracking.dof, **given | coerce_fields("prodmp", ProDMP, settings.prodmp, without=["dof"])
+                environment.tracking.dof, **usual | coerce_fields("prodmp", ProDMP, settings.prodmp, without=["dof"])
             )
         else:
             from corral.lab.baselines.stable import Baseline
-        how = {"workers": settings.workers, "simulator": _simulator(settings)}
-        envs = make_envs(settings.environment, config.episodes, **how, **settings.environment_config)
+        name, given, workers = settings.environment, settings.environment_config, settings.workers
+        if environment.maker is None:
+            envs = make_envs(name, config.episodes, workers=workers, simulator=_simulator(settings), **given)
+        else:
+            envs = make_own(name, environment.maker, config.episodes, environment.steps, given, workers)
         plant = Plant(envs, environment.tracking, environment.steps)
         if planned:
             learner, dtype = EPISODIC[settings.algorithm][0], DTYPES[settings.dtype]
@@ -91,11 +98,35 @@ def restored(run: Path, checkpoint: str) -> Iterator[tuple[Settings, Agent, Chec
         agent.plant.close()
 
 
-def find_environment(name: str) -> Environment:
-    """The registered environment of this name."""
+def find_environment(settings: Settings) -> Environment:
+    """The environment that the settings name: one of corral's, or any other with a table `tracking`; settings are checked."""
+    name, table = settings.environment, settings.tracking
     if name not in ENVIRONMENTS:
-        raise RunError(f"there is no environment {name!r}.{nearest(name, ENVIRONMENTS)}")
+        if ":" not in name and (name.startswith("corral/") or (not table and name not in registry)):
+            raise RunError(
+                f"there is no environment {name!r}.{suggest(name, {*ENVIRONMENTS, *registry})} There are "
+                f"{', '.join(ENVIRONMENTS)}, "
+                f"and with a table `tracking` any id of Gymnasium's, or module:Class (docs/environments.md)."
+            )
+        return _own_environment(name, json.dumps(table), json.dumps(settings.environment_config), settings.simulator)
+    if table:
+        raise RunError(f"`tracking` is for environments that are not corral's: {name} has its own controller. Leave it out.")
+    check_environment_config(ENVIRONMENTS[name], settings.environment_config)
     return ENVIRONMENTS[name]
+
+
+@lru_cache(maxsize=8)
+def _own_environment(name: str, table: str, config: str, simulator: str) -> Environment:
+    """An environment that is not corral's, by its settings as JSON. It is made once to be looked at."""
+    if simulator != "mujoco":
+        raise RunError(f"simulator={simulator!r} plays hopper jump and box pushing alone, not {name}. Leave it at 'mujoco'.")
+    read = json.loads(table)
+    length = (
+        coerce("tracking.steps", read.pop("steps", None), int | None),
+        coerce("tracking.dt", read.pop("dt", None), float | None),
+    )
+    maker, tracking, steps, dt = probe(name, coerce_fields("tracking", Tracking, read), *length, json.loads(config))
+    return Environment(entry_point=name, steps=steps, dt=dt, tracking=tracking, maker=maker)
 
 
 def check_environment_config(environment: Environment, given: Mapping[str, Any]) -> None:
@@ -145,7 +176,7 @@ def parameters(agent: Agent) -> int:
 
 def describe(settings: Settings, agent: Agent) -> dict[str, Any]:
     """The content of config.json."""
-    environment = ENVIRONMENTS[settings.environment]
+    environment = find_environment(settings)
     planned = isinstance(agent, Learner)
     controlled = planned or agent.config.controller_span is not None
     return {
@@ -221,7 +252,7 @@ def rehearse(settings: Settings) -> list[str]:
         count, episodes = parameters(agent), agent.config.episodes
     finally:
         agent.plant.close()
-    steps = ENVIRONMENTS[settings.environment].steps
+    steps = find_environment(settings).steps
     size = 8 if settings.dtype == "float64" and isinstance(agent, Learner) else 4  # baselines are float32
     return [
         f"# {settings.iterations:,} batches of {episodes:,} episodes of {steps} steps: "

@@ -13,7 +13,7 @@ _Algorithm = Literal[
 ]  # fmt: skip
 ALGORITHMS: tuple[str, ...] = get_args(_Algorithm)
 
-TABLES = ("environment_config", "prodmp", "learner")
+TABLES = ("environment_config", "tracking", "prodmp", "learner")
 """Settings that are tables: layers merge into them key by key. The command line imports this name for either kind of run."""
 
 _OF_THE_CRITIC = {f"learner.critic_{name}" for name in ("epochs", "rate", "hidden", "dtype", "inputs")}
@@ -43,9 +43,13 @@ class Settings(RunSettings):
     """Settings of a robot's run."""
 
     environment: str = "corral/ViaPointReacher-v0"
-    """Environment to learn in: an id from corral.lab.environments."""
+    """Environment to learn in: one of corral's, any id of Gymnasium's, or a class of your own as `module:Class` or
+    `file.py:Class`."""
     environment_config: dict[str, Any] = field(default_factory=dict)
     """Settings of the environment."""
+    tracking: dict[str, Any] = field(default_factory=dict)
+    """Controller in an environment that is not corral's: fields of corral.robot.tracking.Tracking, `steps` of an
+    episode (Gymnasium's by default) and seconds `dt` of a step (those of Gymnasium's MuJoCo tasks by default)."""
     algorithm: _Algorithm = "tce"
     """Algorithm: plans credited in segments (tce), as a whole (bbrl) or by a critic of past episodes (top_erl), or a step-based
     baseline on stable-baselines3 (sb3-…)."""

@@ -1,5 +1,6 @@
 """Training runs of robots: from settings to environments and a learner, in a resumable run folder."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,8 @@ from typing import Any
 import torch
 
 import corral
-from corral.lab.environments import ENVIRONMENTS
 from corral.lab.jobs.robot.evaluate import measure
-from corral.lab.jobs.robot.prepare import STATE, Agent, check_used, describe, model_name, prepare, restore
+from corral.lab.jobs.robot.prepare import STATE, Agent, check_used, describe, find_environment, model_name, prepare, restore
 from corral.lab.jobs.robot.settings import Settings, resolve
 from corral.lab.run import life
 from corral.lab.run.folder import Checkpoint
@@ -40,7 +40,7 @@ def train(
     """Train a new run in `out` or in a new folder under runs/, with `smoke` under smoke-runs/."""
     settings = settings if isinstance(settings, Settings) else resolve([settings])
     check_used(settings)
-    name = settings.environment.rpartition("/")[2].rpartition("-v")[0]
+    name = re.sub(r"-v\d+$", "", re.split("[/:]", settings.environment)[-1])
     label = f"{name}-{settings.algorithm}-{settings.seed}"
     return life.train(RobotRun(settings), label, out=out, quiet=quiet, smoke=smoke, verbose=verbose)
 
@@ -126,7 +126,7 @@ class RobotRun(Job):
 
     def measure(self) -> dict[str, float | None]:
         """Evaluate the policy on held-out contexts. Random generators of training are not used."""
-        return measure(self.agent, ENVIRONMENTS[self.settings.environment], self.settings.eval_size)
+        return measure(self.agent, find_environment(self.settings), self.settings.eval_size)
 
     def add(self, line: dict[str, Any]) -> None:
         """Pass one line of metrics to the guard, then to the record."""
@@ -174,7 +174,7 @@ def select_watched(line: Mapping[str, Any]) -> dict[str, Any]:
 
 def banner(settings: Settings, agent: Agent, where: Path, verbose: bool = False) -> list[tuple[str, str]]:
     """The heading of a run: names and sentences in display order. Settings at their defaults are shown with `verbose` alone."""
-    environment, config, learns_plans = ENVIRONMENTS[settings.environment], agent.config, isinstance(agent, Learner)
+    environment, config, learns_plans = find_environment(settings), agent.config, isinstance(agent, Learner)
     options = ", ".join(f"{key}={value}" for key, value in settings.environment_config.items())
     given = {key: value for key, value in changed_fields(config).items() if key in settings.learner}
     chosen = ", ".join(f"{key}={value}" for key, value in (vars(config) if verbose else given).items())
