@@ -21,7 +21,7 @@ from corral.lab.run.text import count
 from results.packed import Row, read
 from results.pages import DOCS, Texts, fill, interval_text, new_figure, p_text, save_figure, spaced_table, thousands
 from results.robots import arm, credit
-from results.robots.runs import FILES, LENGTHS, TASKS
+from results.robots.runs import FILES, HEIGHT, LENGTHS, TASKS
 
 PAGE = DOCS / "results/robots.md"
 ORDER = ("TCE", "BBRL", "PPO", "TRPL", "SAC")
@@ -103,9 +103,11 @@ def results_table(rows: Rows, compared: Compared) -> str:
     """Return, success and effort of each row at its end, and what the row in bold is above the others at equal steps."""
     end, own, lines = ends(rows), best(rows, "TCE"), []
     highest = max(interquartile_mean(values(runs, "return", end[row])).value for row, runs in rows.items())
+    high = any(HEIGHT in run for runs in rows.values() for run in runs)  # of the hopper, in runs since it is measured
     for row, runs in rows.items():
         paid, success = (values(runs, name, end[row]) for name in ("return", "success"))
         cells = [row, str(len(runs)), thousands(end[row]), estimate(paid), estimate(100 * success, "{:.0f}")]
+        cells += [estimate(values([run for run in runs if HEIGHT in run], HEIGHT, end[row]), "{:.2f}")] if high else []
         cells += [
             way_there(runs, end[row], highest),
             middle([mean_until(run, "explore/torque_rate", end[row]) for run in runs]),
@@ -113,7 +115,8 @@ def results_table(rows: Rows, compared: Compared) -> str:
         found = compared.get(row)
         cells += ["–", "–"] if found is None else [interval_text(found[0]), p_text(found[1])]
         lines.append([f"**{row}**", *cells[1:]] if row == own and compared else cells)
-    head = ("", "seeds", "steps", "return", "success, %", "steps to 80 %", "torque rate", "bold row − this one", "p (Holm)")
+    head = ["", "seeds", "steps", "return", "success, %", *["max height, m"] * high, "steps to 80 %", "torque rate"]
+    head += ["bold row − this one", "p (Holm)"]
     return spaced_table(head, lines)
 
 

@@ -184,6 +184,57 @@ def box_40m(_: Score) -> Iterator[Job]:
         yield from jobs(f"box-40M-{row}", "box_pushing", SEEDS[:1], **length)
 
 
+DECISIVE: Mapping[str, tuple[str, int, Mapping[str, Any]]] = {
+    "box-2M": ("box_pushing", 132, {}),
+    "box-2M-planar": ("box_pushing", 132, {"environment_config__planar": "true"}),
+    "box-2M-relative-goal": ("box_pushing", 132, {"prodmp__relative_goal": "true"}),
+    "box-2M-slow-decay": ("box_pushing", 132, {"learner__decay_over": 2640}),
+    "box-5M-spatial": ("box_pushing", 330, {"environment_config__reward": "temporal_spatial_sparse"}),
+    "box-5M-spatial-floor": (
+        "box_pushing", 330, {"environment_config__reward": "temporal_spatial_sparse", "learner__entropy_floor": 0.0}
+    ),
+    "hopper-2M-published": ("hopper_jump_published", 125, {}),
+    "hopper-2M-published-takeoff": ("hopper_jump_published", 125, {"environment_config__takeoff": "true"}),
+}  # fmt: skip
+"""One change each of a recipe and the recipe itself: what decides which long runs are worth their hours."""
+
+
+def decisive(_: Score) -> Iterator[Job]:
+    """Short runs that differ in one setting: poses by cosine and sine, goals as offsets, rates that fall over 40 million steps,
+    an entropy floor where the reward is sparse, and a hopper that observes its take-off."""
+    for name, (recipe, batches, changes) in DECISIVE.items():
+        yield from jobs(name, recipe, SEEDS[:3], **LONG | {"iterations": batches, "eval_every": batches // 5}, **changes)
+
+
+BBRL_PUBLISHED: Mapping[str, Any] = {"algorithm": "bbrl", "prodmp__tau": 1.5}
+"""Box pushing's trajectory belongs to the recipe, and BBRL's was published shorter."""
+
+
+def published(_: Score) -> Iterator[Job]:
+    """Box pushing, dense, by the published rules at 10 million steps, five seeds of TCE and BBRL; the hopper's TCE at 4
+    million with three, for its height; two of Meta-World's tasks at 10 million with three, which need corral[metaworld]."""
+    ten = LONG | {"iterations": 658, "eval_every": 47}
+    yield from jobs("box-10M-published-tce", "box_pushing_published", SEEDS, **ten)
+    yield from jobs("box-10M-published-bbrl", "box_pushing_published", SEEDS, **ten | BBRL_PUBLISHED)
+    for recipe in ("hopper_jump", "hopper_jump_published"):
+        yield from jobs(f"{recipe}-4M-height", recipe, SEEDS[:3], **LONG, iterations=250)
+    for task in (METAWORLD[1], METAWORLD[4]):
+        length = LONG | {"iterations": 1250, "eval_every": 50, "eval_size": 32, "environment_config__task": task}
+        yield from jobs(f"metaworld-10M-published-{task}", "metaworld_published", SEEDS[:3], **length)
+
+
+def published_40m(_: Score) -> Iterator[Job]:
+    """Box pushing at 40 million steps: both rules and both rows with three seeds, dense; the recipe's TCE with two where the
+    reward is paid in the last step."""
+    length = LONG | {"iterations": 2640, "eval_every": 132}
+    for row in ("tce", "bbrl"):
+        yield from jobs(f"box-40M-{row}", "box_pushing", SEEDS[:3], **length, algorithm=row)
+    yield from jobs("box-40M-published-tce", "box_pushing_published", SEEDS[:3], **length)
+    yield from jobs("box-40M-published-bbrl", "box_pushing_published", SEEDS[:3], **length | BBRL_PUBLISHED)
+    sparse = length | {"environment_config__reward": "temporal_sparse"}
+    yield from jobs("box-40M-temporal_sparse-tce", "box_pushing", SEEDS[:2], **sparse)
+
+
 METAWORLD = ("reach-v3", "door-open-v3", "button-press-v3", "assembly-v3", "pick-place-wall-v3")
 """Three that are learned early elsewhere, and two that Meta-World's own authors count among the hard and the very hard."""
 
@@ -225,6 +276,9 @@ PLANS = {
     "hopper-credit": hopper_credit,
     "box-long": box_long,
     "box-40M": box_40m,
+    "decisive": decisive,
+    "published": published,
+    "published-40M": published_40m,
     "metaworld-tune": metaworld_tune,
     "metaworld": metaworld,
     "variants": variants,

@@ -35,6 +35,9 @@ MEASURED = (
     "explore/torque_rate", "explore/autocorrelation",
 )  # fmt: skip
 
+HEIGHT = "max_height"
+"""Measurement of the hopper alone: the number that was published."""
+
 
 def task_of(config: Mapping[str, Any]) -> str:
     """Name of a run's task: the environment, its reward or task, the simulator if not MuJoCo, and the length if long."""
@@ -87,7 +90,7 @@ def read_run(path: Path) -> Row | None:
     if not measured or "motion/jerk" not in measured[0]:
         return None
     last = json.loads([line for line in (path / "metrics.jsonl").read_text().splitlines() if line.endswith("}")][-1])
-    settings = config["settings"]
+    settings, last_measured = config["settings"], measured[-1]
     return {
         "task": task_of(config), "row": row_of(config), "seed": settings["seed"], "asked": settings["iterations"],
         "iterations": last["step"], "batch": last["env_steps"] // max(1, last["step"]),
@@ -97,6 +100,7 @@ def read_run(path: Path) -> Row | None:
         **({"simulated": config["simulated"]} if "simulated" in config else {}),
         "env_steps": [line["env_steps"] for line in measured],
         **{name: [rounded(line.get(name)) for line in measured] for name in MEASURED},
+        **({HEIGHT: [rounded(line.get(HEIGHT)) for line in measured]} if HEIGHT in last_measured else {}),
     }  # fmt: skip
 
 

@@ -21,8 +21,10 @@ from corral.lab.environments.box_pushing import (
     UNSTABLE,
     BoxPushing,
     limit_excess,
+    planar_pose,
     push_reward,
     rotation_distance,
+    seen_from,
 )
 
 NAME = "corral/BoxPushing-v0"
@@ -287,3 +289,29 @@ def test_it_is_a_gymnasium_environment_with_a_picture() -> None:
 def test_an_unknown_reward_is_refused() -> None:
     with pytest.raises(ValueError, match="'temporal_spatial_sparse'; got 'thin'"):
         BoxPushing(reward="thin")
+
+
+def test_golden_planar_poses() -> None:
+    # A yaw of 90° at (1, 2), with the quaternion (√½, 0, 0, √½), and one of 180° at (1, 5): 3 m along the first x, 90° further.
+    half = np.sqrt(0.5)
+    own, other = np.array([1.0, 2.0, 0.3, half, 0, 0, half]), np.array([1.0, 5.0, 0.3, 0, 0, 0, 1.0])
+    np.testing.assert_allclose(planar_pose(own), [1, 2, 0, 1], atol=1e-15)
+    np.testing.assert_allclose(planar_pose(-own * [-1, -1, -1, 1, 1, 1, 1]), [1, 2, 0, 1], atol=1e-15)  # −p turns as p does
+    np.testing.assert_allclose(planar_pose(other), [1, 5, -1, 0], atol=1e-15)
+    np.testing.assert_allclose(seen_from(planar_pose(own), planar_pose(other)), [3, 0, 0, 1], atol=1e-15)
+
+
+def test_planar_observations_tell_the_same_episode() -> None:
+    usual, planar = BoxPushings(3), BoxPushings(3, planar=True)
+    first, second = usual.reset(seed=4)[0], planar.reset(seed=4)[0]
+    assert planar.single_observation_space.shape == (27,) == second.shape[1:]
+    np.testing.assert_array_equal(first[:, :14], second[:, :14])
+    np.testing.assert_allclose(second[:, 18:20], first[:, 21:23])  # the target's place
+    np.testing.assert_allclose(
+        np.linalg.norm(second[:, 22:24], axis=-1), np.linalg.norm(first[:, 21:23] - first[:, 14:16], axis=-1)
+    )
+    turned = np.abs(np.arctan2(second[:, 25], second[:, 24]))
+    np.testing.assert_allclose(
+        turned, np.abs(np.angle(np.exp(1j * rotation_distance(first[:, 17:21], first[:, 24:28])))), atol=1e-9
+    )
+    np.testing.assert_array_equal(usual.step(np.ones((3, 7)))[1], planar.step(np.ones((3, 7)))[1])

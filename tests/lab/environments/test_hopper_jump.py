@@ -97,9 +97,9 @@ JUMP = [
 """Where hip, knee and ankle should be from their start, at nine equal times: found by a search for the goal of seed 0."""
 
 
-def jump(reward: str = "sparse") -> tuple[list[float], dict[str, float], np.ndarray]:
+def jump(reward: str = "sparse", **settings: bool) -> tuple[list[float], dict[str, float], np.ndarray]:
     """Rewards, the last info and the observations of an episode that follows `JUMP`."""
-    env, tracking = gymnasium.make(NAME, reward=reward), ENVIRONMENTS[NAME].tracking
+    env, tracking = gymnasium.make(NAME, reward=reward, **settings), ENVIRONMENTS[NAME].tracking
     observation, _ = env.reset(seed=0)
     plan = [np.interp(np.arange(STEPS), np.linspace(0, STEPS - 1, 9), points) for points in np.transpose(JUMP)]
     plan = observation[3:6] + np.stack(plan, -1)
@@ -116,19 +116,27 @@ def jump(reward: str = "sparse") -> tuple[list[float], dict[str, float], np.ndar
 def test_a_jump_to_the_goal_succeeds_and_is_remembered_to_the_end() -> None:
     rewards, info, states = jump()
     assert info["success"] == 1
-    assert info["highest"] == pytest.approx(states[1:, 1].max())
-    assert info["highest"] > 1.7
+    assert info["max_height"] == pytest.approx(states[1:, 1].max())
+    assert info["max_height"] > 1.7
     standing = np.flatnonzero(states[1:, 7] > 0.5)  # the torso rises: the push, and then the flight
     assert standing[0] < info["event"] < np.argmax(states[1:, 1]), "the foot leaves the floor before the highest point"
     assert states[-1, 1] < 0.5  # long over: it has fallen, and is not healthy
     assert max(rewards[:-1]) <= 0
-    paid = 10 * info["highest"] - 3 * info["goal_distance"] - 2 * info["landing_distance"]
+    paid = 10 * info["max_height"] - 3 * info["goal_distance"] - 2 * info["landing_distance"]
     assert rewards[-1] == pytest.approx(paid, abs=4e-3)  # less the last action's cost
     np.testing.assert_allclose(states[:, -1], np.arange(STEPS + 1) / STEPS)
     dense, _, again = jump("dense")
     np.testing.assert_array_equal(again, states)  # the reward moves nothing, and a seed repeats itself
     heights, distances = again[1:, 1], np.linalg.norm(again[1:, 12:14], axis=-1)
     np.testing.assert_allclose(dense, 3 * heights - 3 * distances + (heights > 0.5), atol=4e-3)
+
+
+def test_the_take_off_is_observed_if_asked_for() -> None:
+    rewards, info, states = jump(takeoff=True)
+    assert states[:, 15].tolist() == [float(step > info["event"]) for step in range(STEPS + 1)]
+    plain = jump()
+    np.testing.assert_array_equal(np.delete(states, 15, 1), plain[2])
+    assert rewards == plain[0]
 
 
 def test_success_needs_a_jump_and_a_landing_near_the_goal() -> None:

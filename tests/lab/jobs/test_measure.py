@@ -1,17 +1,20 @@
 """What is measured of a policy while it learns: by hand, and what cannot be measured."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from corral.lab.environments import ENVIRONMENTS
-from corral.lab.jobs.robot.evaluate import LAG, MOVED, autocorrelation, measure, smoothness
+from corral.lab.jobs.robot.evaluate import LAG, MOVED, autocorrelation, evaluate, measure, smoothness
 from corral.lab.jobs.robot.prepare import prepare
 from corral.lab.jobs.robot.settings import resolve
 from corral.lab.jobs.robot.smoke import TRAINING
-from corral.robot.episode import Episodes
+from corral.lab.jobs.robot.train import train
+from corral.robot.episode import Episodes, held_out_seeds
 
 ENVIRONMENT = ENVIRONMENTS["corral/ViaPointReacher-v0"]
 
@@ -23,7 +26,7 @@ def episodes(actions: np.ndarray, velocities: np.ndarray | None = None) -> Episo
     if velocities is not None:
         observations[:, 1:, 5:10] = velocities
     whole = np.ones((count, steps), bool)
-    return Episodes(*map(torch.from_numpy, (observations, actions[..., 0] * 0, whole, actions, np.ones(count), np.ones(count))))
+    return Episodes(*map(torch.from_numpy, (observations, actions[..., 0] * 0, whole, actions, *np.ones((3, count)))))
 
 
 def test_white_exploration_forgets_and_slow_exploration_does_not() -> None:
@@ -78,3 +81,16 @@ def test_measuring_changes_nothing(algorithm: str) -> None:
     one, other = looked.step(), blind.step()
     assert one["return"] == other["return"]
     assert looked.evaluate([1, 2]).returns.tolist() == blind.evaluate([1, 2]).returns.tolist()
+
+
+def test_the_hopper_s_height_is_measured_and_other_tasks_have_none(tmp_path: Path) -> None:
+    asked = resolve([TRAINING, {"environment": "corral/HopperJump-v0", "iterations": 1, "learner": {"episodes": 2}}])
+    outcome = train(asked, out=tmp_path / "run", quiet=True)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    agent = prepare(asked)
+    heights = agent.evaluate(held_out_seeds(4)).max_height
+    assert lines[0]["max_height"] == float(heights.mean())
+    assert 1.5 <= float(heights.min()) < 2.5, "it begins at 1.5 m"
+    estimates = evaluate(outcome.path, episodes=4).result["estimates"]
+    assert 1.5 <= estimates["mean"]["max height (m)"]["low"] <= estimates["mean"]["max height (m)"]["high"] < 2.5
+    assert "max_height" not in measure(prepare(resolve([TRAINING])), ENVIRONMENT, 4)

@@ -13,7 +13,9 @@ spin included, and e ≥ 0 by which joints exceed their limits:
 
 A step that the simulator cannot take is undone, brings the arm to rest and costs 50. Success: p < 0.05 and θ < 0.5 in the end.
 
-Observation, 29 numbers: seven angles, seven velocities, box (x, y, z, quaternion), target (the same), elapsed share.
+Observation, 29 numbers: seven angles, seven velocities, box (x, y, z, quaternion), target (the same), elapsed share. With
+`planar`, 27: box (x, y, cos and sin of its yaw), target (the same), target as seen from the box (the same), elapsed share. A
+quaternion of a yaw in [0, 2π) turns by half of it, so yaws next to each other may have opposite ones.
 
 Otto et al., "Deep Black-Box Reinforcement Learning with Movement Primitives", 2022 (task and rewards).
 """
@@ -64,6 +66,20 @@ def _distances(box: Array, target: Array) -> tuple[Any, Any]:
     return np.linalg.norm(box[..., :3] - target[..., :3], axis=-1), rotation_distance(box[..., 3:], target[..., 3:])
 
 
+def planar_pose(pose: Array) -> Array:
+    """Positions and quaternions [* 7] seen from above: x, y, cos and sin of the yaw [* 4]."""
+    w, x, y, z = np.moveaxis(pose[..., 3:], -1, 0)
+    turn = np.stack([1 - 2 * (y * y + z * z), 2 * (w * z + x * y)], -1)
+    return np.concatenate([pose[..., :2], turn / np.maximum(np.linalg.norm(turn, axis=-1, keepdims=True), 1e-9)], -1)
+
+
+def seen_from(own: Array, other: Array) -> Array:
+    """Another planar pose [* 4] in the frame of one's own [* 4]: x, y, cos and sin of the turn [* 4]."""
+    (x, y), (c, s) = np.moveaxis(other[..., :2] - own[..., :2], -1, 0), np.moveaxis(own[..., 2:], -1, 0)
+    cos, sin = np.moveaxis(other[..., 2:], -1, 0)
+    return np.stack([c * x + s * y, c * y - s * x, c * cos + s * sin, c * sin - s * cos], -1)
+
+
 def limit_excess(q: Array, velocity: Array) -> Any:
     """Excess e of angles and velocities [* 7] over Franka's limits, summed over the joints."""
     return (np.maximum(q - HIGH, 0) + np.maximum(LOW - q, 0) + np.maximum(np.abs(velocity) - _SPEED, 0)).sum(-1)
@@ -99,8 +115,17 @@ class BoxPushings(SimulatedCopies):
     single_action_space = gymnasium.spaces.Box(-1.0, 1.0, (7,), np.float32)
 
     def __init__(
-        self, num_envs: int = 1, reward: _Reward = "dense", *, max_episode_steps: int = STEPS, workers: int = 1
+        self,
+        num_envs: int = 1,
+        reward: _Reward = "dense",
+        planar: bool = False,
+        *,
+        max_episode_steps: int = STEPS,
+        workers: int = 1,
     ) -> None:
+        self.planar = planar
+        if planar:
+            self.single_observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (27,), np.float64)
         super().__init__(scene(), num_envs, max_episode_steps, workers)
         if reward not in get_args(_Reward):
             raise ValueError(f"BoxPushing: `reward` is one of {', '.join(map(repr, get_args(_Reward)))}; got {reward!r}.")
@@ -142,7 +167,11 @@ class BoxPushings(SimulatedCopies):
 
     def observe(self) -> Array:
         elapsed = np.full((self.num_envs, 1), self.time / STEPS)
-        return np.concatenate([self.batch.qpos[:, :7], self.batch.qvel[:, :7], self.box(), self.target, elapsed], -1)
+        places = [self.box(), self.target]
+        if self.planar:
+            box, target = map(planar_pose, places)
+            places = [box, target, seen_from(box, target)]
+        return np.concatenate([self.batch.qpos[:, :7], self.batch.qvel[:, :7], *places, elapsed], -1)
 
     def outcome(self) -> dict[str, Array]:
         """Info of the last step: success, and the distances to the target."""

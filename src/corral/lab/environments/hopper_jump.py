@@ -11,7 +11,7 @@ with the torso's height h, the sole f under the ankle, the goal g on the floor, 
 (5 m if there was none). Healthy: the torso above 0.5 m, every other number below 100.
 
 Observation, 16 numbers: x, z, pitch, hip, knee, ankle (m, rad), their velocities, sole minus goal (x, z), goal (x), elapsed
-share.
+share. With `takeoff` there is one more before the last: 1 once the foot has left the floor, which the rewards depend on.
 
 Otto et al., "Deep Black-Box Reinforcement Learning with Movement Primitives", 2022 (task and reward).
 """
@@ -78,8 +78,17 @@ class HopperJumps(SimulatedCopies):
     single_action_space = gymnasium.spaces.Box(-1.0, 1.0, (3,), np.float32)
 
     def __init__(
-        self, num_envs: int = 1, reward: _Reward = "sparse", *, max_episode_steps: int = STEPS, workers: int = 1
+        self,
+        num_envs: int = 1,
+        reward: _Reward = "sparse",
+        takeoff: bool = False,
+        *,
+        max_episode_steps: int = STEPS,
+        workers: int = 1,
     ) -> None:
+        self.observes_takeoff = takeoff
+        if takeoff:
+            self.single_observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (17,), np.float64)
         super().__init__(hopper(), num_envs, max_episode_steps, workers)
         if reward not in ("sparse", "dense"):
             raise ValueError(f"HopperJump: `reward` is 'sparse' or 'dense'; got {reward!r}.")
@@ -129,13 +138,14 @@ class HopperJumps(SimulatedCopies):
 
     def observe(self) -> Array:
         goal, elapsed = self.goal[:, None], np.full((self.num_envs, 1), self.time / STEPS)
-        return np.concatenate([self.batch.qpos, self.batch.qvel, self.offset()[:, [0, 2]], goal, elapsed], -1)
+        left = [1.0 * (self.phase >= FLYING)[:, None]] if self.observes_takeoff else []
+        return np.concatenate([self.batch.qpos, self.batch.qvel, self.offset()[:, [0, 2]], goal, *left, elapsed], -1)
 
     def outcome(self) -> dict[str, Array]:
         """Info of the last step. The event is the step of take-off, or NaN if there was none."""
         success = 1.0 * ((self.landing < _LANDED) & (self.highest > _JUMPED))
         distances = {"landing_distance": self.landing, "goal_distance": self.distance()}
-        return {"success": success, "event": self.takeoff, "highest": self.highest, **distances}
+        return {"success": success, "event": self.takeoff, "max_height": self.highest, **distances}
 
     def draw(self) -> NDArray[np.uint8]:
         """Draw the first copy from the side with its goal as a cross; 480 × 360 pixels."""

@@ -13,8 +13,9 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from corral.lab.environments import ENVIRONMENTS, Environment
-from corral.lab.jobs.robot.prepare import restored
+from corral.lab.environments import Environment
+from corral.lab.environments.own import make_film
+from corral.lab.jobs.robot.prepare import find_environment, restored
 from corral.lab.run.files import disk_errors, write_json
 from corral.lab.run.interval import LEVEL, Estimate, wilson
 from corral.lab.run.life import Evaluation
@@ -123,9 +124,9 @@ def measure(agent: Any, environment: Environment, contexts: int) -> dict[str, fl
         agent: a `Learner` or a `Baseline`.
         contexts: how many held-out contexts.
     Returns:
-        `success` and `return` without exploration; medians of the smoothness of motion over the first `MOVED` contexts, and,
-        from the same contexts played as in training, `explore/…` with the autocorrelation of what exploration adds to the
-        actions. None where there is nothing to measure.
+        `success`, `return` and, of the hopper, `max_height` without exploration; medians of the smoothness of motion over the
+        first `MOVED` contexts, and, from the same contexts played as in training, `explore/…` with the autocorrelation of what
+        exploration adds to the actions. None where there is nothing to measure.
     """
     seeds = held_out_seeds(contexts)
     mean = agent.evaluate(seeds)
@@ -134,6 +135,8 @@ def measure(agent: Any, environment: Environment, contexts: int) -> dict[str, fl
         "success": float(known.mean()) if len(known) else None,
         "return": float(mean.returns.mean()),
     }
+    if not mean.max_height.isnan().any():
+        found["max_height"] = float(mean.max_height.mean())
     exploring = agent.explore(seeds[:MOVED])
     for prefix, episodes in (("motion/", mean), ("explore/", exploring)):
         for name, values in smoothness(episodes, environment, MOVED).items():  # a median: one odd episode would spoil a mean
@@ -183,8 +186,13 @@ def evaluate(
         check_video(video)
     seeds = held_out_seeds(episodes)
     with restored(run, checkpoint) as (settings, agent, chosen, complaints):
+        known, given = find_environment(settings), settings.environment_config
+        film: gymnasium.Env | None = None
+        if video is not None and known.maker is not None:  # what cannot be filmed is refused before anything is played
+            film = make_film(settings.environment, known.maker, known.steps, given)
+        elif video is not None:
+            film = gymnasium.make(settings.environment, render_mode="rgb_array", **given)
         played = {"mean": agent.evaluate(seeds), "exploring": agent.explore(seeds)}
-    known = ENVIRONMENTS[settings.environment]
     result = {
         "run": str(run),
         "step": chosen.step,
@@ -201,12 +209,11 @@ def evaluate(
     with disk_errors(where):
         where.mkdir(parents=True, exist_ok=True)
     write_json(where / "eval.json", result)
-    if video is not None:
+    if video is not None and film is not None:
         from corral.lab.jobs.robot.picture import render_video  # matplotlib and imageio
 
-        env = gymnasium.make(settings.environment, render_mode="rgb_array", **settings.environment_config)
-        with closing(env), disk_errors(video):
-            render_video(env, seeds[:_FILM_EPISODES], played["mean"].actions[:_FILM_EPISODES].numpy(), video)
+        with closing(film), disk_errors(video):
+            render_video(film, seeds[:_FILM_EPISODES], played["mean"].actions[:_FILM_EPISODES].numpy(), video)
     return Evaluation(where, result)
 
 
@@ -220,6 +227,8 @@ def _estimates(episodes: Episodes, environment: Environment) -> dict[str, dict[s
     found = {"return": bootstrap(episodes.returns.numpy(), np.mean)}
     if len(success):
         found["success"] = Estimate(float(success.mean()), *wilson(float(success.mean()), len(success)))
+    if not episodes.max_height.isnan().any():
+        found["max height (m)"] = bootstrap(episodes.max_height.numpy(), np.mean)
     for name, values in smoothness(episodes, environment).items():
         if len(values):
             found[_SMOOTHNESS[name]] = bootstrap(values, np.median)
