@@ -14,6 +14,7 @@ import torch
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 from torch.distributions import MultivariateNormal, kl_divergence
 
+from corral.divergence.gaussian import gaussian_entropy
 from corral.lab.environments import ENVIRONMENTS
 from corral.projection import project_gaussian_kl
 from corral.robot.bbrl import BBRL, BBRLConfig
@@ -364,6 +365,19 @@ def test_golden_learning_rates(decay_over: float | None, left: list[float]) -> N
         agent.step()
         rates = [optimizer.param_groups[0]["lr"] for optimizer in (agent.policy_optimizer, agent.critic_optimizer)]
         assert rates == pytest.approx([1e-3 * share, 2e-3 * share], rel=1e-12)
+
+
+@pytest.mark.parametrize(("floor_over", "share"), [(None, 0.5), (8.0, 0.25), (1.0, 1.0)])
+def test_golden_entropy_floor(floor_over: float | None, share: float) -> None:
+    # After 2 batches of 4 the floor has gone 2 / 4 of the way, 2 / 8 if it falls over eight, and all of it if over one.
+    agent = learner("bbrl", iterations=4, entropy_floor=3.0, entropy_equal=True, cov_bound=math.inf, floor_over=floor_over)
+    plans = agent.sample()[1]
+    agent.iteration = 2
+    factor = agent.project(plans.mean, plans.chol, plans)[1]
+    whole = 3.0 * agent.prodmp.parameters
+    assert float(gaussian_entropy(factor)) == pytest.approx(
+        agent.first_entropy + share * (whole - agent.first_entropy), rel=1e-9
+    )
 
 
 def test_a_critic_may_see_its_inputs_as_they_are() -> None:

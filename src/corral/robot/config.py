@@ -70,6 +70,9 @@ class LearnerConfig(Checked):
     entropy_floor: float | None = limited(None, finite=True)
     """Entropy per parameter to which the policy may fall by the last batch, linearly from its first entropy. None sets no
     floor."""
+    floor_over: float | None = limited(None, above=0, what="a number of batches", finite=True)
+    """Batches over which the entropy floor falls: the run's without it; 7,500 as published on box pushing, however long a run
+    is."""
     entropy_equal: bool = False
     """True to use the floor as a ceiling too. Exploration then narrows on schedule, also in directions that no reward depends
     on."""

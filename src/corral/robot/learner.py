@@ -214,7 +214,9 @@ class Learner(ABC):
         if config.entropy_floor is None:
             return projected, projected.chol
         last = config.entropy_floor * self.prodmp.parameters
-        floor = self.first_entropy + (last - self.first_entropy) * min(1.0, self.iteration / config.iterations)
+        floor = self.first_entropy + (last - self.first_entropy) * min(
+            1.0, self.iteration / (config.floor_over or config.iterations)
+        )
         inside = config.floor_in_region and config.projection == "kl"
         old_chol, cov_bound = (old.chol, config.cov_bound) if inside else (None, None)
         factor = project_entropy_floor(projected.chol, floor, old_chol=old_chol, cov_bound=cov_bound).chol

@@ -67,7 +67,7 @@ def test_metaworld_as_published() -> None:
     assert {key: getattr(config, key) for key in AS_PUBLISHED} == AS_PUBLISHED
     assert config.iterations * config.episodes * 500 == 60_800_000
     assert (config.policy_epochs, config.critic_epochs, config.mean_bound, config.cov_bound) == (50, 50, 0.005, 0.0005)
-    assert (config.entropy_floor, config.decay_over) == (0.0, 10_000)
+    assert (config.entropy_floor, config.decay_over, config.floor_over) == (0.0, 10_000, 7600)
 
 
 @pytest.mark.parametrize("name", ["box_pushing_published", "metaworld_published"])

@@ -138,6 +138,7 @@ def test_rewards_move_only_to_an_event_that_is_told() -> None:
         ("via_point", {"learner": {"lam": "1", "plans_per_context": "2"}}, "`learner.lam` would change nothing"),
         ("via_point", {"learner": {"replan_from": "state"}}, "`learner.replan_from` would change nothing"),
         ("via_point", {"learner": {"floor_in_region": "false"}}, "`learner.floor_in_region` would change nothing"),
+        ("via_point", {"learner": {"floor_over": "9"}}, "`learner.floor_over` would change nothing"),
     ],
 )  # fmt: skip
 def test_a_flag_that_would_change_nothing_is_refused(recipe: str, flags: dict[str, Any], sentence: str) -> None:

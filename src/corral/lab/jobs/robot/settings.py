@@ -120,7 +120,7 @@ def check_flags(settings: Settings, given: Mapping[str, Any]) -> None:
             why = f"with learner.plans_per_context={plans} no critic is fitted. Leave it out, or set plans_per_context to 1."
         elif key == "learner.replan_from" and settings.learner.get("replan_every") is None and algorithm != "top_erl":
             why = "one plan serves the whole episode. Set learner.replan_every too, or leave it out."
-        elif key == "learner.floor_in_region" and settings.learner.get("entropy_floor") is None:
+        elif key in ("learner.floor_in_region", "learner.floor_over") and settings.learner.get("entropy_floor") is None:
             why = "there is no floor of the entropy. Set learner.entropy_floor too, or leave it out."
         if why is not None:
             raise RunError(f"`{key}` would change nothing: {why}")
