@@ -20,6 +20,7 @@ from corral.lab.environments.box_pushing import (
     STEPS,
     UNSTABLE,
     BoxPushing,
+    BoxPushings,
     limit_excess,
     planar_pose,
     push_reward,

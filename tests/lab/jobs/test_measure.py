@@ -90,7 +90,7 @@ def test_the_hopper_s_height_is_measured_and_other_tasks_have_none(tmp_path: Pat
     agent = prepare(asked)
     heights = agent.evaluate(held_out_seeds(4)).max_height
     assert lines[0]["max_height"] == float(heights.mean())
-    assert 1.5 <= float(heights.min()) < 2.5, "it begins at 1.5 m"
+    assert 1.499 <= float(heights.min()) < 2.5, "it begins at 1.5 m, less the first step of its fall"
     estimates = evaluate(outcome.path, episodes=4).result["estimates"]
-    assert 1.5 <= estimates["mean"]["max height (m)"]["low"] <= estimates["mean"]["max height (m)"]["high"] < 2.5
+    assert 1.499 <= estimates["mean"]["max height (m)"]["low"] <= estimates["mean"]["max height (m)"]["high"] < 2.5
     assert "max_height" not in measure(prepare(resolve([TRAINING])), ENVIRONMENT, 4)
