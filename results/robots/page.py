@@ -24,11 +24,12 @@ from results.robots import arm, credit
 from results.robots.runs import FILES, HEIGHT, LENGTHS, TASKS
 
 PAGE = DOCS / "results/robots.md"
-ORDER = ("TCE", "BBRL", "PPO", "TRPL", "SAC")
+ORDER = ("TCE", "BBRL", "TOP-ERL", "PPO", "TRPL", "SAC")
 """Of rows by the name they begin with; those that begin alike are in the order of the alphabet."""
 COLOURS = {
     "TCE": ("#2563eb", "#0891b2", "#7c3aed", "#1e3a8a", "#6366f1", "#38bdf8", "#c026d3", "#0f172a"),
     "BBRL": ("#dc2626", "#be185d", "#f87171"),
+    "TOP-ERL": ("#0d9488", "#115e59"),
     "PPO": ("#059669", "#84cc16", "#14b8a6", "#166534", "#a3a300", "#4d7c0f"), "TRPL": ("#4b5563", "#9ca3af"),
     "SAC": ("#d97706", "#92400e", "#fbbf24", "#b45309"),
 }  # fmt: skip

@@ -266,6 +266,28 @@ def metaworld(_: Score) -> Iterator[Job]:
         yield from jobs(f"metaworld-2M-{task}-{row}", "metaworld", SEEDS[:3], **length)
 
 
+def top_erl(_: Score) -> Iterator[Job]:
+    """TOP-ERL on a GPU against TCE at equal steps: box pushing, dense and sparse, 5 million; hopper jump, 3.2 million; two of
+    Meta-World's tasks, 2 million, which need corral[metaworld]."""
+    box, hopper, tasks = ({"iterations": batches, "eval_every": batches // 10} for batches in (330, 200, 250))
+    for seed, (row, own) in product(SEEDS[:3], {"tce": {}, "top_erl": {"learner__device": "cuda"}}.items()):
+        how = LONG | {"algorithm": row} | own
+        for reward in ("dense", "temporal_sparse"):
+            yield from jobs(f"box-5M-{reward}-{row}", "box_pushing", [seed], **how | box, environment_config__reward=reward)
+        yield from jobs(f"hopper-3M-{row}", "hopper_jump", [seed], **how | hopper)
+        for task in METAWORLD[1:3]:
+            yield from jobs(f"metaworld-2M-{task}-{row}", "metaworld", [seed], **how | tasks, environment_config__task=task)
+
+
+def top_erl_arm(_: Score) -> Iterator[Job]:
+    """TOP-ERL against TCE on the arm in 0.2 million steps, batches of 16 episodes each, on a CPU."""
+    small = {"learner__episodes": 16, "iterations": 125, "eval_every": 6}
+    updates = {"learner__critic_epochs": 80, "learner__policy_epochs": 40}
+    for recipe, seed in product(("via_point", "via_point_sparse_short"), SEEDS[:3]):
+        yield from jobs(f"{recipe}-16-tce", recipe, [seed], **LONG | small)
+        yield from jobs(f"{recipe}-16-top_erl", recipe, [seed], **LONG | small, algorithm="top_erl", **updates)
+
+
 PLANS = {
     "arm-tune": arm_tune,
     "arm-final": arm_final,
@@ -282,4 +304,6 @@ PLANS = {
     "metaworld-tune": metaworld_tune,
     "metaworld": metaworld,
     "variants": variants,
+    "top-erl": top_erl,
+    "top-erl-arm": top_erl_arm,
 }

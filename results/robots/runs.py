@@ -25,7 +25,8 @@ TASKS = {
     "corral/MetaWorld-v0": "Meta-World",
 }
 ROWS = {
-    "tce": "TCE", "bbrl": "BBRL", "sb3-ppo": "PPO", "sb3-ppo-gsde": "PPO, gSDE", "sb3-ppo-pink": "PPO, coloured noise",
+    "tce": "TCE", "bbrl": "BBRL", "top_erl": "TOP-ERL",
+    "sb3-ppo": "PPO", "sb3-ppo-gsde": "PPO, gSDE", "sb3-ppo-pink": "PPO, coloured noise",
     "sb3-sac": "SAC", "sb3-sac-gsde": "SAC, gSDE", "sb3-sac-pink": "SAC, coloured noise", "sb3-trpl": "TRPL",
 }  # fmt: skip
 LENGTHS = {0.9e6: "up to 10 million steps", 20e6: "more than 20 million steps"}
