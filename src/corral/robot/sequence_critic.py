@@ -46,23 +46,21 @@ class CausalTransformer(nn.Module):
 class SequenceCritic(nn.Module):
     """V(s_t) and Q(s_t, a_t … a_{t+n−1}) for n = 1 … L, each by the network and by a target that follows it slowly.
 
-        (V, Q_1, …, Q_L) = m + σ · transformer((s − m_s)/σ_s, (a − m_a)/σ_a)
+        (V, Q_1, …, Q_L) = σ · transformer((s − m_s)/σ_s, (a − m_a)/σ_a)
 
-    m and σ are the mean and standard deviation of the first rewards-to-go, fixed from then on; inputs are normalised by their
-    running statistics. Both networks have the same ones.
+    σ is the root mean square of the first rewards-to-go, fixed from then on. Their mean is not subtracted: V is 0 after the
+    end, and a network that begins near 0 is right there. Inputs are normalised by running statistics. Both networks share them.
 
     Ref:
         Li et al. 2025, arXiv:2410.09536, Sec. 4. Invariant: a value never depends on a later action.
     """
 
-    mean: Tensor
-    std: Tensor
+    scale: Tensor
 
     def __init__(self, observation: int, dof: int, longest: int, width: int, layers: int, heads: int) -> None:
         super().__init__()
         self.states, self.actions = Normaliser(observation), Normaliser(dof)
-        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
-        self.register_buffer("std", torch.ones((), dtype=torch.float64))
+        self.register_buffer("scale", torch.ones((), dtype=torch.float64))
         self.value = CausalTransformer(observation, dof, longest, width, layers, heads)
         self.target = deepcopy(self.value).requires_grad_(False)
 
@@ -76,14 +74,13 @@ class SequenceCritic(nn.Module):
         state, actions = self.states(state).to(weight), self.actions(actions).to(weight)
         network = self.target if target else self.value
         values = network(state.flatten(0, -2), actions.flatten(0, -3)).unflatten(0, shape)
-        return self.mean.to(weight) + self.std.to(weight) * at_least_float32(values)
+        return self.scale.to(weight) * at_least_float32(values)
 
     @torch.no_grad()
     def set_scale(self, values: Float[Tensor, " N"]) -> None:
-        """Set m and σ; values that are all alike leave σ at 1."""
-        std, mean = torch.std_mean(values, correction=0)
-        self.mean.copy_(mean)
-        self.std.copy_(torch.where(std > torch.finfo(values.dtype).eps * mean.abs(), std, 1.0))
+        """Set σ; values that are all 0 leave it at 1."""
+        scale = values.square().mean().sqrt()
+        self.scale.copy_(torch.where(scale > 0, scale, 1.0))
 
     @torch.no_grad()
     def follow(self, rate: float) -> None:
@@ -95,9 +92,9 @@ class SequenceCritic(nn.Module):
 def draw_segments(steps: int, most: int, generator: torch.Generator | None = None) -> tuple[Int[Tensor, "K"], int]:
     """Cut T steps into segments of a random length, and return their first steps and this length.
 
-        length L = ⌊T / k⌋,   k ~ U{1 … most},   starts 0, o, o + L, o + 2 L, …, T − L          o ~ U{0 … L − 1}
+        length L = ⌊T / k⌋,   k ~ U{1 … most},   starts 0, o, o + L, o + 2 L, … < T          o ~ U{0 … L − 1}
 
-    The first two and the last two may overlap, so that every step lies in a segment and every state begins some.
+    The first two may overlap, and the last may reach beyond the end, so that every state begins some segment.
 
     Args:
         steps: T.
@@ -108,8 +105,7 @@ def draw_segments(steps: int, most: int, generator: torch.Generator | None = Non
         raise ValueError(f"draw_segments: `most` is from 1 to the {steps} steps of an episode; got {most}.")
     length = steps // int(torch.randint(1, most + 1, (), generator=generator))
     first = int(torch.randint(length, (), generator=generator))
-    inner = torch.arange(first, max(first, steps - length + 1), length)
-    return torch.cat([torch.tensor([0, steps - length]), inner]).unique(), length
+    return torch.cat([torch.tensor([0]), torch.arange(first, steps, length)]).unique(), length
 
 
 def segment_returns(
@@ -128,7 +124,7 @@ def segment_returns(
     Args:
         rewards, mask: of every step; mask is True while an episode runs.
         values: V of every state s_0 … s_T, so S = T + 1.
-        rows: steps of each segment.
+        rows: steps of each segment. One that reaches beyond the end repeats T − 1, and its returns there mean nothing.
     Ref:
         Li et al. 2025, arXiv:2410.09536, Sec. 4.3. Invariant: with V the rewards-to-go, all G_n are the reward-to-go from t.
     """

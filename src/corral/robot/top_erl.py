@@ -84,7 +84,7 @@ class Segments(NamedTuple):
     replay: Replay
     """The batch's episodes."""
     rows: Int[Tensor, "K L"]
-    """Steps of each segment."""
+    """Steps of each segment; beyond the last step of an episode, that step."""
     states: Float[Tensor, "B K O"]
     """States at the beginnings."""
     position: Float[Tensor, "B K D"]
@@ -168,10 +168,11 @@ class TopERL(Learner):
         """Segments of these episodes, `length` steps from each of `starts` on."""
         starts = starts.to(replay.params.device)
         rows, states = starts[:, None] + torch.arange(length, device=starts.device), replay.observations[:, starts]
+        inside, rows = rows < self.plant.steps, rows.clamp(max=self.plant.steps - 1)
         followed, velocity = self._followed(replay)
         desired = self.config.replan_from == "desired"
         begin = (followed[:, starts], velocity[:, starts]) if desired else self._joints(states)
-        return Segments(replay, rows, states, *begin, followed[:, 1:][:, rows], replay.mask[:, rows])
+        return Segments(replay, rows, states, *begin, followed[:, 1:][:, rows], replay.mask[:, rows] & inside)
 
     def plan(self, params: Float[Tensor, "B W"], at: Segments) -> Float[Tensor, "B K L D"]:
         """Desired positions of these plans in segments, begun anew at the beginning of each."""
@@ -184,7 +185,7 @@ class TopERL(Learner):
         """Make a step on the squared errors of V and Q, in units of the critic's scale, and let the target follow."""
         mask = torch.cat([at.mask[..., :1], at.mask], -1)
         targets = self.targets(at, noise)
-        error = (self.critic(at.states, at.actions) - targets) / self.critic.std.to(targets)
+        error = (self.critic(at.states, at.actions) - targets) / self.critic.scale.to(targets)
         loss = torch.where(mask, error, 0.0).square().sum() / mask.sum().clamp(min=1)
         self.critic_optimizer.zero_grad()
         loss.backward()
@@ -214,7 +215,7 @@ class TopERL(Learner):
 
     def gain(self, params: Float[Tensor, "B W"], at: Segments) -> Float[Tensor, ""]:
         """Mean of Q over segments and numbers of actions, in units of the critic's scale."""
-        values = (self.critic(at.states, self.plan(params, at))[..., 1:] - self.critic.mean) / self.critic.std
+        values = self.critic(at.states, self.plan(params, at))[..., 1:] / self.critic.scale
         return torch.where(at.mask, values, 0.0).sum() / at.mask.sum().clamp(min=1)
 
     def _joints(self, states: Float[Tensor, "*b O"]) -> tuple[Float[Tensor, "*b D"], Float[Tensor, "*b D"]]:
