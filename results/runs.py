@@ -152,8 +152,7 @@ def with_start(table: str) -> str:
     """A table, and below it what the start can do before any training."""
     if (found := starts().get(START)) is None:
         return table
-    tuned = at_best(found, "{success} at its best temperature ({at})")
-    return f"{table}\nStart: success {short(found[1.0])} at temperature 1, {short(found[0.0])} greedy, {tuned}.\n"
+    return f"{table}\nBefore training, success is {short(found[1.0])} at temperature 1 and {short(found[0.0])} greedily.\n"
 
 
 def rewards(run: Row) -> float:

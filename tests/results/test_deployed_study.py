@@ -148,15 +148,13 @@ def test_golden_first_batches_at_auto_as_it_is_now() -> None:
     assert row == "| embedded | troll | 1 | 32.0 | 36.0 | −4.0 (−6.5 … −1.5) | 3 |"
 
 
-def test_the_start_is_told_with_its_best_temperature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_start_is_told_and_its_best_temperature_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "starts.jsonl"
     file.write_text('{"start": "demo", "success": {"0": 0.85, "1": 0.2, "0.1": 0.86}}\n')
     found = runs.starts(file)
     assert runs.best_temperature(found["demo"]) == 0.1
     monkeypatch.setattr(runs, "starts", lambda: found)
-    assert runs.with_start("x\n") == (
-        "x\n\nStart: success .200 at temperature 1, .850 greedy, .860 at its best temperature (.1).\n"
-    )
+    assert runs.with_start("x\n") == ("x\n\nBefore training, success is .200 at temperature 1 and .850 greedily.\n")
 
 
 def test_a_percentile_that_was_not_published_is_a_dash() -> None:
