@@ -80,7 +80,7 @@ def all_dense(like: Tensor) -> dict[str, Tensor]:
 
 
 def check_sampled(ids: Tensor | None, tokens: Tensor) -> None:
-    """Refuse a support [N K] that belongs to other tokens than the sampled ones [N]: no later check compares both."""
+    """Refuse a support [N K] whose slot 0 differs from the sampled tokens [N]. No later check compares both."""
     if ids is not None and (wrong := int((ids[:, :1] != tokens[:, None]).all(-1).sum())):
         raise ValueError(
             f"policy_loss_from_hidden: slot 0 of dist_old.ids is not the sampled token at {wrong} of {len(tokens)} unmasked "

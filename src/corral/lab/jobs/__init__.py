@@ -16,7 +16,7 @@ def job_module(kind: Kind, name: str) -> Any:
 
 
 def resolve(kind: Kind, recipe: str | None, config: Path | None, given: Iterable[tuple[str, Any]], *, smoke: bool) -> Any:
-    """Settings of a run from recipe, file, --smoke and flags, of which later ones win; all are checked."""
+    """Merge recipe, file, --smoke and flags into checked settings of a run; later sources win."""
     settings = job_module(kind, "settings")
     layers = [read_recipe(recipe)] if recipe else []
     layers += [read_file(config)] if config is not None else []
