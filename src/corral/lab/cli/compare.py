@@ -93,18 +93,15 @@ def _compare(arguments: argparse.Namespace, rest: list[str]) -> int:
     resuming = arguments.resume is not None
     comparison = _saved_comparison(arguments, rest) if resuming else _new_comparison(arguments, rest)
     # With statistics and figures: only now, when the names on the command line are known to be right.
-    from corral.lab.compare.job import describe, run_comparison, set_up
+    from corral.lab.compare.job import ExecutionConfig, describe, run_comparison, set_up
     from corral.lab.compare.record import refuse_taken
     from corral.lab.compare.view import make_compare_view
 
-    if arguments.jobs is not None and arguments.jobs < 1:
-        raise RunError(f"--jobs must be at least 1; got {arguments.jobs}.")
-    if not arguments.stall > 0:
-        raise RunError(f"--stall is in seconds, and more than 0; got {arguments.stall}.")
+    execution = ExecutionConfig(engine=arguments.engine, jobs=arguments.jobs, stall=arguments.stall)
     config = comparison.config if resuming else arguments.config
     if resuming:
         _say_imports(comparison, config)
-    prepared = set_up(comparison, config, arguments.engine, arguments.jobs)
+    prepared = set_up(comparison, config, execution)
     try:
         if not resuming:
             refuse_taken(comparison)
@@ -115,7 +112,7 @@ def _compare(arguments: argparse.Namespace, rest: list[str]) -> int:
                 view.end(f"  {record.label}")
             return 0
         comparison.resume(retry_failed=arguments.retry_failed) if resuming else comparison.begin(config)
-        status = run_comparison(comparison, prepared, view, stall=arguments.stall)
+        status = run_comparison(comparison, prepared, view, stall=execution.stall)
     finally:
         prepared.engine.close()
         comparison.close()

@@ -35,6 +35,21 @@ _Status = Literal["finished", "failed", "interrupted"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExecutionConfig:
+    """Execution of a comparison: engine, parallel runs, and the time after which a silent run counts as hung."""
+
+    engine: Literal["local", "ray"] = "local"
+    jobs: int | None = None
+    stall: float = 3600.0
+
+    def __post_init__(self) -> None:
+        if self.jobs is not None and self.jobs < 1:
+            raise RunError(f"--jobs must be at least 1; got {self.jobs}.")
+        if not self.stall > 0:
+            raise RunError(f"--stall is in seconds, and more than 0; got {self.stall}.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Preparation:
     """A comparison that is ready to run: checked budget and engine."""
 
@@ -46,19 +61,18 @@ class Preparation:
     """Warnings about reductions that are not an objective's own."""
 
 
-def set_up(comparison: Comparison, config: Path | None, where: Literal["local", "ray"], jobs: int | None) -> Preparation:
+def set_up(comparison: Comparison, config: Path | None, execution: ExecutionConfig) -> Preparation:
     """Check every planned run and make the engine; writes the number of threads into `comparison.training`.
 
     Args:
         config: the file of settings, if there is one.
-        where, jobs: the engine, and how many runs it starts at a time; None is as many as cores or GPUs allow.
     """
     plan, training = comparison.plan, comparison.training
     budget = plans.check_plan(plan, training, config)
     settings = plans.resolve_run(plan.kind, training, plans.make_run(plan.contestants[0], {}, 0, "report"), config)
-    on_gpu, threads = plan.kind == "llm" and settings.device != "cpu", training.threads
+    on_gpu, threads, jobs = plan.kind == "llm" and settings.device != "cpu", training.threads, execution.jobs
     engine: Engine
-    if where == "ray":
+    if execution.engine == "ray":
         from corral.lab.compare.ray import RayEngine  # needs corral[ray]
 
         engine = RayEngine(jobs=jobs, threads=threads, gpus=on_gpu)
