@@ -1,12 +1,20 @@
-"""Make the embedded model: supervised training on countdown answers by demonstrators who make mistakes.
+"""Make the embedded models: supervised training on answers by demonstrators who make mistakes.
 
     python scripts/warm_start.py --out src/corral/lab/models/tiny        (PYTHONPATH=src where corral is not installed)
+    python scripts/warm_start.py --out src/corral/lab/models/tiny-sums --task sums --start tiny --carried .2 \
+        --noise 0 --steps 600 --batch 96 --lr 1.5e-3 --demonstrations 60000 --evaluate 2048 --device cpu
 
-Each character of a demonstrated answer is replaced by a random one with probability --noise, and the model learns to imitate
-that, mistakes included. So it knows how to solve most problems (greedy decoding is right), and seldom does when sampled, since
-a dozen characters must all come out clean: reinforcement learning has something to sharpen. Only training problems are shown.
+The first command makes `tiny`, for countdown. Each character of a demonstrated answer is replaced by a random one with
+probability --noise, and the model learns to imitate that, mistakes included. So it knows how to solve most problems (greedy
+decoding is right), and seldom does when sampled, since a dozen characters must all come out clean: reinforcement learning has
+something to sharpen. The defaults are what was shipped: held-out success .19 at temperature 1, .85 greedy, in 270 s on one
+H200. A CPU takes hours.
 
-The defaults are what was shipped: held-out success .19 at temperature 1, .85 greedy, in 270 s on one H200. A CPU takes hours.
+The second command makes `tiny-sums` from `tiny`. Its demonstrators add two numbers of up to two digits and write a carry down
+with probability --carried: 47+80=27+5=22. So the model can carry, and greedily it nearly never does: reinforcement learning has
+something to teach. What was shipped has held-out success .37 at temperature 1, .25 greedy, after two minutes of one CPU core.
+
+Only training problems are shown.
 The studies in results/ also start from models of other seeds, tasks and families: `--family qwen3 --out runs/starts/qwen3-1`.
 """
 # ruff: noqa: T201 (a script prints what it finds)
@@ -29,12 +37,17 @@ from torch import Tensor
 from transformers import Gemma2Config, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, Qwen3MoeConfig
 
 from corral.lab.jobs.llm.problems import Sampling, generate
-from corral.lab.models.tiny import build_tiny, tiny_tokenizer
+from corral.lab.models import EMBEDDED
+from corral.lab.models.tiny import build_tiny, load_tiny, tiny_tokenizer
 from corral.lab.tasks import verify_all
-from corral.lab.tasks.procedural import OPERATORS, Arithmetic, Countdown, ProceduralTask
+from corral.lab.tasks.procedural import OPERATORS, Arithmetic, Countdown, ProceduralTask, places, uniform
 
-TASKS: dict[str, ProceduralTask] = {"countdown": Countdown(), "arithmetic": Arithmetic(operations="+-", digits=3)}
-"""What a model may be warmed up for; the embedded one knows countdown."""
+TASKS: dict[str, ProceduralTask] = {
+    "countdown": Countdown(),
+    "sums": Arithmetic(operations="+"),
+    "arithmetic": Arithmetic(operations="+-", digits=3),
+}
+"""Tasks that a model may be trained for: `tiny` is for countdown, `tiny-sums` for sums, and the third is for the studies."""
 MISTAKES = f"0123456789{OPERATORS}="
 """What a character may be replaced by: never the end of the sequence, nor is that ever replaced, so that every answer ends."""
 SIZES: dict[str, Any] = {
@@ -89,11 +102,32 @@ class Demonstrations:
         return tokens[:, :-1], torch.where(answered, tokens, -100)[:, 1:]
 
 
+def add_up(prompt: str, carried: float, draw: Callable[[], float]) -> str:
+    """Answer "47+85:" with every step, each carry written down with probability `carried`: 47+80=27+5=22 without any."""
+    left, right = map(int, prompt[:-1].split("+"))
+    text, value = str(left), left
+    for place in places(right):
+        ten = 10 ** len(str(place))  # what the next digit to the left is worth
+        total = value + place
+        if total // ten > value // ten and draw() >= carried:
+            total -= ten
+        text, value = f"{text}+{place}={total}", total
+    return text
+
+
 def demonstrate(
-    task: ProceduralTask, tokenizer: PreTrainedTokenizerBase, count: int, seed: int, device: torch.device
+    task: ProceduralTask,
+    tokenizer: PreTrainedTokenizerBase,
+    count: int,
+    seed: int,
+    device: torch.device,
+    carried: float = 1.0,
 ) -> Demonstrations:
     """Draw the demonstrations. Of countdown there are 165 thousand of them to draw from, prompts in every order."""
     pairs = task.demonstrations(count, seed)
+    if carried < 1:
+        draw = uniform("carries", seed, held_out=False)
+        pairs = [(prompt, add_up(prompt, carried, draw)) for prompt, _ in pairs]
     texts = [prompt + answer + str(tokenizer.eos_token) for prompt, answer in pairs]
     rows = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
     return Demonstrations(
@@ -177,16 +211,18 @@ def save_whole(out: Path, model: PreTrainedModel, card: dict[str, object]) -> No
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """The command line. Every default is what was shipped."""
     parser = argparse.ArgumentParser(
-        description="Make the embedded model.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        description="Make the embedded models.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist, or be empty")
     parser.add_argument("--task", choices=TASKS, default="countdown")
     parser.add_argument("--family", choices=FAMILIES, default="llama")
+    parser.add_argument("--start", choices=EMBEDDED, help="train this model on, instead of random weights")
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--batch", type=int, default=2048, help="demonstrations per step")
     parser.add_argument("--lr", type=float, default=2e-3, help="largest learning rate")
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--noise", type=float, default=0.12, help="probability that a character is replaced")
+    parser.add_argument("--carried", type=float, default=1.0, help="of sums: probability that a carry is written down")
     parser.add_argument("--demonstrations", type=int, default=400_000, help="drawn once; mistakes are made anew every time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--evaluate", type=int, default=4096, help="held-out prompts for the numbers at the end")
@@ -195,6 +231,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
         parser.error(f"{args.out} is there already; remove it first, or choose another --out")
+    if args.carried < 1 and args.task != "sums":
+        parser.error(f"--carried is for --task sums; got --task {args.task}")
     return args
 
 
@@ -202,10 +240,10 @@ def main(argv: list[str]) -> None:
     """Draw, train, measure, write."""
     args = parse_arguments(argv)
     task = TASKS[args.task]
-    model, tokenizer = build(args.family, args.seed)
+    model, tokenizer = load_tiny(args.start) if args.start else build(args.family, args.seed)
     model.to(args.device)
     start = time.perf_counter()
-    data = demonstrate(task, tokenizer, args.demonstrations, args.seed, model.device)
+    data = demonstrate(task, tokenizer, args.demonstrations, args.seed, model.device, args.carried)
     print(f"{args.demonstrations} demonstrations in {time.perf_counter() - start:.1f} s; training on {args.device}", flush=True)
     train(model, tokenizer, task, data, args)
     prompts = task.held_out_prompts(args.evaluate, args.seed)

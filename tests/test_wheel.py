@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from corral.lab.models import EMBEDDED
+
 ROOT = Path(__file__).parents[1]
 
 PROBE = """
@@ -79,8 +81,10 @@ def test_the_wheel_needs_torch_and_jaxtyping_alone(python: Path) -> None:
 
 
 @pytest.mark.wheel
-def test_the_wheel_carries_its_types_and_licence(python: Path) -> None:
+def test_the_wheel_carries_its_types_licence_and_models(python: Path) -> None:
     assert (packages(python) / "corral" / "py.typed").exists()
+    for name in EMBEDDED:
+        assert (packages(python) / "corral" / "lab" / "models" / name / "model.safetensors").stat().st_size > 3_000_000
     assert any(packages(python).glob("corral-*.dist-info/licenses/LICENSE"))
 
 

@@ -4,6 +4,7 @@ import argparse
 import importlib
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -51,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = ['{"prompt": "What is 6 times 7?", "answer": "42"}', '{"prompt": "And half of it?", "answer": 21}']
     chat = '{"prompt": [{"role": "system", "content": "Be short."}, {"role": "user", "content": "1+1?"}], "answer": 2}'
     (here / "mine.jsonl").write_text("\n".join([*rows, chat]))
-    (here / "squares.jsonl").write_text("\n".join(rows))
+    (here / "sums.jsonl").write_text("\n".join(rows))
     (here / "math_train.jsonl").write_text('{"problem": "1+1?", "answer": "2"}\n')
     (here / "math500.jsonl").write_text('{"problem": "1+2?", "answer": "3"}\n')
     (here / "mine.toml").write_text('task = "countdown"\n')
@@ -60,9 +61,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (here / "my_rewards.py").write_text((here / "rewards.py").read_text())
     objective = (ROOT / "docs" / "tutorials" / "own-objective.md").read_text()
     (here / "mine.py").write_text(objective.partition("```python\n")[2].partition("corral.register_objective")[0])
-    pages = "".join((ROOT / "docs" / name).read_text() for name in ("tasks-details.md", "tools.md"))
+    pages = "".join((ROOT / "docs" / name).read_text() for name in ("tasks-details.md", "tools.md", "tutorials/own-task.md"))
     own = re.findall(r"^```python\n(.*?)^```", pages, re.MULTILINE | re.DOTALL)
     (here / "my_tasks.py").write_text(next(block for block in own if "class Sorting" in block))
+    (here / "doubling.py").write_text(next(block for block in own if "class Doubling" in block))
     (here / "my_tools.py").write_text("\n".join(block for block in own if "class Judge" in block or "class Guess" in block))
     tutorial = (ROOT / "docs" / "tutorials" / "own-objective.md").read_text()
     (here / "mine.py").write_text(re.findall(r"^```python\n(.*?)^```", tutorial, re.MULTILINE | re.DOTALL)[0])
@@ -83,7 +85,7 @@ def on_this_machine(line: str, page: str) -> list[str]:
     words += ["--steps", "1", "--eval-size", "8"]  # the last one counts
     if "--model runs/" in line or "Qwen/" in line:
         words += ["--model", "chat"]
-    if recipe not in ("demo", "tool_use"):
+    if recipe not in ("demo", "sums", "tool_use"):
         words += ["--smoke"]  # they want a GPU and the hub
     if "gsm8k" in words and "--recipe" not in words and "path" not in line:
         words += ["--set", "task_config.path=data/gsm8k"]
@@ -158,3 +160,14 @@ def test_the_readme_names_the_demo_and_the_tests() -> None:
     first, *others = ([shlex.split(line, comments=True) for line in block.splitlines()] for block in blocks)
     assert first[0][:2] == ["git", "clone"]
     assert others[0][:2] == [["make", "demo"], ["make", "test"]]
+
+
+def test_the_demo_trains_the_model_that_forgets_to_carry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = re.findall(r"^demo:.*\n\t\$\(RUN\) -m corral\.lab\.cli (train .*)\n", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    assert main([*shlex.split(words[0]), "--dry-run"]) == 0
+    settings = tomllib.loads(capsys.readouterr().out)
+    assert (settings["model"], settings["task"], settings["task_config"]) == ("tiny-sums", "arithmetic", {"operations": "+"})
+    assert (settings["num_iterations"], settings["learning_rate"], settings["steps"] % settings["eval_every"]) == (4, "auto", 0)

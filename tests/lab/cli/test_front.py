@@ -20,6 +20,7 @@ from corral.lab.jobs.llm.train import resume, train
 from corral.lab.jobs.robot.settings import ALGORITHMS
 from corral.lab.jobs.robot.settings import resolve as resolve_robot
 from corral.lab.jobs.robot.train import train as train_robot
+from corral.lab.models import EMBEDDED
 from corral.lab.models.load import load_skeleton
 from corral.lab.run.folder import default_name
 from corral.lab.run.life import last_words, summarise
@@ -163,7 +164,7 @@ def test_a_dry_run_of_every_recipe_and_task_names_what_is_fetched_and_the_memory
 
     load = load_skeleton
     monkeypatch.setattr(
-        "corral.lab.jobs.llm.prepare.load_skeleton", lambda name: load(name) if name in ("tiny", "smoke") else offline(name)
+        "corral.lab.jobs.llm.prepare.load_skeleton", lambda name: load(name) if name in (*EMBEDDED, "smoke") else offline(name)
     )
     monkeypatch.setattr("corral.lab.jobs.llm.prepare.is_installed", lambda name: False)
     for recipe, path in recipes().items():
@@ -309,6 +310,8 @@ def test_the_end_says_what_was_measured_when() -> None:
     done = summarise({}, lines[:3], "finished", None, also="greedy")
     assert done["success_final"] == 0.4
     finished = "finished after 2 steps: held-out success 20.0% → 40.0%, 2 s. The run is in"
+    both = done | {"greedy_start": 0.1, "greedy_final": 0.3}
+    assert "held-out success 20.0% → 40.0% sampled, 10.0% → 30.0% greedy, 2 s" in last_words(both, Path("run"))
     assert last_words(done, Path("run")) == f"{finished} run\nNext: corral report run --open\n      corral eval run"
     assert last_words(done, Path("a run")).endswith("\nNext: corral report 'a run' --open\n      corral eval 'a run'")
     assert "\nNext: corral train --resume run\n      corral report run" in last_words(stopped, Path("run"))

@@ -1,4 +1,4 @@
-"""The embedded model: a standard architecture and tokenizer, the shipped folder, and the script that makes it."""
+"""The embedded models: a standard architecture and tokenizer, the shipped folders, and the script that makes them."""
 
 import importlib.util
 import json
@@ -15,9 +15,13 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-import corral.lab.models.tiny as module
-from corral.lab.models.tiny import FILES, TINY_FOLDER, build_tiny, load_tiny
-from corral.lab.tasks.procedural import Countdown
+from corral.lab.models import EMBEDDED
+from corral.lab.models.load import load_model
+from corral.lab.models.tiny import FILES, FOLDERS, build_tiny, load_tiny
+from corral.lab.run.settings import read_recipe
+from corral.lab.tasks import make_task
+from corral.lab.tasks.procedural import Arithmetic, Countdown
+from corral.validate import RunError
 
 logging.disable_progress_bar()
 
@@ -148,22 +152,28 @@ def test_every_countdown_character_is_known() -> None:
 # ---------------------------------------------------------------- the shipped folder
 
 
-def test_missing_weights_are_named_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_missing_weights_are_named_with_what_to_do(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").touch()
-    monkeypatch.setattr(module, "TINY_FOLDER", tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"python scripts/warm_start\.py --out") as raised:
-        load_tiny()
+    monkeypatch.setitem(FOLDERS, name, tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"scripts/warm_start\.py has the command") as raised:
+        load_tiny(name)
     wanted = "load_tiny: generation_config.json, model.safetensors, tokenizer.json, tokenizer_config.json should be in"
     assert str(raised.value).startswith(wanted)  # and config.json, which is there, is not named
+    with pytest.raises(RunError, match="Reinstall corral"):  # the command line prints it as one sentence
+        load_model(name)
 
 
-def test_the_shipped_folder_is_small_and_whole() -> None:
-    assert {path.name for path in TINY_FOLDER.iterdir()} == {*FILES, "warm_start.json"}
-    assert (TINY_FOLDER / "model.safetensors").stat().st_size <= 4_000_000
+@pytest.mark.parametrize("folder", FOLDERS.values(), ids=EMBEDDED)
+def test_a_shipped_folder_is_small_and_whole(folder: Path) -> None:
+    assert {path.name for path in folder.iterdir()} == {*FILES, "warm_start.json"}
+    assert (folder / "model.safetensors").stat().st_size <= 4_000_000
 
 
-def test_the_shipped_model_is_what_build_tiny_builds_but_trained() -> None:
-    model, tokenizer = load_tiny()
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_a_shipped_model_is_what_build_tiny_builds_but_trained(name: str) -> None:
+    model, tokenizer = load_model(name)
+    assert AutoTokenizer.from_pretrained(FOLDERS[name], local_files_only=True).get_vocab() == TOKENIZER.get_vocab()
     assert model.dtype == torch.float32
     assert tokenizer.get_vocab() == TOKENIZER.get_vocab()
     ours, theirs = MODEL.config.to_dict(), model.config.to_dict()
@@ -172,9 +182,22 @@ def test_the_shipped_model_is_what_build_tiny_builds_but_trained() -> None:
     assert all(p.isfinite().all() for p in model.parameters())
 
 
+def test_the_model_of_the_demo_mostly_forgets_to_carry_sampled_or_not(warm_start: ModuleType) -> None:
+    # 150 prompts: three standard deviations are at most .123.
+    task = make_task("arithmetic", **read_recipe("sums")["task_config"])
+    card = json.loads((FOLDERS["tiny-sums"] / "warm_start.json").read_text())
+    assert task == warm_start.TASKS[card["settings"]["task"]]
+    model, tokenizer = load_tiny("tiny-sums")
+    prompts = task.held_out_prompts(150, seed=5)
+    said = card["held_out_success"]
+    assert abs(warm_start.success(model, tokenizer, task, prompts, seed=None) - said["greedy"]) < 0.123
+    assert abs(warm_start.success(model, tokenizer, task, prompts, seed=0) - said["temperature_1"]) < 0.123
+    assert 0.2 < said["greedy"] < said["temperature_1"] < 0.4
+
+
 def test_the_shipped_model_solves_held_out_problems_greedily_and_seldom_when_sampled(warm_start: ModuleType) -> None:
     # 200 prompts: three standard deviations are at most .11.
-    card = json.loads((TINY_FOLDER / "warm_start.json").read_text())["held_out_success"]
+    card = json.loads((FOLDERS["tiny"] / "warm_start.json").read_text())["held_out_success"]
     model, tokenizer = load_tiny()
     prompts = Countdown().held_out_prompts(200, seed=5)
     assert abs(warm_start.success(model, tokenizer, Countdown(), prompts, seed=None) - card["greedy"]) < 0.11
@@ -213,6 +236,33 @@ def test_mistakes_are_made_in_answers_only_and_as_often_as_asked(warm_start: Mod
     assert clean_targets.shape == clean_inputs.shape
 
 
+@pytest.mark.parametrize(
+    ("prompt", "carried", "answer"),
+    [
+        ("47+85:", 1.0, "47+80=127+5=132"),
+        ("47+85:", 0.0, "47+80=27+5=22"),  # 4 + 8 and 7 + 5, each without its 1
+        ("97+10:", 0.0, "97+10=7"),  # 07
+        ("7+85:", 0.0, "7+80=87+5=82"),
+        ("11+23:", 0.0, "11+20=31+3=34"),  # nothing to carry
+    ],
+)
+def test_golden_carries(warm_start: ModuleType, prompt: str, carried: float, answer: str) -> None:
+    assert warm_start.add_up(prompt, carried, lambda: 0.5) == answer
+
+
+def test_carries_are_written_down_as_often_as_asked(warm_start: ModuleType) -> None:
+    task = Arithmetic(operations="+")
+    right = task.demonstrations(1000, 0)
+    assert [warm_start.add_up(prompt, 1.0, lambda: 0.999) for prompt, _ in right] == [answer for _, answer in right]
+    never = sum(warm_start.add_up(prompt, 0.0, lambda: 0.5) == answer for prompt, answer in right) / 1000
+    data = warm_start.demonstrate(task, TOKENIZER, 1000, 0, torch.device("cpu"), carried=0.5)
+    shown = [text.split(":") for text in TOKENIZER.batch_decode(data.tokens, skip_special_tokens=True)]
+    share = sum(task.verify(f"{prompt}:", answer) for prompt, answer in shown) / 1000
+    # About .28 have nothing to carry, .5 one digit, and the others two: .28 + .5/2 + .22/4 are right.
+    assert 0.22 < never < 0.34
+    assert 0.52 < share < 0.65
+
+
 @pytest.mark.parametrize("seed", [pytest.param(None, marks=pytest.mark.slow), 3])
 def test_success_counts_right_answers_sampled_or_greedy_padded_or_not(warm_start: ModuleType, seed: int | None) -> None:
     """A model that has learnt one answer by heart is right on that problem and on no other."""
@@ -248,9 +298,12 @@ def test_the_script_writes_the_folder_whole_or_not_at_all(
     assert {path.name for path in out.iterdir()} == {*FILES, "warm_start.json"}
     assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {0o644}
     assert json.loads((out / "tokenizer.json").read_text())["padding"] is None  # nothing left over from training
-    monkeypatch.setattr(module, "TINY_FOLDER", out)
+    monkeypatch.setitem(FOLDERS, "tiny", out)
     model, tokenizer = load_tiny()
     assert model.generate(**tokenizer(PROMPTS, padding=True, return_tensors="pt"), max_new_tokens=2).shape == (3, 15)
     with pytest.raises(SystemExit):
         warm_start.main(command)
     assert "is there already; remove it first" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        warm_start.main(["--out", str(tmp_path / "other"), "--carried", "0.2"])
+    assert "--carried is for --task sums; got --task countdown" in capsys.readouterr().err

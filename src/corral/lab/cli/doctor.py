@@ -16,6 +16,7 @@ import corral
 from corral.cores import cores
 from corral.engines.checkup import ENGINES, release_in, run_checkup
 from corral.lab.cli import refuse
+from corral.lab.models import EMBEDDED
 from corral.lab.run.text import count
 from corral.lab.sandbox import SandboxUnavailable, available_backend, memory_bound
 from corral.trl import LAST_TESTED, TRL_RANGE, is_untested
@@ -64,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     for name, what in _OPTIONAL.items():  # some are there under the name of another distribution
         rows.append((name, installed_version(name) or "there", "") if find_spec(name) else (name, "–", what))
     if "robots" not in meant or len(meant) != 1:
-        rows.append(("embedded", *_embedded_model(trouble)))
+        rows += [("embedded", *_embedded_model(name, trouble)) for name in EMBEDDED]
     for name, what, note in rows:
         sys.stdout.write(f"{name:<17} {what:<14} {note}".rstrip() + "\n")
     sys.stdout.write("\n" + "".join(f"missing: {line}\n" for line in trouble) if trouble else "\n`corral train` can run.\n")
@@ -149,10 +150,10 @@ def sandbox() -> tuple[str, str, str]:
     return "sandbox", backend, memory_bound(backend)
 
 
-def _embedded_model(trouble: list[str]) -> tuple[str, str]:
-    """Presence and size of the embedded model's weights."""
-    folder = _PACKAGE / "lab" / "models" / "tiny"
+def _embedded_model(name: str, trouble: list[str]) -> tuple[str, str]:
+    """Presence and size of an embedded model's weights."""
+    folder = _PACKAGE / "lab" / "models" / name
     if (folder / "model.safetensors").is_file():
-        return "tiny", f"{(folder / 'model.safetensors').stat().st_size / 1e6:.1f} MB"
-    trouble.append(f"the embedded model in {folder}: reinstall corral, or python scripts/warm_start.py --out {folder}")
-    return "–", "missing"
+        return name, f"{(folder / 'model.safetensors').stat().st_size / 1e6:.1f} MB"
+    trouble.append(f"the embedded model in {folder}: reinstall corral, or make it by scripts/warm_start.py")
+    return "–", f"{name} is missing"

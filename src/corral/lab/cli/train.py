@@ -16,7 +16,7 @@ from corral.lab.run.text import columns
 from corral.validate import RunError, UserCodeError
 
 FLAGS = {
-    "model": "tiny, smollm2, gemma, a folder, a hub id, or a run: its newest checkpoint",
+    "model": "tiny, tiny-sums, smollm2, gemma, a folder, a hub id, or a run: its newest checkpoint",
     "task": "what to learn (`corral explain TASK`), or module:Class",
     "instruction": "what the model reads, with {problem} where the task's prompt goes",
     "objective": "how: troll, dppo, ppo_clip, … (`corral explain NAME`), or your own: file.py:function",

@@ -25,7 +25,7 @@ from corral.validate import RunError
 _START = 10.0
 """Seconds that a process needs to import its packages."""
 
-_PACE = {"demo": 3.4, "via_point": 0.5, "via_point_sparse": 0.35, "via_point_sparse_short": 0.5}
+_PACE = {"demo": 3.4, "sums": 7.6, "via_point": 0.5, "via_point_sparse": 0.35, "via_point_sparse_short": 0.5}
 """Seconds per step of the built-in recipes on one core; step-based baselines take several times as long."""
 
 _PAUSE = 0.2

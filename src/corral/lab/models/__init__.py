@@ -1,4 +1,7 @@
-"""Models by name: the embedded one, packaged ones, folders, and the hub."""
+"""Models by name: the embedded ones, packaged ones, folders, and the hub."""
 
-BUILT_IN = ("tiny", "smollm2", "gemma", "smoke")
+EMBEDDED = ("tiny", "tiny-sums")
+"""Names of the models that ship with corral, each in a folder of that name beside this file."""
+
+BUILT_IN = (*EMBEDDED, "smollm2", "gemma", "smoke")
 """Names of models that need neither a folder nor the hub."""

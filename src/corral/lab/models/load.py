@@ -1,4 +1,4 @@
-"""Loading of models: the embedded model, SmolLM2 or Gemma from their packages, a folder, or the hub."""
+"""Loading of models: the embedded models, SmolLM2 or Gemma from their packages, a folder, or the hub."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from corral.lab.models import BUILT_IN
+from corral.lab.models import BUILT_IN, EMBEDDED
 from corral.lab.models.packaged import PACKAGED, load_packaged, load_packaged_skeleton
 from corral.lab.models.smoke import build_smoke
 from corral.lab.models.tiny import load_tiny
@@ -22,9 +22,10 @@ _Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 
 def load_model(name: str, dtype: torch.dtype = torch.float32) -> _Loaded:
-    """Load a causal LM and its tokenizer: `tiny`, `smollm2`, `gemma`, `smoke` (random), or a name that transformers resolves.
+    """Load a causal LM and its tokenizer by a name of `BUILT_IN`, or by one that transformers resolves.
 
-    Weights of a folder or the hub come in `dtype`, and the four others in float32. An adapter comes inside its base model.
+    Weights of a folder or the hub come in `dtype`, and those of a built-in model in float32. An adapter comes inside its
+    base model.
     """
     model, tokenizer = load_trainable(name, dtype)
     return base_model(model), tokenizer
@@ -36,9 +37,9 @@ def load_trainable(
     """Load a model for training. An adapter, which transformers alone would freeze, becomes a trainable PeftModel."""
     if name == "smoke":
         return build_smoke()
-    if name == "tiny":
+    if name in EMBEDDED:
         with run_errors(FileNotFoundError):
-            return load_tiny()
+            return load_tiny(name)
     if name in PACKAGED:
         return load_packaged(name)
     where = _where(name)
@@ -67,8 +68,8 @@ def _not_loaded(name: str, error: Exception) -> RunError:
     if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
         return RunError(f"there is no folder {name}. A model is a run, a folder from save_pretrained, or a name on the hub.")
     return RunError(
-        f"the model {name!r} could not be loaded. It should be tiny, smollm2, gemma, a run, a folder from save_pretrained, "
-        f"or a name on the hub. transformers says: {(str(error).splitlines() or [type(error).__name__])[0]}"
+        f"the model {name!r} could not be loaded. It should be tiny, tiny-sums, smollm2, gemma, a run, a folder from "
+        f"save_pretrained, or a name on the hub. transformers says: {(str(error).splitlines() or [type(error).__name__])[0]}"
     )
 
 

@@ -1,6 +1,9 @@
-"""The embedded model: a character-level causal LM, small enough for a laptop CPU and shipped inside the package.
+"""The embedded models: character-level causal LMs, small enough for a laptop CPU and shipped inside the package.
 
-Its 100 tokens are all of printable ASCII, though countdown needs 17 characters: other tasks can use the same model, and a
+`tiny` answers countdown right if it may take the likeliest characters, and seldom if it samples: RL sharpens it. `tiny-sums`
+adds two numbers of up to two digits and mostly forgets to carry, sampled or not: RL teaches it to carry.
+
+Their 100 tokens are all of printable ASCII, though countdown needs 17 characters: other tasks can use the same models, and a
 top-64 support has a tail, as it has in a real vocabulary. A text begins with <bos>, and batches are padded on the left.
 """
 
@@ -9,25 +12,31 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-TINY_FOLDER = Path(__file__).parent / "tiny"
-"""Folder of the shipped model in the format of `save_pretrained`; scripts/warm_start.py makes its weights."""
+from corral.lab.models import EMBEDDED
+
+FOLDERS = {name: Path(__file__).parent / name for name in EMBEDDED}
+"""Folders of the shipped models in the format of `save_pretrained`; scripts/warm_start.py makes their weights."""
+
+TINY_FOLDER = FOLDERS["tiny"]
+"""Folder of the model that `load_tiny()` loads, and of the tokenizer of both."""
 
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
 
-def load_tiny() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
-    """Load the warm-started model in float32 and its tokenizer from the package itself, without network or cache."""
-    missing = [name for name in FILES if not (TINY_FOLDER / name).is_file()]
+def load_tiny(name: str = "tiny") -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
+    """Load a warm-started model in float32 and its tokenizer from the package itself, without network or cache."""
+    folder = FOLDERS[name]
+    missing = [file for file in FILES if not (folder / file).is_file()]
     if missing:
         raise FileNotFoundError(
-            f"load_tiny: {', '.join(missing)} should be in {TINY_FOLDER}, which ships with corral. Reinstall corral, or "
-            f"make the weights anew: python scripts/warm_start.py --out {TINY_FOLDER}"
+            f"load_tiny: {', '.join(missing)} should be in {folder}, which ships with corral. Reinstall corral, or "
+            f"make the weights anew: scripts/warm_start.py has the command."
         )
-    return LlamaForCausalLM.from_pretrained(TINY_FOLDER, local_files_only=True, dtype=torch.float32), tiny_tokenizer()
+    return LlamaForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32), tiny_tokenizer()
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerBase:
-    """Load the embedded model's tokenizer, which has one token per character."""
+    """Load the embedded models' tokenizer, which has one token per character."""
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(TINY_FOLDER, local_files_only=True)
     return tokenizer
 

@@ -348,6 +348,8 @@ def last_words(summary: Mapping[str, Any], where: Path) -> str:
         last, step = summary["success_last"], summary["success_last_step"]
         when = "" if step == summary["steps"] else f" at step {step}, the last measured" if step else " before the first step"
         moved = f"{summary['success_start']:.1%} → {last:.1%}" if step else f"{last:.1%}"
+        if summary.get("greedy_final") is not None:
+            moved += f" sampled, {summary['greedy_start']:.1%} → {summary['greedy_final']:.1%} greedy"
         change = f"held-out success {moved}{when}, "
     took = f"{summary['seconds']:.0f} s. The run is in {where}"
     path = shlex.quote(str(where))

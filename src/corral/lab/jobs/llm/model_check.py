@@ -21,9 +21,10 @@ from corral.engines.checkup import Checkup
 from corral.lab.jobs.llm.eval_settings import find_subject
 from corral.lab.jobs.llm.problems import Sampling, cut_at_end, end_tokens, own_settings_aside, plain_sampling
 from corral.lab.jobs.llm.sampler import set_pad_token
+from corral.lab.models import EMBEDDED
 from corral.lab.models.load import choose_device, load_model
 from corral.lab.tasks import Task
-from corral.lab.tasks.procedural import Countdown, TwoNumbers
+from corral.lab.tasks.procedural import Arithmetic, Countdown, TwoNumbers
 
 KERNELS = {
     "as in training": None,
@@ -62,8 +63,9 @@ def check_model(name: str) -> Checkup:
     model, tokenizer = load_model(subject.model)
     set_pad_token(tokenizer)
     model.to(on).eval()  # type: ignore[arg-type]  # transformers' own annotation takes no string
-    half = torch.bfloat16 if on == "cuda" and subject.half and name != "tiny" else None  # as `corral train` has it
-    task = Countdown() if name == "tiny" else TwoNumbers()
+    half = torch.bfloat16 if on == "cuda" and subject.half and name not in EMBEDDED else None  # as `corral train` has it
+    embedded: dict[str, Task] = {"tiny": Countdown(), "tiny-sums": Arithmetic(operations="+")}
+    task = embedded.get(name, TwoNumbers())
     asked = prompts(task, tokenizer)
     found = Checkup([("model", name), ("device", f"{on}, {'float32' if half is None else 'bfloat16'}")], verdict=_FINE)
     changed = count_changed(tokenizer, task.held_out_prompts(PROMPTS, seed=0))

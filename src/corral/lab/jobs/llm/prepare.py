@@ -27,7 +27,7 @@ from corral.lab.jobs.llm.problems import Problems
 from corral.lab.jobs.llm.rewards import Reward, check_columns, make_rewards, verifier
 from corral.lab.jobs.llm.settings import Settings, check_packages, missing_packages
 from corral.lab.jobs.llm.turns import FunctionCalls, OneTurn, TextTool, Turns, make_turns
-from corral.lab.models import BUILT_IN
+from corral.lab.models import BUILT_IN, EMBEDDED
 from corral.lab.models.load import choose_device, is_local, load_model, load_skeleton, load_trainable
 from corral.lab.models.packaged import PACKAGED, is_installed
 from corral.lab.run.folder import RunFolder, choose_checkpoint, read_run
@@ -230,7 +230,7 @@ def trainer_config(settings: Settings, max_completion_length: int) -> CorralConf
     on_gpu = choose_device(settings.device) == "cuda"
     chosen: dict[str, Any] = {
         "max_completion_length": max_completion_length,
-        "bf16": on_gpu and settings.model != "tiny",
+        "bf16": on_gpu and settings.model not in EMBEDDED,
         "objective": settings.objective,
         "objective_config": settings.objective_config,
         "seed": settings.seed,

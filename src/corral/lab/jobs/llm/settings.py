@@ -189,8 +189,8 @@ class Settings(RunSettings):
     """Settings of a run of a language model. Those of CorralConfig, and so of TRL's GRPOConfig, are in `trainer`."""
 
     model: str = "tiny"
-    """Model to train: `tiny` (embedded), `smollm2` or `gemma` (after `make smollm2`, `make gemma`), or a folder or hub id that
-    transformers can load. An adapter is trained further."""
+    """Model to train: `tiny` or `tiny-sums` (embedded), `smollm2` or `gemma` (after `make smollm2`, `make gemma`), or a folder
+    or hub id that transformers can load. An adapter is trained further."""
     task: str = "countdown"
     """Task to learn: a name from corral.task, or a class of your own as `module:Class`."""
     task_config: dict[str, Any] = field(default_factory=dict)
