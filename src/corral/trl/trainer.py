@@ -28,6 +28,7 @@ from corral.objective.metrics import masked_max
 from corral.tensors import SparseDist, TokenBatch
 from corral.trl.api import FUSED, steps_per_batch
 from corral.trl.callbacks import RunRecord, SelfCheck
+from corral.trl.card import PAPERS, settings_section
 from corral.trl.config import CorralConfig, Sampler
 from corral.trl.lag import PastWeights
 from corral.trl.ledger import Ledger, ratio_sums
@@ -82,8 +83,8 @@ class CorralTrainer(GRPOTrainer):
     _order: Tensor | None = None
     """Sequences of these rollouts in the order of the updates."""
     _tag_names: ClassVar[list[str]] = ["trl", "corral"]  # type: ignore[misc]  # TRL leaves ClassVar out
-    _name = "corral"
-    _paper: ClassVar[dict[str, str]] = {}  # type: ignore[misc]  # as above; objectives have theirs in docs/objectives
+    _name: str
+    _paper: dict[str, str]
 
     def __init__(
         self,
@@ -119,6 +120,8 @@ class CorralTrainer(GRPOTrainer):
         self.draws_itself = sampler == "transformers"
         args.check_sampler(sampler, base.generation_config)
         self.objective, self.correction, self.anchor = args.make_objective(), args.make_correction(), args.resolve_anchor()
+        self._paper = PAPERS.get(self.objective.name, {})  # TRL's card names and cites it
+        self._name = self._paper.get("name", f"corral's {self.objective.name}")
         self.needs_support = args.needs_support
         models = [base] if self.ref_model is None else [base, self.ref_model]
         self.own_support = SupportRequest()
@@ -655,6 +658,18 @@ class CorralTrainer(GRPOTrainer):
         super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
         if self.past is not None:
             self.past.load(Path(resume_from_checkpoint))
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write TRL's model card, which names the objective and cites its paper, with the settings of the run below."""
+        super().create_model_card(*args, **kwargs)
+        if self.is_world_process_zero():
+            card = Path(cast(str, self.args.output_dir), "README.md")
+            about = RunRecord.of(self).about
+            settings = about["settings"] | {"reduction": about["reduction"]["name"], "corral": about["versions"]["corral"]}
+            beside = card.with_name(".README.part")
+            section = settings_section(settings.pop("objective"), settings)
+            beside.write_text(f"{card.read_text(encoding='utf-8').rstrip()}\n\n{section}", encoding="utf-8")
+            beside.replace(card)
 
     def flush_metrics(self) -> None:
         """Write the metrics since the last call into `_metrics`, over all processes; every process must call this."""

@@ -229,6 +229,17 @@ def test_a_run_is_exported_as_a_plain_model(finished: Path, tmp_path: Path, caps
     theirs = AutoModelForCausalLM.from_pretrained(out).state_dict()
     ours = AutoModelForCausalLM.from_pretrained(finished / "checkpoints" / "checkpoint-2").state_dict()
     assert all(torch.equal(theirs[name], ours[name]) for name in ours)
+    card = (out / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\ntags:\n- corral\n")
+    assert "after 1 step of training on the task digits, trained with corral. Held-out success at step 1: " in card
+    for part in (
+        "corral's objective `troll`",
+        "| `objective_config.bound` | `0.05` |",
+        "| `seed` | `0` |",
+        "@misc{becker2025troll,",
+    ):
+        assert part in card
+    assert str(finished.parent) not in card, "cards are published: no folders of this machine"
     assert main(["export", str(finished), "--out", str(out)]) == 1
     assert "choose another --out" in capsys.readouterr().err
     assert main(["export", str(finished), "--out", str(tmp_path / "other"), "--merge"]) == 1

@@ -76,10 +76,10 @@ def test_a_run_in_a_pipe_prints_plain_lines(tmp_path: Path, capsys: pytest.Captu
 def test_resume_goes_by_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--resume", str(run), "--guard", "stop", "--quiet"]) == 0
     assert "finished after 2 steps" in capsys.readouterr().out
-    assert main(["train", "--resume", str(run), "--seed", "1", "--report-to", "wandb"]) == 1
+    assert main(["train", "--resume", str(run), "--seed", "1", "--report-to", "tensorboard"]) == 1
     told = capsys.readouterr().err
-    allowed = "only --guard, --iterations, --simulator, --quiet and --verbose can."
-    assert f"so seed, report_to cannot be given with it; {allowed}" in told
+    allowed = "only --guard, --iterations, --report-to, --simulator, --quiet and --verbose can."
+    assert f"so seed cannot be given with it; {allowed}" in told
 
 
 def test_eval_prints_a_table_and_keeps_it(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -280,7 +280,7 @@ def test_robots_have_no_completions_and_nobody_misses_them(moving: RunReport) ->
     found = page(moving)
     assert 'id="completions"' not in found
     assert 'id="motion"' in found
-    assert '<option value="env_steps">environment steps</option><option value="update">' in found
+    assert '<option value="env_steps">environment steps</option><option value="step">' in found
     assert "held-out contexts solved, without exploration" in found
 
 

@@ -275,8 +275,9 @@ def test_golden_curve(tmp_path: Path) -> None:
         (path / "summary.json").write_text(json.dumps({"objective": "troll", "task": "x", "seed": seed}))
     (group,) = group_runs(read_runs([tmp_path]))
     success = METRICS[0]
-    found = curve(group, success, interval=False)
+    found = curve(group, success, interval=False, axis="update")
     assert found is not None
+    assert found["step"].tolist() == [0, 1]
     assert found["value"].tolist() == pytest.approx([0.3, 0.3])
     columns = found[["low", "high", "update", "seeds"]].to_dict("list")
     assert columns == {"low": [0.1, 0.2], "high": [0.5, 0.4], "update": [0.0, 8.0], "seeds": [3, 2]}

@@ -64,7 +64,7 @@ def test_the_curves_are_pythons(open_page: Any, small: Path) -> None:
     for group, series in zip(report.groups, drawn, strict=True):
         expected = curve(group, success)
         assert expected is not None
-        for key, column in {"y": "value", "low": "low", "high": "high", "x": "update"}.items():
+        for key, column in {"y": "value", "low": "low", "high": "high", "x": "step"}.items():
             assert [point[key] for point in series["points"]] == pytest.approx(list(expected[column]), rel=1e-4)
 
 
@@ -77,8 +77,8 @@ def test_filters(open_page: Any, small: Path) -> None:
     assert page.locator("#learning path.curve").count() == 6
     page.uncheck("input[name=seed][value='1']")
     assert page.locator("#learning path.curve").count() == 4
-    page.select_option("select[name=metric]", "greedy")
-    assert page.inner_text("#learning h3") == "Greedy success"
+    assert page.locator("#learning-more h3").all_inner_texts() == ["Greedy success", "Training reward"]
+    assert page.locator("#learning-more figure").first.locator("path.curve").count() == 4
     page.select_option("select[name=axis]", "tokens")
     assert "tokens" in page.text_content("#learning svg")
     for box in page.locator("input[name=seed]").all():
@@ -103,11 +103,11 @@ def test_hover_and_keys_read_values(open_page: Any, small: Path) -> None:
     assert tip.is_hidden()
     figure.locator(".body svg").focus()
     page.keyboard.press("Home")
-    assert tip.inner_text().startswith("0 updates")
+    assert tip.inner_text().startswith("0 steps")
     page.keyboard.press("ArrowRight")
-    assert tip.inner_text().startswith("16 updates")
+    assert tip.inner_text().startswith("2 steps")
     page.keyboard.press("End")
-    assert "64 updates" in tip.inner_text()
+    assert "8 steps" in tip.inner_text()
     assert re.search(r"\d\d\.\d %", tip.inner_text())
     page.keyboard.press("Escape")
     assert tip.is_hidden()
@@ -119,7 +119,7 @@ def test_every_control_is_reached_by_the_keyboard(open_page: Any, small: Path) -
     for _ in range(60):
         page.keyboard.press("Tab")
         seen.add(page.evaluate("document.activeElement.name || document.activeElement.tagName"))
-    assert {"theme", "group", "seed", "axis", "band", "metric", "svg"} <= seen
+    assert {"theme", "group", "seed", "axis", "band", "smooth", "svg"} <= seen
     page.locator("input[name=group]").first.focus()
     page.keyboard.press("Space")
     assert page.locator("#learning path.curve").count() == 2
@@ -262,8 +262,7 @@ def test_robots_are_drawn_over_environment_steps(open_page: Any, tmp_path: Path)
     page = open_page(tmp_path / "page.html")
     assert "environment steps" in page.text_content("#learning svg")
     assert page.locator("#learning path.curve").count() == 2
-    page.select_option("select[name=metric]", "return")
-    assert page.inner_text("#learning h3") == "Return"
+    assert page.locator("#learning-more h3").all_inner_texts() == ["Return", "Training reward"]
     assert page.locator("#motion-figures path.curve").count() == 6
     page.select_option("select[name=problem]", "1")
     assert page.locator("#learning path.curve").count() == 2
@@ -402,7 +401,7 @@ def test_every_figure_is_read_by_pointer_keys_and_taps(open_page: Any, small: Pa
         page.keyboard.press("ArrowRight")
         assert first in figure.locator(".tip").inner_text()
     phone = open_page(small, viewport={"width": 360, "height": 740}, is_mobile=True, has_touch=True)
-    for place, said in (("#learning", "updates"), ("#forest", "troll")):
+    for place, said in (("#learning", "steps"), ("#forest", "troll")):
         svg = phone.locator(f"{place} .body svg[role=img]:visible").first
         svg.scroll_into_view_if_needed()
         box = svg.bounding_box()

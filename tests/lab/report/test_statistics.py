@@ -21,6 +21,7 @@ from corral.lab.report.statistics import (
     is_significant,
     middle_mean,
     plain,
+    plains,
     probability_of_improvement,
     sentence,
     share_above,
@@ -215,4 +216,10 @@ def test_collapse() -> None:
 
 def test_numbers_for_people() -> None:
     assert [plain(x) for x in (0.0, -0.0, 6.06, -2.04, 0.034, -0.00012)] == ["0.0", "0.0", "6.1", "−2.0", "0.034", "−0.00012"]
-    assert [signed(x) for x in (0.0, 1.0, -1.0)] == ["+0.0", "+1.0", "−1.0"]
+    assert [signed(x) for x in (0.0, 1.0, -1.0)] == [["+0.0"], ["+1.0"], ["−1.0"]]
+    # Together they have the decimals of the largest.
+    assert signed(0.034, -0.5, 6.06) == ["+0.0", "−0.5", "6.1"]
+    assert plains(0.034, 0.0012) == ["0.034", "0.001"]
+    assert plains(-42.284, -42.8, -0.00001, digits=4) == ["−42.28", "−42.80", "0.00"]
+    assert plains(0.0, 0.0) == ["0.0", "0.0"]
+    assert plains(math.inf, 1.0, digits=3) == ["inf", "1.0"]

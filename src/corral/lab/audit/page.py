@@ -68,8 +68,8 @@ def audit_page(audit: Audit, live: float | None = None) -> str:
     few = f"There is one {'audited update' if whole else 'step'}, so nothing to draw over time."
     parts: dict[str, tuple[str, Any]] = {
         "findings": ("Findings", _PARTS.findings(audit, live, now, did, others, (share, words), verdicts)),
-        "threshold": ("Which threshold?", _PARTS.thresholds(whole, _PARTS.charts("threshold") + _threshold_table(audit))),
-        "probability": ("By old probability", _PARTS.charts("probability") + by_probability),
+        "threshold": ("Which threshold?", _PARTS.thresholds(whole, _threshold_table(audit))),
+        "probability": ("By old probability", _PARTS.charts("probability") + _PARTS.folded("In numbers", by_probability)),
         "ratio": ("Ratio against true distance", _PARTS.charts("ratio") if charts["ratio"] else None),
         "tokens": ("Tokens that clipping would block most", _blocked_table(audit)),
         "kinds": ("By entropy and by advantage", by_entropy + by_sign),

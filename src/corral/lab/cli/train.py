@@ -30,7 +30,7 @@ FLAGS = {
     "environment-factory": "TRL's: an environment whose methods a chat model calls, module:Class or file.py:Class",
     "lora.r": "rank of an adapter to train instead of all weights; all of peft's LoraConfig: --lora.lora_alpha, …",
     "guard": "on a collapse: warn, stop or off",
-    "report-to": "none, tensorboard, wandb, trackio",
+    "report-to": "none, tensorboard, wandb, trackio, or several of them with commas between",
 }
 """Settings whose flag is listed in the help. Every other setting has a flag too, or uses --set."""
 
@@ -51,7 +51,7 @@ UNSAFE = "where the system has no sandbox, run the model's programs as yourself 
 
 _RESUME_SETTINGS: dict[Kind, tuple[str, ...]] = {
     "llm": ("guard", "report_to", "steps"),
-    "robot": ("guard", "iterations", "simulator"),
+    "robot": ("guard", "iterations", "report_to", "simulator"),
 }
 """Settings that can change when a run is resumed."""
 

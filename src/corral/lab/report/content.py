@@ -13,9 +13,10 @@ import pandas as pd
 from corral.lab.report import figures, outcomes
 from corral.lab.report.html import shorten
 from corral.lab.report.looks import Look, assign_looks
-from corral.lab.report.outcomes import SECRET, Group, group_runs, split_runs
+from corral.lab.report.outcomes import Group, group_runs, split_runs
 from corral.lab.report.read import Run, SavedComparison, flatten, setting_text, table_in
 from corral.lab.report.sweep import Sweep, find_sweeps, sweep_table
+from corral.lab.run.settings import SECRET
 from corral.validate import RunError
 
 _Row = dict[str, Any]

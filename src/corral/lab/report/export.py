@@ -26,7 +26,7 @@ from corral.validate import RunError, pip_install
 _FORMULA = ("=", "+", "-", "@", "＝", "＋", "－", "＠")
 """First characters that make a spreadsheet compute a cell."""
 
-_AXES = {"update": "updates", "env_steps": "environment steps"}
+_AXES = {"step": "steps", "env_steps": "environment steps"}
 
 _Rows = list[dict[str, Any]]
 
@@ -71,7 +71,7 @@ def _problem(report: RunReport, data: dict[str, Any], problem: str, ending: str)
     groups = [group for group in report.groups if group.problem == problem]
     seeds = list(dict.fromkeys(run.seed for group in groups for run in group.runs))
     about = shorten(f"{problem}, seed{'' if len(seeds) == 1 else 's'} {', '.join(seeds)}", 110)
-    axis = "env_steps" if all(run.is_robot for group in groups for run in group.runs) else "update"
+    axis = "env_steps" if all(run.is_robot for group in groups for run in group.runs) else "step"
     points: dict[str, _Rows] = {}
     figures: _Figures = {}
     for metric in report.metrics:
@@ -80,7 +80,7 @@ def _problem(report: RunReport, data: dict[str, Any], problem: str, ending: str)
         curves = [(group, frame.assign(objective=group.label)) for group, frame in found if frame is not None]
         name = f"{metric.key.replace('/', '_')}{ending}"
         if curves:
-            columns = ["objective", "step", axis, "value", "low", "high"]
+            columns = list(dict.fromkeys(["objective", "step", axis, "value", "low", "high"]))
             points[name] = pd.concat([frame for _, frame in curves])[columns].to_dict("records")
             said = f"{about}\nLines: interquartile means over seeds (means of fewer than four). Bands: "
             said += "95 % bootstrap intervals." if interval else "range of the seeds."

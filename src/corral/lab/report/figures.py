@@ -87,6 +87,9 @@ _ROBOTS = {
     "tr/active_frac": "share of plans whose mean was projected",
     "tr/kl_before": "mean KL to the old policy, nats per plan, as the network wants it",
     "tr/ratio_max": "new over old density of anything that was credited",
+    "tr/kl_max": "of any plan in the batch; ▲: infinite",
+    "tr/unconverged": "projections per update that did not converge",
+    "tr/deployed_kl_mean": "mean KL to the network before the step, nats per plan",
 }
 """Captions of metrics with another meaning for robots."""
 
@@ -139,7 +142,7 @@ def points(run: Run, metrics: Sequence[Metric], every: int) -> dict[str, list[An
     return columns
 
 
-def curve(group: Group, metric: Metric, every: int = 1, *, interval: bool = True, axis: str = "update") -> pd.DataFrame | None:
+def curve(group: Group, metric: Metric, every: int = 1, *, interval: bool = True, axis: str = "step") -> pd.DataFrame | None:
     """Compute a group's curve of one metric, a row per step with a measurement of at least one seed; None without any.
 
     Columns are `step`, `axis`, the interquartile mean `value`, `low` and `high`, and the number of `seeds`. The interval is a
@@ -151,7 +154,8 @@ def curve(group: Group, metric: Metric, every: int = 1, *, interval: bool = True
         return None
     steps = frame.groupby("step")
     values = [column.to_numpy(float) for _, column in steps[metric.key]]
-    found = steps.agg(**{axis: (axis, "mean"), "seeds": (axis, "size")}).reset_index()
+    place = {} if axis == "step" else {axis: (axis, "mean")}
+    found = steps.agg(**place, seeds=(metric.key, "size")).reset_index()
     found["value"], found["low"], found["high"] = np.nan, [min(column) for column in values], [max(column) for column in values]
     for _, rows in found.groupby("seeds"):  # points with equally many seeds are bootstrapped at once, with equal draws
         block = np.array([values[index] for index in rows.index]).T

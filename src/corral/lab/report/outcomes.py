@@ -1,7 +1,6 @@
 """Groups of runs that differ in their seeds alone, and their outcomes: scores, compared between groups with intervals."""
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +15,8 @@ from corral.lab.report import statistics
 from corral.lab.report.html import shorten
 from corral.lab.report.read import Run, SavedComparison, flatten, setting_text, table_in
 from corral.lab.run.interval import Estimate
+from corral.lab.run.settings import SECRET
 from corral.lab.run.text import visible
-
-SECRET = re.compile(r"token$|secret|password|passwd|api.?key|credential", re.IGNORECASE)
-"""Names of secret settings, which must not appear on a page: people send pages."""
 
 Chosen = Mapping[Path, tuple[str, str]]
 """Runs whose setting a comparison chose → contestant, and setting in words."""
@@ -175,7 +172,10 @@ class Measure:
             return "—"
         if low is None or high is None:
             return self.text(value)
-        return f"{self.text(value)} [{statistics.plain(low * self.factor)}…{statistics.plain(high * self.factor)}]"
+        if self.factor == 100:
+            return f"{self.text(value)} [{100 * low:.1f}…{100 * high:.1f}]"
+        middle, *ends = statistics.plains(value, low, high)
+        return f"{middle} [{'…'.join(ends)}]"
 
 
 RETURN = Measure(key="return", name="return", unit="", factor=1.0)

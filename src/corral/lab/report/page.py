@@ -13,7 +13,7 @@ from corral.lab.report.html import Columns, Row, Safe, cell, shorten, table
 from corral.lab.report.looks import fit
 from corral.lab.report.outcomes import BESIDE, sort_pairs
 from corral.lab.report.read import setting_text, value_text
-from corral.lab.report.statistics import ENOUGH, plain, signed
+from corral.lab.report.statistics import ENOUGH, plains, signed
 from corral.lab.report.sweep import RULE, Sweep, ordered, value_at, without
 from corral.lab.run.text import count, duration, visible
 
@@ -51,12 +51,11 @@ def page(report: RunReport) -> str:
     }
     parts = {name: part for name, part in found.items() if part is not None}
     made = {"sweep": None, **html.sections(parts, (*_FILTERED, "completions"))}
-    learning = {metric.key: metric.title for metric in report.metrics if metric.section == "learning"}
     body = html.page_body(
         report.title,
         _summary(report),
         parts,
-        _HTML.main(_HTML.controls(report, _axes(report), learning), made, _FILTERED),
+        _HTML.main(_HTML.controls(report, _axes(report)), made, _FILTERED),
         f"the files of {count(len(report.runs), 'run')}",
     )
     return html.document(report.title, body, page_data(report), _SCRIPTS)
@@ -73,7 +72,7 @@ def _summary(report: RunReport) -> str:
 
 
 _AXES = {
-    "update": "updates", "step": "steps", "rollouts": "rollouts", "env_steps": "environment steps", "tokens": "tokens",
+    "step": "steps", "update": "updates", "rollouts": "rollouts", "env_steps": "environment steps", "tokens": "tokens",
     "seconds": "seconds",
 }  # fmt: skip
 """Names of the curves' horizontal axes."""
@@ -162,9 +161,11 @@ def _spread(key: str, digits: int = 4) -> Callable[[Row], str]:
     """Format a number without a unit, with its interval if the row has one."""
 
     def show(row: Row) -> str:
-        ends = (row[key], row.get(f"{key}_low"), row.get(f"{key}_high"))
-        middle, low, high = (None if end is None else f"{end:.{digits}g}".replace("-", "−") for end in ends)
-        return (middle or "—") + ("" if low is None else f" [{low}…{high}]")
+        if row[key] is None:
+            return "—"
+        ends = [row[name] for name in (key, f"{key}_low", f"{key}_high") if row.get(name) is not None]
+        middle, *interval = plains(*ends, digits=digits)
+        return middle + (f" [{'…'.join(interval)}]" if interval else "")
 
     return show
 
@@ -183,8 +184,8 @@ def _comparison_table(report: RunReport) -> Safe | None:
     columns: Columns = {
         "Difference": "{ours} − {theirs}".format_map,
         "Of": "measure",
-        report.measure.unit.capitalize() or "Value": cell("difference", signed),
-        "95 % interval": lambda row: "—" if row["low"] is None else f"{plain(row['low'])}…{plain(row['high'])}",
+        report.measure.unit.capitalize() or "Value": cell("difference", lambda value: signed(value)[0]),
+        "95 % interval": lambda row: "—" if row["low"] is None else "…".join(plains(row["low"], row["high"])),
         "p": cell("p", "{:.2g}".format),
         "Claimed": _yes("claimed"),
         "Probability of improvement": probability,
@@ -264,7 +265,8 @@ def _configuration(report: RunReport) -> Safe:
     columns: Columns = {"Setting" if key == "setting" else key: key for row in differ[:1] for key in row}
     shown = table(differ, columns, "Settings that differ") if differ else None
     shared = table(same, {"Setting": "setting", "Value": "value"}, "Settings that all share")
-    return _HTML.configuration(shown, f"{count(len(same), 'setting')} that all share" if same else None, shared)
+    shared_by = " that all share" if len(report.groups) > 1 else ""
+    return _HTML.configuration(report, shown, f"{count(len(same), 'setting')}{shared_by}" if same else None, shared)
 
 
 def _reproduce(report: RunReport) -> Safe:
@@ -328,12 +330,12 @@ def _forest(report: RunReport) -> list[Row]:
         pairs = []
         for row in sort_pairs([row for row in compared if (row["measure"], row["problem"]) == ("final", problem)]):
             colour, marker = report.looks[row["our_objective"]]
-            interval = "" if row["low"] is None else f" [{plain(row['low'])}…{plain(row['high'])}]"
+            value, *interval = signed(row["difference"], *(() if row["low"] is None else (row["low"], row["high"])))
             pairs.append(
                 {
                     "name": visible(f"{fit(row['ours'], 24)} − {fit(row['theirs'], 24)}"), "colour": colour, "marker": marker,
                     "value": row["difference"], "low": row["low"], "high": row["high"], "hollow": not row["claimed"],
-                    "numbers": signed(row["difference"]) + interval, "said": visible(row["sentence"]),
+                    "numbers": value + (f" [{'…'.join(interval)}]" if interval else ""), "said": visible(row["sentence"]),
                     "kind": f"pair {'claim' if row['claimed'] else 'tie'}",
                 }
             )  # fmt: skip

@@ -158,8 +158,9 @@ def sentence(
         mean = Estimate(-mean.value, *(None if end is None else -end for end in (mean.high, mean.low)))
     apart = "" if found.paired else " or more each, none of them shared"
     seeds = ("one seed" if found.seeds == 1 else f"{found.seeds} seeds") + apart
-    interval = "" if mean.low is None or mean.high is None else f", 95 % interval {plain(mean.low)}…{plain(mean.high)}"
-    numbers = f"{signed(mean.value)} {unit}".strip() + f"{interval}, {seeds}"
+    value, *ends = signed(mean.value, *(() if mean.low is None or mean.high is None else (mean.low, mean.high)))
+    interval = f", 95 % interval {'…'.join(ends)}" if ends else ""
+    numbers = f"{value} {unit}".strip() + f"{interval}, {seeds}"
     if holds and mean.low is not None:
         return f"{ours} beats {theirs} on {measure}: {numbers}."
     reasons = {  # the first that applies
@@ -205,15 +206,30 @@ def has_collapsed(points: Sequence[tuple[float, float]], stopped: str, share: fl
     return best > 0 and last < share * best and best - last > max(margin, share * (best - first))
 
 
-def signed(value: float) -> str:
-    """Format a number with its sign, and with one decimal if that matters."""
-    return f"{'+' if value >= 0 else ''}{plain(value)}"
+def signed(value: float, *ends: float) -> list[str]:
+    """Format a number with its sign, and the ends of its interval with as many decimals."""
+    first, *others = plains(value, *ends)
+    return [f"{'+' if value >= 0 else ''}{first}", *others]
 
 
 def plain(value: float) -> str:
     """Format a number for people: one decimal from .1 on, else two significant digits, and a typographic minus."""
     text = f"{value:.1f}" if abs(value) >= 0.1 or value == 0 else f"{value:.2g}"
     return text.replace("-", "−").replace("−0.0", "0.0") if float(text) == 0 else text.replace("-", "−")
+
+
+def plains(*values: float, digits: int | None = None) -> list[str]:
+    """Format numbers that stand together with equally many decimals: one if the largest is .1 or more.
+
+    Args:
+        digits: significant digits of the largest number instead.
+    """
+    largest = max(map(abs, values))
+    if not math.isfinite(largest) or (digits is None and (largest >= 0.1 or largest == 0)):
+        decimals = 1
+    else:
+        decimals = max(0, (digits or 2) - 1 - math.floor(math.log10(largest or 1.0)))
+    return [f"{value:.{decimals}f}".replace("-", "−") if round(value, decimals) else f"{0:.{decimals}f}" for value in values]
 
 
 def _bootstrap(scores: list[_Array], func: Callable[..., _Array]) -> Estimate:

@@ -22,6 +22,9 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 COMPARE = "compare"
 """Name of a recipe's table for `corral compare`; it is no setting of a run."""
 
+SECRET = re.compile(r"token$|secret|password|passwd|api.?key|credential", re.IGNORECASE)
+"""Names of secret settings, which must not appear on a page or a model card: people publish them."""
+
 _LEADING_POINT = re.compile(r"^([+-]?)\.(?=\d)")
 """Pattern for the leading point of .05, a common spelling that TOML refuses; it requires 0.05."""
 

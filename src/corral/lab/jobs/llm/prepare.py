@@ -32,6 +32,7 @@ from corral.lab.models.load import choose_device, is_local, load_model, load_ske
 from corral.lab.models.packaged import PACKAGED, is_installed
 from corral.lab.run.folder import RunFolder, choose_checkpoint, read_run
 from corral.lab.run.settings import coerce, toml_lines
+from corral.lab.run.trackers import TRACKERS
 from corral.lab.tasks import Task, columns_of, find_task, make_task
 from corral.lab.tasks.dataset import FiniteTask
 from corral.provenance import plain
@@ -73,9 +74,6 @@ _WITHOUT_FOLDER = ("smoke", "smollm2")
 
 _NUMBERS: dict[Any, Any] = {kind: hint for hint in (int, float, bool) for kind in (hint, hint.__name__)}
 """Types of peft's settings that can be checked, given as types or as type names."""
-
-_REPORTS = ("none", "tensorboard", "wandb", "trackio")
-"""Names of common trackers, for `report_to`."""
 
 _LEAST_ROOM = 16
 """Smallest number of tokens left for a completion if the model has fewer positions than the task may need."""
@@ -147,7 +145,7 @@ def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedToken
     check_packages(settings)
     for name in settings.report_to.split(","):
         if name not in ("none", "all", *INTEGRATION_TO_CALLBACK):
-            raise RunError(f"`report_to` has {name!r}, which transformers cannot report to.{nearest(name, _REPORTS)}")
+            raise RunError(f"`report_to` has {name!r}, which transformers cannot report to.{nearest(name, TRACKERS)}")
     with run_errors():
         task = make_task(settings.task, **settings.task_config)
         find_objective(settings.objective)

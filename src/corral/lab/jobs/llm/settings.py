@@ -18,6 +18,7 @@ from packaging.version import Version
 from corral.lab.jobs.llm.own_objective import find_objective
 from corral.lab.jobs.llm.rewards import Reward, as_functions, as_rewards, path_of
 from corral.lab.run.settings import RunSettings, add_layer, coerce
+from corral.lab.run.trackers import TRACKERS, missing_package
 from corral.lab.tasks import TASKS, make_task
 from corral.lab.tasks.dataset import FiniteTask
 from corral.lab.tasks.imports import make_tool
@@ -138,12 +139,10 @@ def check_packages(settings: "Settings") -> None:
 
 def missing_packages(settings: Mapping[str, Any]) -> Iterator[str]:
     """Sentences on packages that settings of the run or of TRL need and that are not installed."""
-    names = settings["report_to"].split(",")
-    reports = [(f"report_to={name}", name) for name in names if name in ("wandb", "trackio", "tensorboard")]
+    reports = [(f"report_to={name}", name) for name in settings["report_to"].split(",") if name in TRACKERS]
     asked = [(key, package) for key, package in _PACKAGES.items() if settings.get(key)]
     for setting, package in reports + asked:
-        if find_spec(package) is None:
-            yield f"`{setting}` needs the package {package}, which is not installed: pip install {package}, or leave it out."
+        yield from missing_package(setting, package)
 
 
 TABLES = ("objective_config", "task_config", "lora")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from corral.lab.run.settings import RunSettings, add_layer, coerce
+from corral.lab.run.trackers import tracker_names
 from corral.validate import RunError, limited, nearest
 
 _Algorithm = Literal[
@@ -33,7 +34,6 @@ _ELSEWHERE = {
     "objective_config": "learner",
     "model": "prodmp and learner",
     "learning_rate": "learner.policy_rate, learner.critic_rate or, for baselines, learner.rate",
-    "report_to": "metrics.jsonl in the run's folder",
 }
 """Settings of language models, each with its counterpart for robots."""
 
@@ -69,8 +69,12 @@ class Settings(RunSettings):
     """Simulator of the plans that are learned from: MuJoCo on the CPU, or MuJoCo Warp on a GPU, in float32. Warp needs
     corral[warp], and is for plans on hopper jump and box pushing. Measurements always use MuJoCo."""
 
+    report_to: str = "none"
+    """Trackers of the metrics: none, tensorboard, wandb, trackio, or several of them with commas between."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        tracker_names(self.report_to)
         if "iterations" in self.learner:
             raise RunError("`learner.iterations` is decided by the run. Use iterations.")
         if "dof" in self.prodmp:

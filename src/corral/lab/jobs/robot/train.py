@@ -1,7 +1,7 @@
 """Training runs of robots: from settings to environments and a learner, in a resumable run folder."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from corral.lab.run.guard import CollapseLimits, Guard
 from corral.lab.run.life import Job, Outcome, Recorder
 from corral.lab.run.settings import changed_fields
 from corral.lab.run.text import count
+from corral.lab.run.trackers import check_trackers, tracking
 from corral.lab.run.view import RunView
 from corral.numerics import drop_gradients, gradient_state
 from corral.robot.learner import Learner
@@ -50,6 +51,7 @@ def resume(
     *,
     quiet: bool = False,
     guard: str | None = None,
+    report_to: str | None = None,
     iterations: int | str | None = None,
     simulator: str | None = None,
     verbose: bool = False,
@@ -59,7 +61,7 @@ def resume(
     `iterations` gives it a new end; rates and bounds that change over a run follow the schedule of that length. Another
     `simulator` plays the plans from here on: a run that began on a GPU goes on without one.
     """
-    changes = {"guard": guard, "iterations": iterations, "simulator": simulator}
+    changes = {"guard": guard, "report_to": report_to, "iterations": iterations, "simulator": simulator}
     given = {key: value for key, value in changes.items() if value is not None}
 
     def make(content: dict[str, Any]) -> RobotRun:
@@ -75,6 +77,7 @@ class RobotRun(Job):
     settings: Settings
     agent: Agent
     record: Recorder
+    track: Callable[[Mapping[str, Any]], None]
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -83,6 +86,7 @@ class RobotRun(Job):
         self.guard = Guard(settings.guard, LIMITS, select=select_watched)
 
     def prepare(self) -> None:
+        check_trackers(self.settings.report_to)
         self.agent = prepare(self.settings)
 
     def describe(self) -> dict[str, Any]:
@@ -104,12 +108,14 @@ class RobotRun(Job):
             for name, optimizer in self.agent.optimizers.items():
                 optimizer.register_step_pre_hook(lambda optimizer, *_, name=name: self.check_update(name, optimizer))
         record.begin(banner(self.settings, self.agent, record.path, record.view.verbose))
-        if not record.lines:
-            self.add({"step": 0, "update": 0, **self.measure(), "reward": None, "env_steps": 0})
-        record.patient = True
-        for _ in range(self.agent.iteration, self.settings.iterations):
-            if self.step():
-                break
+        done = self.agent.iteration
+        with tracking(self.settings.report_to, record.path, self.settings.flat(), done) as self.track:
+            if not record.lines:
+                self.add({"step": 0, "update": 0, **self.measure(), "reward": None, "env_steps": 0})
+            record.patient = True
+            for _ in range(done, self.settings.iterations):
+                if self.step():
+                    break
 
     def step(self) -> bool:
         """Train on one batch of episodes, write its metrics and a checkpoint if due, and return whether to stop."""
@@ -129,9 +135,10 @@ class RobotRun(Job):
         return measure(self.agent, find_environment(self.settings), self.settings.eval_size)
 
     def add(self, line: dict[str, Any]) -> None:
-        """Pass one line of metrics to the guard, then to the record."""
+        """Pass one line of metrics to the guard, to the record, then to the trackers."""
         self.record.guard.observe(line)
         self.record.add(line)
+        self.track(line)
 
     def save(self) -> None:
         """Write a checkpoint of this step atomically."""

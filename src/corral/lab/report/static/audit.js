@@ -12,6 +12,18 @@ function axisOf({ scale, ends, ticks, names }, values, apart) {
   };
 }
 
+// Numbers beside their points, filled points first; a number without a free place is left to the tip and the table.
+function nameAll(svg, names, from, to) {
+  const taken = [];
+  for (const { x, y, name } of [...names].sort((a, b) => Boolean(a.hollow) - Boolean(b.hollow))) {
+    const long = 7 * name.length, places = [[x + 8, y - 6], [x - 8 - long, y - 6], [x + 8, y + 14], [x - 8 - long, y + 14]];
+    const free = places.find(([left, top]) => left >= from && left + long < to && taken.every(([a, b, end]) => left > end + 3 || left + long < a - 3 || Math.abs(top - b) > 12));
+    if (!free) continue;
+    taken.push([free[0], free[1], free[0] + long]);
+    svg.append(make("text", { class: "name halo", x: free[0], y: free[1] }, name));
+  }
+}
+
 function drawChart(figure, chart) {
   const body = figure.querySelector(".body"), points = chart.series.flatMap(one => one.points);
   figure.querySelector("figcaption").textContent = chart.caption;
@@ -26,16 +38,17 @@ function drawChart(figure, chart) {
     const [columns, rows] = chart.grid, wide = inner.width / columns, tall = inner.height / rows;
     svg.append(make("g", { class: kind }, make("rect", { class: "cell", x: (left + column * wide).toFixed(1), y: (height - bottom - (row + 1) * tall).toFixed(1), width: wide - 0.5, height: tall - 0.5, "fill-opacity": share.toFixed(2) }, make("title", {}, said))));
   }
+  const names = [];
   for (const one of chart.series) {
     const group = make("g", { class: `c${one.colour}` });
     if (one.line) group.append(make("path", { class: `curve dash${one.dash}`, d: pathOf(one.points, point => px(point.x), point => py(point.y)) }));
     for (const { x, y, said, hollow, name } of one.points) {
-      const end = px(x) > width - right - 40; // a number at the right edge stands before its point
       if (said) group.append(marker(one.marker, px(x), py(y), name && !hollow ? 1.3 : 1, hollow ? "dot ring" : "dot", make("title", {}, said)));
-      if (name) group.append(make("text", { class: "name", x: px(x) + (end ? -8 : 8), y: py(y) - 6, "text-anchor": end ? "end" : "start" }, name));
+      if (name) names.push({ x: px(x), y: py(y), name, hollow });
     }
     svg.append(group);
   }
+  nameAll(svg, names, left, width);
   for (const { x, y, said } of chart.bounds || []) svg.append(make("line", { class: "bound", ...(finite(x) ? { x1: px(x), x2: px(x), y1: top, y2: height - bottom } : { x1: left, x2: width - right, y1: py(y), y2: py(y) }) }, ...(said ? [make("title", {}, said)] : [])));
   const keys = chart.keys ? make("div", { class: "keys" }, ...chart.keys.map(([kind, words]) => make("span", { class: kind }, make("i"), words))) : nameList(chart.series);
   body.replaceChildren(keys, svg);

@@ -21,7 +21,7 @@ function make(name, attributes = {}, ...children) {
 function readable(value, percent = false) {
   if (value === Infinity) return "∞";
   if (!finite(value)) return "—";
-  if (percent) return `${(100 * value).toFixed(Math.abs(value) < 0.0995 && value !== 0 ? 2 : 1)} %`.replace("-", "−");
+  if (percent) return `${(100 * value).toFixed(Math.abs(value) < 0.001 && value !== 0 ? 2 : 1)} %`.replace("-", "−");
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(1).replace(".0e", "e").replace("e+", "e").replace("-", "−");
   return value.toLocaleString("en", { maximumSignificantDigits: size >= 1000 ? 7 : 3 }).replace("-", "−");
@@ -53,6 +53,14 @@ function ticksOf(low, high, count, whole = false) {
   return ticks;
 }
 
+// Ticks in one unit and with the decimals that tell them apart: 7.5M, 10M, 12.5M.
+function axisNumbers(ticks) {
+  const most = Math.max(0, ...ticks.map(Math.abs)), [, size, unit] = [[1e9, 1e9, "B"], [1e6, 1e6, "M"], [1e4, 1e3, "k"]].find(([from]) => most >= from) || [0, 1, ""];
+  const digits = [0, 1, 2, 3, 4, 5, 6].find(count => ticks.every(tick => Math.abs(tick / size - Number((tick / size).toFixed(count))) < 1e-6 * most / size));
+  if (digits === undefined || most < 1e-3) return readable;
+  return tick => tick === 0 ? "0" : `${(tick / size).toLocaleString("en", { maximumFractionDigits: digits })}${unit}`.replace("-", "−");
+}
+
 function scaleOf(values, log, zero, pixels, whole = false) {
   let low = Math.min(...values), high = Math.max(...values);
   if (log) {
@@ -62,14 +70,15 @@ function scaleOf(values, log, zero, pixels, whole = false) {
     for (let power = Math.ceil(low / every) * every; power <= high; power += every) ticks.push(10 ** power);
     if (ticks.length < 3) for (let power = Math.floor(low); power <= high; power += 1) for (const m of high - low < 0.7 ? [1.5, 2, 3, 5, 7] : [2, 5])
       if (Math.log10(m) + power >= low && Math.log10(m) + power <= high) ticks.push(m * 10 ** power);
-    return { at: value => (Math.log10(value) - low) / (high - low), ticks };
+    return { at: value => (Math.log10(value) - low) / (high - low), ticks, show: readable };
   }
   if (zero) low = Math.min(low, 0);
   if (high - low < 1e-12) { high += Math.abs(high) * 0.1 || 1; if (!zero) low -= Math.abs(low) * 0.1; }
   const room = (high - low) * 0.04;
   if (!(zero && low === 0)) low -= room;
   high += room;
-  return { at: value => (value - low) / (high - low), ticks: ticksOf(low, high, pixels / 44, whole) };
+  const ticks = ticksOf(low, high, pixels / 44, whole);
+  return { at: value => (value - low) / (high - low), ticks, show: axisNumbers(ticks) };
 }
 
 // An axis that grows like a square root: small shares keep apart, and 0 has a place.
@@ -91,7 +100,10 @@ function plane(body, { about, title, height, x, y, left = 52, right = 14, top = 
   const px = value => left + across.at(value) * inner.width, py = value => value === Infinity ? top + 3 : top + (1 - up.at(value)) * inner.height;
   const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", tabindex: 0, "aria-label": `${about}. Arrow keys read the values.` });
   for (const tick of up.ticks) svg.append(make("line", { class: "grid", x1: left, x2: width - right, y1: py(tick), y2: py(tick) }), make("text", { x: left - 7, y: py(tick) + 4, "text-anchor": "end" }, (up.show || readable)(tick)));
-  for (const tick of across.ticks) svg.append(make("text", { x: px(tick), y: height - bottom + 17, "text-anchor": "middle" }, (across.show || readable)(tick)));
+  for (const tick of across.ticks) {
+    const text = (across.show || readable)(tick), half = 3.7 * text.length; // a number at an edge moves inwards
+    svg.append(make("text", { x: Math.min(Math.max(px(tick), half), width - half), y: height - bottom + 17, "text-anchor": "middle" }, text));
+  }
   svg.append(make("text", { x: width - right, y: height - 5, "text-anchor": "end" }, title));
   return { svg, px, py, up, left, right, top, bottom, width, height, inner };
 }
@@ -107,8 +119,8 @@ function drawRows(figure, rows, { about, title, ends, zero = false, show = reada
   for (const tick of scale.ticks) svg.append(make("line", { class: tick === 0 ? "zero" : "grid", x1: px(tick), x2: px(tick), y1: 4, y2: height - bottom + 8 }), make("text", { x: px(tick), y: height - bottom + 24, "text-anchor": "middle" }, show(tick)));
   svg.append(make("text", { x: width - right, y: height - 5, "text-anchor": "end" }, title || ""));
   rows.forEach((row, index) => {
-    const y = index * each + (narrow ? 32 : 19), line = make("g", { class: `c${row.colour} ${row.kind || ""}` });
-    line.append(make("text", { class: "name", x: narrow ? left : left - 12, y: narrow ? y - 14 : y + 4, "text-anchor": narrow ? "start" : "end" }, fit(row.name, narrow && row.numbers ? 28 : 44)));
+    const y = index * each + (narrow ? 32 : 19), line = make("g", { class: `row c${row.colour} ${row.kind || ""}` });
+    line.append(make("text", { class: "name", x: narrow ? left + 5 : left - 12, y: narrow ? y - 14 : y + 4, "text-anchor": narrow ? "start" : "end" }, fit(row.name, narrow && row.numbers ? 28 : 44)));
     if (row.numbers) line.append(make("text", { class: row.hollow ? "" : "name", x: narrow ? width - right : width - right + 14, y: narrow ? y - 14 : y + 4, "text-anchor": narrow ? "end" : "start" }, row.numbers));
     if (finite(row.low)) line.append(make("line", { class: row.numbers ? "whisker" : "stroke interval", x1: px(row.low), x2: px(row.high), y1: y, y2: y }));
     for (const [said, value] of row.seeds || []) line.append(make("circle", { class: "dot ring", cx: px(value), cy: y, r: 4.5 }, make("title", {}, said)));
@@ -214,7 +226,7 @@ function save(name, rows) {
   download(name, new Blob([rows.map(row => row.map(cell).join(",")).join("\n") + "\n"], { type: "text/csv" }));
 }
 
-const looks = ["fill", "fill-opacity", "stroke", "stroke-width", "stroke-dasharray", "stroke-linecap", "stroke-linejoin", "opacity", "font-size", "font-family", "font-weight"];
+const looks = ["fill", "fill-opacity", "stroke", "stroke-width", "stroke-dasharray", "stroke-linecap", "stroke-linejoin", "paint-order", "opacity", "font-size", "font-family", "font-weight"];
 
 // A text in lines of so many letters.
 function lines(text, most) {

@@ -8,8 +8,8 @@ const axisNames = { update: "updates", step: "steps", rollouts: "rollouts", env_
 function chosen() {
   const boxes = (name) => new Set(all(`input[name=${name}]:checked`, form).map(box => box.value));
   const picked = (name, fallback) => (form.elements[name] ? form.elements[name].value : "") || fallback;
-  return { groups: boxes("group"), seeds: boxes("seed"), axis: picked("axis", "update"), band: picked("band", "interval"),
-           metric: picked("metric", null), smooth: picked("smooth", "yes") === "yes", problem: Number(picked("problem", 0)) };
+  return { groups: boxes("group"), seeds: boxes("seed"), axis: picked("axis", "step"), band: picked("band", "interval"),
+           smooth: picked("smooth", "yes") === "yes", problem: Number(picked("problem", 0)) };
 }
 
 const problems = [...new Set(data.groups.map(group => group.problem))];
@@ -87,13 +87,13 @@ function drawCurves(figure, metric, state) {
   const drawn = plane(body, {
     about: `${metric.title} over ${axisNames[state.axis]}: ${series.map(one => one.label).join(", ")}`, title: axisNames[state.axis],
     height: learning ? Math.min(380, Math.max(250, wide * 0.45)) : 200, right: named ? Math.min(200, 30 + 7 * Math.max(...series.map(one => one.short.length))) : 14,
-    x: pixels => scaleOf(xs, false, true, pixels * 0.6, state.axis !== "seconds"),
-    y: pixels => ({ ...scaleOf(heights, log, metric.percent || metric.key === "entropy", pixels), show: metric.percent ? percents : readable }),
+    x: pixels => scaleOf(xs, false, true, pixels * 0.85, state.axis !== "seconds"),
+    y: pixels => ({ ...scaleOf(heights, log, metric.percent || metric.key === "entropy", pixels), ...(metric.percent ? { show: percents } : {}) }),
   });
-  const { svg, px, py, left, right, top, width, inner } = drawn;
-  for (const limit of limits) if (drawn.up.at(limit) >= 0 && drawn.up.at(limit) <= 1) svg.append(make("line", { class: "bound", x1: left, x2: width - right, y1: py(limit), y2: py(limit) }),
-    make("text", { class: "name", x: left + inner.width - 2, y: py(limit) + (py(limit) < 26 ? 14 : -5), "text-anchor": "end" }, `bound ${readable(limit)}`));
+  const { svg, px, py, left, right, top, width, inner } = drawn, seen = limits.filter(limit => drawn.up.at(limit) >= 0 && drawn.up.at(limit) <= 1);
+  for (const limit of seen) svg.append(make("line", { class: "bound", x1: left, x2: width - right, y1: py(limit), y2: py(limit) }));
   for (const one of series) drawOne(svg, one, px, py, usable);
+  for (const limit of seen) svg.append(make("text", { class: "name halo", ...clearPlace(`bound ${readable(limit)}`, py(limit), series, drawn, usable) }, `bound ${readable(limit)}`));
   if (named) nameEnds(svg, series, px, py, usable, top + inner.height);
   body.append(svg);
   figure.legend = named || series.length < 2 ? [] : series;
@@ -131,13 +131,28 @@ function smoothed(points) {
 // Where the region ends: bounds that are a KL, on figures of a KL.
 const boundsOf = (metric, state) => metric.key.startsWith("tr/kl") ? [...new Set(visibleGroups(state).map(group => group.bound).filter(finite))] : [];
 
-// Names at the ends of the curves, moved apart where they would overlap.
+// The place of a text along a horizontal line, above or below it, that the fewest points of the curves are in.
+function clearPlace(text, line, series, { px, py, left, top, inner }, usable) {
+  const long = 7 * text.length, spots = series.flatMap(one => one.points.filter(point => usable(point.y)).flatMap((point, index, points) => {
+    const next = points[Math.min(index + 1, points.length - 1)]; // and places between two points
+    return [0, 0.25, 0.5, 0.75].map(share => [px(point.x) + share * (px(next.x) - px(point.x)), py(point.y) + share * (py(next.y) - py(point.y))]);
+  }));
+  let best = null;
+  for (const x of [left + inner.width - long - 2, left + 4, left + (inner.width - long) / 2]) for (const y of [line - 5, line + 14]) {
+    if (y < top + 8 || y > top + inner.height) continue;
+    const met = spots.filter(([a, b]) => a > x - 4 && a < x + long + 4 && b > y - 14 && b < y + 5).length;
+    if (!best || met < best.met) best = { met, x, y };
+  }
+  return best ? { x: best.x, y: best.y } : { x: left + 4, y: line + 14 };
+}
+
+// Names at the ends of the curves, moved apart where they would overlap: then a line leads to them.
 function nameEnds(svg, series, px, py, usable, lowest) {
   const ends = series.map(one => ({ one, point: one.points.filter(point => usable(point.y)).at(-1) })).filter(({ point }) => point)
-    .map(({ one, point }) => ({ one, x: px(point.x) + 9, y: py(point.y) + 4 })).sort((a, b) => a.y - b.y);
+    .map(({ one, point }) => ({ one, x: px(point.x), at: py(point.y), y: py(point.y) + 4 })).sort((a, b) => a.y - b.y);
   ends.forEach((end, index) => { if (index) end.y = Math.max(end.y, ends[index - 1].y + 14); });
   for (let index = ends.length - 1, floor = lowest; index >= 0; index -= 1, floor -= 14) ends[index].y = Math.min(ends[index].y, floor);
-  for (const { one, x, y } of ends) svg.append(make("g", { class: `c${one.colour}` }, marker(one.marker, x + 3, y - 4), make("text", { class: "name", x: x + 11, y }, fit(one.short, 26))));
+  for (const { one, x, at, y } of ends) svg.append(make("g", { class: `c${one.colour}` }, Math.abs(y - 4 - at) > 3 ? make("path", { class: "stroke leader", d: `M${x + 5} ${at}L${x + 14} ${y - 4}` }) : null, make("text", { class: "name", x: x + (Math.abs(y - 4 - at) > 3 ? 17 : 9), y }, fit(one.short, 26))));
 }
 
 // Pointer, taps and arrow keys move a line over the figure; the values below it are shown, and read out.

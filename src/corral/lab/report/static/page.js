@@ -1,5 +1,7 @@
 // Draws a report's figures and answers its filters. Comes last.
 
+const main = data.metrics.find(metric => metric.section === "learning"); // drawn wide, the others smaller
+
 function swatches() {
   for (const span of all(".swatch")) {
     const group = data.groups[Number(span.dataset.group)];
@@ -8,7 +10,7 @@ function swatches() {
 }
 
 function drawSmall(host, section, state, otherwise) {
-  const metrics = data.metrics.filter(metric => metric.section === section);
+  const metrics = data.metrics.filter(metric => metric.section === section && metric !== main);
   if (!host) return;
   if (!host.firstChild) host.append(...(metrics.length ? metrics.map(metric => frame(metric.title, metric.key)) : [make("p", { class: "empty" }, otherwise)]));
   metrics.forEach((metric, index) => drawCurves(host.children[index], metric, state));
@@ -18,12 +20,11 @@ function draw() {
   const state = chosen();
   for (const label of all("label[data-problem]", form)) label.hidden = Number(label.dataset.problem) !== state.problem;
   drawFinals(state);
-  const learning = document.getElementById("learning"), region = document.getElementById("trust"), main = data.metrics.find(metric => metric.key === state.metric);
-  if (main) {
-    if (!learning.firstChild || learning.firstChild.dataset.metric !== main.key) learning.replaceChildren(frame(main.title, main.key));
-    drawCurves(learning.firstChild, main, state);
-  } else learning.replaceChildren(make("p", { class: "empty" }, "Nothing was measured yet."));
-  drawSmall(region, "region", state, "No metrics of the trust region were logged.");
+  const learning = document.getElementById("learning");
+  if (!learning.firstChild) learning.append(main ? frame(main.title, main.key) : make("p", { class: "empty" }, "Nothing was measured yet."));
+  if (main) drawCurves(learning.firstChild, main, state);
+  drawSmall(document.getElementById("learning-more"), "learning", state, "");
+  drawSmall(document.getElementById("trust"), "region", state, "No metrics of the trust region were logged.");
   drawSmall(document.getElementById("motion-figures"), "motion", state, "");
   drawHistograms(state);
   drawTails(state);
