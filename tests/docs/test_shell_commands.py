@@ -68,6 +68,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (here / "my_tools.py").write_text("\n".join(block for block in own if "class Judge" in block or "class Guess" in block))
     tutorial = (ROOT / "docs" / "tutorials" / "own-objective.md").read_text()
     (here / "mine.py").write_text(re.findall(r"^```python\n(.*?)^```", tutorial, re.MULTILINE | re.DOTALL)[0])
+    robot = (ROOT / "docs" / "tutorials" / "own-environment.md").read_text()
+    for name, text in re.findall(r"```(?:toml|python)\n# (\S+)\n(.*?)```", robot, re.DOTALL):
+        (here / name).write_text(text)
+    (here / "examples").symlink_to(ROOT / "examples")
     data = Path(str(TASK_CONFIG["gsm8k"]["path"]))
     (here / "data").mkdir()
     (here / "data" / "gsm8k").symlink_to(data)
@@ -80,7 +84,7 @@ def on_this_machine(line: str, page: str) -> list[str]:
     recipe = words[words.index("--recipe") + 1] if "--recipe" in words else "demo"
     if "mine.toml" in words and page == "docs/robots.md":
         words[words.index("mine.toml")] = "robot.toml"
-    if "robot.toml" in words or recipes()[recipe].parent.name == "robot":
+    if {"robot.toml", "pusher.toml", "--environment"} & {*words} or recipes()[recipe].parent.name == "robot":
         return words
     words += ["--steps", "1", "--eval-size", "8"]  # the last one counts
     if "--model runs/" in line or "Qwen/" in line:

@@ -81,7 +81,7 @@ def test_what_gymnasium_has_need_not_be_said() -> None:
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
-@pytest.mark.refuses("an environment of one's own without joints, length, seeds or flat numbers")
+@pytest.mark.refuses("run: your own environment without joints, length, seeds or flat numbers", door="robots")
 @pytest.mark.parametrize(
     ("environment", "tracking", "more", "sentence"),
     [

@@ -49,7 +49,7 @@ def lines(run: str) -> list[dict[str, object]]:
     return [{key: value for key, value in line.items() if key not in ("seconds", "steps_per_second")} for line in read]
 
 
-@pytest.mark.supports("environments: your own, module:Class or a Gymnasium id", door="robots")
+@pytest.mark.supports("run: your own environment, module:Class or a Gymnasium id", door="robots")
 def test_a_class_of_one_s_own_from_training_to_the_robot(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--config", config, "--quiet", "--out", "whole"]) == 0
     assert (
@@ -126,7 +126,7 @@ def test_an_id_of_gymnasium_s_by_flags_alone(tmp_path: Path, capsys: pytest.Capt
     assert "environment" in capsys.readouterr().err
 
 
-@pytest.mark.supports("environments: a batch of torch tensors", door="robots")
+@pytest.mark.supports("run: an environment of torch tensors", door="robots")
 def test_a_batch_of_torch_tensors_is_learned_in(tmp_path: Path) -> None:
     table = ["--tracking.joints", "[0, 2]", "--tracking.velocities", "[2, 4]", "--tracking.p", "4", "--tracking.d", "2"]
     table += ["--tracking.steps", "50", "--tracking.dt", "0.04", "--set", "learner.std=0.3", "--set", "learner.episodes=32"]
