@@ -41,7 +41,8 @@ def test_every_page_is_in_the_navigation_once() -> None:
 
 def documented(page: str) -> set[str]:
     """Names that a page of the reference describes."""
-    return {path.rpartition(".")[2] for path in re.findall(r"^::: (\S+)$", (REFERENCE / page).read_text(), re.MULTILINE)}
+    paths = [path.split(".") for path in re.findall(r"^::: (\S+)$", (REFERENCE / page).read_text(), re.MULTILINE)]
+    return {path[-1] for path in paths if not path[-2][0].isupper()}  # methods are no public names of a package
 
 
 PACKAGES = {"llm.md": "corral.llm", "task.md": "corral.task", "robot.md": "corral.robot", "deployed.md": "corral.deployed"}
