@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from corral.trl import packing
 from corral.trl.api import FUSED
-from corral.trl.packing import ORDER, PackedRow, can_pack, cut, halve, in_order, packed_mask, why_padded
+from corral.trl.packing import ORDER, Fit, PackedRow, bytes_per_token, can_pack, cut, halve, in_order, packed_mask, why_padded
 from device import DEVICE
 from tolerance import assert_close
 
@@ -349,6 +349,41 @@ class TestPieces:
         assert not make_trainer(tmp_path, "gspo", tokens_per_pass=12).splits
         assert not make_trainer(tmp_path, "ppo_clip", tokens_per_pass=12, packed_batches="off").splits
         assert not make_trainer(tmp_path, "ppo_clip").splits
+
+
+class TestMemory:
+    def test_golden_size_of_a_pass(self) -> None:
+        # 10 bytes a token, 1000 bytes of room: 100 tokens, rounded down to 64.
+        assert Fit.into(1000.0, 10.0, 1.0, 2, longest=9, needed=50) == Fit(64, checkpoints=False)
+        # 200 tokens are needed: with two layers of 1 byte a token keeps 10 / 2 + 2 · 1 = 7 bytes, 142 tokens fit.
+        assert Fit.into(1000.0, 10.0, 1.0, 2, longest=9, needed=200) == Fit(128, checkpoints=True)
+        assert Fit.into(1.0, 10.0, 1.0, 2, longest=9, needed=50) == Fit(9, checkpoints=True)
+
+    def test_golden_bytes_of_a_token(self) -> None:
+        weight = torch.ones(4, 4, requires_grad=True)
+        # x [n 4] is kept for the weight's gradient, and exp keeps its result: 2 · 4 · 4 bytes a token; the sum keeps nothing.
+        assert bytes_per_token(lambda n: (torch.ones(n, 4) @ weight).exp().sum(), tokens=8) == 32
+
+    @pytest.mark.supports("scale: gradient checkpointing only where memory asks for it", door="TRL")
+    @pytest.mark.parametrize("free", [0, 2**34])
+    def test_layers_are_checkpointed_where_memory_asks_for_it(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, free: int
+    ) -> None:
+        caplog.set_level(logging.INFO)
+        monkeypatch.setattr("corral.trl.trainer.free_bytes", lambda device: free)
+        trainer = make_trainer(tmp_path, "troll", gradient_checkpointing=None)
+        trainer.train()
+        assert trainer.model.is_gradient_checkpointing == (free == 0)
+        assert f"with{'' if free == 0 else 'out'} gradient checkpointing" in caplog.text
+        drift = [line["tr/drift_max"] for line in trainer.state.log_history if "tr/drift_max" in line]
+        assert drift == [0.0]
+
+    @pytest.mark.parametrize("asked", [True, False])
+    def test_what_is_asked_for_is_kept(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
+        monkeypatch.setattr("corral.trl.trainer.free_bytes", lambda device: 2**34 if asked else 0)
+        trainer = make_trainer(tmp_path, "ppo_clip", gradient_checkpointing=asked, max_steps=1)
+        trainer.train()
+        assert trainer.model.is_gradient_checkpointing == asked
 
 
 class TestCompiled:

@@ -45,6 +45,8 @@ class CorralConfig(GRPOConfig):
     first rate that is tried on the first batch, and `finds_rate` is True.
     """
 
+    chooses_checkpointing = False
+    """True if `gradient_checkpointing` was None; not a setting."""
     finds_rate = False
     """True if `learning_rate` was "auto"; not a setting."""
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*GRPOConfig._VALID_DICT_FIELDS, "objective_config", "correction_config"]  # type: ignore[misc]  # TRL leaves ClassVar out
@@ -117,6 +119,9 @@ class CorralConfig(GRPOConfig):
     disable_dropout: bool = _setting(
         True, "True to switch dropout off. It draws other masks in the old pass than in an update, which moves ratios."
     )
+    gradient_checkpointing: bool | None = _setting(  # type: ignore[assignment]  # transformers has no None
+        None, "Recompute layers in the backward pass, which takes a third longer; None only where memory asks for it."
+    )
     use_cache: bool | None = _setting(  # type: ignore[assignment]  # transformers has no None
         None, "Entry `use_cache` of a saved model's configuration. None leaves it as it is."
     )
@@ -141,6 +146,9 @@ class CorralConfig(GRPOConfig):
         if self.lr_scheduler_type == "auto":
             # A decay takes the bound with it: it ends too tight. With `reuse="auto"` the constant one was not measured.
             self.lr_scheduler_type = "constant" if self.learning_rate == "auto" and self.reuse != "auto" else "linear"
+        self.chooses_checkpointing = self.gradient_checkpointing is None
+        if self.chooses_checkpointing:  # TRL's default, until the first batch of rollouts
+            self.gradient_checkpointing = True
         self.finds_rate = self.learning_rate == "auto"
         if self.finds_rate:  # transformers wants a number
             self.learning_rate = AUTO_RATE

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
+import psutil
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
@@ -278,6 +280,68 @@ def _mask(own: str) -> Callable[..., Any]:
 for _name, _whole in (("sdpa", sdpa_attention_forward), ("eager", None)):
     AttentionInterface.register(_PREFIX + _name, _attention(_whole))
     AttentionMaskInterface.register(_PREFIX + _name, _mask(_name))
+
+
+SHARE = 0.7
+"""Share of the free memory that a forward pass may keep for its backward pass."""
+LEAST = 4096
+"""Tokens of a pass with which a GPU's GEMMs are fast: layers are checkpointed rather than passes made smaller."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Size of a pass that fits into memory."""
+
+    tokens: int
+    """Largest power of two, so that small changes of the free memory change no rounding; the longest sequence at least."""
+    checkpoints: bool
+    """True if layers have to be recomputed in the backward pass."""
+
+    @classmethod
+    def into(cls, room: float, kept: float, layer: float, layers: int, *, longest: int, needed: int) -> "Fit":
+        """Compute the size of a pass.
+
+            tokens = room / kept, or with checkpointing room / (kept / layers + layers · layer)
+
+        Args:
+            room: bytes for what passes keep.
+            kept: bytes that a token keeps without checkpointing.
+            layer: bytes of a token's hidden state, which checkpointing keeps for each of the `layers`.
+            longest: tokens of the longest sequence.
+            needed: tokens below which layers are checkpointed.
+        """
+        checkpoints = room / kept < needed
+        tokens = room / (kept / layers + layers * layer if checkpoints else kept)
+        return cls(max(longest, 2 ** int(math.log2(max(tokens, 1)))), checkpoints)
+
+
+def bytes_per_token(call: Callable[[int], Any], tokens: int = 128) -> float:
+    """Bytes that a forward pass keeps for its backward pass, for each token beyond the first `tokens`.
+
+    Args:
+        call: function that makes a forward pass of so many tokens and returns its results.
+    """
+    kept = []
+    for count in (tokens, 2 * tokens):  # weights in half precision are kept too, whatever the number of tokens
+        storages: dict[int, int] = {}
+
+        def keep(x: Tensor, storages: dict[int, int] = storages) -> Tensor:
+            storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            results = call(count)
+        kept.append(sum(storages.values()))
+        del results  # until here no storage is used again
+    return (kept[1] - kept[0]) / tokens
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free on a device, with what torch has reserved on a GPU and not used."""
+    if device.type != "cuda":
+        return int(psutil.virtual_memory().available)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + unused
 
 
 ORDER = "corral_order"

@@ -264,11 +264,11 @@ class PolicyHead:
     @contextmanager
     def expect(self, scoring: ScoringPass) -> Iterator[None]:
         """Context in which TRL's first pass is `scoring`; later passes, such as a reference's, need no support."""
-        self._expected = scoring
+        before, self._expected = self._expected, scoring
         try:
             yield
         finally:
-            self._expected = None
+            self._expected = before
 
     @contextmanager
     def run(self, mask: Bool[Tensor, "B T"]) -> Iterator[ScoringPass]:

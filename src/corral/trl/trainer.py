@@ -33,7 +33,19 @@ from corral.trl.config import CorralConfig, Sampler
 from corral.trl.lag import PastWeights
 from corral.trl.ledger import Ledger, ratio_sums
 from corral.trl.old_policy import Behaviour, OldPolicy, RolloutSupport, check_server, fill_unscored
-from corral.trl.packing import ORDER, can_pack, compile_layers, cut, halve, in_order
+from corral.trl.packing import (
+    LEAST,
+    ORDER,
+    SHARE,
+    Fit,
+    bytes_per_token,
+    can_pack,
+    compile_layers,
+    cut,
+    free_bytes,
+    halve,
+    in_order,
+)
 from corral.trl.processes import ALONE, base_model, check_processes, is_alone_by_mistake, one_autocast
 from corral.trl.scoring import PolicyHead, ScoringPass, SupportRequest
 from corral.trl.teacher import Teacher
@@ -78,6 +90,8 @@ class CorralTrainer(GRPOTrainer):
     """Rows for the next update, fetched by transformers' loop, and their token count."""
     _drawn_at: int | None = None
     """Value of `_step` at which rollouts were drawn ahead."""
+    _fitted = False
+    """True once passes are fitted to the memory."""
     _foresees_order = False
     """True while rollouts are scored that updates will read in another order."""
     _order: Tensor | None = None
@@ -205,8 +219,13 @@ class CorralTrainer(GRPOTrainer):
 
     @property
     def splits(self) -> bool:
-        """True if micro-batches are cut by tokens: their loss is a sum over tokens, and TRL adds no other term to it."""
-        return self.packs and self.tokens_per_pass is not None and self.skips_trl_loss and self.objective.config.tokenwise
+        """True if micro-batches are cut by tokens."""
+        return self.packs and self.tokens_per_pass is not None and self.separable
+
+    @property
+    def separable(self) -> bool:
+        """True if a micro-batch's loss is a sum over tokens, to which TRL adds no other term."""
+        return self.skips_trl_loss and self.objective.config.tokenwise
 
     @property
     def mode(self) -> Literal["train", "eval"]:
@@ -288,6 +307,9 @@ class CorralTrainer(GRPOTrainer):
         past = self.past if self.model.training else None  # an evaluation is of the present weights
         with nullcontext() if past is None else past.in_use(), one_autocast(self):
             generated = super()._generate(*args, **kwargs)
+        if self.packs and self.model.training and not self._fitted:
+            self._fitted = True
+            self._fit_memory(max(len(a) + len(b) for a, b in zip(generated[0], generated[1], strict=True)))
         if self.deployed is not None:
             self.deployed.probe.tool_mask = generated[2]
         return generated
@@ -397,6 +419,42 @@ class CorralTrainer(GRPOTrainer):
                 result = tuple(None if x is None else x[order.argsort()] for x in result)
         scoring.logp, scoring.entropy = result[:2]
         return result
+
+    def _fit_memory(self, longest: int) -> None:
+        """Choose the tokens of a pass, and whether layers are checkpointed, where the settings leave that to the trainer."""
+        args, base, device = self.args, base_model(self.model), self.accelerator.device
+        cuts = args.tokens_per_pass is None and device.type == "cuda"
+        if not (cuts or args.chooses_checkpointing) or self.is_fsdp_enabled:
+            return
+        checkpointed = base.is_gradient_checkpointing
+        if checkpointed:
+            base.gradient_checkpointing_disable()
+
+        def score(tokens: int) -> Any:
+            ids = (torch.arange(tokens, device=device) % base.config.vocab_size).view(2, -1)
+            return self._get_per_token_logps_and_entropies(self.model, ids, torch.ones_like(ids), ids.shape[1] - 1)
+
+        with self.policy_head.expect(ScoringPass()), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            kept = bytes_per_token(score)
+        trained = sum(x.numel() * x.element_size() for x in base.parameters() if x.requires_grad)
+        # Gradients, the optimizer's two moments, and the weights before a step that is measured.
+        room = SHARE * (free_bytes(device) - (3 + (self.deployed is not None)) * trained)
+        room = float(self.accelerator.gather(torch.tensor([room], device=device)).min())  # all processes choose alike
+        text, whole = base.config.get_text_config(), args.per_device_train_batch_size * longest
+        fit = Fit.into(
+            max(room, 1.0), kept, 4.0 * text.hidden_size, text.num_hidden_layers, longest=longest,
+            needed=max(LEAST, 2 * longest) if self.separable else whole,
+        )  # fmt: skip
+        if checkpointed and (fit.checkpoints or not args.chooses_checkpointing):
+            base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs)
+        if cuts:
+            self.tokens_per_pass = fit.tokens
+        if self.accelerator.is_main_process:
+            logger.info(
+                "A token of an update keeps %.3g MiB, and %.3g GiB are there for it: passes of up to %s tokens, with%s "
+                "gradient checkpointing.", kept / 2**20, room / 2**30, self.tokens_per_pass or f"{whole:,}",
+                "" if base.is_gradient_checkpointing else "out",
+            )  # fmt: skip
 
     def _pieces(self, seen: Tensor) -> list[slice]:
         """Cut packed sequences with this attention mask into pieces of at most `tokens_per_pass` tokens.
