@@ -186,3 +186,29 @@ def test_what_is_given_for_plans_does_not_reach_contestants_without_a_trajectory
     with_plans, without = (run_settings("robot", training, make_run(name, {}, 0, "report")) for name in ("tce", "sb3-ppo"))
     assert set(with_plans) - set(without) == {"prodmp.basis", "dtype"}
     assert without == {"iterations": "2", "algorithm": "sb3-ppo", "seed": 0}
+
+
+def test_golden_axes_grow_by_the_factor_at_their_end() -> None:
+    plan = make_plan("llm", ["a", "b"], {"learning_rate": [1e-4, 2e-4, 4e-4], "beta": [0.0]}, seeds=8, choosing=2, extend=2)
+    assert plan.count == 2 * (3 * 2 + 8)
+
+    def grown(plan: ComparisonPlan, a: float, b: float) -> ComparisonPlan:
+        return plan.grown({"a": {"learning_rate": a, "beta": 0.0}, "b": {"learning_rate": b, "beta": 0.0}})
+
+    assert grown(plan, 2e-4, 2e-4) == plan, "inside"
+    once = grown(plan, 1e-4, 4e-4)  # both ends at once
+    assert once.added == {"learning_rate": (5e-5, 8e-4)}
+    assert [setting["learning_rate"] for setting in once.settings] == [1e-4, 2e-4, 4e-4, 5e-5, 8e-4]
+    assert once.count == 2 * (5 * 2 + 8)
+    twice = grown(once, 8e-4, 2e-4)
+    assert twice.added == {"learning_rate": (5e-5, 8e-4, 1.6e-3)}
+    assert grown(twice, 1.6e-3, 2e-4) == twice, "at most two at either end"
+    assert grown(twice, 5e-5, 2e-4).added["learning_rate"][-1] == 2.5e-5
+    assert (
+        make_plan("llm", ["a", "b"], {"learning_rate": [1e-4, 2e-4]}, seeds=1, choosing=1)
+        .grown({"a": {"learning_rate": 1e-4}})
+        .added
+        == {}
+    )
+    words = make_plan("llm", ["a"], {"learning_rate": ["auto", 1e-4, 2e-4]}, seeds=1, choosing=1, extend=1)
+    assert words.grown({"a": {"learning_rate": "auto"}}) == words

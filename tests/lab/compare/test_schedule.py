@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from fake_comparisons import FAKE, Notes, begun, drive, interrupt_when, resumed, states
 
+from corral.lab.cli.leaderboard import ranks
 from corral.lab.compare import local
 from corral.lab.compare.job import Schedule, choose, comparison_status, findings, report_lines, sweep_rows, write_report
 from corral.lab.compare.local import LocalEngine
-from corral.lab.compare.record import log_tail
+from corral.lab.compare.plan import Training, make_plan
+from corral.lab.compare.record import Comparison, log_tail, read
 from corral.lab.run.files import lock
 from corral.validate import RunError
 
@@ -202,3 +204,33 @@ def test_time_left_is_judged_by_what_was_done(tmp_path: Path) -> None:
     assert known
     assert known[-1] == 0
     assert max(known) < 60
+
+
+def test_a_sweep_grows_for_all_where_a_best_setting_is_at_its_end(tmp_path: Path) -> None:
+    # Runs are best at 1e-4, a factor of two above the grid: 1e-4 is added, then 2e-4, with which 1e-4 is inside.
+    names, sweep = ("fine", "collapse"), {"learning_rate": [2.5e-5, 5e-5]}
+    plan = make_plan("llm", names, sweep, seeds=2, choosing=2, choose_by="area", extend=3)
+    comparison = Comparison(path=tmp_path / "all", plan=plan, training=Training(recipe="demo"), command="corral compare")
+    comparison.begin(None)
+    notes = Notes()
+    drive(comparison, notes)
+    comparison.close()
+    saved = read(comparison.path)
+    assert saved.plan == comparison.plan
+    assert saved.plan.sweep == {"learning_rate": (2.5e-5, 5e-5)}
+    assert saved.plan.added == {"learning_rate": (1e-4, 2e-4)}
+    for name in names:
+        tried = [run.setting["learning_rate"] for run in saved.sweep_records if run.contestant == name]
+        assert sorted(tried) == sorted([2.5e-5, 5e-5, 1e-4, 2e-4] * 2), "equally many trials"
+    assert saved.chosen == {name: {"learning_rate": 1e-4} for name in names}
+    assert len(saved.records) == saved.plan.count == 2 * (4 * 2 + 2)
+    assert [said for said in notes.said if "grows" in said] == [
+        "a best setting is at an end of the sweep, which grows for all contestants: learning_rate 1e-4",
+        "a best setting is at an end of the sweep, which grows for all contestants: learning_rate 1e-4, 2e-4",
+    ]
+    heading, first, second = ranks(saved.path)
+    assert heading.split("  ")[0] == "rank"
+    assert {first.split()[1], second.split()[1]} == {*names}
+    assert "less fine" in heading
+    (other,) = (line for line in (first, second) if " collapse " in line)
+    assert other.endswith("points"), other

@@ -48,6 +48,10 @@ def number(batch):
     return batch.logp_new.sum()
 
 
+def one_form(batch):
+    return corral.ObjectiveOutput(torch.where(batch.mask, -batch.logp_new * batch.advantages[:, None], 0.0), {})
+
+
 def reduced(batch):
     return corral.ObjectiveOutput(batch.logp_new.sum(), {})
 
@@ -138,6 +142,7 @@ def test_what_is_no_objective_is_refused(own: str, name: str, message: str) -> N
     ("name", "message"),
     [
         ("number", r"returned Tensor\. Return corral\.ObjectiveOutput"),
+        ("one_form", r"a loss of shape \[2, 2, 3\] for a batch of shape \[2, 3\]\..*credit\(batch\) reads either"),
         ("reduced", r"a loss of shape \[\] for a batch of shape \[2, 3\]"),
         ("constant", r"a loss without a gradient"),
         ("unmasked", r"not 0 at a masked token"),

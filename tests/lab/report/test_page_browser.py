@@ -498,3 +498,18 @@ def test_completions_open_on_a_right_beside_a_wrong_one(open_page: Any, tmp_path
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_words_and_controls_stand_out(open_page: Any, small: Path, scheme: str) -> None:
     assert open_page(small, color_scheme=scheme).evaluate(CONTRAST) == []
+
+
+def test_tables_are_sorted_by_a_click_and_filtered(open_page: Any, small: Path) -> None:
+    page = open_page(small)
+    region = page.locator('[data-table="runs"]')
+    seeds = lambda: region.locator("tbody tr:visible").evaluate_all("rows => rows.map(row => row.cells[1].textContent)")  # noqa: E731
+    before = seeds()
+    region.get_by_role("button", name="Seed").click()
+    assert seeds() == sorted(before, reverse=True)
+    region.get_by_role("button", name="Seed").click()
+    assert seeds() == sorted(before)
+    assert region.locator("th[aria-sort=ascending]").inner_text().startswith("Seed")
+    page.get_by_role("searchbox", name="Filter Runs").fill("TROLL")
+    assert 0 < len(seeds()) < len(before)
+    assert set(region.locator("tbody tr:visible th").all_inner_texts()) == {"troll"}

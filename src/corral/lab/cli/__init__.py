@@ -24,6 +24,7 @@ FAILED, INTERRUPTED = 1, 128 + signal.SIGINT
 COMMANDS = {
     "train": "train a language model or a robot under a trust region; without arguments, the embedded demo",
     "compare": "objectives or algorithms side by side: equal budgets, seeds, a sweep, and what may be claimed",
+    "leaderboard": "rank an objective of your own in one cell of the table: passes, lag, tuned rates, fresh seeds",
     "eval": "how well a run or a model does on what is held out: pass@k, or return, success and smoothness, with intervals",
     "audit": "what clipping did to the run you have: true divergences, tokens blocked or passed wrongly, what others would do",
     "export": "a run's weights as a plain model folder, or a robot's policy as a file that NumPy alone can read",
@@ -36,7 +37,7 @@ COMMANDS = {
 """Commands with their help texts. Each command is a module here with `add_arguments(parser)` and `run(arguments)`, imported on
 use."""
 
-_OPEN = ("train", "compare", "bench")
+_OPEN = ("train", "compare", "leaderboard", "bench")
 """Commands whose `run(arguments, rest)` takes further words: any setting of a run is a flag."""
 
 
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="corral",
         description="Trust regions for reinforcement learning.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="commands:\n" + "\n".join(f"  {name:<9} {what}" for name, what in COMMANDS.items()),
+        epilog="commands:\n" + "\n".join(f"  {name:<11} {what}" for name, what in COMMANDS.items()),
     )
     parser.add_argument("--version", action="version", version=f"corral {corral.__version__}")
     parser.add_argument("command", nargs="?", help="one of those below; `corral COMMAND --help` says more")

@@ -13,6 +13,7 @@ from corral.lab.cli import FAILED, INTERRUPTED, check_installed, check_kind, kin
 from corral.lab.cli.report import NEEDED
 from corral.lab.cli.train import FLAGS, UNSAFE, add_setting_flags, given_settings, quiet_libraries
 from corral.lab.jobs import Kind
+from corral.lab.jobs.llm.own_objective import find_objective
 from corral.lab.run.settings import nested, read_file, read_recipe, recipes
 from corral.objective import objective_names
 from corral.validate import RunError, nearest, pip_install
@@ -74,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--unsafe-code-execution", action="store_true", help=UNSAFE)
     parser.add_argument("--smoke", action="store_true", help="two steps with next to nothing, to see it run")
     parser.add_argument("--quiet", action="store_true", help="say only what is wrong, and what was found")
+    parser.set_defaults(words=None, choose_by="final", extend=0)  # of a recipe, and of `corral leaderboard`
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
@@ -129,6 +131,7 @@ def _say_imports(comparison: Any, config: Path | None) -> None:
         nested(comparison.training.settings.items(), settings.TABLES),
     ]
     code = [f"{flag} {path}" for layer in layers for flag, path in named_code(layer)]
+    code += [f"--objectives {name}" for name in comparison.plan.contestants if ":" in name.split(" ")[0]]
     code += ["--unsafe-code-execution"] if comparison.training.unsafe_code_execution else []
     if code:
         say(f"using what the comparison's own settings name: {', '.join(code)}")
@@ -159,9 +162,13 @@ def _new_comparison(arguments: argparse.Namespace, rest: list[str]) -> Any:
     seeds, choosing = (3 if arguments.seeds is None else arguments.seeds), arguments.choose_seeds
     if choosing is not None and not sweep:
         raise RunError("--choose-seeds goes with --sweep: without one there is nothing to choose.")
-    plan = make_plan(kind, contestants, sweep, seeds=seeds, choosing=2 if choosing is None else choosing, first=first)
+    plan = make_plan(
+        kind, contestants, sweep, seeds=seeds, choosing=2 if choosing is None else choosing, first=first,
+        choose_by=arguments.choose_by, extend=arguments.extend,
+    )  # fmt: skip
     out = arguments.out or default_name(f"compare-{training.recipe or kind}", smoke=arguments.smoke)
-    return Comparison(path=out, plan=plan, training=training, command=shlex.join(["corral", *sys.argv[1:]]))
+    command = shlex.join(["corral", *(arguments.words or sys.argv[1:])])
+    return Comparison(path=out, plan=plan, training=training, command=command)
 
 
 def _take_from_recipe(arguments: argparse.Namespace) -> None:
@@ -176,6 +183,7 @@ def _take_from_recipe(arguments: argparse.Namespace) -> None:
         arguments.sweep = [f"{key}={','.join(map(str, values))}" for key, values in table.get("sweep", {}).items()]
     if arguments.seeds is None and "seeds" in table:
         arguments.seeds = coerce("seeds", table["seeds"], int)
+    arguments.choose_by, arguments.extend = table.get("choose_by", "final"), coerce("extend", table.get("extend", 0), int)
 
 
 def _contestants(kind: Kind, arguments: argparse.Namespace) -> tuple[str, ...]:
@@ -192,7 +200,9 @@ def _contestants(kind: Kind, arguments: argparse.Namespace) -> tuple[str, ...]:
         raise RunError(f"whom to compare? --{what}s {_EXAMPLE[kind]}. There are: {', '.join(known)}.")
     names = _split_names(given)
     for name, *pairs in (name.split(" ") for name in names):
-        if name not in known:
+        if kind == "llm" and ":" in name:
+            find_objective(name)
+        elif name not in known:
             raise RunError(f"there is no {what} {name!r}.{nearest(name, known)}")
         if pairs and kind == "robot":
             raise RunError(f"algorithms have no settings of their own here: {name}:{pairs[0]}. Use --sweep.")
@@ -213,8 +223,17 @@ def _check_names(kind: Kind, arguments: argparse.Namespace, given: Mapping[str, 
 
 
 def _split_names(given: str) -> tuple[str, ...]:
-    """Split contestants at commas; `troll:bound=0.1` becomes `troll bound=0.1`, its name in reports."""
-    return tuple(" ".join(part.strip() for part in name.split(":")) for name in given.split(","))
+    """Split contestants at commas; `troll:bound=0.1` becomes `troll bound=0.1`, its name in reports.
+
+    An objective of the user's own keeps the colon of its path: `mine.py:loss:scale=2` becomes `mine.py:loss scale=2`.
+    """
+    names = []
+    for name in given.split(","):
+        first, *others = (part.strip() for part in name.split(":"))
+        if others and "=" not in others[0] and first not in objective_names():
+            first = f"{first}:{others.pop(0)}"
+        names.append(" ".join([first, *others]))
+    return tuple(names)
 
 
 def _training(arguments: argparse.Namespace, rest: list[str]) -> tuple[Any, int]:

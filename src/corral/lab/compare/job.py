@@ -251,8 +251,16 @@ class Schedule(Interruptible):
             self._change(record, "failed", failure_reason(folder, status))
 
     def _choose(self) -> None:
-        """Choose the settings to report on after the sweep, and add their runs."""
-        self.comparison.chosen = self.choose(self.comparison)
+        """Choose the settings to report on after the sweep, and add their runs; or those of a sweep that has to grow first."""
+        chosen = self.choose(self.comparison)
+        plan = self.comparison.plan = self.comparison.plan.grown(chosen)
+        self.comparison.add_runs()
+        if not self.comparison.must_choose:
+            self.comparison.save()
+            grown = "; ".join(f"{key} {', '.join(map(value_text, values))}" for key, values in plan.added.items())
+            self.view.say(f"a best setting is at an end of the sweep, which grows for all contestants: {grown}")
+            return
+        self.comparison.chosen = chosen
         self.comparison.add_runs()
         self.comparison.save()
         for name, setting in self.comparison.chosen.items():
@@ -357,7 +365,7 @@ def findings(comparison: Comparison, warn: Callable[[str], object]) -> list[str]
 def choose(comparison: Comparison) -> ChosenSettings:
     """Choose the best setting of each contestant; none for a contestant whose runs all failed."""
     alive = {record.contestant for record in comparison.sweep_records if record.state in COUNTED}
-    return choose_setting([row for row in sweep_rows(comparison) if row.contestant in alive])
+    return choose_setting([row for row in sweep_rows(comparison) if row.contestant in alive], comparison.plan.choose_by)
 
 
 def sweep_rows(comparison: Comparison) -> list[SweepRow]:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from corral.lab.jobs import Kind, resolve
+from corral.lab.jobs.llm.own_objective import find_objective
 from corral.lab.report.read import PlannedRun, setting_pairs, setting_text, value_text
+from corral.lab.report.sweep import ChooseBy, is_number
 from corral.lab.run.settings import guess
-from corral.objective import OBJECTIVES
 from corral.validate import RunError, check_keys
 
 Setting = Mapping[str, Any]
@@ -47,6 +48,12 @@ class ComparisonPlan:
     sweep: Mapping[str, tuple[Any, ...]]
     choose_seeds: tuple[int, ...]
     report_seeds: tuple[int, ...]
+    choose_by: ChooseBy = "final"
+    """Score by which settings are chosen."""
+    extend: int = 0
+    """Largest number of values that are added at either end of an axis, for all contestants, where one is best there."""
+    added: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Values that have been added to an axis."""
 
     def __post_init__(self) -> None:
         if not self.contestants or not self.report_seeds:
@@ -61,8 +68,9 @@ class ComparisonPlan:
 
     @property
     def settings(self) -> list[dict[str, Any]]:
-        """Every combination of the swept values; one empty setting without a sweep."""
-        return [dict(zip(self.sweep, values, strict=True)) for values in product(*self.sweep.values())]
+        """Every combination of the swept values, added ones last; one empty setting without a sweep."""
+        axes = [(*values, *self.added.get(key, ())) for key, values in self.sweep.items()]
+        return [dict(zip(self.sweep, values, strict=True)) for values in product(*axes)]
 
     @property
     def count(self) -> int:
@@ -85,10 +93,23 @@ class ComparisonPlan:
             if contestant in own
         ]
 
+    def grown(self, chosen: ChosenSettings) -> "ComparisonPlan":
+        """The plan with axes of numbers extended where the best setting of a contestant lies at an end of one."""
+        added = dict(self.added)
+        for key, given in self.sweep.items():
+            ends, best = sorted(value for value in given if is_number(value)), {setting.get(key) for setting in chosen.values()}
+            for end, sign in ((0, -1), (-1, 1)):
+                values = sorted([*ends, *added.get(key, ())], reverse=sign > 0)
+                beyond = sum(sign * value > sign * ends[end] for value in values)
+                if len(values) > 1 and values[0] in best and beyond < self.extend:
+                    added[key] = (*added.get(key, ()), float(f"{values[0] ** 2 / values[1]:.3g}"))
+        return replace(self, added=added)
+
 
 def make_plan(
-    kind: Kind, contestants: Sequence[str], sweep: Mapping[str, Sequence[Any]], *, seeds: int, choosing: int, first: int = 0
-) -> ComparisonPlan:
+    kind: Kind, contestants: Sequence[str], sweep: Mapping[str, Sequence[Any]], *, seeds: int, choosing: int, first: int = 0,
+    choose_by: ChooseBy = "final", extend: int = 0,
+) -> ComparisonPlan:  # fmt: skip
     """Make a plan with `seeds` seeds to report on; with a sweep, `choosing` other seeds come first."""
     for name, number in (("seeds", seeds), ("choose-seeds", choosing)):
         if number < 1:
@@ -100,6 +121,8 @@ def make_plan(
         sweep={key: tuple(values) for key, values in sweep.items()},
         choose_seeds=tuple(range(first, split)),
         report_seeds=tuple(range(split, split + seeds)),
+        choose_by=choose_by,
+        extend=extend,
     )
 
 
@@ -219,7 +242,7 @@ def split_contestant(contestant: str) -> tuple[str, dict[str, str]]:
     name, *pairs = contestant.split(" ")
     if not pairs:
         return name, {}
-    own = [item.name for item in fields(OBJECTIVES[name][1])]
+    own = [item.name for item in fields(find_objective(name))]
     given = dict(pair.split("=", 1) for pair in pairs)
     return name, {f"objective_config.{key}" if key in own else key: value for key, value in given.items()}
 

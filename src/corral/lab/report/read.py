@@ -511,6 +511,10 @@ class SavedComparison:
     contestants: Sequence[str] = ()
     train: Mapping[str, Any] = field(default_factory=dict)
     """Settings that all runs share."""
+    choose_by: Any = "final"
+    """Score that settings were chosen by, "final" or "area"; read for a resume, like the two below."""
+    extend: int = 0
+    added: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def places(self, stage: str | None = None) -> list[tuple[Path, PlannedRun]]:
         """Folders of planned runs, of one stage or of all."""
@@ -547,6 +551,9 @@ def read_comparison(path: Path) -> SavedComparison:
         kind=content.get("kind"),
         contestants=tuple(map(str, content.get("contestants", ()))),
         train=dict(content.get("train", {})),
+        choose_by=content.get("choose_by", "final"),
+        extend=int(content.get("extend", 0)),
+        added={str(key): tuple(map(guess, values)) for key, values in content.get("added", {}).items()},
     )
 
 

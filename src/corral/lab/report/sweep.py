@@ -24,6 +24,9 @@ from corral.lab.run.text import count
 AUTO = "auto"
 """Only word among the numbers of an axis: `learning_rate="auto"`."""
 
+ChooseBy = Literal["final", "area"]
+"""Score that settings are chosen by: the final value, or the mean over the run."""
+
 Value = float | str
 """Position on an axis: a number, or `auto`."""
 
@@ -90,25 +93,30 @@ def cells(rows: Sequence[SweepRow]) -> list[Cell]:
     ]  # fmt: skip
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """True if a value of an axis is a number."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _sort_key(setting: Mapping[str, Any]) -> tuple[object, ...]:
     """Sort key of a setting: numbers before texts, ascending."""
     items = sorted(setting.items())
-    return tuple((name, 0, value, "") if _is_number(value) else (name, 1, 0.0, str(value)) for name, value in items)
+    return tuple((name, 0, value, "") if is_number(value) else (name, 1, 0.0, str(value)) for name, value in items)
 
 
-def choose_setting(rows: Sequence[SweepRow]) -> dict[str, Mapping[str, object]]:
-    """Choose the setting with the highest mean final value, for each contestant.
+def choose_setting(rows: Sequence[SweepRow], by: ChooseBy = "final") -> dict[str, Mapping[str, object]]:
+    """Choose the setting with the highest mean final value, or mean over the run, for each contestant.
 
-    On a tie the larger area decides, then the smaller setting. All settings must have been run with the same seeds.
+    On a tie the other one decides, then the smaller setting. All settings must have been run with the same seeds.
     """
+
+    def score(cell: Cell) -> tuple[float, float]:
+        return (cell.final, cell.auc) if by == "final" else (cell.auc, cell.final)
+
     best: dict[str, Cell] = {}
     for cell in cells(rows):  # of equals the first, so the smaller
         other = best.get(cell.contestant)
-        if other is None or (cell.final, cell.auc) > (other.final, other.auc):
+        if other is None or score(cell) > score(other):
             best[cell.contestant] = cell
     return {contestant: cell.setting for contestant, cell in best.items()}
 
@@ -116,7 +124,7 @@ def choose_setting(rows: Sequence[SweepRow]) -> dict[str, Mapping[str, object]]:
 def value_at(setting: Mapping[str, Any], key: str) -> Value:
     """Value of a swept setting on an axis: a number, or the word `auto`."""
     value = setting.get(key)
-    if isinstance(value, int | float) and _is_number(value):
+    if isinstance(value, int | float) and is_number(value):
         return float(value)
     if value == AUTO:
         return AUTO
@@ -434,7 +442,7 @@ def axis(grid: Mapping[str, Sequence[Any]]) -> str | None:
 
 
 def _on_axis(value: Any) -> bool:
-    return value == AUTO or (_is_number(value) and math.isfinite(value))
+    return value == AUTO or (is_number(value) and math.isfinite(value))
 
 
 def sweep_table(sweeps: Sequence[Sweep]) -> list[dict[str, Any]]:

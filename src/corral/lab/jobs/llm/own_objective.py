@@ -9,7 +9,7 @@ from corral.objective import OBJECTIVES, Objective, ObjectiveConfig, register_ob
 from corral.validate import RunError, UserCodeError, run_errors
 
 if TYPE_CHECKING:
-    from corral.tensors import ObjectiveOutput
+    from corral.tensors import ObjectiveOutput, TokenBatch
 
 HOW = "an objective of your own is file.py:function or module:function, a function of (batch, config) or (batch)"
 
@@ -67,16 +67,25 @@ def try_objective(objective: Objective) -> None:
     import torch
 
     from corral.support import gather_support, top_k_support
-    from corral.tensors import ObjectiveOutput, TokenBatch
+    from corral.tensors import TokenBatch
 
     tokens = torch.tensor([[0, 1, 2], [3, 0, 1]])
     logits = torch.linspace(-1, 1, 24).sin().view(2, 3, 4).requires_grad_()
     old = top_k_support(torch.zeros(2, 3, 4).log_softmax(-1), tokens, 4)  # all four tokens, in case it reads every one
     new = gather_support(logits.log_softmax(-1), old.ids)
     mask = torch.tensor([[True, True, True], [True, True, False]])
-    batch = TokenBatch.on_support(new, old, torch.tensor([1.0, -1.0]), mask, old.logp[..., 0])
-    if "dist_teacher" in objective.needs:
-        batch = TokenBatch(**{**vars(batch), "dist_teacher": old})
+    for advantages in (torch.tensor([1.0, -1.0]), torch.tensor([[1.0], [-1.0]]).expand(2, 3)):  # a trainer has either
+        batch = TokenBatch.on_support(new, old, advantages, mask, old.logp[..., 0])
+        if "dist_teacher" in objective.needs:
+            batch = TokenBatch(**{**vars(batch), "dist_teacher": old})
+        _try_on(objective, batch)
+
+
+def _try_on(objective: Objective, batch: "TokenBatch") -> None:
+    """Call an objective on a batch, and refuse a loss that cannot be trained with."""
+    from corral.tensors import ObjectiveOutput
+
+    mask = batch.mask
     try:
         out: object = objective(batch)
     except Exception as error:  # whatever a user's function raises
@@ -89,7 +98,8 @@ def try_objective(objective: Objective) -> None:
     if loss.shape != mask.shape:
         raise RunError(
             f"the objective {objective.name} returned a loss of shape {list(loss.shape)} for a batch of shape "
-            f"{list(mask.shape)}. Return the loss of each token, unreduced."
+            f"{list(mask.shape)}. Return the loss of each token, unreduced; `batch.advantages` is [B] or [B T], and "
+            f"corral.objective.ratio.credit(batch) reads either."
         )
     if not loss.requires_grad:
         raise RunError(f"the objective {objective.name} returned a loss without a gradient. Compute it from `batch.logp_new`.")

@@ -296,3 +296,28 @@ function tableButtons() {
     region.after(make("div", { class: "buttons" }, button));
   }
 }
+
+// A click on a heading sorts a table by that column, largest first, and a second click turns it around. Long tables have a filter.
+function sortTables() {
+  const value = cell => { const text = cell.textContent.trim(), number = text.match(/^[+−-]?[\d.,]+(e[+−-]?\d+)?/i); return number ? Number(number[0].replace(/,/g, "").replace(/−/g, "-")) : text; };
+  for (const region of all(".scroll[aria-label]")) {
+    const body = region.querySelector("tbody"), rows = body ? [...body.rows] : [], heads = all("thead th", region);
+    if (rows.length < 2) continue;
+    heads.forEach((head, column) => {
+      const button = make("button", { type: "button", class: "sort" }, ...head.childNodes);
+      head.append(button);
+      button.addEventListener("click", () => {
+        const order = head.getAttribute("aria-sort") === "descending" ? 1 : -1;
+        for (const other of heads) other.removeAttribute("aria-sort");
+        head.setAttribute("aria-sort", order > 0 ? "ascending" : "descending");
+        const kind = one => Number(typeof one === "string");  // numbers before words, whichever comes first among them
+        const sorted = rows.map(row => [value(row.cells[column]), row]).sort(([a], [b]) => kind(a) - kind(b) || order * (a < b ? -1 : a > b ? 1 : 0));
+        body.append(...sorted.map(([, row]) => row));
+      });
+    });
+    if (rows.length < 8) continue;
+    const filter = make("input", { type: "search", placeholder: "Filter rows", "aria-label": `Filter ${region.getAttribute("aria-label")}` });
+    filter.addEventListener("input", () => { for (const row of rows) row.hidden = !row.textContent.toLowerCase().includes(filter.value.toLowerCase()); });
+    region.before(filter);
+  }
+}

@@ -39,6 +39,7 @@ const clearance = () => document.documentElement.style.setProperty("--bar", getC
 form.addEventListener("submit", event => event.preventDefault());
 swatches();
 tableButtons();
+sortTables();
 draw();
 drawForest();
 drawSweeps();
