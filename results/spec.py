@@ -15,9 +15,11 @@ STARTS: dict[str, dict[str, Any]] = {
     "arithmetic": {"model": "runs/starts/arithmetic-1", "task": "arithmetic", "task_config": {"operations": "+-", "digits": 3}},
     **{f"start{seed}": {"model": f"runs/starts/llama-{seed}"} for seed in (1, 2, 3)},
     "gemma": {"model": "runs/starts/gemma-1"},
+    "sums": {"model": "tiny-sums", "task": "arithmetic", "task_config": {"operations": "+"}},
 }
 """Models and tasks other than the demo's: numbers that the embedded model has never seen, or few; sums and differences of
-three digits; other warm starts and another family, all made by scripts/warm_start.py."""
+three digits; other warm starts and another family, all made by scripts/warm_start.py; `sums` is embedded, and
+learns to carry."""
 
 PRETRAINED, CODED = "evidence-b", "evidence-e"
 """Recipes of pretrained models and of programs, each seed of which has a start of its own."""
