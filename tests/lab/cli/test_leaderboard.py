@@ -8,9 +8,10 @@ import pytest
 
 from corral.lab.cli import main
 from corral.lab.cli.compare import _split_names
-from corral.lab.run.settings import read_file, recipes
+from corral.lab.run.settings import read_file, read_recipe, recipes
 from corral.objective import OBJECTIVES
-from results.table import EXTENSIONS, RATES, settings_of
+from results.spec import STARTS
+from results.table import EXTENSIONS, RATES, TABLE_START, settings_of
 
 OWN = """
 from dataclasses import dataclass
@@ -86,8 +87,9 @@ def test_names_keep_the_colon_of_a_path() -> None:
 
 
 def test_the_recipe_is_a_cell_of_the_table() -> None:
-    recipe = read_file(recipes()["leaderboard"])
-    compare, cell = recipe["compare"], settings_of(4, 0)
+    own, recipe = read_file(recipes()["leaderboard"]), read_recipe("leaderboard")
+    assert {name: recipe[name] for name in STARTS[TABLE_START]} == STARTS[TABLE_START]
+    compare, cell = own["compare"], settings_of(4, 0)
     assert (compare["seeds"], compare["extend"], compare["choose_by"]) == (8, EXTENSIONS, "area")
     assert tuple(compare["sweep"]["learning_rate"]) == RATES[4]
     assert {name: recipe[name] for name in ("steps", "eval_every", "eval_size")} == {

@@ -11,7 +11,7 @@ corral leaderboard --objective mine.py:loss
 corral leaderboard --objective mine.py:loss --passes 1 --lag 4 --against ppo_clip,dppo,troll
 corral leaderboard --against ppo_clip,troll                    a cell of the table as it is
 
-Every contestant has 14 runs of the embedded model: three learning rates with two seeds, then the best of them with eight
+Every contestant has 14 runs of the demo's model: three learning rates with two seeds, then the best of them with eight
 fresh seeds. If any contestant is best at an end of the grid, a rate is added there for all. Further flags are those of
 `corral compare`: --jobs 8, --dry-run, --seeds 4. Ctrl-C stops; `corral compare --resume DIR` goes on.
 """
