@@ -22,18 +22,18 @@ class Clause:
     """Requirements on one function, method or class of TRL; each string is a list of names separated by spaces."""
 
     parameters: str
-    """Names of the parameters, in order. A final `*` allows more parameters, each with a default: the override passes on its
-    arguments unchanged."""
+    """Names of the parameters, in order. A final `*` allows more parameters, each with a default, because the override passes
+    them on unchanged."""
 
     names: str = ""
-    """Names of attributes, keys and functions in the code; for a class, parameters in any order."""
+    """Names of attributes, keys and functions that the code must contain. For a class: names of parameters, in any order."""
 
     returns: str = ""
-    """Names in the last `return`, in order. A final `*` allows more."""
+    """Names in the last `return` statement, in order. A final `*` allows more."""
 
 
 _ROLLOUTS = "prompt_ids prompt_mask completion_ids completion_mask advantages old_per_token_logps"
-"""Keys that corral reads from a batch of rollouts; some kinds of runs have further keys."""
+"""Keys that corral reads from TRL's batch of rollouts in every run. Some runs have further keys."""
 
 CONTRACT = {
     "trl.GRPOConfig": Clause(
@@ -122,7 +122,7 @@ CONTRACT = {
     "transformers.Trainer._load_rng_state": Clause("self checkpoint"),
     "transformers.Trainer._save_checkpoint": Clause("self model trial", "_get_output_dir PREFIX_CHECKPOINT_DIR global_step"),
 }
-"""Requirements on the newest tested release. Older releases may differ, and are covered by the version tests."""
+"""Requirements on the newest tested release of TRL. Older releases may differ; the version tests cover them."""
 
 
 def breaches(contract: Mapping[str, Clause] | None = None) -> list[str]:
@@ -132,7 +132,7 @@ def breaches(contract: Mapping[str, Clause] | None = None) -> list[str]:
 
 
 def _breaches(place: str, clause: Clause) -> Iterator[str]:
-    """Compare one function, method or class with its clause; a missing one gives "is gone" alone."""
+    """Compare one function, method or class with its clause. If it is missing, the only result is "is gone"."""
     try:
         found: Any = resolve_name(place)
     except (AttributeError, ImportError):
@@ -159,7 +159,7 @@ def _breaches(place: str, clause: Clause) -> Iterator[str]:
 
 
 def _is_prefix(expected: str, found: list[str]) -> bool:
-    """True if `found` begins with the expected names, up to the `*`."""
+    """True if `found` begins with the expected names. Without a final `*` it must also end with them."""
     names = expected.removesuffix("*").split()
     return found[: len(names)] == names and (expected.endswith("*") or len(found) == len(names))
 
@@ -177,7 +177,7 @@ def _names(body: ast.AST) -> set[str]:
 
 
 def _returned(body: ast.AST) -> list[str]:
-    """Names in the last `return` of a function; `?` stands for any other expression."""
+    """Names in the last `return` of a function, with `?` for every other expression."""
     last = max((node for node in ast.walk(body) if isinstance(node, ast.Return)), key=lambda node: node.lineno, default=None)
     value = None if last is None else last.value
     parts = value.elts if isinstance(value, ast.Tuple) else [] if value is None else [value]
@@ -193,20 +193,21 @@ REDUCTIONS: dict[str, Reduction] = {
     "dr_grpo": "seq-mean-token-sum-norm",
     "luspo": "seq-mean-token-sum",
 }
-"""Reductions of TRL's loss types that equal PPO's clip except for the averaging. "auto" takes the first of its kind."""
+"""TRL's loss types that equal PPO's clip except for the averaging → their reduction. "auto" takes the first loss type with the
+objective's reduction."""
 
 FUSED = Version(trl.__version__) >= Version("1.15")
-"""True if TRL scores tokens with a fused head, and its loss begins with the scoring pass."""
+"""True if TRL computes log-probs by a fused language-model head, without all logits (TRL 1.15 or newer)."""
 
 WRONG_BEFORE = {"dapo": "1.10", "luspo": "1.10"}
-"""Loss types that older TRL averaged over the wrong count → the first correct release."""
+"""Loss types that older releases of TRL normalised by a wrong count → the first correct release."""
 
 _SHOWN = 3
-"""Largest number of changes of TRL that an error lists."""
+"""Largest number of changes in TRL that an error message lists."""
 
 
 def check_trl(version: str) -> None:
-    """Refuse a TRL that is too old, or untested with changed methods; warn if it is only untested."""
+    """Raise if TRL is too old, or if it is untested and its methods changed. Warn if it is only untested."""
     low, high = TRL_RANGE
     tested = f"tested with TRL {low} to {LAST_TESTED}; found {version}"
     install = f"pip install 'trl>={low},<{high}'"
@@ -241,6 +242,6 @@ def steps_per_batch(config: GRPOConfig) -> int:
 
 
 def updates_per_step(config: GRPOConfig) -> int:
-    """Smallest number of updates after which a batch of rollouts and an update end together."""
+    """Number of optimizer updates in a step: the smallest number that ends together with a batch of rollouts."""
     every = config.gradient_accumulation_steps
     return math.lcm(every, steps_per_batch(config)) // every

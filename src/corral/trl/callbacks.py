@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 _HIDDEN_KL = 0.05
-"""KL at one token, proven to lie outside the support, above which a warning is logged: TROLL's bound."""
+"""Threshold for a warning: KL at one token that must lie outside the top-k tokens. The value is TROLL's bound."""
 
 
 def on_any_process(flag: bool) -> bool:
@@ -33,7 +33,7 @@ def on_any_process(flag: bool) -> bool:
 
 
 def check_saves(trainer: "CorralTrainer", args: TrainingArguments, state: TrainerState, why: str) -> None:
-    """Refuse checkpoints inside a step, from which a run would not go on as without a break; the end of a run is exempt."""
+    """Refuse a save interval with checkpoints inside a step, which could not be resumed exactly. The end of a run is exempt."""
     of_best = args.save_strategy == SaveStrategy.BEST
     strategy, name = (args.eval_strategy, "eval") if of_best else (args.save_strategy, "save")
     if strategy == "steps":
@@ -55,18 +55,18 @@ def check_saves(trainer: "CorralTrainer", args: TrainingArguments, state: Traine
 
 
 class SelfCheck(TrainerCallback):
-    """Self-checks of every CorralTrainer: something to train, and no active trust region before the first update."""
+    """Checks in every run: some parameter is trainable, and the trust region is inactive before the first update."""
 
     def __init__(self, trainer: "CorralTrainer") -> None:
         self.trainer = trainer
         self.say: Callable[[str], object] = logger.warning
         self.drift_reported = False
         self.tail_reported = False
-        """True once the tail warning has been logged; each warning is logged once."""
+        """True once the warning about KL outside the support has been logged. Each warning is logged once."""
         self._before: int | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Refuse to train if no parameter is trainable, or if a lag could not be resumed."""
+        """Refuse to train if no parameter is trainable, or if `rollout_lag` is used with checkpoints inside a batch."""
         model: nn.Module = kwargs["model"]
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError(
@@ -77,14 +77,14 @@ class SelfCheck(TrainerCallback):
             check_saves(self.trainer, args, state, "with `rollout_lag` checkpoints are saved at the end of a batch of rollouts")
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Start the on-policy check before the first update on new rollouts, when new and old policy are equal."""
+        """Start the on-policy check before the first update on new rollouts, when the new policy still equals the old one."""
         fresh = self.trainer._step % steps_per_batch(self.trainer.args) == 0
         # A teacher is outside the region before any update, and so may an earlier policy be.
         apart = self.trainer.teacher is not None or (self.trainer.past is not None and self.trainer.anchor == "rollout")
         self._before = len(self._active_fractions()) if fresh and not apart and not self.drift_reported else None
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Warn if the trust region was active on-policy: then sampler and trainer differ."""
+        """Warn if the trust region was active before any update: the sampler and the trainer then disagree."""
         active = [] if self._before is None else self._active_fractions()[self._before :]
         share = sum(active) / len(active) if active else 0.0
         if not share > 0:
@@ -97,7 +97,7 @@ class SelfCheck(TrainerCallback):
             )
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Warn if KL was hidden in the tail and not retracted; the union of both supports would have measured it."""
+        """Warn if much KL arises outside the top-k tokens on which the trust region is measured."""
         kept = kwargs["logs"].get("tr/step_share", 1.0)
         hidden = kwargs["logs"].get("tr/hidden_kl_max", 0.0) * kept**2  # near the old weights a KL grows as the square
         if self.tail_reported or not hidden > _HIDDEN_KL or self.trainer.union:
@@ -110,18 +110,18 @@ class SelfCheck(TrainerCallback):
             )
 
     def _active_fractions(self) -> list[float]:
-        """Values of tr/active_frac of the micro-batches since the last log line."""
+        """Logged values of tr/active_frac since the last log line, one per micro-batch."""
         return list(self.trainer._metrics["train"].get("tr/active_frac", ()))
 
 
 _OF_TRL = (
     "seed", "learning_rate", "num_iterations", "loss_type", "beta", "temperature", "deployed_bound", "advantage", "rollout_lag",
 )  # fmt: skip
-"""Settings that identify a run."""
+"""Settings of CorralConfig that identify a run in its record."""
 
 
 class RunRecord(TrainerCallback, ExportableState):
-    """Settings of a run.
+    """Callback that stores the settings of a run in every checkpoint.
 
     transformers stores the state of this callback in every checkpoint, under the class's name.
     """
@@ -131,7 +131,7 @@ class RunRecord(TrainerCallback, ExportableState):
 
     @classmethod
     def of(cls, trainer: "CorralTrainer") -> "RunRecord":
-        """Build the record of a new trainer."""
+        """Build the record from a new trainer's settings."""
         args, objective = trainer.args, trainer.objective
         settings = {
             "task": ", ".join(trainer.reward_func_names) or "unknown",
@@ -146,5 +146,5 @@ class RunRecord(TrainerCallback, ExportableState):
         )
 
     def state(self) -> dict[str, Any]:
-        """Return the record in the format of `from_state`."""
+        """Return the record in the format that transformers' `from_state` reads."""
         return {"args": {"about": self.about}, "attributes": {}}

@@ -1,4 +1,4 @@
-"""Model cards: the objective, its settings and whom to cite, for models trained with CorralTrainer or `corral train`."""
+"""Model cards of trained models, with the objective, its settings and the paper to cite."""
 
 import json
 import textwrap
@@ -37,7 +37,7 @@ PAPERS = {
 
 
 def settings_section(objective: str, settings: Mapping[str, Any]) -> str:
-    """Markdown section with the objective and a table of settings; tables in `settings` get a row for each entry."""
+    """Markdown section with the objective and a table of settings. A nested dictionary becomes one table row per key."""
     rows = []
     for key, value in settings.items():
         inner = value.items() if isinstance(value, Mapping) else [("", value)]
@@ -65,7 +65,7 @@ def model_card(
     base: str | None = None,
     library: str = "transformers",
 ) -> str:
-    """A whole model card with metadata, a sentence on the run, the settings and the citation.
+    """Markdown of a whole model card: metadata, a sentence on the run, the settings and the citation.
 
     Args:
         about: sentence on the run and what was measured.
@@ -80,11 +80,11 @@ def model_card(
 
 
 def _line(text: object) -> str:
-    """Text of a user's as one line of Markdown without markup."""
+    """Text from a user as one line of Markdown, with markup characters escaped."""
     return "".join(f"\\{letter}" if letter in r"\`*_[]<>|#" else letter for letter in " ".join(str(text).split()))
 
 
 def _cell(value: object) -> str:
-    """A value as code in a cell of a table."""
+    """Value formatted as code for a table cell."""
     text = " ".join((value if isinstance(value, str) else json.dumps(value, default=str)).split())
     return f"`{text.replace('`', chr(39)).replace('|', chr(92) + '|')}`" if text else "—"

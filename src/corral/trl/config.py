@@ -1,4 +1,4 @@
-"""CorralConfig: GRPOConfig with an objective, and an error message for every unsupported setting."""
+"""CorralConfig: a GRPOConfig with an objective, which raises an error for every unsupported setting."""
 
 import json
 import math
@@ -23,17 +23,17 @@ from corral.trl.api import REDUCTIONS, WRONG_BEFORE
 from corral.validate import require, suggest
 
 Sampler = Literal["transformers", "vllm", "rollout_func"]
-"""Sampler of the completions: the trainer's own model, vLLM, or a user's rollout function."""
+"""Source of the completions: the trainer's own model in transformers, vLLM, or a user's rollout function."""
 
 AUTO_PASSES = 8
-"""Largest number of passes over a batch with `reuse="auto"`, if `num_iterations` is TRL's default of 1."""
+"""Largest number of passes over a batch with `reuse="auto"` if `num_iterations` is left at TRL's default of 1."""
 AUTO_RATE, AUTO_BOUND, PASSES_BOUND = 1e-3, 0.03, 0.02
-"""Values behind `learning_rate="auto"`: the first rate of the search, and `deployed_bound` for one pass over each batch and for
-several. `reuse="auto"` has the bound for several passes too."""
+"""Defaults with `learning_rate="auto"`: the first learning rate to try, `deployed_bound` for one pass over each batch, and
+`deployed_bound` for several passes. `reuse="auto"` also uses the last one."""
 
 
 def _setting(default: Any, about: str) -> Any:
-    """Field of CorralConfig with its default and its `--help` text."""
+    """Field of CorralConfig with a default and a `--help` text."""
     return field(default=default, metadata={"help": about})
 
 
@@ -46,9 +46,9 @@ class CorralConfig(GRPOConfig):
     """
 
     chooses_checkpointing = False
-    """True if `gradient_checkpointing` was None; not a setting."""
+    """True if `gradient_checkpointing` was left at None, so that the trainer chooses. Not a setting."""
     finds_rate = False
-    """True if `learning_rate` was "auto"; not a setting."""
+    """True if `learning_rate` was given as "auto". Not a setting."""
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*GRPOConfig._VALID_DICT_FIELDS, "objective_config", "correction_config"]  # type: ignore[misc]  # TRL leaves ClassVar out
 
     in_corral_trainer: ClassVar[bool] = False
@@ -81,7 +81,7 @@ class CorralConfig(GRPOConfig):
     learning_rate: float | str = _setting(  # type: ignore[assignment]  # transformers has no word
         1e-6,
         "Peak learning rate. `auto` finds a rate on the first batch, at which a step moves the network by a few times "
-        "`deployed_bound`, and adapts it. Unless given, `deployed_bound` is then .03 with one pass over each batch, and .01 "
+        "`deployed_bound`, and adapts it. Unless given, `deployed_bound` is then .03 with one pass over each batch, and .02 "
         "with several.",
     )
     packed_batches: str = _setting(
@@ -181,7 +181,7 @@ class CorralConfig(GRPOConfig):
 
     @property
     def place_model_on_device(self) -> bool | None:
-        """Override of transformers: refuses any trainer other than CorralTrainer.
+        """Property of transformers, overridden to refuse every trainer other than CorralTrainer.
 
         Every trainer of transformers reads this when it is made, and nothing else does. A stock GRPOTrainer would train with
         TRL's own loss, and say nothing of the objective.
@@ -196,7 +196,7 @@ class CorralConfig(GRPOConfig):
 
     @property
     def other_reduction(self) -> str | None:
-        """Message if the requested reduction is not among the objective's own reductions, else None."""
+        """Warning if `loss_type` is a reduction that changes the objective's gradient, else None."""
         own = self.make_objective().config.reductions
         if REDUCTIONS[self.loss_type] in own:
             return None
@@ -214,23 +214,23 @@ class CorralConfig(GRPOConfig):
 
     @property
     def needs_support(self) -> bool:
-        """True if the objective reads more than the sampled token."""
+        """True if the objective reads more tokens of the policy than the sampled ones (a support)."""
         return bool(self.make_objective().needs & NEEDS_SUPPORT)
 
     def resolve_anchor(self) -> Anchor:
-        """Resolve the anchor "auto": the objective's own anchor, or the recomputed policy if a support is needed."""
+        """Anchor of the trust region, "old" or "rollout". "auto" becomes the one that suits the objective."""
         if self.anchor != "auto":
             return cast(Anchor, self.anchor)  # nothing else gets through __post_init__
         return "old" if self.needs_support else self.make_objective().config.anchor
 
     @property
     def records_logps(self) -> bool:
-        """True if transformers' generation must report the log-probs that it draws from: something reads them."""
+        """True if generation in transformers must record the log-probs of the tokens that it draws."""
         needed = self.correction is not None or "logp_rollout" in self.make_objective().needs
         return needed or self.anchor == "rollout" or self.rollout_lag > 0
 
     def check_sampler(self, sampler: Sampler, generation_config: GenerationConfig | None = None) -> None:
-        """Raise if the sampler cannot supply the data for the anchor, the objective or the correction.
+        """Raise if the sampler does not report data that the anchor, the objective or the correction needs.
 
         Args:
             generation_config: the model's own, which transformers' generation follows where TRL sets nothing.
@@ -242,7 +242,7 @@ class CorralConfig(GRPOConfig):
 
 
 def _settings(name: str, config: dict[str, Any] | str | None) -> dict[str, Any]:
-    """Parse a setting that is a dictionary, or JSON on a command line."""
+    """Parse a setting that is a dictionary in Python, or JSON on a command line."""
     if config is None:
         return {}
     if isinstance(config, str):  # from a command line, and transformers has not read it yet
@@ -282,11 +282,11 @@ def _check_values(config: CorralConfig) -> None:
 
 
 _Refusals = dict[str, object]
-"""Error message → condition under which it is raised."""
+"""Error message → condition under which the message is raised."""
 
 
 def _refuse(refusals: _Refusals) -> None:
-    """Raise an error with the first message whose condition holds."""
+    """Raise a ValueError with the first message whose condition is true."""
     for why, applies in refusals.items():
         if applies:
             raise ValueError(f"CorralConfig: {why}")
@@ -300,7 +300,7 @@ _HARMLESS = (
     "seed", "use_cache", "cache_implementation", "cache_config", "prefill_chunk_size",
     "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
 )  # fmt: skip
-"""Keys of `generation_kwargs`, in transformers and vLLM, that change no token's probability."""
+"""Keys of `generation_kwargs`, in transformers or vLLM, that do not change the probability of any token."""
 
 _NEUTRAL = {
     "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "typical_p": 1, "guidance_scale": 1, "min_p": 0,
@@ -309,17 +309,18 @@ _NEUTRAL = {
     "do_sample": True, "return_dict_in_generate": False, "remove_invalid_values": False, "token_healing": False,
     "use_mtp": False, "bad_words_ids": [], "suppress_tokens": [], "begin_suppress_tokens": [], "stop_strings": [],
 }  # fmt: skip
-"""Settings of generation → the only value that changes no token's probability; in a model's configuration None is another."""
+"""Settings of generation → the only allowed value, which changes no token's probability. None is also allowed in a model's
+generation_config."""
 
 _TRUNCATIONS = ("top_p", "top_k", "min_p")
-"""Settings that remove unlikely tokens and rescale the others. The ratio of two policies is then wrong by the kept mass of
-each. They are refused with anchors for which this matters."""
+"""Settings that cut off unlikely tokens and renormalise the others, which makes the ratio of two policies wrong. They are
+refused with anchors for which this matters."""
 
 
 _BY_TRL = (
     "do_sample", "max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "disable_compile", *MODEL_IDS,
 )  # fmt: skip
-"""Fields of a generation_config that TRL sets itself, so that the model's values are ignored."""
+"""Fields of a model's generation_config that TRL overrides, so that the model's values do not matter."""
 
 _UNREAD = (
     "max_length", "early_stopping", "length_penalty", "diversity_penalty", "renormalize_logits", "low_memory",
@@ -329,11 +330,11 @@ _UNREAD = (
     "num_assistant_tokens_schedule", "assistant_confidence_threshold", "max_matching_ngram_size", "assistant_lookbehind",
     "target_lookbehind", "_from_model_config", "transformers_version",
 )  # fmt: skip
-"""Fields that change no token: for beams, encoders, assistants, caches and extra outputs."""
+"""Fields of a generation_config that do not affect sampling: for beams, encoders, assistants, caches and extra outputs."""
 
 
 def model_refusals(generation_config: GenerationConfig | None, given: Mapping[str, Any]) -> Iterator[str]:
-    """Messages about a model's own generation settings that change the sampling distribution, or are unknown.
+    """Error messages about settings in a model's generation_config that change the sampling distribution or are unknown.
 
     Args:
         given: settings of the user's own, which come first.
@@ -350,7 +351,7 @@ def model_refusals(generation_config: GenerationConfig | None, given: Mapping[st
 
 
 def _of_trl(config: CorralConfig) -> _Refusals:
-    """Refusals of TRL settings that this trainer replaces or does not support, and of settings that change what is sampled."""
+    """Error messages for TRL settings that corral replaces or does not support, each with its condition."""
     how, every, a_pass = config.loss_type, config.gradient_accumulation_steps, config.steps_per_generation
     assert a_pass is not None  # TRL has filled it in
     unknown, same_name = how not in REDUCTIONS, f" Did you mean objective={how!r}?" if how in objective_names() else ""
@@ -411,11 +412,15 @@ def _of_trl(config: CorralConfig) -> _Refusals:
 
 
 _VLLM_LOGPROBS = 20
-"""Default `max_logprobs` of vLLM, which TRL keeps for vLLM in the trainer's process; the vLLM server has no limit."""
+"""vLLM's default `max_logprobs`, which limits the support size if vLLM runs in the trainer's process. A vLLM server has no
+limit."""
 
 
 def _of_sampler(config: CorralConfig, sampler: Sampler, generation: dict[str, Any]) -> _Refusals:
-    """Refusals of anchors, objectives and corrections that this sampler does not support; docs/trl-details.md has the table."""
+    """Error messages for anchors, objectives and corrections that this sampler does not support, each with its condition.
+
+    docs/trl-details.md has the table.
+    """
     rollout, records = config.resolve_anchor() == "rollout", sampler == "transformers" and config.records_logps
     reports = sampler != "transformers" or records
     on_support = rollout and reports and config.needs_support  # of the sampler's own likeliest tokens

@@ -1,4 +1,4 @@
-"""Deployed network in TRL training: measure it after every step, bound it, and find a learning rate on the first batch.
+"""Trust region around the network itself: measure its KL after every step, bound it, and find a learning rate.
 
 `DeployedCallback` follows a run step by step, `DeployedProbe` measures how far the network has moved, and `RateSearch` tries
 learning rates on the first batch.
@@ -42,37 +42,38 @@ logger = logging.getLogger(__name__)
 # ---------------------------------------------------------------------------------------------------- step after step
 
 AIM = 0.5
-"""Share of the bound that the learning rate aims at; the rest is room for steps that move further than most."""
+"""KL per step that the learning rate is adapted to, as a share of the bound. The rest is room for larger steps."""
 START = 2.0
-"""KL of the first step that the search for `learning_rate="auto"` aims at, in multiples of the bound. Learning rates chosen by
-grid search move the network by one to four bounds in their first step. The step is then retracted to the bound, and the rate
-falls to `AIM` over the next steps."""
+"""KL of the first step at which `learning_rate="auto"` aims, in multiples of the bound. Learning rates from a grid search move
+the network by one to four bounds in their first step. The step is then retracted to the bound, and the learning rate falls over
+the next steps until a step moves by `AIM`."""
 SPENT = 50.0
-"""Multiple of the bound, before any retraction, above which `reuse="auto"` makes no further pass. D grows with the square of
-the kept share, so that less than a seventh of the step would be kept."""
+"""Multiple of the bound, before any retraction, above which `reuse="auto"` makes no further pass. KL grows with the square of
+the step length, so that less than a seventh of such a step could be kept."""
 LEAST_ESS = 0.5
 """Effective sample size, as a share of the tokens, below which `reuse="auto"` makes no further pass."""
 PROBES = 4
-"""Largest number of measurements of one step; a step within its bound takes one."""
+"""Largest number of KL measurements in one step. A step within its bound needs one."""
 ROUNDING = 1e-3
-"""Mean KL between equal weights due to half-precision kernels. A bound that follows the schedule to 0 falls below it."""
+"""Mean KL that half-precision kernels report between equal weights. A bound that decays to 0 with the learning rate falls below
+this."""
 FAR, LEAST_SHARE = 25.0, 0.05
-"""Thresholds for resetting the optimizer: a step beyond FAR bounds of which less than LEAST_SHARE is kept."""
+"""Thresholds for resetting the optimizer: the step moved further than FAR bounds, and less than LEAST_SHARE of it is kept."""
 LEAST_FACTOR = 1 / 30
-"""Smallest factor on the learning rate after such a reset."""
+"""Smallest factor by which an optimizer reset multiplies the learning rate."""
 
 
 @dataclass(eq=False)
 class _Step:
-    """An unfinished step: the weights at its start, and its updates so far."""
+    """Step in progress: the weights at its start, and the updates made so far."""
 
     old: dict[str, Tensor]
     factors: list[float] = field(default_factory=list)
-    """Factor of the schedule on the peak learning rate, for each update so far."""
+    """Learning rate of each update so far, as a share of the schedule's peak."""
 
 
 class DeployedCallback(TrainerCallback):
-    """Callback that certifies every step of a CorralTrainer with `deployed_bound`, and bounds it if the bound is finite.
+    """Callback that measures how far each step moved the network, and pulls the network back if it moved too far.
 
         δ_k = bound · (rate_k / peak rate)²          mean KL(π_new ‖ π_old) ≤ δ_k
 
@@ -94,22 +95,22 @@ class DeployedCallback(TrainerCallback):
         self.probe, self.controller = DeployedProbe(trainer), RateController()
         self.per_step = updates_per_step(trainer.args)
         self.per_pass = self.per_step // trainer.args.num_iterations if trainer.args.reuse == "auto" else self.per_step
-        """Number of updates between measurements."""
+        """Number of updates between two measurements."""
         self.searches = False
-        """True until the learning rate is found, on the first batch with a gradient."""
+        """True while the learning rate is still to be found, on the first batch with a gradient."""
         self._before: dict[str, Tensor] | None = None
-        """Weights at the start of the last finished step; cleared when the next step begins."""
+        """Weights at the start of the last finished step. They are freed when the next step begins."""
         self._begin()
 
     def _begin(self) -> None:
         """Prepare for the next step."""
         self._step: _Step | None = None
         self.spent = False
-        """True if the step is over before all passes over its batch are done: the trainer skips the rest."""
+        """True if the step ended before all passes over its batch, so that the trainer skips the remaining passes."""
         self.probe.clear()
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Restore the learning-rate scale of a resumed run from the scheduler."""
+        """Restore the scale of the learning rate from the scheduler when a run is resumed."""
         self.abandon()  # a step that transformers gave up for want of memory, to train with smaller batches
         self._begin()
         if not self.holds:
@@ -130,7 +131,7 @@ class DeployedCallback(TrainerCallback):
         )  # fmt: skip
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Copy the weights at the beginning of a step, and find the first learning rate if that is left to the trainer."""
+        """Copy the weights at the start of a step. With `learning_rate="auto"`, the first step also finds the learning rate."""
         if self.spent:
             return
         if self._step is None:
@@ -140,12 +141,12 @@ class DeployedCallback(TrainerCallback):
                 self._find_rate(self._step.old)
 
     def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Record an update, before the schedule goes on."""
+        """Record an update and its learning rate, before the scheduler advances."""
         if self._step is not None:
             self._step.factors.append(schedule_factor(schedule_of(self.trainer)) if self.holds else 1.0)
 
     def _find_rate(self, old: dict[str, Tensor]) -> None:
-        """Find a learning rate that moves the network by several bounds in this step; postponed if the step has no gradient."""
+        """Find the first learning rate by trials on this batch. A batch without any gradient is skipped."""
         trainer, scheduler = self.trainer, schedule_of(self.trainer)
         trainer.draw_ahead()
         search = RateSearch(self, old)
@@ -174,7 +175,7 @@ class DeployedCallback(TrainerCallback):
             )  # fmt: skip
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Measure, retract, scale the learning rate and log at the end of a step.
+        """Measure the network's KL, retract the weights, adapt the learning rate and log, at the end of a step.
 
         With `reuse="auto"` also at the end of a pass.
         """
@@ -188,11 +189,11 @@ class DeployedCallback(TrainerCallback):
 
     @property
     def is_inside_step(self) -> bool:
-        """True inside a step whose updates have moved the network, before it is bounded."""
+        """True if the network was updated in this step but not yet bounded."""
         return self._step is not None and bool(self._step.factors)
 
     def finish(self) -> None:
-        """Finish the run: inside a step, measure and bound the network as at the step's end."""
+        """Measure and bound the network at the end of a run, even in the middle of a step."""
         if self.is_inside_step:
             self._end_pass(last=True)
             self.trainer.model.train()  # after an evaluation TRL would log an evaluation's metrics, without the certificate
@@ -201,7 +202,7 @@ class DeployedCallback(TrainerCallback):
             self._step = _Step(snapshot(self.trainer.model))  # as it is saved
 
     def before_save(self) -> None:
-        """Finish a run that is about to be saved, and refuse a checkpoint inside any other step."""
+        """Bound the network before the final checkpoint. Any other checkpoint inside a step is refused."""
         trainer = self.trainer
         if trainer.control.should_training_stop:
             self.finish()
@@ -212,7 +213,7 @@ class DeployedCallback(TrainerCallback):
             )
 
     def abandon(self) -> None:
-        """Handle an exception that ends the run: inside a step, measure and bound the network, or undo the step.
+        """Leave a bounded network when an exception ends the run: measure and bound it, or undo the step.
 
         Measuring takes all processes. Several of them may have met different exceptions, or none, so each undoes the step.
         """
@@ -232,11 +233,11 @@ class DeployedCallback(TrainerCallback):
         self._begin()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Forget the step at the end of a run: the weights may change before the next run."""
+        """Drop the copies of the weights at the end of a run, since the weights may change before the next run."""
         self._begin()
 
     def _end_pass(self, *, last: bool) -> None:
-        """Measure the network after a pass; then start another pass, or certify the network and end the step."""
+        """Measure the network after a pass. Then either allow another pass, or bound the network and end the step."""
         trainer, step, metrics = self.trainer, self._step, self.trainer._metrics["train"]
         assert step is not None
         factor = sum(step.factors) / len(step.factors) if step.factors else 1.0
@@ -276,7 +277,7 @@ class DeployedCallback(TrainerCallback):
             metrics["tr/passes"].append(len(step.factors) / self.per_pass)
 
     def _go_back(self, old: dict[str, Tensor], why: str) -> None:
-        """Restore the weights from before the step if the network has a bound and cannot be measured, and log the reason."""
+        """Restore the weights from before a step that cannot be measured, and log the reason. Without a bound, log only."""
         then = "The step is not measured."
         if self.holds:
             restore(self.trainer.model, old)  # bit for bit
@@ -284,7 +285,9 @@ class DeployedCallback(TrainerCallback):
         logger.warning("Update %d: %s. %s", self.trainer.state.global_step, why, then)
 
     def _start_over(self, moved: float, aim: float) -> None:
-        """Lower the learning rate so that the step would have moved the network about as far as intended.
+        """Lower the learning rate and reset the optimizer after a step that moved the network much too far.
+
+        The new learning rate would have moved the network about as far as intended.
 
         The optimizer is reset.
         """
@@ -300,7 +303,7 @@ class DeployedCallback(TrainerCallback):
         )  # fmt: skip
 
     def certify_held_out(self, drawn: list[tuple[list[int], list[int]]]) -> dict[str, float]:
-        """Measure the distance of the last step on held-out prompts, with completions just sampled from the network.
+        """Measure the KL of the last step on held-out prompts, with completions just sampled from the network.
 
         These are completions of the new network, so that along one of them the sum of KL(new‖old) is an unbiased estimate of
         the KL between whole completions, where training samples at temperature 1 as a measurement does.
@@ -314,7 +317,7 @@ class DeployedCallback(TrainerCallback):
         return {f"tr/deployed_heldout_{name}": value for name, value in numbers.items() if value is not None}
 
     def _scale(self, factor: float) -> None:
-        """Set a new learning rate under the same schedule."""
+        """Multiply the learning rate by `factor`, under the same schedule."""
         scheduler = schedule_of(self.trainer)
         scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
         scheduler._last_lr = [rate * factor for rate in scheduler._last_lr]
@@ -323,25 +326,25 @@ class DeployedCallback(TrainerCallback):
 
 
 def _worth_another(found: BatchKL, bound: float) -> bool:
-    """True if another pass would still fit the batch's tokens, and would not be retracted almost completely."""
+    """True if the network is near enough, and the effective sample size large enough, for another pass over the batch."""
     near = float(found.new_old.double().mean()) < SPENT * bound  # and a number
     return near and found.effective_sample_size() >= LEAST_ESS
 
 
 def schedule_of(trainer: "CorralTrainer") -> Any:
-    """Scheduler of the trainer that has the base rates, without accelerate's wrapper."""
+    """Learning-rate scheduler of the trainer, without accelerate's wrapper."""
     scheduler: Any = trainer.lr_scheduler
     return getattr(scheduler, "scheduler", scheduler)
 
 
 def schedule_factor(scheduler: LambdaLR) -> float:
-    """Factor of the schedule on the peak learning rate in the next update."""
+    """Learning rate of the next update, as a share of the schedule's peak."""
     rate, peak = scheduler.optimizer.param_groups[0]["lr"], scheduler.base_lrs[0]
     return float(rate / peak) if peak > 0 else 0.0
 
 
 def _check_surroundings(trainer: "CorralTrainer") -> None:
-    """Refuse setups that store the weights elsewhere, where a retraction would be undone or incomplete."""
+    """Refuse DeepSpeed, FSDP 1 and old releases of TRL, under which the weights cannot be measured or retracted."""
     if not FUSED:
         raise ValueError(
             f"CorralTrainer: `deployed_bound` needs hidden states, which TRL {trl.__version__} does not hand over. Install TRL "
@@ -362,30 +365,31 @@ def _check_surroundings(trainer: "CorralTrainer") -> None:
 TOKENS = 3072
 """Approximate number of tokens measured per step, over all processes: whole completions, evenly spread over the rollouts."""
 CHEAP = 0.01
-"""Share of a step's cost below which `FEW` tokens are measured, enough for a meaningful 99.9th percentile."""
+"""Share of a step's cost that measuring `FEW` tokens may take. `FEW` is enough for a meaningful 99.9th percentile."""
 COMPLETIONS = 8
-"""Smallest number of completions measured per step, of any length. Tokens of one completion move together, so that many tokens
-of few completions are a poor sample."""
+"""Smallest number of completions measured per step. The tokens of one completion move together, so that a few long completions
+are a poor sample."""
 GOLDEN = 0.618034
-"""Golden ratio: the fractional parts of its multiples are evenly spread, for any number of them."""
+"""Golden ratio, used to spread choices evenly: the fractional parts of its multiples are even for any count."""
 
 
 @dataclass(eq=False)
 class _Rollouts:
-    """Some completions of a batch, in TRL's format for scoring."""
+    """Completions of a batch that are measured, in TRL's format for scoring."""
 
     ids: Int[Tensor, "b L"]
     """Token ids of prompt and completion."""
     seen: Int[Tensor, "b L"]
     """Attention mask of `ids`."""
     live: Bool[Tensor, "b T"]
-    """True at completion tokens that the network sampled."""
+    """True at completion tokens that the network sampled. False at padding and at tokens from tools."""
     old: tuple[Float[Tensor, "N H"], Float[Tensor, " N"]] | None = None
-    """Hidden states and log-probs of the unmasked tokens under the weights at the start of the step, once they are known."""
+    """Hidden states and log-probs of the unmasked tokens under the weights at the start of the step. None until they are
+    computed."""
 
 
 class DeployedProbe:
-    """Measures per-token KL(now‖old) and KL(old‖now) on some of a step's completions, on all processes.
+    """Measures the per-token KL between the network now and at the start of the step, on some of the step's completions.
 
     The old network's hidden states come from the pass in which TRL scores fresh rollouts, where that was made with the step's
     first weights and without dropout. Elsewhere it takes a pass of its own.
@@ -395,24 +399,24 @@ class DeployedProbe:
         self.trainer = trainer
         self._rollouts: list[_Rollouts] = []
         self.tool_mask: list[list[int]] | None = None
-        """Tool mask of the newest rollouts, from TRL's `_generate`: 1 for a token of the network, 0 for a token of a tool. TRL
-        makes its old-policy pass before it puts the mask into the batch."""
+        """Tool mask of the newest rollouts, from TRL's `_generate`: 1 for a token of the network, 0 for a token from a tool. It
+        is kept here because TRL's old-policy pass comes before the mask is in the batch."""
         self._head: HeadWeights | None = None
-        """Head of the old network in this step."""
+        """Language-model head of the network at the start of the step."""
 
     def clear(self) -> None:
-        """Clear all state when a new step begins."""
+        """Drop the rollouts and the old head before a new step."""
         self._rollouts, self._head = [], None
 
     def watch(self, scoring: ScoringPass) -> None:
-        """Prepare the old-policy pass, before rollouts are scored, to keep the hidden states for a measurement."""
+        """Request that TRL's old-policy pass stores hidden states, so that the measurement needs no pass of its own."""
         trainer = self.trainer
         first = trainer.state.global_step % updates_per_step(trainer.args) == 0
         if first and trainer.off_policy and not scoring.keep_hidden:  # on-policy, TRL's first pass may be the reference's
             scoring.keep_hidden, scoring.choose = True, self._choose_early
 
     def _choose_early(self, mask: Bool[Tensor, "B T"]) -> Bool[Tensor, " B"]:
-        """Choose completions during TRL's old-policy pass, from the completion mask and the tool mask of `_generate`."""
+        """Choose the completions to measure before the batch exists, from the completion mask and the tool mask."""
         if self.tool_mask is None:
             return self.choose(mask)
         rows = pad_sequence([torch.as_tensor(row, dtype=torch.bool) for row in self.tool_mask], batch_first=True)
@@ -444,7 +448,7 @@ class DeployedProbe:
         return chosen
 
     def _tokens_wanted(self, tokens: int, passes: int) -> int:
-        """Number of tokens to measure: `FEW` if that costs at most 1 % of the step, else `TOKENS`.
+        """Number of tokens to measure: `FEW`, the larger number, if it costs at most 1 % of the step, else `TOKENS`.
 
             FEW · passes ≤ 1 % · tokens · (1 + o + 3 p)
 
@@ -456,7 +460,7 @@ class DeployedProbe:
         return FEW if FEW * passes <= CHEAP * tokens * (1 + old + 3 * over_batch) else TOKENS
 
     def add(self, batch: dict[str, Any], scoring: ScoringPass) -> None:
-        """Store some completions of new rollouts, with the old network's results if the pass that scored them kept these."""
+        """Store some completions of new rollouts to measure, with hidden states that were already computed."""
         if "pixel_values" in batch:
             raise ValueError(
                 "CorralTrainer: `deployed_bound` measures text alone, and these prompts have images. Leave it out."
@@ -475,7 +479,7 @@ class DeployedProbe:
         self._rollouts.append(some)
 
     def prepare(self, old: dict[str, Tensor]) -> bool:
-        """Score the old network if it is not scored yet, after the step's updates; False if there is no token."""
+        """Compute the old network's hidden states if they are missing. Returns False if there is no token to measure."""
         missing = [some for some in self._rollouts if some.old is None]
         if missing:
             with _weights_of(self.trainer.model, old):
@@ -487,12 +491,12 @@ class DeployedProbe:
         return bool(self.trainer.accelerator.reduce(count.to(self.trainer.accelerator.device)) > 0)
 
     def count_held_out(self, available: int, longest: int) -> int:
-        """Held-out completions per process for `measure_on`: about TOKENS tokens or COMPLETIONS completions in all."""
+        """Number of held-out completions per process that `measure_on` needs: about TOKENS tokens, at least COMPLETIONS."""
         processes = self.trainer.accelerator.num_processes
         return min(available // processes, max(math.ceil(COMPLETIONS / processes), TOKENS // (processes * longest)))
 
     def measure_on(self, rows: list[tuple[list[int], list[int]]], old: dict[str, Tensor]) -> BatchKL:
-        """Measure the KL on other completions than the step's, given as token ids of prompts and completions."""
+        """Measure the KL on given completions, such as held-out ones, as token ids of prompts and completions."""
         # Prompts are padded on the left, completions on the right, as TRL has them. Padding is never looked at.
         before, after = max(len(prompt) for prompt, _ in rows), max(len(completion) for _, completion in rows)
         ids = [[0] * (before - len(a)) + a + b + [0] * (after - len(b)) for a, b in rows]
@@ -505,12 +509,12 @@ class DeployedProbe:
         return self._kl([some], head)
 
     def measure(self) -> BatchKL:
-        """Measure the KL on the step's rollouts."""
+        """Measure the KL on the chosen rollouts of the step."""
         assert self._head is not None
         return self._kl(self._rollouts, self._head)
 
     def _kl(self, rollouts: list[_Rollouts], old_head: HeadWeights) -> BatchKL:
-        """KL between the current network and the old network, whose hidden states are stored; on all processes."""
+        """KL in both directions between the current network and the old one, over all processes."""
         parts, sequences = [], 0
         for some in rollouts:
             assert some.old is not None
@@ -529,7 +533,7 @@ class DeployedProbe:
         return BatchKL(new_old=new_old, old_new=old_new, sequence=sequence.long(), log_ratio=log_ratio)
 
     def _score(self, some: _Rollouts) -> tuple[Float[Tensor, "N H"], Float[Tensor, " N"], HeadWeights]:
-        """Hidden states, log-probs and head of the current network on the unmasked tokens, from an ordinary scoring pass."""
+        """Compute hidden states, log-probs and head of the current network on the unmasked tokens, by TRL's scoring pass."""
         trainer, scoring = self.trainer, ScoringPass(keep_hidden=True)
         width, size = some.live.shape[1], trainer.args.per_device_train_batch_size
         with trainer.policy_head.expect(scoring):
@@ -541,7 +545,7 @@ class DeployedProbe:
 
 @contextmanager
 def _weights_of(model: nn.Module, old: dict[str, Tensor]) -> Iterator[None]:
-    """Context in which the model has its old weights."""
+    """Context in which the model has the weights `old`."""
     new = snapshot(model)
     restore(model, old)
     yield
@@ -551,31 +555,33 @@ def _weights_of(model: nn.Module, old: dict[str, Tensor]) -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------------- the first rate
 
 TRIALS = 6
-"""Largest number of trials."""
+"""Largest number of trials in a search for the learning rate."""
 NEAR = 1.5
-"""Factor between a trial's KL and the aim that is close enough: the learning rate is then off by less than a quarter."""
+"""Largest factor between a trial's KL and the intended KL at which the search ends. The learning rate is then off by less than
+a quarter."""
 LOST = 1 / 30
-"""Factor on the learning rate after a trial whose KL is NaN or infinite."""
+"""Factor on the learning rate for the trial after one whose KL was NaN or infinite."""
 MOST = 100.0
-"""Largest learning rate that is tried, in multiples of the first rate."""
+"""Largest learning rate to try, in multiples of the first learning rate."""
 EDGE = 0.1
-"""Share of the logarithmic distance that an interpolated rate keeps from the trials on either side."""
+"""Smallest distance of an interpolated learning rate from the trials on either side, as a share of their logarithmic
+distance."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Learning rate of one trial, in multiples of the first rate, and the mean KL by which its step moved the network."""
+    """Result of one trial: the learning rate in multiples of the first, and the mean KL of its step."""
 
     scale: float
     moved: float
 
     def is_near(self, aim: float) -> bool:
-        """True if the KL is close enough to the aim."""
+        """True if the trial's KL is close enough to the intended KL to end the search."""
         return aim / NEAR <= self.moved <= aim * NEAR
 
 
 def next_scale(tried: list[Trial], aim: float) -> float | None:
-    """Next learning rate to try, as if the KL were a power of the rate; None if the search is over.
+    """Next learning rate to try, fitting KL as a power of the learning rate. None if the search is over.
 
         scale ← one.scale · (aim / one.moved)^(1/p)      p = log(other.moved / one.moved) / log(other.scale / one.scale)
 
@@ -612,7 +618,7 @@ def next_scale(tried: list[Trial], aim: float) -> float | None:
 
 @dataclass(eq=False)
 class RateSearch:
-    """Search for a learning rate with which a whole step on the rollouts moves the deployed network by the intended KL.
+    """Search for the learning rate at which one step on these rollouts moves the network by the intended KL.
 
     A trial makes all updates of the step as the training loop does: the trainer's own loss, accumulation, clipped gradients,
     optimizer and schedule. It measures the network and takes everything back: weights, buffers, the optimizer's and the
@@ -631,7 +637,9 @@ class RateSearch:
         """Intended mean KL of a step at the schedule's peak. During warm-up the aim is lower, like the bound."""
 
     def find(self) -> Trial | None:
-        """Find the trial to keep.
+        """Run trials until one is close enough, and return the best.
+
+        None if any rate would do, since the rollouts have no gradient or no token to measure.
 
         None if any rate would do, since the rollouts have no gradient or no token to measure.
         """
@@ -650,7 +658,7 @@ class RateSearch:
         return min(numbers, key=lambda one: abs(math.log(one.moved / self.aim)), default=Trial(1.0, math.nan))
 
     def _try(self, scale: float) -> Trial | None:
-        """Run one trial and scale its KL to the schedule's peak; None if nothing would move at any rate."""
+        """Run one trial and scale its KL to the schedule's peak. None if no learning rate would move the network."""
         deployed, factors, learns = self.deployed, list[float](), False
         for update in range(1, deployed.per_step + 1):
             factors.append(schedule_factor(self.scheduler))
@@ -673,7 +681,7 @@ class RateSearch:
         raise AssertionError("a step ends with a pass")
 
     def _update(self) -> bool:
-        """Make one update like transformers' training loop; returns True if it had a gradient."""
+        """Make one update as transformers' training loop does. Returns True if the gradient was not zero."""
         trainer, accelerator, model = self.trainer, self.trainer.accelerator, self.trainer.model_wrapped
         batch, count = trainer.next_batches
         steps, always = trainer.args.gradient_accumulation_steps, accelerator.gradient_state.plugin_kwargs
@@ -699,7 +707,7 @@ class RateSearch:
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
-        """Context that restores at its end everything that updates change."""
+        """Context that undoes at its end everything that a trial changed."""
         trainer, accelerator, optimizer = self.trainer, self.trainer.accelerator, self.scheduler.optimizer
         device = trainer.args.device
         with ExitStack() as undo:
@@ -725,7 +733,7 @@ class RateSearch:
 
 
 def _reset(target: dict[Any, Any], was: dict[Any, Any]) -> None:
-    """Restore the content of a dictionary, in place."""
+    """Restore a dictionary's earlier content, in place."""
     target.clear()
     target.update(was)
 

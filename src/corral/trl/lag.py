@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from corral.trl.trainer import CorralTrainer
 
 _FILE = "past_weights.pt"
-"""Name of the queue in a checkpoint."""
+"""File name of the past weights in a checkpoint."""
 
 
 class PastWeights:
-    """Queue of the trained weights at the start of the last `lag` steps, from which rollouts are drawn.
+    """Past weights from the start of each of the last `lag` steps. Rollouts are drawn with the oldest.
 
         behaviour policy of step t = π of the weights at the start of step t − min(t, lag)
 
@@ -42,21 +42,21 @@ class PastWeights:
 
     @property
     def step(self) -> int:
-        """Number of finished steps, each of one batch of rollouts."""
+        """Number of finished steps. A step uses one batch of rollouts."""
         return self.trainer.state.global_step // updates_per_step(self.trainer.args)
 
     @property
     def sampled_at(self) -> int:
-        """Step whose first weights draw the rollouts of the present step."""
+        """Number of the step whose initial weights draw the current rollouts."""
         return min(self.weights, default=self.step)
 
     def _trim(self) -> None:
-        """Drop weights that are too old for the present step."""
+        """Drop weights that are more than `lag` steps old."""
         self.weights = {step: weights for step, weights in self.weights.items() if step >= self.step - self.lag}
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Context in which the model has the oldest weights of the queue, which the present weights have joined."""
+        """Context in which the model has the oldest weights of the queue. The current weights join the queue first."""
         model, now = self.trainer.model, snapshot(self.trainer.model)
         self.weights[self.step] = {name: x.cpu() for name, x in now.items()}
         self._trim()
@@ -70,13 +70,13 @@ class PastWeights:
             restore(model, now)
 
     def save(self, checkpoint: Path) -> None:
-        """Write the weights that later steps need into a checkpoint; nothing inside a batch, which TRL would draw anew."""
+        """Write the past weights into a checkpoint. Inside a batch nothing is written, as TRL would draw the batch again."""
         if self.trainer.state.global_step % updates_per_step(self.trainer.args) == 0:
             self._trim()
             torch.save(self.weights, checkpoint / _FILE)
 
     def load(self, checkpoint: Path) -> None:
-        """Read the queue of a checkpoint."""
+        """Read the past weights from a checkpoint."""
         if not (checkpoint / _FILE).is_file():
             raise ValueError(
                 f"CorralTrainer: {checkpoint} has no {_FILE}, which `rollout_lag` needs: it was written without a lag, or "

@@ -1,4 +1,4 @@
-"""Metrics of micro-batches, in asynchronous copies to the host, and their combination over all processes."""
+"""Metrics of micro-batches: copied to the host asynchronously, and combined over all processes."""
 
 import math
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ from corral.objective.ratio import clamp_log_ratio, log_ratio
 from corral.tensors import TokenBatch, metric_kind
 
 _RATIO_SUMS = ("Σρ", "Σρ²")
-"""Terms of `tr/ess`, which is computed over all micro-batches of an update."""
+"""Names of the sums behind `tr/ess` (effective sample size), which is computed over all micro-batches of an update."""
 
 
 @torch.no_grad()
 def ratio_sums(batch: TokenBatch) -> dict[str, Tensor]:
-    """Compute Σρ and Σρ² over the unmasked tokens: effective sample sizes of micro-batches cannot be averaged."""
+    """Sums of the policy ratios ρ and of ρ² over the unmasked tokens, from which the effective sample size is computed."""
     rho = torch.where(batch.mask, clamp_log_ratio(log_ratio(batch)).exp(), 0.0)
     return dict(zip(_RATIO_SUMS, (rho.sum(), rho.square().sum()), strict=True))
 
@@ -27,18 +27,18 @@ _Line = tuple[str, int, dict[str, float]]
 
 
 class Ledger:
-    """Collection of the metrics of all micro-batches since the last `flush`."""
+    """Store for the metrics of all micro-batches since the last `flush`."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[str, int, list[str], AsyncCopy | None, AsyncCopy | None, bool]] = []
-        """Mode, unmasked tokens, names and values of metrics, reports of earlier backward passes, copied to the host, and
-        whether further pieces of the micro-batch follow."""
+        """One tuple per micro-batch or piece of it. It holds the mode, the number of unmasked tokens, the metrics' names and
+        values, reports of earlier backward passes, and whether further pieces follow."""
         self._reports: list[Tensor] = []
 
     def add(
         self, mode: str, tokens: int, metrics: dict[str, Tensor], reports: list[Tensor], *, more: bool = False
     ) -> None:  # fmt: skip
-        """Add a micro-batch's entry; every process adds one for every micro-batch, even without metrics.
+        """Add the metrics of a micro-batch. Every process must add one for every micro-batch, even without metrics.
 
         With `more` it is the entry of a piece, and further pieces of the micro-batch follow.
 
@@ -51,7 +51,7 @@ class Ledger:
         self._entries.append((mode, tokens, list(metrics), values, backward, more))
 
     def lines(self) -> list[_Line]:
-        """Remove all entries, and return the metrics of each micro-batch once their copies are done."""
+        """Remove all entries, wait for their copies to the host, and return the metrics of each micro-batch."""
         lines, pieces, self._entries, entries = list[_Line](), list[_Line](), [], self._entries
         for mode, tokens, names, values, backward, more in entries:
             found = {} if values is None else dict(zip(names, values.wait(), strict=True))
@@ -66,7 +66,7 @@ class Ledger:
         return lines
 
     def flush(self) -> list[tuple[str, str, float]]:
-        """Return (mode, name, value) of all metrics over all processes; `tr/ess` is computed once over all entries."""
+        """Return (mode, name, value) of every metric, combined over all processes. `tr/ess` spans all micro-batches."""
         everyone: list[list[_Line]] = gather_object([self.lines()]) if self._entries else []
         found = [
             (lines[0][0], name, value)
@@ -85,13 +85,13 @@ class Ledger:
 
 
 def _joined(lines: Sequence[_Line]) -> dict[str, float]:
-    """Combine the metrics of several processes or pieces; one without unmasked tokens has none."""
+    """Combine the metrics of several processes or pieces. Those without unmasked tokens have no metrics."""
     names = {name for _, _, found in lines for name in found}
     return {name: _over_all(name, [(tokens, found[name]) for _, tokens, found in lines if name in found]) for name in names}
 
 
 def _over_all(name: str, found: list[tuple[int, float]]) -> float:
-    """Combine a metric of several processes or pieces, given as (unmasked tokens, value): maximum, sum, or mean over tokens."""
+    """Combine the (unmasked tokens, value) pairs of a metric, by its kind: maximum, sum, or mean over tokens."""
     kind = "sum" if name in _RATIO_SUMS else metric_kind(name)
     if kind != "mean":
         return (max if kind == "max" else sum)(value for _, value in found)

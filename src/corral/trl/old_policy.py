@@ -1,4 +1,4 @@
-"""Old policy of a batch of rollouts: recomputed by the trainer, or reported by the sampler."""
+"""Old policy of a batch of rollouts, recomputed by the trainer or reported by the sampler, on its most likely tokens."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -24,15 +24,16 @@ if TYPE_CHECKING:
     from corral.trl.trainer import CorralTrainer
 
 _KEYS = ("corral_ids", "corral_logp", "corral_rest", "corral_rest_max")
-"""Keys of a support in TRL's rollout buffer, which shuffles and slices every tensor along its first axis."""
+"""Keys in TRL's rollout buffer for the old policy's top-k tokens and log-probs. TRL shuffles and slices every tensor there
+along its first axis."""
 _ROW = "corral_row"
-"""Key for the row of each token's hidden state [B T], used by unions. The row is −1 at tokens whose support left out less than
-1 − `support_mass`."""
+"""Key in TRL's rollout buffer for each token's index into the stored hidden states [B T]. The index is −1 at tokens whose most
+likely tokens reached `support_mass`: they need no hidden state."""
 
 
 @dataclass(eq=False)
 class OldPolicy:
-    """Old policy on its support in TRL's buffer; for unions also its hidden states and its head.
+    """Old policy of the current rollouts: its top-k tokens (support) are in TRL's buffer, hidden states and head are here.
 
     A union needs the old log-probs of tokens that only the new policy thinks likely. They are exact: dot products of the old
     hidden states with the old head's rows. Both are kept for the tokens whose support was cut off at `support_size`: elsewhere
@@ -41,13 +42,13 @@ class OldPolicy:
     """
 
     request: SupportRequest
-    """Support that is stored of the old policy, and that the new policy brings to a union."""
+    """Size and mass of the top-k support, of the old policy and in a union also of the new policy."""
     fill: float | None
     head: HeadWeights | None = None
     hidden: Float[Tensor, "M H"] | None = None
 
     def store(self, output: dict[str, Any], scoring: ScoringPass) -> None:
-        """Write the support that a pass reported into TRL's buffer `output`, and store the inputs of a union."""
+        """Write the old policy's top-k distribution into TRL's buffer `output`, and store hidden states and head for unions."""
         dist = scoring.dist()
         assert dist is not None
         write_support(output, dist)
@@ -64,20 +65,20 @@ class OldPolicy:
         output[_ROW] = row.view(dist.rest.shape)
 
     def forget(self, output: dict[str, Any]) -> None:
-        """Drop the inputs of a union, also from TRL's buffer `output`."""
+        """Drop the stored hidden states and head, and their index in TRL's buffer `output`."""
         self.head = self.hidden = None
         output.pop(_ROW, None)
 
     @staticmethod
     def support(inputs: dict[str, Any]) -> SparseDist | None:
-        """Old policy on its own support, if it was stored."""
+        """Old policy's log-probs on its top-k tokens, read from TRL's buffer. None if they were not stored."""
         if _KEYS[0] not in inputs:
             return None
         ids, logp, rest = (inputs[key] for key in _KEYS[:3])
         return SparseDist(ids, logp, rest, inputs.get(_KEYS[3]))  # a sampler does not report the last
 
     def union_support(self, inputs: dict[str, Any]) -> UnionSupport | None:
-        """Request for the loss on the union of supports; None if the old head was not stored."""
+        """Inputs for a loss on the union of both policies' top-k tokens. None if the old head was not stored."""
         if self.head is None or self.hidden is None or _ROW not in inputs:
             return None
         head, (top_k, mass) = self.head, (self.request.top_k, self.request.mass)
@@ -85,7 +86,7 @@ class OldPolicy:
         return UnionSupport(top_k=top_k, mass=mass, hidden=self.hidden, weight=head.weight, bias=head.bias, place=inputs[_ROW])
 
     def union(self, inputs: dict[str, Any], new: SparseDist, mask: Bool[Tensor, "B T"]) -> tuple[SparseDist, SparseDist]:
-        """Both policies on the union of their supports, where `new` has it; the old policy's tokens come first.
+        """Both policies on the union of their top-k tokens, given the new policy there. The old policy's tokens come first.
 
         Where no hidden state was kept, members that only the new policy brings go back to its tail.
         """
@@ -108,14 +109,14 @@ class OldPolicy:
 
 
 def write_support(output: dict[str, Any], dist: SparseDist) -> None:
-    """Write the old policy's support [B T K] into TRL's buffer `output`."""
+    """Write the old policy's top-k distribution [B T K] into TRL's buffer `output`."""
     slots = max(1, int((dist.ids >= 0).sum(-1).max()))  # the others are padding
     values = dist.ids[..., :slots].int(), dist.logp[..., :slots].contiguous(), dist.rest, dist.rest_max
     output.update((key, value) for key, value in zip(_KEYS, values, strict=True) if value is not None)
 
 
 class Behaviour(LogitsProcessor):
-    """Last logits processor of a generation: changes nothing, and stores log-probs of the tokens that are drawn.
+    """Logits processor that records the log-probs of the drawn tokens during generation and changes no logits.
 
     It reads what the next token is drawn from, as vLLM reports it: float32 logits divided by the temperature, without the
     tokens that top-p, top-k or min-p cut off, and renormalised. A step's log-probs [B V] are held until the next call shows
@@ -123,7 +124,7 @@ class Behaviour(LogitsProcessor):
     """
 
     def __init__(self, support: SupportRequest | None = None) -> None:
-        """Record log-probs of the drawn tokens; with a `support` also its most likely tokens and the mass of all others."""
+        """Record log-probs of the drawn tokens. With `support`, also record the most likely tokens and the remaining mass."""
         self.support = SupportRequest() if support is None else support
         self._tokens: list[list[int]] = []
         self._logps: list[Float[Tensor, " B"]] = []
@@ -132,7 +133,7 @@ class Behaviour(LogitsProcessor):
 
     @contextmanager
     def record(self, model: Any) -> Iterator[None]:
-        """Context of one generation, whose records replace those of the one before.
+        """Context of one generation, whose log-probs replace those of the generation before.
 
         transformers puts processors that it is given before temperature and truncation, so this one joins the finished list.
         """
@@ -149,14 +150,14 @@ class Behaviour(LogitsProcessor):
             del model._get_logits_processor
 
     def __call__(self, input_ids: Int[Tensor, "B L"], scores: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
-        """Store the step before this one, whose tokens are now known."""
+        """Store the log-probs of the previous position, whose drawn tokens are now known, and hold those of this position."""
         if self._last is not None:
             self._store(input_ids[:, -1])
         self._last = scores.float().log_softmax(-1)
         return scores
 
     def _store(self, tokens: Int[Tensor, " B"]) -> None:
-        """Store the held step."""
+        """Store the held log-probs, given the drawn tokens."""
         assert self._last is not None
         self._logps.append(self._last.gather(1, tokens[:, None])[:, 0])
         if self.support.top_k is not None:
@@ -164,7 +165,7 @@ class Behaviour(LogitsProcessor):
             self._dists.append(top_k_support(self._last, tokens, k, self.support.mass, check=False))
 
     def logps(self, tokens: list[list[int]]) -> list[list[float]]:
-        """Log-probs of the completions' tokens, which end with the first end-of-sequence token."""
+        """Return the recorded log-probs of the completions' tokens, up to the first end-of-sequence token."""
         last, longest = len(self._logps), max(map(len, tokens))
         if self._last is not None and last < longest:  # a finished row holds padding there
             self._store(torch.tensor([row[last] if last < len(row) else 0 for row in tokens], device=self._last.device))
@@ -178,7 +179,7 @@ class Behaviour(LogitsProcessor):
         return [row[: len(own)] for row, own in zip(found, tokens, strict=True)]
 
     def store(self, output: dict[str, Any]) -> None:
-        """Write the support of the recorded completions into TRL's buffer `output`."""
+        """Write the sampler's recorded top-k distribution into TRL's buffer `output`."""
         tokens = output["completion_ids"]
         lengths = torch.tensor([[len(row)] for row in self._tokens], device=tokens.device)
         found = SparseDist.cat([dist.map(lambda x: x[:, None]) for dist in self._dists], dim=1)
@@ -188,18 +189,18 @@ class Behaviour(LogitsProcessor):
 
 
 _LEAST_TAIL = 1e-8
-"""Smallest mass of a tail computed as 1 − Σ p: float32 log-probs are not more exact."""
+"""Smallest probability of all tokens outside the top k, computed as 1 − Σ p. Float32 log-probs are not more exact."""
 _MOST_MASS = 1 + 1e-3
-"""Largest sum of a token's top probabilities that rounding explains."""
+"""Largest sum of the top-k probabilities of a token that rounding can explain. Larger sums are refused."""
 
 _Nested = list[list[list[Any]]]
-"""Nested lists: completions, their tokens, and the entries of each token."""
+"""Lists nested as [completion][token][one of the top-k tokens]."""
 _Report = tuple[list[list[int]], _Nested, _Nested]
-"""Report of a sampler: the sampled tokens, the likeliest tokens at each position, and their log-probs, None if not scored."""
+"""Report of a sampler: sampled tokens, most likely tokens at each position, and their log-probs, None if not scored."""
 
 
 def _sampled(report: _Report) -> list[list[float]]:
-    """Log-probs of the sampled tokens, for TRL; NaN, where some releases cannot read None, if not scored or not reported."""
+    """Log-probs of the sampled tokens, for TRL. NaN at tokens that the sampler did not score or report."""
 
     def find(token: int, ids: list[int], logp: list[float | None]) -> float:
         found = logp[ids.index(token)] if token in ids else None
@@ -209,10 +210,10 @@ def _sampled(report: _Report) -> list[list[float]]:
 
 
 class RolloutSupport:
-    """Requests the sampler's most likely tokens, passes the sampled token's log-prob to TRL, and stores the support."""
+    """Takes the old policy's top-k distribution from the sampler's reported log-probs, for TRL's buffer."""
 
     def __init__(self, trainer: "CorralTrainer") -> None:
-        """Replace `generate` of this trainer's vLLM, or this trainer's rollout function."""
+        """Replace `generate` of the trainer's vLLM, or the trainer's rollout function."""
         if trainer.tools:
             raise ValueError(
                 "CorralTrainer: anchor='rollout' on a support is not supported with tools, whose answers stand between the "
@@ -230,13 +231,13 @@ class RolloutSupport:
             self._sample, sampler.generate = sampler.generate, self._generate
 
     def _generate(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Override of vLLM sampling: keep all reported log-probs here, and return only the sampled token's."""
+        """Override of vLLM's sampling: keep all reported log-probs, and return only the sampled tokens' to TRL."""
         prompts, tokens, logprobs, ids = self._sample(*args, **kwargs)
         self._report = tokens, ids, logprobs
         return prompts, tokens, [[[logp] for logp in row] for row in _sampled(self._report)], None
 
     def _roll_out(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Override of the rollout function, whose `logprobs` and `logprob_token_ids` have several entries per token."""
+        """Override of the rollout function: keep all reported log-probs, and return only the sampled tokens' to TRL."""
         output = dict(self._sample(*args, **kwargs))
         ids = output.pop("logprob_token_ids", None)
         if ids is None or output.get("logprobs") is None:
@@ -249,7 +250,7 @@ class RolloutSupport:
         return output | {"logprobs": _sampled(self._report)}
 
     def store(self, output: dict[str, Any]) -> None:
-        """Write the support of the newest rollouts into TRL's buffer `output`."""
+        """Write the sampler's top-k distribution for the newest rollouts into TRL's buffer `output`."""
         report, self._report = self._report, None
         tokens, mask = output["completion_ids"], output["completion_mask"].bool()
         live = mask & output["tool_mask"].bool() if "tool_mask" in output else mask  # a function's `env_mask`
@@ -271,7 +272,7 @@ class RolloutSupport:
 def sampler_support(
     tokens: Int[Tensor, " N"], ids: Int[Tensor, "N M"], logp: Float[Tensor, "N M"], live: Bool[Tensor, " N"], vocabulary: int
 ) -> SparseDist:
-    """Build the support that a sampler reported, in any order, with the mass of all other tokens.
+    """Build the sampler's top-k distribution from its report, with the mass of all other tokens.
 
         rest = log(1 − Σ p)         of the full softmax's log-probs, at least 1e-8; −inf where every token was reported
 
@@ -310,7 +311,7 @@ def sampler_support(
 
 
 def fill_unscored(dist: SparseDist, logp: Float[Tensor, "*b"]) -> SparseDist:
-    """Fill in `logp`, the trainer's own log-prob, at tokens that the sampler could not score, as TRL does.
+    """Fill in the trainer's own log-probs `logp` at tokens that the sampler could not score, as TRL does.
 
     These tokens then show no mismatch.
     """
@@ -321,7 +322,7 @@ def fill_unscored(dist: SparseDist, logp: Float[Tensor, "*b"]) -> SparseDist:
 
 
 def check_server(trainer: "CorralTrainer") -> None:
-    """Refuse a vLLM server whose log-probs belong to another policy than its samples, for example before temperature."""
+    """Refuse a vLLM server that reports log-probs of another distribution than it samples from."""
     client: Any = getattr(trainer.vllm_generation, "vllm_client", None)  # the main process has one, with a server
     if not hasattr(client, "get_server_info"):  # a server of TRL's before 1.16 has the right mode
         return

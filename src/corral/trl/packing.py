@@ -1,4 +1,4 @@
-"""Packed scoring: the sequences of a padded batch, one behind the other in a single row without padding."""
+"""Packed scoring: the sequences of a padded batch are joined into a single row without padding."""
 
 import functools
 import inspect
@@ -35,19 +35,19 @@ _PREFIX = "corral_packed_"
 
 @dataclass(frozen=True, eq=False)
 class PackedRow:
-    """Layout of a packed row: where each of its tokens comes from, and where each sequence begins."""
+    """Layout of a packed row: the origin of each token in the padded batch, and the borders of the sequences."""
 
     places: Int[Tensor, " N"]
-    """Index of each token in the flattened batch [B L], ascending."""
+    """Index of each token in the flattened padded batch [B L], ascending."""
     positions: Int[Tensor, " N"]
     """Position of each token in its sequence, from 0."""
     borders: Int[Tensor, " S"]
-    """Index of each sequence's first token, and the number of tokens; int32, as attention kernels read it."""
+    """Index of each sequence's first token, then the number of tokens: `cu_seqlens` of attention kernels, in int32."""
     longest: int
 
     @classmethod
     def of(cls, mask: Bool[Tensor, "B L"]) -> "PackedRow":
-        """Compute the layout from an attention mask."""
+        """Compute the layout from a batch's attention mask."""
         lengths = mask.sum(-1)
         count, longest = torch.stack([lengths.sum(), lengths.max()]).tolist()  # one wait for the device
         places = mask.flatten().byte().argsort(descending=True, stable=True)[:count]
@@ -55,7 +55,7 @@ class PackedRow:
         return cls(places, positions, nn.functional.pad(lengths.cumsum(0), (1, 0)).int(), longest)
 
     def pack(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Pack the arguments of TRL's call of a model; a sequence's first token has nothing that predicts it."""
+        """Pack the arguments of TRL's call of a model. The first token of each sequence gets no label."""
         ids, labels = (inputs[name].flatten()[self.places] for name in ("input_ids", "labels"))
         borders = {"cu_seq_lens_q": self.borders, "cu_seq_lens_k": self.borders}
         return inputs | borders | {
@@ -65,7 +65,7 @@ class PackedRow:
         }  # fmt: skip
 
     def unpack(self, values: Float[Tensor, "1 N"], shape: torch.Size) -> Float[Tensor, "B L"]:
-        """Unpack results of the next-token labels, 0 at labels that are not scored."""
+        """Put results of next-token labels back into the padded batch, 0 at labels that are not scored."""
         row, column = self.places[1:] // (shape[1] + 1), self.places[1:] % (shape[1] + 1)
         # A label in the first column of the batch predicts nothing: it has the value 0, which is added anywhere.
         target = (row * shape[1] + column - 1).clamp(min=0)
@@ -73,7 +73,7 @@ class PackedRow:
 
 
 def why_padded(model: PreTrainedModel) -> str | None:
-    """Half a sentence about why this model's batches are padded, or None if they can be packed."""
+    """Reason why a model's batches must stay padded, as half a sentence. None if they can be packed."""
     kind, own = type(model).__name__, model.config._attn_implementation
     if model.config.get_text_config() is not model.config:
         return f"{kind} reads more than text"
@@ -87,7 +87,7 @@ def why_padded(model: PreTrainedModel) -> str | None:
 
 
 def can_pack(model: PreTrainedModel, why: str | None, *, verify: bool) -> bool:
-    """Prepare a model for packed rows, or log a sentence that gives the reason why its batches stay padded.
+    """Prepare a model for packed rows and return True, or log why its batches stay padded.
 
     Its attention function is replaced by one that reads the borders of sequences where it is given them, and is the same
     function elsewhere. With `verify`, hidden states of two short sequences are compared with those of the padded batch.
@@ -107,7 +107,7 @@ def can_pack(model: PreTrainedModel, why: str | None, *, verify: bool) -> bool:
 
 @torch.no_grad()
 def _agrees(model: PreTrainedModel) -> bool:
-    """True if a packed row's hidden states are nearer to the padded batch's than those of a row without borders."""
+    """True if the model keeps packed sequences apart: its hidden states match those of the padded batch."""
     size, device, training = model.config.vocab_size, model.device, model.training
     ids = torch.arange(10, device=device).view(2, 5) % size
     mask = torch.ones_like(ids, dtype=torch.bool)
@@ -134,7 +134,7 @@ def _agrees(model: PreTrainedModel) -> bool:
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Compile the decoder layers for packed rows of any length; padded batches and generation run as before.
+    """Compile the decoder layers for packed rows of any length. Padded batches and generation are not compiled.
 
     All layers of a class share what is compiled. A failure to compile is one line of the log, and the layers run as they are.
     """
@@ -147,7 +147,7 @@ def compile_layers(model: PreTrainedModel) -> None:
 
 
 def _compiled_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Forward function of a layer that is compiled for packed rows, where the compiler can."""
+    """Forward function of a layer, compiled for packed rows. If compiling fails, the layer runs uncompiled."""
     compiled, works, timed = torch.compile(forward, dynamic=True), True, set[bool]()
 
     @functools.wraps(forward)
@@ -174,7 +174,7 @@ def _compiled_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class packed_mask:
-    """Context in which transformers makes no attention mask, because a row is packed and its borders are arguments."""
+    """Context in which transformers builds no attention mask, because packed rows pass their borders instead."""
 
     active = False
 
@@ -186,7 +186,10 @@ class packed_mask:
 
 
 def _attention(whole: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Attention function for transformers: `whole` is the function for padded batches, None the model's own eager one."""
+    """Attention function for transformers that also takes packed rows.
+
+    `whole` is the function for padded batches; None is the model's own eager function.
+    """
 
     def attend(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
@@ -206,13 +209,13 @@ def _attention(whole: Callable[..., Any] | None) -> Callable[..., Any]:
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
-    """Precision of a GEMM on this tensor."""
+    """Precision in which a matrix product of this tensor is computed, with autocast."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def _fits_kernel(query: Tensor, value: Tensor) -> bool:
-    """True if torch's variable-length attention computes this: on CUDA, in half precision, with heads of an even size."""
+    """True if torch's variable-length attention supports these tensors: CUDA, half precision, suitable head size."""
     half = _compute_dtype(query) in (torch.float16, torch.bfloat16)
     size = query.shape[-1]
     return query.is_cuda and "window_size" in _KERNEL and half and size == value.shape[-1] and size <= 256 and size % 8 == 0
@@ -222,7 +225,7 @@ def _by_kernel(
     query: Float[Tensor, "1 Q N D"], key: Float[Tensor, "1 P N D"], value: Float[Tensor, "1 P N D"],
     scaling: float | None, window: int | None, borders: Int[Tensor, " S"], longest: int,
 ) -> Float[Tensor, "1 N Q D"]:  # fmt: skip
-    """Attention inside each sequence by `torch.nn.attention.varlen`, which skips everything between sequences."""
+    """Attention within each packed sequence, by the kernel `torch.nn.attention.varlen`."""
     dtype = _compute_dtype(query)
     query, key, value = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
     how: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
@@ -241,7 +244,7 @@ def _by_padding(
     function: Callable[..., Any], module: Any, heads: tuple[Tensor, ...], settings: dict[str, Any],
     borders: Int[Tensor, " S"], longest: int,
 ) -> Float[Tensor, "1 N Q D"]:  # fmt: skip
-    """Attention inside each sequence by padding queries, keys and values on the right for this operation alone.
+    """Attention within each packed sequence, by padding queries, keys and values for this operation alone.
 
     A token attends to nothing behind it, so that padding on the right takes no mask.
     """
@@ -269,7 +272,7 @@ def _by_padding(
 
 
 def _mask(own: str) -> Callable[..., Any]:
-    """Mask function for transformers: that of the original attention function, and no mask for a packed row."""
+    """Mask function for transformers: no mask for a packed row, otherwise the original attention function's mask."""
 
     def make(*args: Any, **kwargs: Any) -> Any:
         return None if packed_mask.active else ALL_MASK_ATTENTION_FUNCTIONS[own](*args, **kwargs)
@@ -283,23 +286,25 @@ for _name, _whole in (("sdpa", sdpa_attention_forward), ("eager", None)):
 
 
 SHARE = 0.7
-"""Share of the free memory that a forward pass may keep for its backward pass."""
+"""Share of the free memory that activations of a forward pass may take."""
 LEAST = 4096
-"""Tokens of a pass with which a GPU's GEMMs are fast: layers are checkpointed rather than passes made smaller."""
+"""Number of tokens per pass at which a GPU's matrix products are fast. Below it, layers are checkpointed to make room for
+larger passes."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Size of a pass that fits into memory."""
+    """Number of tokens of a pass that fits into memory, and whether it needs gradient checkpointing."""
 
     tokens: int
-    """Largest power of two, so that small changes of the free memory change no rounding; the longest sequence at least."""
+    """Number of tokens: a power of two, so that small changes of the free memory change no rounding, or the longest sequence if
+    that is longer."""
     checkpoints: bool
-    """True if layers have to be recomputed in the backward pass."""
+    """True if layers must be recomputed in the backward pass."""
 
     @classmethod
     def into(cls, room: float, kept: float, layer: float, layers: int, *, longest: int, needed: int) -> "Fit":
-        """Compute the size of a pass.
+        """Compute the number of tokens of a pass from the free memory.
 
             tokens = room / kept, or with checkpointing room / (kept / layers + layers · layer)
 
@@ -316,7 +321,7 @@ class Fit:
 
 
 def bytes_per_token(call: Callable[[int], Any], tokens: int = 128) -> float:
-    """Bytes that a forward pass keeps for its backward pass, for each token beyond the first `tokens`.
+    """Bytes per token that a forward pass keeps for its backward pass, measured by two calls of different length.
 
     Args:
         call: function that makes a forward pass of so many tokens and returns its results.
@@ -337,7 +342,7 @@ def bytes_per_token(call: Callable[[int], Any], tokens: int = 128) -> float:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that is free on a device, with what torch has reserved on a GPU and not used."""
+    """Free memory of a device in bytes, including unused memory that torch has reserved on a GPU."""
     if device.type != "cuda":
         return int(psutil.virtual_memory().available)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -345,11 +350,11 @@ def free_bytes(device: torch.device) -> int:
 
 
 ORDER = "corral_order"
-"""Key in TRL's buffer for the index of each sequence in the order in which it was packed."""
+"""Key in TRL's buffer for each sequence's position in the order of packing."""
 
 
 def in_order(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Put sequences back into the order in which they were packed, across the micro-batches of TRL's shuffled buffer."""
+    """Put the sequences of TRL's shuffled buffer back into the order in which they were packed."""
     order = torch.cat([batch[ORDER] for batch in batches]).argsort()
     size = len(batches[0][ORDER])
     found = [dict(batch) for batch in batches]
@@ -369,7 +374,7 @@ def in_order(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def cut(lengths: list[int], most: int | None) -> list[slice]:
-    """Cut consecutive sequences into pieces of at most `most` tokens each, with one sequence at least."""
+    """Cut consecutive sequences into pieces of at most `most` tokens each. A piece has at least one sequence."""
     starts, tokens = [0], 0
     for i, length in enumerate(lengths):
         if most is not None and i > starts[-1] and tokens + length > most:
@@ -380,7 +385,7 @@ def cut(lengths: list[int], most: int | None) -> list[slice]:
 
 
 def halve(pieces: list[slice], count: int) -> list[slice]:
-    """Halve the pieces with the most sequences until there are `count`."""
+    """Halve the pieces with the most sequences until there are `count` pieces."""
     pieces = list(pieces)
     while len(pieces) < count:
         i = max(range(len(pieces)), key=lambda i: pieces[i].stop - pieces[i].start)

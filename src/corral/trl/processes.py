@@ -1,4 +1,4 @@
-"""Multiple processes and sharded weights: which process prints, how errors end all of them, and what is unsupported."""
+"""Runs on multiple processes: which process prints, how an error ends all of them, and refused setups."""
 
 import os
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def is_main() -> bool:
 
 
 def run_together(job: Callable[[], _Result], *, cpu: bool) -> _Result:
-    """Run `job` in every process of a launcher. A RunError in one of them ends all, and rank 0 prints the first."""
+    """Run `job` in every process of a launcher. A RunError in one process ends all, and rank 0 prints the first."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return job()
     PartialState(cpu=cpu)  # joins the processes, as the trainer would
@@ -48,25 +48,25 @@ def run_together(job: Callable[[], _Result], *, cpu: bool) -> _Result:
 
 
 def lost_process(error: BaseException) -> bool:
-    """True if an error only reports that another process is gone."""
+    """True if an error only reports that another process ended."""
     known = isinstance(error, torch.distributed.DistError)
     return known or (isinstance(error, RuntimeError) and any(word in str(error) for word in _OF_GLOO))
 
 
 def is_alone_by_mistake() -> bool:
-    """True if `accelerate launch --cpu --num_processes N` started one process: on CPUs it relies on MPI for the others."""
+    """True if `accelerate launch --cpu --num_processes N` started only one process, for lack of MPI."""
     environment = os.environ
     on_cpu = environment.get("ACCELERATE_USE_CPU", "").lower() == "true"
     return on_cpu and "MASTER_PORT" in environment and not {"WORLD_SIZE", "RANK", "PMI_SIZE"} & environment.keys()
 
 
 def base_model(model: Any) -> PreTrainedModel:
-    """Unwrap the model from an adapter, if there is one. `Any`: torch types submodules as tensor or module."""
+    """Model inside a PEFT adapter, or the model itself. `Any`: torch types submodules as tensor or module."""
     return model.get_base_model() if is_peft_model(model) else model
 
 
 def check_processes(trainer: "CorralTrainer") -> None:
-    """Refuse parallelism in which TRL's GRPO is wrong, in any configuration: TRL only checks its own arguments."""
+    """Refuse parallelism under which TRL's GRPO is wrong. TRL checks only its own arguments, not every configuration."""
     tp_size = trainer.get_tp_size()
     if tp_size > 1:
         raise ValueError(
@@ -86,7 +86,7 @@ def check_processes(trainer: "CorralTrainer") -> None:
 
 
 def check_teacher(trainer: "CorralTrainer") -> None:
-    """Refuse a teacher if models are loaded in parts: each process scores with a whole teacher."""
+    """Refuse a teacher if processes load only parts of models: every process scores with the whole teacher."""
     plugin, why = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None, ""
     if is_zero3(trainer):
         why = "with DeepSpeed ZeRO-3 models are loaded in parts. Use ZeRO-2 or FSDP2."
@@ -103,25 +103,25 @@ def is_zero3(trainer: "CorralTrainer") -> bool:
 
 
 def is_sharded(trainer: "CorralTrainer") -> bool:
-    """True if a forward pass communicates with the other processes, so that every process must make one."""
+    """True if the weights are split over processes, so that every process must take part in every forward pass."""
     return trainer.is_fsdp_enabled or is_zero3(trainer)
 
 
 def root_weights(model: nn.Module) -> AbstractContextManager[None]:
-    """Context that gathers the weights that FSDP 1 keeps outside its layers, for calls other than the forward pass."""
+    """Context that gathers the weights that FSDP 1 keeps outside its layers, for uses other than the forward pass."""
     sharded = isinstance(model, FullyShardedDataParallel)
     return FullyShardedDataParallel.summon_full_params(model, recurse=False, writeback=False) if sharded else nullcontext()
 
 
 def vocabulary_size(model: Any) -> int:
-    """Vocabulary size of a model's head, whole or partitioned. `Any`: torch types submodules as tensor or module."""
+    """Vocabulary size of a model's head, also if the head is split. `Any`: torch types submodules as tensor or module."""
     weight = model.get_output_embeddings().weight
     shape = getattr(weight, "ds_shape", weight.shape)  # of the whole weight, under ZeRO-3, which leaves an empty one
     return int(shape[0])
 
 
 def one_autocast(trainer: "CorralTrainer") -> AbstractContextManager[None]:
-    """Context with one autocast for a whole generation, which keeps the rounded copy of each weight until the end.
+    """Context with a single autocast for a whole generation, which rounds each weight once instead of at every token.
 
     Accelerate puts an autocast around each forward pass, which rounds every weight anew for every token, and which peft's
     generation goes past. Tokens are the same bit for bit. Rounding the weights themselves would not be the same: embeddings

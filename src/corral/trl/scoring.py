@@ -1,4 +1,4 @@
-"""Scoring passes: corral keeps log-probs, supports and hidden states while TRL calls its head once."""
+"""Scoring passes: one call of TRL's head gives log-probs, and on request top-k distributions and hidden states."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,7 +24,7 @@ from corral.trl.packing import PackedRow, packed_mask
 
 @dataclass(frozen=True)
 class SupportRequest:
-    """Request for a policy's own support: at most k of its most likely tokens, until they reach `mass`; none by default."""
+    """Request for a policy's most likely tokens (support): at most `top_k`, until they reach `mass`. Default: none."""
 
     top_k: int | None = None
     mass: float = 1.0
@@ -32,14 +32,14 @@ class SupportRequest:
 
 @dataclass(frozen=True, eq=False)
 class HeadWeights:
-    """Parameters of the head in one pass: the map from a hidden state to logits."""
+    """Weight, bias and scaling of the language-model head in one pass: the map from hidden states to logits."""
 
     weight: Tensor
     bias: Tensor | None
     spec: LogitSpec
 
     def freeze(self, *, shares: bool = True) -> "HeadWeights":
-        """Copy the parameters, safe from later updates; with `shares`, untrained parameters are not copied."""
+        """Copy the parameters, so that later updates do not change them. With `shares`, untrained parameters are not copied."""
 
         def copy(x: Tensor) -> Tensor:
             return x if shares and not x.requires_grad else x.detach().clone()
@@ -49,7 +49,7 @@ class HeadWeights:
 
 @dataclass(frozen=True, eq=False)
 class HiddenStates(Tensors):
-    """Last hidden states of some tokens of a pass, and the head applied to them."""
+    """Last hidden states of some tokens of a pass, and the head that maps them to logits."""
 
     states: Float[Tensor, "M H"]
     places: Int[Tensor, " M"]
@@ -59,7 +59,7 @@ class HiddenStates(Tensors):
 
 @dataclass(eq=False, kw_only=True)
 class ScoringPass:
-    """One scoring pass of TRL over completions [B T]: a request, TRL's head function during the pass, and its results.
+    """One scoring pass of TRL over completions [B T]: what to compute, corral's head function, and the results.
 
     TRL hands log-probs and entropy from the model to its loss, and nothing else. Everything more travels in this object:
 
@@ -75,11 +75,11 @@ class ScoringPass:
 
     support: SupportRequest = field(default_factory=SupportRequest)
     ids: Int[Tensor, "B T K"] | None = None
-    """Support that is given. With both, the head takes their union."""
+    """Token ids to evaluate. If `support` is requested too, the head evaluates the union of both."""
     loss: LossTerms | None = None
-    """Loss of the completions [B T], for the head to fuse with its gradient; None if the head cannot."""
+    """Loss of the completions [B T] that the head computes together with its gradient. None if that is not possible."""
     tolerance: float = 0.0
-    """Share of a token's gradient that a sparse backward pass may drop."""
+    """Share of a token's logit gradient that a sparse backward pass may drop."""
     keep_hidden: bool = False
     """True if the pass stores hidden states and the head."""
     choose: Callable[[Bool[Tensor, "B T"]], Bool[Tensor, " B"]] | None = None
@@ -89,28 +89,28 @@ class ScoringPass:
     tokens: int = field(init=False)
     """Number of scored tokens at the end of each sequence."""
     order: Int[Tensor, " B"] | None = field(default=None, init=False)
-    """Sequences of the batch in the order in which the model is called on them; None if they ascend."""
+    """Order in which the model is called on the sequences of the batch. None if it is ascending."""
     scored: Bool[Tensor, "b L"] = field(init=False)
-    """Positions that TRL scores in this slice of the batch."""
+    """True at positions of this slice of the batch that TRL scores."""
     handed: Bool[Tensor, "_ _"] = field(init=False)
-    """The same positions as the model's call has them: `scored`, or one packed row."""
+    """True at positions of the model's actual input that TRL scores: equal to `scored`, or one packed row."""
     row: PackedRow | None = field(default=None, init=False)
-    """Layout of this slice's packed row, if it is packed."""
+    """Layout of this slice's packed row. None if it is padded."""
     chosen: Bool[Tensor, " B"] | None = field(default=None, init=False)
-    """Chosen sequences, known before the model is called."""
+    """Sequences whose hidden states are stored, the result of `choose`."""
     drew_random: bool = field(default=False, init=False)
-    """True if the pass drew random numbers, as in dropout; recorded if hidden states are stored."""
+    """True if the pass drew random numbers, for example for dropout. Set only if hidden states are stored."""
     kept: list[HiddenStates] = field(default_factory=list, init=False)
     """Stored hidden states of each slice of the batch."""
     results: list[tuple[HeadOutput | PolicyLoss, Packing]] = field(default_factory=list, init=False)
-    """The head's packed results for each slice, and their indices in [B T]: log-probs and a support [N …], or a loss [1 N].
+    """Results of the head for each slice, and their indices in [B T]: log-probs and top-k distributions [N …], or a loss [1 N].
     Empty if TRL computed all logits and no support was requested."""
     logp: Float[Tensor, "B T"] | None = field(default=None, init=False)
     entropy: Float[Tensor, "B T"] | None = field(default=None, init=False)
-    """TRL's own results."""
+    """Log-probs and entropy [B T] as TRL returned them."""
 
     def dist(self) -> SparseDist | None:
-        """Policy on the support of every token [B T K], empty at masked tokens, if a support was requested."""
+        """Policy on the requested tokens of every position [B T K], empty at masked tokens. None if nothing was requested."""
         dists = [packing.unpack_dist(output.dist) for output, packing in self.results if output.dist is not None]
         if not dists:
             return None
@@ -118,7 +118,7 @@ class ScoringPass:
         return dist if self.order is None else dist[self.order.argsort()]
 
     def hidden(self) -> HiddenStates | None:
-        """Join the hidden states of all slices, if the pass stores them."""
+        """Stored hidden states of all slices, joined. None if the pass stores none."""
         if not self.kept:
             return None
         hidden = HiddenStates.cat(self.kept)
@@ -134,7 +134,7 @@ class ScoringPass:
             self.chosen = self.choose(mask)
 
     def enter_model(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """Forward pre-hook that reads the positions [b L−1] that TRL is about to score, and packs the sequences."""
+        """Forward pre-hook that reads which positions [b L−1] TRL is about to score, and packs the sequences into a row."""
         self.handed = self.scored = kwargs["labels"][:, 1:] != -100
         if module not in self.policy_head.packed or kwargs.get("pixel_values") is not None:
             self.row = None
@@ -146,7 +146,7 @@ class ScoringPass:
         return args, kwargs
 
     def leave_model(self, _: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """Forward hook that puts the results of a packed row back into the padded slice, as TRL reads them."""
+        """Forward hook that puts the results of a packed row back into the padded shape, as TRL reads them."""
         packed_mask.active = False
         if self.row is not None:
             for name in ("log_probs", "entropy"):
@@ -156,7 +156,7 @@ class ScoringPass:
     def apply(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, temperature: float, *how: Any
     ) -> tuple[Tensor | None, ...]:
-        """Compute log-probs and entropy of TRL's rows: all rows on a CPU, only scored rows on a GPU."""
+        """Compute log-probs and entropy of a slice's scored tokens, in place of TRL's head function."""
         _, softcap, scale, outputs = how
         rows = None
         if len(tokens) == self.handed.numel():
@@ -209,7 +209,7 @@ class ScoringPass:
         return (*found, None, None, None)
 
     def _places(self, packing: Packing, device: torch.device) -> Int[Tensor, " N"]:
-        """Index in the flattened batch [B T] of each packed token of the slice that the model is called on."""
+        """Index in the flattened batch [B T] of each scored token of the current slice."""
         done, length = sum(packing.shape[0] for _, packing in self.results), packing.shape[1]
         places = torch.arange(packing.count, device=device) if packing.rows is None else packing.rows
         if self.order is None:
@@ -217,7 +217,7 @@ class ScoringPass:
         return self.order.to(device)[done + places // length] * length + places % length
 
     def _keep(self, states: Float[Tensor, "N H"], packing: Packing, head: HeadWeights) -> None:
-        """Store hidden states of the chosen sequences, from a slice's packed rows."""
+        """Store the hidden states of the chosen sequences of a slice."""
         if self.kept:
             head = self.kept[0].head
         elif torch.distributed.is_initialized():  # a sharded head is whole in this pass alone
@@ -229,7 +229,7 @@ class ScoringPass:
         self.kept.append(HiddenStates(states.detach(), places, head))
 
     def read_logits(self, _: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """Forward hook that computes a support from all logits, for TRL before 1.15."""
+        """Forward hook that computes the top-k distribution from all logits, for TRL before 1.15."""
         logp = (output.logits[:, :-1][:, -self.tokens :].float() / self.policy_head.temperature).log_softmax(-1)
         if self.support.top_k is None:
             assert self.ids is not None
@@ -246,7 +246,7 @@ _trl_utils: Any = trl.trainer.utils  # one of its names is replaced while a pass
 
 
 class PolicyHead:
-    """Head for every scoring pass of the policy and its reference.
+    """Replaces TRL's head function in all scoring passes of the policy, a reference and a teacher.
 
     TRL's fused head finds the hidden states, the weight and everything that model families do to logits (soft caps, scales,
     sharded weights) and hands them to one function. In scoring passes, that function is corral's: old, new and reference
@@ -255,15 +255,15 @@ class PolicyHead:
     """
 
     def __init__(self, models: Iterable[nn.Module], temperature: float, own: SupportRequest, *, union: bool) -> None:
-        """Store the support of old passes, `own`. With `union` it joins the old policy's support in updates."""
+        """Store the models and the top-k request `own` of old-policy passes. `union` adds the new policy's tokens later."""
         self.models, self.temperature, self.own, self.union = list(models), temperature, own, union
         self.packed: list[nn.Module] = []
-        """Models that are called on packed rows."""
+        """Models whose batches are packed into rows without padding."""
         self._expected: ScoringPass | None = None
 
     @contextmanager
     def expect(self, scoring: ScoringPass) -> Iterator[None]:
-        """Context in which TRL's first pass is `scoring`; later passes, such as a reference's, need no support."""
+        """Context in which TRL's first scoring pass fills `scoring`. Later passes, such as a reference's, request nothing."""
         before, self._expected = self._expected, scoring
         try:
             yield
@@ -272,7 +272,7 @@ class PolicyHead:
 
     @contextmanager
     def run(self, mask: Bool[Tensor, "B T"]) -> Iterator[ScoringPass]:
-        """Context in which corral's head scores the unmasked tokens of the completions.
+        """Context in which corral's head replaces TRL's for the unmasked tokens of the completions.
 
         The hooks are of this pass alone. So is the name in TRL's module: TRL has no argument for its head function, and
         looks it up there, behind whatever accelerate, PEFT or FSDP have wrapped around the model's forward.
@@ -296,7 +296,7 @@ class PolicyHead:
                 scoring.drew_random = any(not torch.equal(x, y) for x, y in zip(before, _random_state(), strict=True))
 
     def one_implementation(self, hidden: Tensor, weight: Tensor) -> dict[str, Any]:
-        """Choose the torch path for all passes on a GPU if one of them has no kernel: mixed heads would round differently."""
+        """Choose the torch implementation on a GPU if any pass has no kernel, because mixed heads would round differently."""
         if not hidden.is_cuda:
             return {}
         top_k = None if self.own.top_k is None else min(self.own.top_k, len(weight))

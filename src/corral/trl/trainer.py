@@ -57,14 +57,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SCORING_INPUTS = tuple(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)[5:]
-"""Optional arguments of TRL's scoring pass, such as images; they have the same names in a batch of rollouts."""
+"""Optional arguments of TRL's scoring pass, such as images. A batch of rollouts has them under the same names."""
 
 TokenObserver = Callable[[dict[str, Any], TokenBatch, Objective], None]
-"""Function called for every micro-batch with TRL's inputs, the batch and the objective."""
+"""Function that is called for every micro-batch with TRL's inputs, the token batch and the objective."""
 
 
 class CorralTrainer(GRPOTrainer):
-    """Drop-in for GRPOTrainer. Fifteen methods are overridden, each calls TRL's own, none is copied.
+    """Drop-in replacement for GRPOTrainer, with the policy loss of a corral objective. Every overridden method calls TRL's own.
 
     TRL's loss is called with advantages of zero: what comes back is everything but the policy term (KL to a reference,
     entropy bonus, auxiliary loss, their metrics). The policy term is corral's, averaged as `loss_type` says. Where there is no
@@ -81,21 +81,21 @@ class CorralTrainer(GRPOTrainer):
     objective: Objective
     token_observer: TokenObserver | None = None
     deployed: "DeployedCallback | None" = None
-    """Measures the deployed network after every step, and bounds it, with `deployed_bound`."""
+    """Callback that measures and bounds the network's KL after every step. None without `deployed_bound`."""
     behaviour: Behaviour | None = None
-    """Recorder of the log-probs that transformers draws from, if something reads them."""
+    """Recorder of the sampling log-probs in transformers' generation. None if nothing reads them."""
     past: PastWeights | None = None
-    """Weights of earlier steps, from which rollouts are drawn with a `rollout_lag`."""
+    """Weights of earlier steps that draw the rollouts. None without `rollout_lag`."""
     next_batches: tuple[list[Any], Any]
-    """Rows for the next update, fetched by transformers' loop, and their token count."""
+    """Dataset batches of the next update, as transformers' training loop fetched them, and their token count."""
     _drawn_at: int | None = None
-    """Value of `_step` at which rollouts were drawn ahead."""
+    """Value of `_step` at which the rollouts of the next update were drawn in advance."""
     _fitted = False
-    """True once passes are fitted to the memory."""
+    """True once the number of tokens per pass has been fitted to the free memory."""
     _foresees_order = False
-    """True while rollouts are scored that updates will read in another order."""
+    """True while the old-policy pass packs sequences in the shuffled order that the later updates will have."""
     _order: Tensor | None = None
-    """Sequences of these rollouts in the order of the updates."""
+    """Order in which the updates will read the sequences of these rollouts."""
     _tag_names: ClassVar[list[str]] = ["trl", "corral"]  # type: ignore[misc]  # TRL leaves ClassVar out
     _name: str
     _paper: dict[str, str]
@@ -139,7 +139,8 @@ class CorralTrainer(GRPOTrainer):
         self.needs_support = args.needs_support
         models = [base] if self.ref_model is None else [base, self.ref_model]
         self.own_support = SupportRequest()
-        """Support that an old pass stores of its own policy; none if the objective reads none."""
+        """Request for the policy's most likely tokens in the old-policy pass. Empty if the objective reads only sampled
+        tokens."""
         if self.objective.config.support == "full":
             self.own_support = SupportRequest(top_k=sys.maxsize)
         elif self.needs_support:
@@ -197,11 +198,11 @@ class CorralTrainer(GRPOTrainer):
 
     @property
     def packs(self) -> bool:
-        """True if the policy is called on packed rows."""
+        """True if the policy's batches are packed into rows without padding."""
         return self.policy_head.models[0] in self.policy_head.packed
 
     def pack(self, model: PreTrainedModel) -> None:
-        """Have the head call this model on packed rows, or log why its batches stay padded."""
+        """Score this model on packed rows from now on, or log why its batches stay padded."""
         why, adapted = None, cast(Any, self.model)  # torch types what a module has as tensor or module
         if not FUSED:
             why = f"TRL {trl.__version__} computes all logits; TRL 1.15 packs"
@@ -219,32 +220,32 @@ class CorralTrainer(GRPOTrainer):
 
     @property
     def splits(self) -> bool:
-        """True if micro-batches are cut by tokens."""
+        """True if micro-batches are cut into pieces of at most `tokens_per_pass` tokens."""
         return self.packs and self.tokens_per_pass is not None and self.separable
 
     @property
     def separable(self) -> bool:
-        """True if a micro-batch's loss is a sum over tokens, to which TRL adds no other term."""
+        """True if a micro-batch's loss is a plain sum over tokens, without other terms from TRL."""
         return self.skips_trl_loss and self.objective.config.tokenwise
 
     @property
     def mode(self) -> Literal["train", "eval"]:
-        """Mode of TRL: "train" or "eval"."""
+        """TRL's name of the current phase: "train" or "eval"."""
         return "train" if self.model.training else "eval"
 
     @property
     def accumulation(self) -> float:
-        """Number of micro-batches by which TRL divides its loss."""
+        """Number of micro-batches per update, by which TRL divides its loss."""
         return self.current_gradient_accumulation_steps if self.model.training else 1.0
 
     @property
     def off_policy(self) -> bool:
-        """True if a batch of rollouts serves several updates, so that TRL keeps its old log-probs."""
+        """True if several updates use one batch of rollouts, so that TRL stores the old log-probs."""
         return self.args.gradient_accumulation_steps % steps_per_batch(self.args) != 0
 
     @property
     def on_policy(self) -> bool:
-        """True if the region is inactive: one update per batch, no other sampler as the anchor, and no teacher target."""
+        """True if the trust region is inactive: new and old policy are equal in every update, and there is no teacher."""
         other_sampler = (
             self.anchor == "rollout" and self.reports_logps and (self.behaviour is None or self.args.rollout_lag > 0)
         )
@@ -252,27 +253,27 @@ class CorralTrainer(GRPOTrainer):
 
     @property
     def has_other_terms(self) -> bool:
-        """True if TRL's loss uses the head's results outside its policy term."""
+        """True if TRL's loss has terms beside the policy loss that read log-probs or entropy."""
         bonus = vars(self).get("_entropy_bonus_enabled", False)  # not every release has one
         return self.beta != 0 or self.top_entropy_quantile < 1.0 or bonus
 
     @property
     def skips_trl_loss(self) -> bool:
-        """True if TRL's loss adds nothing to the scored tokens."""
+        """True if only the scoring pass of TRL's loss needs to run, because all its other terms are off."""
         return FUSED and not self.has_other_terms and not self.aux_loss_enabled
 
     @property
     def union(self) -> bool:
-        """True if the new policy's most likely tokens join the old policy's support in an update."""
+        """True if the loss is computed on the union of the new and the old policy's most likely tokens."""
         return self.args.support == "union" and self.needs_support and self.off_policy
 
     @property
     def old_policy(self) -> OldPolicy:
-        """Stored data of the policy that drew the current rollouts."""
+        """Old policy's data for the rollouts of the current phase, train or eval."""
         return self._old_policies[self.mode]
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Check the model before transformers wraps it for its processes.
+        """Check the model and the parallelism before transformers wraps the model.
 
         Reads `use_cache`, which is overwritten later, and refuses parallelism that GRPO does not support.
         """
@@ -282,18 +283,18 @@ class CorralTrainer(GRPOTrainer):
         check_processes(self)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
-        """Fetch the batches of the next update with transformers, and keep them for `draw_ahead`."""
+        """Fetch the batches of the next update by the parent's method, and store them for `draw_ahead`."""
         self.next_batches = super().get_batch_samples(*args, **kwargs)
         return self.next_batches
 
     def draw_ahead(self) -> None:
-        """Draw and score the rollouts of the next update in advance; the update then uses them."""
+        """Draw and score the rollouts of the next update in advance. The update then uses these rollouts."""
         self.model_wrapped.train()
         self._prepare_inputs(self.next_batches[0][0])
         self._drawn_at = self._step
 
     def _prepare_inputs(self, batch: Any) -> Any:
-        """Get a micro-batch as in TRL, without drawing again rollouts that were drawn ahead."""
+        """Prepare a micro-batch as TRL does. Rollouts that were drawn in advance are not drawn again."""
         if self.model.training and self._step == self._drawn_at:
             return self._buffered_inputs[self._step % len(self._buffered_inputs)]
         inputs = super()._prepare_inputs(batch)
@@ -303,7 +304,7 @@ class CorralTrainer(GRPOTrainer):
         return inputs
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Draw completions with TRL; in half precision, trained weights are rounded once for all tokens."""
+        """Draw completions by TRL's method. In half precision, weights are rounded once instead of at every token."""
         past = self.past if self.model.training else None  # an evaluation is of the present weights
         with nullcontext() if past is None else past.in_use(), one_autocast(self):
             generated = super()._generate(*args, **kwargs)
@@ -315,7 +316,7 @@ class CorralTrainer(GRPOTrainer):
         return generated
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        """Draw completions as in TRL, with the log-probs that transformers drew from where something reads them."""
+        """Draw completions by TRL's method, and add the sampling log-probs of transformers' generation if needed."""
         if self.behaviour is None:
             return super()._generate_single_turn(*args, **kwargs)
         with self.behaviour.record(base_model(self.accelerator.unwrap_model(self.model))):
@@ -323,7 +324,7 @@ class CorralTrainer(GRPOTrainer):
         return tokens, self.behaviour.logps(tokens)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Score completions with TRL, and keep the scores for corral's advantages; a batch without scores is a RewardError."""
+        """Compute rewards by TRL's method, and store them. Raises a RewardError if no completion has a reward."""
         self._rewards = super()._calculate_rewards(*args, **kwargs)
         if bool(self._rewards.isnan().all()):
             raise RewardError(
@@ -334,7 +335,7 @@ class CorralTrainer(GRPOTrainer):
         return self._rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Make a batch of rollouts with TRL, then add the old policy's support and corral's advantages where needed."""
+        """Make a batch of rollouts by TRL's method, and add corral's data: old policy, advantages, teacher."""
         if self.use_vllm and self.vllm_generation.logprobs and self.rollout_support is None:
             raise ValueError(
                 f"CorralTrainer: vllm_generation.logprobs is {self.vllm_generation.logprobs}. vLLM then ranks tokens by "
@@ -372,7 +373,7 @@ class CorralTrainer(GRPOTrainer):
         return output
 
     def _own_advantages(self, local: int) -> Tensor:
-        """Compute corral's advantages over all processes; 0 for a completion without a score, or without a scored peer."""
+        """Compute corral's advantages over all processes. They are 0 for completions that cannot be compared."""
         assert self._rewards is not None
         rewards = (self._rewards * self.reward_weights.to(self._rewards.device)).nansum(-1)
         size = self.num_generations if self.model.training else self.num_generations_eval
@@ -393,7 +394,7 @@ class CorralTrainer(GRPOTrainer):
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, batch_size: int | None = None,
         *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Score completions under the old, new or reference policy as in TRL, with corral's head.
+        """Score completions under any policy as TRL does, with corral's head in the place of TRL's.
 
         `batch_size` sequences at a time, and where they are packed in the order of the updates that follow.
         """
@@ -421,7 +422,7 @@ class CorralTrainer(GRPOTrainer):
         return result
 
     def _fit_memory(self, longest: int) -> None:
-        """Choose the tokens of a pass, and whether layers are checkpointed, where the settings leave that to the trainer."""
+        """Fit the tokens per pass and gradient checkpointing to the free memory, unless the settings fix them."""
         args, base, device = self.args, base_model(self.model), self.accelerator.device
         cuts = args.tokens_per_pass is None and device.type == "cuda"
         if not (cuts or args.chooses_checkpointing) or self.is_fsdp_enabled:
@@ -457,7 +458,7 @@ class CorralTrainer(GRPOTrainer):
             )  # fmt: skip
 
     def _pieces(self, seen: Tensor) -> list[slice]:
-        """Cut packed sequences with this attention mask into pieces of at most `tokens_per_pass` tokens.
+        """Cut the sequences of a packed micro-batch into pieces of at most `tokens_per_pass` tokens.
 
         All processes have equally many pieces: a forward pass of a sharded model takes all of them.
         """
@@ -470,7 +471,7 @@ class CorralTrainer(GRPOTrainer):
         return pieces
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """Compute a micro-batch's loss, one piece of at most `tokens_per_pass` tokens after another.
+        """Compute a micro-batch's loss, in pieces of at most `tokens_per_pass` tokens to save memory.
 
         Every piece but the last takes its backward pass at once, so that memory holds one piece. The sum has the gradient of
         the last piece alone, which is all that is left to take.
@@ -502,7 +503,7 @@ class CorralTrainer(GRPOTrainer):
     def _piece_loss(
         self, model: Any, inputs: dict[str, Any], mask: Tensor, weights: float | Tensor, *, more: bool = False
     ) -> Tensor:
-        """Compute the loss of a micro-batch or a piece of it with TRL, with its policy term replaced by corral's.
+        """Compute the loss of a micro-batch, or a piece of it, with corral's policy loss in place of TRL's.
 
             L = Σ w_t (c_t · policy_t + regression_t)    w: TRL's reduction · c: sampler correction, importance ratio, quantile
 
@@ -581,14 +582,14 @@ class CorralTrainer(GRPOTrainer):
         return policy + 0.0 * scoring.logp.sum()  # the hooks of distributed training sit on what the model returned
 
     def _score(self, model: Any, inputs: dict[str, Any]) -> None:
-        """Run only the scoring pass at the beginning of TRL's loss."""
+        """Run only the scoring pass of TRL's loss."""
         ids, mask = (torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], dim=1) for x in ("ids", "mask"))
         others = {name: inputs[name] for name in _SCORING_INPUTS if name in inputs}
         tokens = inputs["completion_ids"].size(1)
         self._get_per_token_logps_and_entropies(model, ids, mask, tokens, compute_entropy=True, **others)
 
     def _reduction_weights(self, inputs: dict[str, Any], mask: Tensor) -> float | Tensor:
-        """Weight w of every unmasked token's loss in TRL's reduction: a number, or [B 1]."""
+        """Weight of every unmasked token's loss in TRL's reduction: one number, or one per sequence [B 1]."""
         accumulation = self.accumulation
         if self.loss_type == "dapo":
             # The count spans the batch of rollouts, so it is scaled to one optimizer step.
@@ -606,7 +607,7 @@ class CorralTrainer(GRPOTrainer):
     def _fused_terms(
         self, inputs: dict[str, Any], mask: Tensor, weights: float | Tensor, support: SupportRequest
     ) -> LossTerms | None:
-        """Terms of a loss that the head can fuse; None if it needs more than the head's results for each token.
+        """Inputs for a head that computes the loss with its gradient. None if this loss needs log-probs first.
 
         Other terms read the head's results too, and without an old pass a correction, and the anchor of a token that the
         sampler could not score, are of log-probs that the head has yet to find.
@@ -630,11 +631,11 @@ class CorralTrainer(GRPOTrainer):
         return LossTerms(objective, batch, each, self._policy_weights(inputs, batch), on_policy, union)
 
     def _objective_for(self, batch: TokenBatch) -> Objective:
-        """Objective of the trainer. On-policy without a support, an equivalent objective that needs none."""
+        """Objective for this batch: the trainer's, or an equivalent on sampled tokens if the batch has no top-k tokens."""
         return plain_objective() if self.needs_support and batch.dist_old is None else self.objective
 
     def _policy_weights(self, inputs: dict[str, Any], batch: TokenBatch, chosen: Tensor | None = None) -> Tensor | None:
-        """Weight c of each token's policy term [B T], 0 at masked tokens; None means 1 everywhere.
+        """Weight of each token's policy loss [B T], 0 at masked tokens. None means 1 everywhere.
 
         A sampler correction, TRL's importance ratio, and whether a token is among the most uncertain. A regression is no
         expectation over the sampler, and pulls every token back.
@@ -646,7 +647,7 @@ class CorralTrainer(GRPOTrainer):
         return torch.where(batch.mask, functools.reduce(torch.mul, factors).float(), 0.0) if factors else None
 
     def _token_batch(self, inputs: dict[str, Any], mask: Tensor, logp_new: Tensor, new: SparseDist | None = None) -> TokenBatch:
-        """Inputs of the objective, with the new policy on a support if the pass has one."""
+        """Collect the objective's inputs from TRL's batch, the new log-probs and the new policy's top-k distribution."""
         logp_old, old = inputs.get("old_per_token_logps", logp_new.detach()), OldPolicy.support(inputs)
         if old is not None and self.rollout_support is not None:
             old = fill_unscored(old, logp_old)
@@ -670,7 +671,7 @@ class CorralTrainer(GRPOTrainer):
         return TokenBatch(logp_new, logp_old, inputs["advantages"], mask, new, old, rollout, Teacher.support(inputs, old))
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Train on a micro-batch as in TRL, skip exhausted batches, and write metrics after each update."""
+        """Train on a micro-batch as TRL does. Skip batches whose step has ended, and collect metrics after each update."""
         if self.deployed is not None and self.deployed.spent:
             self._step += 1  # as TRL counts micro-batches; without a gradient, the optimizer's step changes nothing
             return torch.zeros((), device=self.args.device)
@@ -680,14 +681,14 @@ class CorralTrainer(GRPOTrainer):
         return loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log a line as in TRL, with all metrics so far; a run's last line includes the last network's certificate."""
+        """Log a line as TRL does, with all metrics so far. The last line of a run includes the final KL measurement."""
         if self.deployed is not None and "train_runtime" in logs:
             self.deployed.finish()
         self.flush_metrics()
         super().log(logs, *args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as in TRL; a run that ends with an exception also leaves a bounded network."""
+        """Train as TRL does. If an exception ends the run, the network is still bounded."""
         if self.past is not None:
             self.past.weights.clear()
         try:
@@ -698,13 +699,13 @@ class CorralTrainer(GRPOTrainer):
             raise
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Log, evaluate and save as in transformers; at the end of a run the network is bounded first."""
+        """Log, evaluate and save as transformers does, after bounding the network if the run ends here."""
         if self.deployed is not None and self.control.should_training_stop:
             self.deployed.finish()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Write a checkpoint as in TRL, of a bounded network: a run may have been stopped since it logged."""
+        """Write a checkpoint as TRL does, after bounding the network if the run was stopped."""
         if self.deployed is not None:
             self.deployed.before_save()
         super()._save_checkpoint(*args, **kwargs)
@@ -712,13 +713,13 @@ class CorralTrainer(GRPOTrainer):
             self.past.save(Path(self._get_output_dir(None), f"checkpoint-{self.state.global_step}"))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
-        """Load a checkpoint's model as in transformers, and the earlier weights that rollouts are drawn with."""
+        """Load a checkpoint as transformers does, and with it the past weights for `rollout_lag`."""
         super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
         if self.past is not None:
             self.past.load(Path(resume_from_checkpoint))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write TRL's model card, which names the objective and cites its paper, with the settings of the run below."""
+        """Write TRL's model card, and append the objective, its citation and the settings of the run."""
         super().create_model_card(*args, **kwargs)
         if self.is_world_process_zero():
             card = Path(cast(str, self.args.output_dir), "README.md")
@@ -730,12 +731,12 @@ class CorralTrainer(GRPOTrainer):
             beside.replace(card)
 
     def flush_metrics(self) -> None:
-        """Write the metrics since the last call into `_metrics`, over all processes; every process must call this."""
+        """Move the collected metrics into TRL's `_metrics`, combined over all processes. Every process must call this."""
         for mode, name, value in self.ledger.flush():
             self._metrics[mode][name].append(value)
 
     def _mend_metrics(self, policy: Tensor) -> None:
-        """Correct the metrics that TRL reported for its zeroed policy term."""
+        """Correct the metrics that TRL computed from its zeroed policy loss."""
         metrics = self._metrics[self.mode]
         for name in [name for name in metrics if name.startswith("clip_ratio/")]:
             del metrics[name]  # TRL's clip never acts here; tr/active_frac says what does
