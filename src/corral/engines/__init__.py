@@ -1,1 +1,1 @@
-"""Adapters to the engines that train on clusters: engine tensors → TokenBatch → objective → the engine's reduction."""
+"""Adapters that run corral's objectives in training engines for clusters, such as verl, NeMo-RL and slime."""

@@ -1,4 +1,4 @@
-"""Functions shared by the adapters: settings → an objective with its anchor; log-probs → a loss per token."""
+"""Functions shared by the adapters: build an objective from settings, and compute a loss per token from log-probs."""
 
 import functools
 import logging
@@ -22,20 +22,20 @@ _Logp = TypeVar("_Logp")
 logger = logging.getLogger(__name__)
 
 POLICY = {"old": "old policy, recomputed by the trainer", "rollout": "sampler's log-probs"}
-"""Names of the anchors in messages."""
+"""Name of each anchor as error messages call it."""
 LEAST_TAIL = 1e-8
-"""Lower bound on a tail mass that is computed as 1 − Σ p."""
+"""Smallest probability of all tokens outside the top k, computed as 1 − Σ p."""
 
 
 @functools.cache
 def first_call(engine: str) -> FirstCall:
-    """Return the engine's check of its first batch: one in a process, as some engines make a new objective for every batch."""
+    """Return the check of the first batch for this engine. There is one per process, since some engines rebuild objectives."""
     return FirstCall()
 
 
 @dataclass(frozen=True)
 class EngineObjective:
-    """Objective with its anchor, for an engine that can supply everything that it reads."""
+    """Objective and anchor for an engine, which has been checked to supply all inputs of the objective."""
 
     engine: str
     objective: Objective
@@ -46,7 +46,7 @@ class EngineObjective:
     def of(
         cls, engine: str, name: str, settings: Mapping[str, Any], *, anchor: str = "auto", support: bool = False
     ) -> "EngineObjective":
-        """Build the objective `name`; a ValueError if the engine cannot supply an input.
+        """Build the objective `name`. Raises a ValueError if the engine cannot supply one of its inputs.
 
         Args:
             engine: who asks, for messages.
@@ -82,13 +82,13 @@ class EngineObjective:
 
     @property
     def needs_support(self) -> bool:
-        """True if the objective reads more than the sampled token."""
+        """True if the objective reads more tokens of the policy than the sampled ones (a support)."""
         return bool(self.objective.needs & NEEDS_SUPPORT)
 
     def token_loss(
         self, batch: TokenBatch, policy_weights: Float[Tensor, "B T"] | None = None
     ) -> tuple[Float[Tensor, "B T"], dict[str, Tensor]]:
-        """Compute the loss of each token, unreduced and 0 where masked out, and metrics.
+        """Compute the unreduced loss of each token, 0 at masked tokens, and metrics.
 
         Engines split batches as they like: where every token is masked out the loss is 0, still connected to the network, as
         distributed training wants it, and so are metrics, as engines want the same ones of every micro-batch.
@@ -108,7 +108,7 @@ class EngineObjective:
         return loss, out.metrics
 
     def anchor_logp(self, policies: Mapping[Anchor, _Logp | None]) -> _Logp:
-        """Choose the anchor's log-probs among the engine's. Raises a ValueError if they are missing."""
+        """Return the log-probs of the anchor policy. Raises a ValueError if the engine did not pass them."""
         found = policies.get(self.anchor)
         if found is None:
             there = [anchor for anchor, logp in policies.items() if logp is not None]
@@ -120,7 +120,7 @@ class EngineObjective:
         return found
 
     def other_reduction(self, how: str) -> str | None:
-        """Warning if the engine's reduction changes the objective's gradient; None otherwise."""
+        """Warning if the engine's reduction `how` changes the objective's gradient, else None."""
         own = self.objective.config.reductions
         if how in own:
             return None
@@ -128,7 +128,7 @@ class EngineObjective:
 
 
 def scales_with_advantages(wanted: EngineObjective) -> bool:
-    """True if scaling a sequence's advantages scales its losses by the same factor, independently of other sequences.
+    """True if scaling a sequence's advantages only scales that sequence's losses by the same factor.
 
     Then an engine may write its reduction into the advantages, each sequence's share of a mean included.
     """
@@ -149,7 +149,7 @@ def scales_with_advantages(wanted: EngineObjective) -> bool:
 
 
 def read_metrics(metrics: dict[str, Tensor]) -> dict[str, float]:
-    """Copy metrics to the host, in one transfer."""
+    """Copy all metrics to the host in one transfer."""
     if not metrics:
         return {}
     values = torch.stack([value.detach().float() for value in metrics.values()]).tolist()
@@ -158,13 +158,13 @@ def read_metrics(metrics: dict[str, Tensor]) -> dict[str, float]:
 
 @functools.cache
 def warn_once(engine: str, sentence: str | None) -> None:
-    """Log a sentence, if there is one, once per engine."""
+    """Log a warning once per engine. None logs nothing."""
     if sentence is not None:
         logger.warning("%s: %s", engine, sentence)
 
 
 def dist_from_top(ids: Int[Tensor, "*b K"], logp: Float[Tensor, "*b K"]) -> SparseDist:
-    """Policy on K tokens with the tail mass 1 − Σ p, at least 1e-8; meant for both policies of a ratio.
+    """Build a policy's distribution on K tokens from their log-probs, with the remaining mass 1 − Σ p.
 
     −1 among the ids is padding, whatever stands there in `logp`.
     """
@@ -174,7 +174,7 @@ def dist_from_top(ids: Int[Tensor, "*b K"], logp: Float[Tensor, "*b K"]) -> Spar
 
 
 def _one_token(batch: TokenBatch) -> TokenBatch:
-    """Batch of one token with the same fields as `batch`; the token has probability ½."""
+    """Batch of a single token with probability ½ and the same fields as `batch`, to find the names of metrics."""
     half = torch.full((1, 1), -math.log(2))
     dist = None
     if batch.dist_old is not None:
@@ -185,5 +185,5 @@ def _one_token(batch: TokenBatch) -> TokenBatch:
 
 
 def sampled_token_names() -> list[str]:
-    """Names of objectives that any engine can run, since they need the sampled tokens' two log-probs alone."""
+    """Names of objectives that read only the log-probs of sampled tokens, so that any engine can run them."""
     return [name for name, (_, config) in sorted(OBJECTIVES.items()) if not config().needs - NEEDS_TOKENS]

@@ -1,4 +1,4 @@
-"""Asynchronous GRPO in TRL with a corral objective: vLLM samples on its own GPU while the trainer updates.
+"""TRL's asynchronous GRPO with a corral objective: vLLM samples on its own GPU while the trainer updates.
 
     from corral.engines.async_grpo import AsyncCorralConfig, AsyncCorralTrainer
 
@@ -41,7 +41,7 @@ _CONTRACT = {
     "trl.experimental.async_grpo.AsyncGRPOTrainer.log": Clause("self logs *", "_metrics"),
     _ROWS: Clause("self", "token_index old_log_probs advantages segment_id"),
 }
-"""Requirements on TRL; a release that does not meet them is refused, since TRL may change this trainer at any time."""
+"""Requirements on TRL's experimental trainer, which may change at any time. A release that breaks them is refused."""
 
 if found := breaches(_CONTRACT):
     raise IncompatibleTRL(f"corral.engines.async_grpo: TRL {trl.__version__}: {'; '.join(found)}. Install trl==1.16.0.")
@@ -49,7 +49,7 @@ if found := breaches(_CONTRACT):
 
 @dataclass
 class AsyncCorralConfig(AsyncGRPOConfig):
-    """AsyncGRPOConfig with an objective: `epsilon` and `epsilon_high` are TRL's own clip and are ignored."""
+    """AsyncGRPOConfig with a corral objective. TRL's own clip settings `epsilon` and `epsilon_high` are ignored."""
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*AsyncGRPOConfig._VALID_DICT_FIELDS, "objective_config", "correction_config"]  # type: ignore[misc]  # TRL leaves ClassVar out
 
@@ -77,7 +77,7 @@ class AsyncCorralConfig(AsyncGRPOConfig):
         self.make_correction()
 
     def make_objective(self) -> EngineObjective:
-        """Build the objective with its anchor; refuses objectives that need more than sampled tokens."""
+        """Build the objective with its anchor. Refuses objectives that read more than the sampled tokens."""
         settings = self.objective_config or {}
         wanted = EngineObjective.of(_ENGINE, self.objective, settings, anchor="old" if self.correction else "rollout")
         if self.correction and "logp_rollout" in wanted.objective.needs:
@@ -97,7 +97,7 @@ class AsyncCorralConfig(AsyncGRPOConfig):
 
 
 class AsyncCorralTrainer(AsyncGRPOTrainer):
-    """AsyncGRPOTrainer whose loss is a corral objective's. Rows, rollouts, weight synchronisation and metrics are TRL's.
+    """AsyncGRPOTrainer with the loss of a corral objective. Rollouts, weight synchronisation and metrics are TRL's.
 
     TRL's own loss runs once for its forward pass and metrics, and is thrown away. The mean over tokens is TRL's: over the
     tokens of a micro-batch on all processes, then over the micro-batches of an update.
@@ -160,7 +160,7 @@ class AsyncCorralTrainer(AsyncGRPOTrainer):
         return loss / self.current_gradient_accumulation_steps
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log `tr/staleness` too: how often the sampler got new weights between sampling and training, averaged over rows."""
+        """Log `tr/staleness` too: the number of weight synchronisations since sampling, averaged over sequences."""
         metrics = self._metrics["train"]
         if ages := metrics.get("sample/staleness_mean"):
             metrics["tr/staleness"] = list(ages)

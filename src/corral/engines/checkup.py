@@ -1,4 +1,4 @@
-"""Table of engines, and the report of `corral doctor --engine NAME`."""
+"""Supported engines, and the installation check `corral doctor --engine NAME`."""
 
 import importlib
 from dataclasses import dataclass, field
@@ -20,22 +20,23 @@ ENGINES: dict[str, tuple[str, ...]] = {
     "slime": (f"{_SLIME}:get_log_probs_and_entropy", f"{_SLIME}:get_rollout_top_p_logprob_kwargs"),
     "tinker": ("tinker:Datum", "tinker:TrainingClient.forward_backward_custom"),
 }
-"""Names in each engine that its adapter uses. `corral.engines.NAME` is the adapter, and its docstring says how to use it."""
+"""Engine → names in its package that corral's adapter uses. The adapter is `corral.engines.NAME`; its docstring explains the
+set-up."""
 
 
 @dataclass
 class Checkup:
-    """Report on an engine: rows, problems, and the configuration that turns corral on."""
+    """Report on an engine's installation: table rows, problems, and the configuration that turns corral on."""
 
     rows: list[tuple[str, str]] = field(default_factory=list)
     trouble: list[str] = field(default_factory=list)
     lines: dict[str, str] = field(default_factory=dict)
-    """Lines of configuration, by what they turn on."""
+    """Purpose → lines of configuration for it."""
     verdict: str = "corral is active."
-    """The sentence if nothing is wrong."""
+    """Final sentence of a report without problems."""
 
     def check_release(self, package: str, wanted: str = "") -> bool:
-        """Add a row on a package's release. Trouble: it is missing, or outside a range such as ">=0.9,<0.10"."""
+        """Add a table row for a package's release. It is a problem if missing or outside a range such as ">=0.9,<0.10"."""
         name = f"{package} {wanted}".rstrip()
         try:
             found = version(package)
@@ -51,7 +52,7 @@ class Checkup:
 
 
 def run_checkup(engine: str) -> Checkup:
-    """Check an engine; a ValueError for an unknown name."""
+    """Check an engine's installation. Raises a ValueError for an unknown engine."""
     if engine not in ENGINES:
         raise ValueError(f"there is no engine {engine!r}.{nearest(engine, ENGINES)}")
     if engine == "verl":
@@ -73,7 +74,7 @@ def run_checkup(engine: str) -> Checkup:
 
 
 def release_in(release: str, wanted: str) -> bool:
-    """True if a release is in a range such as ">=0.9,<0.10". Pre-releases count as their release, other texts never fit."""
+    """True if a release is in a range such as ">=0.9,<0.10". Pre-releases count as their release; invalid texts give False."""
     from packaging.specifiers import SpecifierSet  # packaging comes with every engine, and not with torch
     from packaging.version import InvalidVersion, Version
 

@@ -1,4 +1,4 @@
-"""NeMo-RL: a LossFunction for GRPO, on sampled tokens, or on a support with the old policy as its own teacher.
+"""NeMo-RL: a loss function for GRPO with corral's objectives, on sampled tokens or on the old policy's top-k tokens.
 
 loss_fn = CorralLoss("troll")                              # in the place of setup()'s loss_fn, in a copy of run_grpo.py
 add_old_support(train_data, policy.get_topk_logits(train_data, k=64))      # after prev_logprobs, before policy.train
@@ -20,10 +20,11 @@ OLD_LOGP = "corral_old_logp"
 
 
 class CorralLoss:
-    """NeMo-RL's LossFunction with one of corral's objectives."""
+    """NeMo-RL LossFunction that computes one of corral's objectives."""
 
     zero_outside_topk, kl_type = True, "forward"
-    """Attributes that NeMo-RL reads from a loss on a top-K pair: log-probs of the whole softmax, and no entropy."""
+    """Attributes that NeMo-RL reads from a loss on top-k tokens. These values request log-probs of the whole softmax, without
+    entropy."""
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class CorralLoss:
         # Releases up to 0.7.0 have no such enumeration, and always pass their totals.
         self._normalizer: Any = vars(interfaces).get("MetricNormalizer")
         self.metric_normalizations: dict[str, Any] = {}
-        """NeMo-RL's divisor of each metric, for releases that pass totals of 1 at first. Calls add names."""
+        """Divisor of each metric in NeMo-RL, for releases that first pass totals of 1. Calls add the metrics' names."""
 
     def __call__(
         self,
@@ -56,7 +57,7 @@ class CorralLoss:
         teacher_topk_logprobs: Tensor | None = None,
         H_all: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Compute the reduced loss and metrics. Fields [B S] are shifted here, log-probs [B S−1] by NeMo-RL."""
+        """Compute the reduced loss and metrics. Fields [B S] are shifted by one token here, log-probs [B S−1] by NeMo-RL."""
         mask = (data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(-1)).bool()
         rollout = data["generation_logprobs"][:, 1:]
         old = rollout if self.wanted.anchor == "rollout" else data["prev_logprobs"][:, 1:]
@@ -81,7 +82,7 @@ class CorralLoss:
         return reduced, {"loss": float(reduced.detach()), "num_valid_samples": float(data["sample_mask"].sum()), **found}
 
     def _summable(self, metrics: dict[str, Tensor], share: Tensor) -> dict[str, float]:
-        """Metrics that NeMo-RL may sum over micro-batches: counts, and means times this micro-batch's `share` of all tokens.
+        """Scale metrics so that NeMo-RL may sum them over micro-batches. `share` is this micro-batch's share of all tokens.
 
         Maxima are left out, as their sum is no maximum, and so is `tr/dual`, a mean over the projected tokens alone: the share
         of those is not known here.
@@ -96,7 +97,7 @@ class CorralLoss:
 
 
 def _check_old(old: Tensor, new: Tensor) -> None:
-    """Refuse the zeros that NeMo-RL puts in the place of log-probs which it did not compute."""
+    """Refuse old log-probs of 0, which NeMo-RL fills in if it did not compute them."""
     if not old.any() and bool((new < -0.01).any()):
         raise ValueError(
             "corral for NeMo-RL: every prev_logprob is 0, as loss_fn.force_on_policy_ratio=true makes them. Set it to false."
@@ -104,7 +105,7 @@ def _check_old(old: Tensor, new: Tensor) -> None:
 
 
 def add_old_support(data: MutableMapping[str, Any], topk: Any) -> float:
-    """Write the old policy's support into a batch as a teacher's top K, and return the share of coarse rows.
+    """Write the old policy's top-k tokens into a batch as a teacher's. Returns the share of tokens outside their top k.
 
     `get_topk_logits` reports no normaliser. The sampled token's old log-prob gives it where that token is among the K. Where
     it is not, the support is the sampled token against all others: exact too, but coarse.

@@ -1,4 +1,4 @@
-"""prime-rl: `[trainer.loss] type = "custom"`, one sequence at a time.
+"""prime-rl: a custom loss (`[trainer.loss] type = "custom"`), which is called on one sequence at a time.
 
 [trainer.loss]
 type = "custom"
@@ -14,7 +14,7 @@ from corral.tensors import TokenBatch
 
 
 def rl_loss(inputs: Any, objective: str = "dppo", anchor: str = "auto", **settings: Any) -> Any:
-    """Compute prime-rl's LossOutputs: a sum over a sequence's tokens, which prime-rl divides by all tokens of the batch.
+    """Compute prime-rl's LossOutputs. The loss is a sum over a sequence's tokens, which prime-rl divides by the batch's tokens.
 
     Args:
         inputs: prime-rl's LossInputs, every field [T].

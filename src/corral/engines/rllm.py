@@ -1,4 +1,4 @@
-"""rLLM: corral's objectives in its registry of losses, on each of its backends.
+"""rLLM: corral's objectives in rLLM's registry of losses, for each of its backends.
 
 +rllm.algorithm.loss_plugins=[corral.engines.rllm_plugin]
 rllm.algorithm.loss_fn=corral_dppo
@@ -18,14 +18,14 @@ from corral.objective.config import Anchor
 from corral.tensors import TokenBatch
 
 OWN = {"eps_clip": 0.2, "eps_clip_high": None, "kl_beta": 0.0, "clip_ratio_c": None}
-"""Settings that rLLM adds itself, with its defaults; the last comes from verl's configuration."""
+"""Settings that rLLM adds to every loss, with rLLM's defaults. The last one comes from verl's configuration."""
 _ENGINE = "corral for rLLM"
 _ENOUGH = 8
-"""Number of tokens with identical log-probs from which two policies count as one."""
+"""Number of tokens with identical log-probs after which two policies are taken to be the same."""
 
 
 def register() -> list[str]:
-    """Register every objective as loss_fn "corral_" + its name; returns the names."""
+    """Register every objective as loss_fn "corral_" + its name. Returns the registered names."""
     rllm: Any = importlib.import_module("rllm")
     for objective in objective_names():
         rllm.register_loss(f"corral_{objective}", agg_mode=_only_reduction(objective))(make_loss(objective))
@@ -49,7 +49,7 @@ def make_loss(objective: str) -> Callable[[Any], tuple[Tensor, dict[str, float]]
 
 
 def _policies(old: Tensor, rollout: Tensor | None, mask: Tensor) -> dict[Anchor, Tensor | None]:
-    """The batch's log-probs by policy. With bypass_mode, rLLM passes the sampler's in place of the old policy's."""
+    """Log-probs of the batch by policy. With bypass_mode, rLLM passes the sampler's as the old policy's."""
     bypassed = (
         rollout is not None
         and int((mask & (rollout < -0.01)).sum()) >= _ENOUGH  # certain tokens are 0 under every policy
@@ -59,7 +59,7 @@ def _policies(old: Tensor, rollout: Tensor | None, mask: Tensor) -> dict[Anchor,
 
 
 def _objective(name: str, params: dict[str, Any]) -> EngineObjective:
-    """Build the objective; settings for a term of rLLM's own losses are refused."""
+    """Build the objective. Settings of rLLM's own loss terms are refused."""
     if params.get("kl_beta"):
         raise ValueError(f"{_ENGINE}: kl_beta is a term of rLLM's own losses, which this one replaces. Set it to 0.")
     unread = [key for key in ("eps_clip", "eps_clip_high") if params.get(key, OWN[key]) != OWN[key]]
@@ -70,6 +70,6 @@ def _objective(name: str, params: dict[str, Any]) -> EngineObjective:
 
 
 def _only_reduction(objective: str) -> str | None:
-    """The objective's reduction if it has only one; None if rLLM's setting decides."""
+    """Reduction of the objective if it has exactly one, else None, so that rLLM's setting decides."""
     own = make_objective(objective).config.reductions
     return own[0] if len(own) == 1 else None

@@ -1,4 +1,4 @@
-"""Plug-in for `+rllm.algorithm.loss_plugins=[corral.engines.rllm_plugin]`: importing it registers every objective."""
+"""Plug-in for rLLM, `+rllm.algorithm.loss_plugins=[corral.engines.rllm_plugin]`. Importing it registers every objective."""
 
 from corral.engines.rllm import register
 

@@ -1,4 +1,4 @@
-"""SkyRL: a policy loss of corral's in its registry, from the script that starts the run.
+"""SkyRL: registers one of corral's policy losses, from the script that starts the run.
 
 from corral.engines.skyrl import register
 register("dppo", bound=0.2)                  # before initialize_ray; then trainer.algorithm.policy_loss_type=corral_dppo
@@ -16,7 +16,7 @@ REGISTRY = "skyrl.backends.skyrl_train.utils.ppo_utils"
 
 
 def make_policy_loss(objective: str, *, anchor: str = "auto", **settings: Any) -> Any:
-    """Make the policy loss that SkyRL calls: a sum over tokens, with advantages that SkyRL has scaled.
+    """Make the policy loss that SkyRL calls: a sum over tokens, whose advantages SkyRL has already scaled.
 
     SkyRL writes its reduction into the advantages. An objective whose loss is no multiple of its advantages would be reduced
     in another way, and is refused.
@@ -55,7 +55,7 @@ def register(objective: str, *, anchor: str = "auto", **settings: Any) -> str:
 
 
 def _check_corrections(config: Any) -> None:
-    """Refuse SkyRL's sampler corrections: SkyRL's own losses apply them, corral's do not."""
+    """Refuse SkyRL's sampler corrections, which only SkyRL's own losses apply."""
     asked = config.off_policy_correction
     used = [key for key in ("tis_ratio_type", "sequence_mask_metric") if vars(asked).get(key) is not None]
     used += [key for key, value in vars(asked).items() if "_threshold_" in key and value is not None]

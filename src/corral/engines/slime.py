@@ -1,4 +1,4 @@
-"""slime: `--loss-type custom_loss --custom-loss-function-path corral.engines.slime.policy_loss_function`.
+"""slime: a custom loss, `--loss-type custom_loss --custom-loss-function-path corral.engines.slime.policy_loss_function`.
 
 Which objective, and its settings, come from the file of `--custom-config-path`:
 
@@ -20,7 +20,7 @@ LOSS = "slime.backends.megatron_utils.loss"
 
 
 def policy_loss_function(args: Any, batch: Any, logits: Tensor, sum_of_sample_mean: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Custom loss for slime, with slime's own vocabulary-parallel log-probs and reduction.
+    """Compute the loss for slime, with slime's vocabulary-parallel log-probs and its reduction.
 
     Only the policy term is computed: entropy bonus, KL to a reference, TIS and OPSM are slime's own loss, and refused.
     """
@@ -72,7 +72,7 @@ def policy_loss_function(args: Any, batch: Any, logits: Tensor, sum_of_sample_me
 
 
 def _objective(args: Any) -> EngineObjective:
-    """Build the objective of the custom configuration; settings for terms of slime's own loss are refused."""
+    """Build the objective from the custom configuration. Settings of slime's own loss terms are refused."""
     settings = vars(args)
     if "corral_objective" not in settings:
         raise ValueError("corral for slime: set corral_objective in the file of --custom-config-path.")

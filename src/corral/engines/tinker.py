@@ -1,4 +1,4 @@
-"""Tinker: a loss for `forward_backward_custom`, on sampled tokens, or on K tokens per position.
+"""Tinker: a loss for `forward_backward_custom`, on sampled tokens or on the sampler's top-k tokens.
 
 targets = support_targets(tokens, top_ids, top_logp, logp)      # from sampling with topk_sample_logprobs=K
 datum = tinker.Datum(model_input, loss_fn_inputs={**targets, "advantages": …, "mask": …})
@@ -19,13 +19,13 @@ from corral.objective.reduction import reduce_loss
 from corral.tensors import SparseDist, TokenBatch
 
 OLD_LOGP = "logprobs"
-"""Field of a datum: the sampler's log-probs, [N], or [N K] on a support."""
+"""Field of a Tinker datum with the sampler's log-probs: [N] of sampled tokens, or [N K] of top-k tokens."""
 
 
 def support_targets(
     tokens: Int[Tensor, " N"], top_ids: Int[Tensor, "N K"], top_logp: Float[Tensor, "N K"], logp: Float[Tensor, " N"]
 ) -> dict[str, Tensor]:
-    """`target_tokens` and `logprobs` [N K+1] of a datum: the sampled token first, then the others of the sampler's top K.
+    """Build `target_tokens` and `logprobs` [N K+1] of a datum: the sampled token, then the sampler's other top-k tokens.
 
     A slot that is not needed repeats the sampled token, with a log-prob of −inf.
     """
@@ -37,7 +37,7 @@ def support_targets(
 def make_loss(
     objective: str, *, reduction: Reduction = "token-mean", length: float | None = None, **settings: Any
 ) -> Callable[[Sequence[Any], Sequence[Tensor]], tuple[Tensor, dict[str, float]]]:
-    """Make a loss for `forward_backward_custom`.
+    """Make a loss function for Tinker's `forward_backward_custom`.
 
     Each datum has, beside `target_tokens`, `logprobs` (what the sampler reported, which is the anchor), `advantages` [N] and
     `mask` [N]. Data of one call are one batch: the reduction is over them.

@@ -1,1 +1,1 @@
-"""Integration with verl: policy losses, an engine whose head keeps a support, and trainers."""
+"""Integration with verl: policy losses, an FSDP engine that keeps top-k tokens, and trainers."""

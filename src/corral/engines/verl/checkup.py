@@ -43,13 +43,13 @@ actor_rollout_ref.actor.strategy=fsdp2
     "anything else, such as SPO": f"""{_COMMON}
 {_LOSS}.loss_mode=corral_spo""",
 }
-"""Overrides for `python -m verl.trainer.main_ppo`; a test composes verl's configuration with each."""
+"""Purpose → overrides for `python -m verl.trainer.main_ppo`. A test composes verl's configuration with each."""
 SDPA = "+actor_rollout_ref.model.override_config.attn_implementation=sdpa"
-"""The override for an installation without flash-attn."""
+"""Override that selects torch's attention where flash-attn is not installed."""
 
 
 def checkup() -> Checkup:
-    """Import verl as a worker does, and report what corral registered."""
+    """Import verl as a worker does, and report which losses and trainers corral registered."""
     found = Checkup(lines=LINES)
     if not found.check_release("verl", VERL_RANGE):
         return found
@@ -95,7 +95,7 @@ def _check_entry_point(found: Checkup) -> None:
 
 
 def self_test(get_policy_loss: Any) -> float:
-    """The largest difference in gradients between verl's path and corral alone, over the losses of sampled tokens."""
+    """Largest difference between gradients through verl and through corral alone, over all losses on sampled tokens."""
     # Half a nat apart on average, or the first batch's policies would be said to differ.
     logp = torch.tensor([[-0.1, -2.0, -0.7], [-1.1, -0.4, -1.0]])
     old = torch.tensor([[-0.9, -1.2, -0.7], [-1.5, -0.2, -1.0]])

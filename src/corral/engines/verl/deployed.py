@@ -1,4 +1,4 @@
-"""Bound the KL of verl's network to the weights that the sampler last got.
+"""Bound on the KL between verl's current network and the weights that the sampler last received.
 
 before the first update    weights of this rank's shard, and the head's inputs and weight on some of the batch's sequences
 after the last             the same sequences again → KL(new‖old) over the whole vocabulary → corral.retract
@@ -23,30 +23,30 @@ from corral.engines.verl.head import HeadWitness
 logger = logging.getLogger(__name__)
 
 TOKENS = 3072
-"""Approximate number of tokens that are measured over all ranks: whole sequences, prompts included."""
+"""Approximate number of tokens measured over all ranks. Whole sequences are measured, prompts included."""
 
 _T = TypeVar("_T")
 
 
 class DeployedRegion:
-    """Region around the sampler's network: made before the next update, and applied before the sampler gets new weights.
+    """Trust region around the sampler's network. Create it before an update, apply it before the sampler gets new weights.
 
     Every rank takes part in both.
     """
 
     def __init__(self, engine: Any) -> None:
-        """Keep a copy of the network's weights.
+        """Store a copy of the network's weights as the centre of the region.
 
         Args:
             engine: a SupportFSDPEngine in its train mode.
         """
         self.engine, self.old = engine, snapshot(engine.module)
         self.tokens = 0
-        """Number of measured tokens over all ranks; 0 until a mini-batch has some."""
+        """Number of measured tokens over all ranks. It is 0 until a mini-batch has an unmasked token."""
         self.witness = HeadWitness()
 
     def choose(self, data: TensorDict) -> None:
-        """Measure the old network on some sequences of a rank's mini-batch, unless all of them are masked out on every rank."""
+        """Choose some sequences of a mini-batch on every rank, and compute the old network's hidden states on them."""
         engine = self.engine
         self.sample = tensordict_utils.index_select_tensor_dict(data, _choose(data, engine.get_data_parallel_size()))
         self.tokens = sum(self._gather(int(self.sample["response_mask"].values().sum())))
@@ -57,7 +57,7 @@ class DeployedRegion:
             restore(engine.module, new)
 
     def hold(self, bound: float, statistic: str) -> Certificate | None:
-        """Move back towards the old weights until a statistic of the tokens' KL is at most the bound.
+        """Move the weights back towards the old ones until the chosen statistic of the per-token KL is within the bound.
 
         None where no mini-batch had a token to measure: beside a finite bound the old weights are back then.
         """
@@ -84,7 +84,7 @@ class DeployedRegion:
         return self._of_all_ranks(found)
 
     def _of_all_ranks(self, rows: Float[Tensor, "n 3"]) -> BatchKL:
-        """Join the tokens of all ranks, in an order that is equal on every rank, so that all ranks decide alike."""
+        """Join the measured tokens of all ranks, in the same order everywhere, so that all ranks decide alike."""
         everyone = self._gather(rows)
         for rank, others in enumerate(everyone):
             others[:, 2] += rank * 2**32  # sequences of this rank alone; exact in float64
@@ -100,7 +100,7 @@ class DeployedRegion:
 
     @torch.no_grad()
     def _pass(self) -> None:
-        """Run one forward pass of the current network on the sample, without dropout, on every rank."""
+        """Run a forward pass of the current network on the chosen sequences, without dropout, on every rank."""
         module, engine = self.engine.module, self.engine
         was_training, engine.witness = module.training, self.witness
         module.eval()
@@ -112,7 +112,7 @@ class DeployedRegion:
 
 
 def _choose(data: TensorDict, ranks: int) -> list[int]:
-    """Indices of the first sequences with unmasked tokens that fit into a rank's share of TOKENS; at least one."""
+    """Choose the first sequences with unmasked tokens that fit into a rank's share of TOKENS, at least one."""
     live = [index for index, mask in enumerate(data["response_mask"].unbind()) if bool(mask.any())] or [0]
     lengths = data["input_ids"].offsets().diff()[live]
     return live[: max(1, int((lengths.cumsum(0) * ranks <= TOKENS).sum()))]

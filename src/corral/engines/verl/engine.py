@@ -1,4 +1,4 @@
-"""verl's FSDP engine with corral's head: the old pass keeps a support, updates evaluate the new policy on it.
+"""verl's FSDP engine with corral's head: the old-policy pass stores top-k tokens, and updates evaluate them again.
 
 Registered under a model type of its own, so that nothing changes for whoever does not ask for it.
 """
@@ -29,7 +29,7 @@ from corral.engines.verl.settings import DEPLOYED_BOUND, DEPLOYED_STATISTIC, DEP
 
 @EngineRegistry.register(model_type=MODEL_TYPE, backend=["fsdp", "fsdp2"], device=["cuda", "npu"])
 class SupportFSDPEngine(FSDPEngineWithLMHead):
-    """FSDPEngineWithLMHead whose `model_output` has a support; log-probs of every pass come from one head."""
+    """FSDPEngineWithLMHead with corral's head in every pass, whose `model_output` also has the policy on top-k tokens."""
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         if model_config.use_fused_kernels:
@@ -48,7 +48,7 @@ class SupportFSDPEngine(FSDPEngineWithLMHead):
         return module
 
     def train_batch(self, data: TensorDict, loss_function: Any) -> Any:
-        """Run verl's update. With `deployed_bound` the last one before a weight synchronisation also bounds the network."""
+        """Run verl's update. With `deployed_bound`, also bound the network before its weights go to the sampler."""
         bound = get_non_tensor_data(data, DEPLOYED_BOUND, None)
         if bound is None:
             return super().train_batch(data, loss_function)
@@ -66,7 +66,7 @@ class SupportFSDPEngine(FSDPEngineWithLMHead):
         return outputs
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Prepare verl's inputs, and set the head's request for this pass."""
+        """Prepare verl's inputs, and tell corral's head what this pass must compute."""
         inputs, output_args = super().prepare_model_inputs(micro_batch)
         for key in ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only"):
             if get_non_tensor_data(micro_batch, key, False):
@@ -98,7 +98,7 @@ class SupportFSDPEngine(FSDPEngineWithLMHead):
     def prepare_model_outputs(
         self, output: Any, output_args: dict[str, Any], micro_batch: TensorDict, logits_processor_func: Any
     ) -> dict[str, Tensor]:
-        """Log-probs and entropy as verl has them, jagged [B j]; of response tokens also a support, or the new policy on it."""
+        """Return verl's log-probs and entropy, jagged [B j], and for response tokens the policy on top-k tokens."""
         pad = output_args.get("pad_size", 0)
         rows = self.head.read(output).map(lambda x: self._gather_and_unpad_packed(x, pad))
         offsets = micro_batch["input_ids"].offsets()
@@ -112,7 +112,7 @@ class SupportFSDPEngine(FSDPEngineWithLMHead):
 
 
 def _one_temperature(temperature: Any) -> float:
-    """The one temperature of a batch; several are refused, since a support belongs to one temperature."""
+    """Temperature of a batch. Several are refused, since a top-k distribution belongs to one temperature."""
     if isinstance(temperature, Tensor):
         low, high = (float(x) for x in temperature.aminmax())
         if low != high:

@@ -1,4 +1,4 @@
-"""Causal models whose forward ends in corral's head: log-probs, entropy and a support, never all logits.
+"""Replacement of a causal model's output layer by corral's head, which never stores all logits.
 
 FSDP unshards a module's parameters for the time of its forward, and hangs its backward hooks on what that returns. So corral's
 head runs inside the forward of the model's own, and everything that a gradient flows through is returned in one tensor.
@@ -21,15 +21,15 @@ from corral.head.torch.head_kl import HeadStates, head_kl_both_ways
 from corral.tensors import PackedSparseDist, SparseDist
 
 _LOGP, _ENTROPY, _REST, _REST_MAX, _SUPPORT = range(5)
-"""Columns of the tensor that forward returns. The support begins at the last column."""
+"""Columns of the tensor that the model's forward returns. Log-probs of the top-k tokens start at the last one."""
 OLD, NEW = "corral_old", "corral_new"
-"""Prefixes of the fields: the old policy's support, and the new policy on it."""
+"""Prefixes of field names in a batch: the old policy's top-k tokens, and the new policy on these tokens."""
 ROWS, ENTRIES = ("counts", "rest", "rest_max"), ("ids", "logp")
-"""Fields with a value for every response token, and for every token of its support."""
+"""Names of fields with one value per response token, and of fields with one value per top-k token."""
 
 
 class HeadWitness:
-    """Measures the KL between the networks of the first pass and of later passes."""
+    """Measures the KL of later passes of a network from its first pass, by stored hidden states."""
 
     def __init__(self) -> None:
         self._old: HeadStates | None = None
@@ -37,7 +37,7 @@ class HeadWitness:
         """KL(new‖old) and KL(old‖new) at every position of the last pass, [N 2]."""
 
     def see(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LogitSpec) -> None:
-        """Keep the first pass's hidden states [N H] and head, or measure a later pass against them."""
+        """Store the first pass's hidden states [N H] and head. Later calls measure the KL from them."""
         if self._old is None:
             copied_bias = None if bias is None else bias.detach().clone()
             self._old = HeadStates(hidden.detach().clone(), weight.detach().clone(), copied_bias)
@@ -47,25 +47,25 @@ class HeadWitness:
 
 @dataclass(frozen=True, eq=False)
 class HeadCall:
-    """Request to one forward pass over packed positions [N]."""
+    """Request to the head for one forward pass over N packed positions."""
 
     tokens: Tensor
-    """The token that follows each position."""
+    """Token that follows each position, whose log-prob is computed."""
     temperature: float = 1.0
     top_k: int | None = None
-    """Keep this policy's own support."""
+    """Largest number of the policy's most likely tokens to return for each position. None returns none."""
     mass: float = 1.0
     ids: Tensor | None = None
-    """Evaluate the policy on this support [N K]."""
+    """Token ids [N K] at which to evaluate the policy."""
     entropy: bool = False
     compare: bool = False
-    """Compare a few positions with the model's own logits, once."""
+    """True to compare log-probs at a few positions with the model's own logits, once."""
     witness: HeadWitness | None = None
-    """Records hidden states and head."""
+    """Recorder of hidden states and head, to measure KL. None records nothing."""
 
 
 class SupportHead:
-    """Replaces the end of a causal model's forward by corral's head; `expect` sets what the next pass computes."""
+    """Replaces a causal model's output layer by corral's head. `expect` sets what the next pass computes."""
 
     def __init__(self, model: Any) -> None:
         """Replace the forward methods of this model and of its head."""
@@ -84,11 +84,11 @@ class SupportHead:
         self.model.forward, self.linear.forward = forward, self._score
 
     def expect(self, call: HeadCall) -> None:
-        """Set the request that the next forward pass answers."""
+        """Set the request for the next forward pass."""
         self._call, self._ids = call, None
 
     def read(self, output: CausalLMOutputWithPast) -> HeadOutput:
-        """Results at packed positions [N] from what forward returned, differentiable except for the ids."""
+        """Unpack the head's results from the model's output. All but the token ids are differentiable."""
         assert output.logits is not None
         found = output.logits.squeeze(0)
         ids, self._ids = self._ids, None
@@ -96,7 +96,7 @@ class SupportHead:
         return HeadOutput(found[:, _LOGP], found[:, _ENTROPY], dist)
 
     def _forward(self, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast:
-        """Run the base model, then the head on packed positions, with the family's `logit_spec`."""
+        """Run the base model, then the head on the packed positions."""
         call = self._call
         if call is None:
             raise RuntimeError("corral for verl: the model was called outside a scoring pass. Please report it.")
@@ -113,7 +113,7 @@ class SupportHead:
         return CausalLMOutputWithPast(logits=found[None])
 
     def _score(self, hidden: Tensor) -> Tensor:
-        """Replacement of the head's own forward, where its weight is whole: hidden states [N H] → columns [N 4 + K]."""
+        """Run corral's head in place of the output layer: hidden states [N H] → columns [N 4 + K]."""
         call = self._call
         if call is None:
             return self._own_linear(hidden)
@@ -143,7 +143,7 @@ class SupportHead:
         return torch.stack(columns, -1)
 
     def _compare(self, call: HeadCall, logp: Tensor, kwargs: dict[str, Any]) -> None:
-        """Refuse a model whose own logits disagree with the head on the first positions of its first sequence."""
+        """Refuse a model whose own logits disagree with the head at the first positions of a batch."""
         attention = kwargs.get("attention_mask")
         few = min(8, len(logp) if attention is None else int(attention[0].sum()))
         short = {name: x[:1, :few] if isinstance(x, Tensor) and x.ndim == 2 else x for name, x in kwargs.items()}
@@ -157,7 +157,7 @@ class SupportHead:
 
 
 def _one_implementation(hidden: Tensor, weight: Tensor, call: HeadCall) -> str:
-    """The head's implementation: both passes use the torch path if one has no kernel, since two heads round differently."""
+    """Implementation of the head for all passes. Torch if one of them has no kernel, since mixed heads round differently."""
     slots = call.top_k if call.ids is None else call.ids.shape[-1] - 1
     if slots is None or not hidden.is_cuda:
         return "auto"
@@ -165,14 +165,14 @@ def _one_implementation(hidden: Tensor, weight: Tensor, call: HeadCall) -> str:
 
 
 def logit_spec(config: Any, temperature: float) -> LogitSpec:
-    """The model family's transformation of h Wᵀ: Gemma's soft cap, Cohere's and Granite's scales."""
+    """Scales and soft caps that this model family applies to its logits, as in Gemma, Cohere and Granite."""
     found = config.get_text_config().to_dict()
     scale = float(found.get("logit_scale") or 1.0) / float(found.get("logits_scaling") or 1.0)
     return LogitSpec(scale, found.get("final_logit_softcapping"), temperature)
 
 
 def _check_family(model: Any) -> None:
-    """Refuse models that are no base model with a linear head behind it."""
+    """Refuse models other than a base model followed by one linear head."""
     if "vision_config" in model.config.to_dict():
         raise ValueError("corral for verl: a support is kept of text models alone, and this one sees images.")
     head = model.get_output_embeddings()
@@ -186,7 +186,7 @@ def _check_family(model: Any) -> None:
 
 
 def response_positions(data: Any) -> Tensor:
-    """Packed positions of a micro-batch whose next token belongs to a response, in the responses' order [M]."""
+    """Packed positions [M] of a micro-batch whose next token belongs to a response, in the order of responses."""
     ends, starts = data["input_ids"].offsets()[1:], data["responses"].offsets()
     lengths = starts.diff()
     return torch.repeat_interleave(ends - lengths - 1 - starts[:-1], lengths) + torch.arange(
@@ -195,7 +195,7 @@ def response_positions(data: Any) -> Tensor:
 
 
 def write_support(dist: SparseDist, data: Any) -> dict[str, Tensor]:
-    """The old policy at packed positions [N K] as jagged fields of the responses: 8 bytes for every token of a support.
+    """Store the old policy's top-k distribution [N K] as jagged fields of the responses, at 8 bytes per top-k token.
 
     A position has 12 bytes more. Tokens that `response_mask` leaves out of training have an empty support.
     """
@@ -208,13 +208,13 @@ def write_support(dist: SparseDist, data: Any) -> dict[str, Tensor]:
 
 
 def read_support(data: Any, slots: int) -> SparseDist:
-    """The old policy at the response tokens of a micro-batch [M slots], from the fields of `write_support`."""
+    """Read the old policy's top-k distribution at a micro-batch's response tokens from the fields of `write_support`."""
     ids, logp, counts, rest, rest_max = (data[f"{OLD}_{name}"].values() for name in (*ENTRIES, *ROWS))
     return PackedSparseDist(ids, logp, rest, counts, slots, rest_max).unpack()
 
 
 def write_new(dist: SparseDist, data: Any) -> dict[str, Tensor]:
-    """The new policy on the old support as jagged fields of the responses, differentiable."""
+    """Store the new policy on the old policy's top-k tokens as jagged fields of the responses, differentiably."""
     rows, offsets = dist[response_positions(data)], data["responses"].offsets()
     assert rows.rest_max is not None  # the head always computes it
     values = {"logp": rows.logp, "rest": rows.rest, "rest_max": rows.rest_max}
@@ -222,7 +222,7 @@ def write_new(dist: SparseDist, data: Any) -> dict[str, Tensor]:
 
 
 def take_dists(output: dict[str, Any], data: Any) -> tuple[SparseDist, SparseDist] | None:
-    """New and old policy on the old support at the trained tokens [M K]; None where the pass computed none.
+    """Remove and return new and old policy on the old top-k tokens [M K], at trained tokens. None if not computed.
 
     Removes the new policy's fields from `output`: verl keeps the outputs of all micro-batches until the update ends.
 
@@ -244,7 +244,7 @@ def take_dists(output: dict[str, Any], data: Any) -> tuple[SparseDist, SparseDis
 
 
 def local_rows(packed: Tensor, pad: int, rank: int, ranks: int) -> Tensor:
-    """This rank's share of packed ids [N K], after `pad` rows of −1 at the end: as verl's Ulysses splits tokens."""
+    """This rank's share of packed ids [N K] under Ulysses sequence parallelism, after `pad` rows of −1 at the end."""
     packed = nn.functional.pad(packed, (0, 0, 0, pad), value=-1)
     if len(packed) % ranks:
         raise ValueError(f"corral for verl: {len(packed)} packed tokens do not split over {ranks} sequence-parallel ranks.")

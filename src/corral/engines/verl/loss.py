@@ -1,4 +1,4 @@
-"""Loss of corral's trainers: verl's own ppo_loss, with a support for its policy loss."""
+"""Loss function of corral's verl trainers: verl's ppo_loss, whose policy loss also gets top-k distributions."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ _AGGREGATION = {"max": AggregationType.MAX, "sum": AggregationType.SUM}
 
 
 def corral_ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, dict[str, Any]]:
-    """Compute verl's ppo_loss with corral's policy term; entropy bonus, KL to a reference and reductions are verl's.
+    """Compute verl's ppo_loss with corral's policy loss. Entropy bonus, reference KL and reductions are verl's.
 
     Unlike verl's it reads the old policy's support and the sampler's log-probs, with which the anchor is compared token by
     token. It takes the new policy's support out of `model_output`.
@@ -31,7 +31,7 @@ def corral_ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = N
 
 
 def _check_anchor(loss_mode: str, data: Any, logp_rollout: Tensor | None) -> None:
-    """Refuse a batch whose old log-probs are not the sampler's."""
+    """Refuse a batch whose old log-probs should be the sampler's and are not."""
     if logp_rollout is None:
         raise ValueError(
             f"corral for verl: {loss_mode} is anchored on the sampler's log-probs, and the batch has none. Set "
@@ -47,12 +47,12 @@ def _check_anchor(loss_mode: str, data: Any, logp_rollout: Tensor | None) -> Non
 
 
 def _padded(data: Any, field: str) -> Tensor:
-    """Field of the response, padded [B T]."""
+    """Response part of a batch field, padded to [B T]."""
     return data.select(field).to_padded_tensor()[field]
 
 
 def _aggregated(name: str, metric: Any, ranks: int) -> Any:
-    """Set a metric's aggregation: verl averages metrics of a policy loss, which is wrong for maxima and counts."""
+    """Set how verl combines a metric. Its default, the mean, is wrong for maxima and counts."""
     kind = metric_kind(name) if name.startswith("tr/") else "mean"
     if kind == "mean" or not isinstance(metric, Metric):
         return metric

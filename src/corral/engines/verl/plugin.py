@@ -1,4 +1,4 @@
-"""Plug-in for verl's entry-point group `verl.plugins`: importing this module registers everything.
+"""Plug-in for verl's entry-point group `verl.plugins`. Importing it registers losses, engine and trainers.
 
 verl swallows what goes wrong while it loads plug-ins. So nothing is raised here: each part is tried by itself, failures are
 logged as errors and remembered, and whoever asks for a part that is missing is told why (`missing`, `corral doctor`).
@@ -19,14 +19,14 @@ logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))  # as verl's own modules: the root logger is at WARNING
 
 LOSSES = {mode: make_policy_loss(mode, core_algos.agg_loss) for mode in loss_modes()}
-"""The registered policy losses by loss_mode."""
+"""loss_mode → the registered policy loss."""
 
 FAILED: dict[str, str] = {}
-"""Parts that could not be registered, and why."""
+"""Part that could not be registered → the reason."""
 
 
 def missing(loss_mode: str) -> str | None:
-    """Reason why a policy loss is not active in this process; None if it is active."""
+    """Reason why a policy loss is not active in this process, or None if it is active."""
     if core_algos.POLICY_LOSS_REGISTRY.get(loss_mode) is LOSSES.get(loss_mode):
         return None
     why = FAILED.get("policy losses") or "another plug-in has taken its name"
@@ -34,7 +34,7 @@ def missing(loss_mode: str) -> str | None:
 
 
 def _register_losses() -> None:
-    """Register all policy losses, or none where another plug-in has taken the name of one."""
+    """Register all policy losses. If another plug-in has taken one of the names, register none."""
     taken = LOSSES.keys() & core_algos.POLICY_LOSS_REGISTRY.keys()
     if taken:
         raise RuntimeError(f"another plug-in has registered {', '.join(sorted(taken))}")
@@ -43,7 +43,7 @@ def _register_losses() -> None:
 
 
 def _register() -> None:
-    """Register every part, each by itself."""
+    """Register every part independently, so that one failure does not stop the others."""
     try:
         release = version("verl")
     except PackageNotFoundError:

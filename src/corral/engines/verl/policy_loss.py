@@ -1,4 +1,4 @@
-"""corral's objectives as verl's policy losses: verl's tensors → TokenBatch → objective → verl's aggregation."""
+"""corral's objectives as policy losses of verl."""
 
 import copy
 from collections.abc import Callable
@@ -18,29 +18,29 @@ _NO_LENGTH = (
 )
 
 Aggregate = Callable[..., Tensor]
-"""verl's agg_loss."""
+"""verl's function agg_loss, which reduces a loss matrix to a number."""
 
 
 @dataclass(frozen=True, eq=False)
 class BatchExtras:
-    """Tensors of a micro-batch that verl's loss has no argument for: corral's trainers add them to its configuration."""
+    """Tensors of a micro-batch for which verl's policy losses have no argument. They travel in its configuration."""
 
     dist_new: SparseDist | None = None
     dist_old: SparseDist | None = None
-    """Both policies on the old support at the unmasked tokens [N K]: a padded batch would be many times as large."""
+    """New and old policy on the old policy's top-k tokens, at unmasked tokens only [N K], to save memory."""
     logp_rollout: Tensor | None = None
-    """[B T]"""
+    """Sampler's log-probs of the sampled tokens [B T]."""
 
 
 def add_extras(config: Any, extras: BatchExtras) -> Any:
-    """Return a copy of verl's ActorConfig from which policy losses read `extras`."""
+    """Return a copy of verl's ActorConfig that carries `extras` for the policy loss."""
     config = copy.copy(config)
     config.corral_extras = extras
     return config
 
 
 def make_policy_loss(loss_mode: str, aggregate: Aggregate) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
-    """Make the policy loss that verl calls for `loss_mode`, reduced by `aggregate`, verl's own agg_loss."""
+    """Make the policy loss that verl calls for `loss_mode`, reduced by verl's agg_loss."""
 
     def compute_policy_loss(
         old_log_prob: Tensor,
@@ -88,7 +88,10 @@ def make_policy_loss(loss_mode: str, aggregate: Aggregate) -> Callable[..., tupl
 def _token_loss(
     wanted: EngineObjective, batch: TokenBatch, extras: BatchExtras, weights: Tensor | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the loss of each token [B T] and metrics; with a support, of unmasked tokens alone if the objective allows it."""
+    """Compute the loss of each token [B T], and metrics.
+
+    With top-k tokens it is computed on unmasked tokens alone, if the objective allows it.
+    """
     if extras.dist_new is None or extras.dist_old is None:
         return wanted.token_loss(batch, weights)
     packing = Packing(batch.mask)

@@ -1,4 +1,4 @@
-"""Settings for verl, checked before a GPU is taken. Nothing here imports verl."""
+"""corral's settings for verl, checked before a GPU is allocated. Importing this module does not import verl."""
 
 import sys
 from collections.abc import Mapping
@@ -11,32 +11,33 @@ from corral.objective import make_objective, objective_names
 from corral.validate import require
 
 VERL_RANGE = ">=0.9,<0.10"
-"""Releases of verl that work; the next one is unknown."""
+"""Range of supported releases of verl. Other releases are refused."""
 PREFIX = "corral_"
-"""Prefix of every name that is registered with verl."""
+"""Prefix of every name that corral registers with verl."""
 MODEL_TYPE = "corral_language_model"
-"""actor_rollout_ref.model.model_type, for objectives on a support."""
+"""Value of actor_rollout_ref.model.model_type for objectives on top-k tokens."""
 CONFIG = "corral.engines.verl.config.CorralPolicyLossConfig"
-"""actor_rollout_ref.actor.policy_loss._target_."""
+"""Value of actor_rollout_ref.actor.policy_loss._target_ that accepts corral's settings."""
 TRAINERS = ("sync", "colocate_async", "separate_async")
-"""verl's trainers, each of which has a namesake with PREFIX."""
+"""verl's trainers that corral extends, each registered as PREFIX + its name."""
 
 TOP_K, MASS = "corral_top_k", "corral_mass"
-"""Keys of a batch's extra_info: size and mass of the support that the pass must keep."""
+"""Keys of a batch's extra_info for the number of top-k tokens and their mass that the old-policy pass must store."""
 DEPLOYED_BOUND, DEPLOYED_STATISTIC = "corral_deployed_bound", "corral_deployed_statistic"
-"""Keys of a batch's extra_info: the bound on the network's KL to the sampler's weights, and its statistic."""
+"""Keys of a batch's extra_info for the bound on the network's KL from the sampler's weights, and the KL statistic that is
+bounded."""
 DEPLOYED_SYNC = "corral_deployed_sync"
-"""Key of a batch's extra_info: whether the sampler gets the weights after this batch's updates."""
+"""Key of a batch's extra_info that is true if the sampler receives the weights after this batch."""
 
 
 def loss_modes() -> list[str]:
-    """Names of the policy losses: one for every objective without a teacher, which verl cannot supply."""
+    """Names of the policy losses, one for every objective that needs no teacher, since verl supplies none."""
     return [PREFIX + name for name in objective_names() if "dist_teacher" not in make_objective(name).needs]
 
 
 @dataclass(kw_only=True)
 class VerlSettings:
-    """Settings in `actor.policy_loss` beyond verl's own keys, checked when they are made."""
+    """corral's settings in `actor.policy_loss`, beside verl's own. They are checked on creation."""
 
     loss_mode: str
     objective: Mapping[str, Any] = field(default_factory=dict)
@@ -87,12 +88,12 @@ class VerlSettings:
             )
 
     def resolve(self) -> EngineObjective:
-        """Build the objective with its anchor."""
+        """Build the objective with its anchor from these settings."""
         name = self.loss_mode.removeprefix(PREFIX)
         return EngineObjective.of("corral for verl", name, self.objective, anchor=self.anchor, support=True)
 
     def support_request(self) -> dict[str, Any]:
-        """Entries of extra_info for the pass that must keep a support; empty if the objective reads none."""
+        """Entries of extra_info that ask the old-policy pass for top-k tokens. Empty if the objective reads none."""
         wanted = self.resolve()
         if not wanted.needs_support:
             return {}
@@ -101,7 +102,7 @@ class VerlSettings:
         return {TOP_K: self.support_size, MASS: self.support_mass}
 
     def deployed_request(self, *, sync: bool) -> dict[str, Any]:
-        """Entries of a batch's extra_info that request a measurement of the network. Empty without `deployed_bound`.
+        """Entries of extra_info that ask for a KL measurement of the network. Empty without `deployed_bound`.
 
         Args:
             sync: whether the sampler gets the network after these updates.

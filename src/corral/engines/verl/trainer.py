@@ -1,4 +1,4 @@
-"""Trainers of verl with a trust region: they check settings before anything starts, and request the support."""
+"""verl trainers with a trust region: they check settings before workers start, and request top-k tokens."""
 
 import functools
 from collections.abc import Callable
@@ -14,14 +14,14 @@ from corral.engines.verl.settings import CONFIG, MODEL_TYPE, PREFIX
 
 
 class _WithRegion:
-    """Mixin that adds a trust region to a verl trainer; verl's own methods do the work."""
+    """Mixin that adds corral's trust region to a verl trainer, around verl's own methods."""
 
     config: Any
     actor_rollout_wg: Any
     local_trigger_step: int
     """Number of batches already trained on since the last weight synchronisation."""
     parameter_sync_step: int
-    """Number of batches between two weight synchronisations: several with separate_async, one otherwise."""
+    """Number of batches between two weight synchronisations: one, or several with separate_async."""
 
     def __init__(self, config: Any) -> None:
         # verl's trainers tell themselves apart by this name, and each looks its settings up under it.
@@ -29,13 +29,13 @@ class _WithRegion:
         super().__init__(config)  # type: ignore[call-arg]  # a mixin: verl's trainer is its other base
 
     def _setup(self) -> None:
-        """Check the configuration, run verl's set-up, and give the workers corral's loss."""
+        """Check the configuration, run verl's set-up, and send corral's loss to the workers."""
         actor = check_config(self.config)
         super()._setup()  # type: ignore[misc]  # of verl's trainer
         self.actor_rollout_wg.set_loss_fn(functools.partial(corral_ppo_loss, config=actor))
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        """Run verl's pass, which also keeps a support if the objective needs one; the queue carries it beside log-probs."""
+        """Run verl's old-policy pass. If the objective needs top-k tokens, the pass stores them beside log-probs."""
         request = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor.policy_loss).support_request()
         batch.extra_info |= request
         result = super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]  # of verl's trainer
@@ -45,15 +45,15 @@ class _WithRegion:
         return result
 
     def _compute_ref_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        """Run verl's pass of the reference, which does not fetch the support."""
+        """Run verl's reference pass without fetching the stored top-k tokens."""
         return _without_support(super()._compute_ref_log_prob, batch, metrics)  # type: ignore[misc]  # of verl's trainer
 
     def _compute_values(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        """Run verl's pass of the critic, which does not fetch the support."""
+        """Run verl's critic pass without fetching the stored top-k tokens."""
         return _without_support(super()._compute_values, batch, metrics)  # type: ignore[misc]  # of verl's trainer
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        """Run verl's update; with a deployed bound the workers bound the network before the sampler gets it."""
+        """Run verl's update. With `deployed_bound`, workers bound the network before the sampler receives it."""
         settings = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor.policy_loss)
         sync = self.local_trigger_step == self.parameter_sync_step - 1
         batch.extra_info |= settings.deployed_request(sync=sync) | settings.support_request()
@@ -61,7 +61,7 @@ class _WithRegion:
 
 
 def _without_support(compute: Callable[[Any, dict[str, Any]], Any], batch: Any, metrics: dict[str, Any]) -> Any:
-    """Run a worker's pass on a batch whose list of fields lacks the support: workers fetch every field that is listed."""
+    """Run a worker's pass without fetching the stored top-k tokens, by leaving their fields out of the batch's list."""
     fields = batch.fields
     if fields is not None:
         batch.fields = [name for name in fields if not name.startswith(OLD)]
@@ -98,7 +98,7 @@ def check_config(config: Any) -> Any:
 
 
 def _check_support(config: Any, why: str) -> None:
-    """Refuse settings under which corral's head is not used."""
+    """Refuse settings with which verl would bypass corral's head."""
     model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
     if actor.strategy not in ("fsdp", "fsdp2"):
         raise ValueError(
@@ -112,7 +112,7 @@ def _check_support(config: Any, why: str) -> None:
 
 
 def _check_deployed(config: Any) -> None:
-    """Refuse settings under which a network cannot be measured and restored."""
+    """Refuse settings with which the network cannot be measured or its weights restored."""
     actor = config.actor_rollout_ref.actor
     if actor.strategy != "fsdp2":
         raise ValueError(f"corral for verl: deployed_bound holds the weights of FSDP2; got actor.strategy={actor.strategy}.")
@@ -124,14 +124,14 @@ def _check_deployed(config: Any) -> None:
 
 @register_trainer(PREFIX + "sync")
 class RegionTrainerSync(_WithRegion, PPOTrainerSync):
-    """Synchronous trainer, trainer.v1.trainer_mode=corral_sync."""
+    """Synchronous trainer, for trainer.v1.trainer_mode=corral_sync."""
 
 
 @register_trainer(PREFIX + "colocate_async")
 class RegionTrainerColocateAsync(_WithRegion, PPOTrainerColocateAsync):
-    """Trainer for trainer.v1.trainer_mode=corral_colocate_async."""
+    """Asynchronous trainer on shared GPUs, for trainer.v1.trainer_mode=corral_colocate_async."""
 
 
 @register_trainer(PREFIX + "separate_async")
 class RegionTrainerSeparateAsync(_WithRegion, PPOTrainerSeparateAsync):
-    """Trainer for trainer.v1.trainer_mode=corral_separate_async."""
+    """Asynchronous trainer on separate GPUs, for trainer.v1.trainer_mode=corral_separate_async."""
