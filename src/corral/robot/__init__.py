@@ -1,4 +1,4 @@
-"""Reinforcement learning for robots: smooth trajectories, and credit for their segments.
+"""Reinforcement learning for robots: policies over smooth trajectories, with credit for whole plans or their segments.
 
 Importing this needs torch alone; the learners in the modules `tce`, `bbrl` and `top_erl` also need `corral[robot]`.
 """

@@ -1,4 +1,4 @@
-"""BBRL: one plan per episode, credited with the episode's whole return."""
+"""BBRL (black-box reinforcement learning): one plan per episode, credited with the episode's whole return."""
 
 import math
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ from corral.validate import limited
 
 @dataclass(frozen=True, kw_only=True)
 class BBRLConfig(LearnerConfig):
-    """Settings of BBRL: TCE's without the settings of segments. The critic's inputs are contexts only."""
+    """Settings of BBRL: only those that all robot learners share. The critic reads contexts alone."""
 
     episodes: int = limited(64, at_least=2, note="advantages are compared across a batch")
     """Number of episodes in a batch."""
 
 
 class BBRL(OnPolicyLearner):
-    """Black-box learning of plans: whole plans are credited, without a look at the steps between.
+    """Black-box learning of plans: each plan is credited with its episode's return, without a look at single steps.
 
         ρ = N(w; π̃) / N(w; π_old)          A = Σ_t r_t − V(c)
 

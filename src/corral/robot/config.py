@@ -1,4 +1,4 @@
-"""Settings shared by TCE and BBRL, with validation."""
+"""Settings shared by the robot learners TCE, BBRL and TOP-ERL, with validation."""
 
 import math
 from collections.abc import Callable
@@ -27,7 +27,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 
 def check_device(owner: str, device: str) -> None:
-    """Raise a ValueError if the device is a GPU that is not available."""
+    """Raise a ValueError if the device is a GPU that does not exist here."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"{owner}: device='cuda', but torch finds no GPU. Leave it at 'cpu'.")
 

@@ -1,4 +1,4 @@
-"""Playing of plans or policies: every episode runs to its end, in all environments at once."""
+"""Play plans or policies in vectorised environments, each episode to its end."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,53 +15,54 @@ from corral.robot.tracking import Array, Tracking
 from corral.tensors import Tensors
 
 Plan = Callable[[Array], tuple[Array, Array]]
-"""Observations [E O] → the desired positions and velocities [E R D] of the next R steps."""
+"""Function that makes plans: observations [E O] → desired positions and velocities [E R D] of the next R steps."""
 
 _INFO_KEYS = ("success", "event", "max_height")
-"""Entries read from the last step's info."""
+"""Keys that are read from the info dictionary of an episode's last step."""
 
 ELAPSED = "elapsed_share_is_last"
-"""Key of a vector environment's metadata: true if the share was appended to what the environment itself observes."""
+"""Key of a vector environment's metadata. True if the last observed number is the elapsed share of the episode, added by
+corral."""
 
 _CONTEXTS, PLANS, SEGMENTS, UPDATES, _HELD_OUT, STATISTICS = range(6)
-"""Purposes of random numbers; each purpose has its own stream."""
+"""Purposes of random numbers. Each purpose has its own random stream."""
 
 
 @dataclass(frozen=True, eq=False)
 class Episodes(Tensors):
-    """A batch of E episodes of up to T steps. After the end of an episode, `mask` is False and rewards are 0."""
+    """Batch of E episodes of up to T steps. After the end of an episode, `mask` is False and rewards are 0."""
 
     observations: Float[Tensor, "E S O"]
-    """Observations s_0 … s_T, so S = T + 1; after an early end, the last observation is repeated."""
+    """Observations s_0 … s_T, so S = T + 1. After an early end, the last observation is repeated."""
     rewards: Float[Tensor, "E T"]
     mask: Bool[Tensor, "E T"]
     actions: Float[Tensor, "E T D"]
     """Actions after clipping, as the environment received them."""
     success: Float[Tensor, "E"]
-    """`success` in the last step's info; NaN if the environment does not report it."""
+    """`success` in the info of each episode's last step. NaN if the environment does not report it."""
     event: Float[Tensor, "E"]
-    """`event` in the last step's info: the step that decided later rewards, such as a take-off; NaN if there is none."""
+    """Step of the event that decided later rewards, such as a take-off, from the last step's info. NaN if there is none."""
     max_height: Float[Tensor, "E"]
-    """`max_height` in the last step's info, in metres: of the hopper's torso; NaN if the environment does not report it."""
+    """Greatest height of the hopper's torso in metres, from the last step's info. NaN if it is not reported."""
 
     @property
     def returns(self) -> Float[Tensor, "E"]:
-        """Return of each episode."""
+        """Return of each episode: the sum of its rewards."""
         return self.rewards.sum(-1)
 
 
 def episode_seeds(seed: int, iteration: int, count: int, purpose: int = _CONTEXTS) -> list[int]:
-    """Seeds of an iteration, a pure function of the arguments, so that a resumed run has equal contexts."""
+    """Seeds for one iteration and purpose. They depend on the arguments alone, so that a resumed run draws equal contexts."""
     return [int(value) for value in np.random.SeedSequence([seed, iteration, purpose]).generate_state(count)]
 
 
 def held_out_seeds(count: int) -> list[int]:
-    """Seeds of contexts for evaluation, common to all runs and algorithms and never used in training."""
+    """Seeds of evaluation contexts, which are equal for all runs and algorithms and never used in training."""
     return episode_seeds(0, 0, count, _HELD_OUT)
 
 
 class Plant:
-    """Vectorised environments and the controller that follows plans in them.
+    """Vectorised environments with the controller that makes their joints follow plans.
 
     At most one episode per environment is played at a time. Environments without an episode repeat the last one; their results
     are dropped.
@@ -95,7 +96,7 @@ class Plant:
         self.elapsed_is_added = bool(envs.metadata.get(ELAPSED))
 
     def context(self, observation: Array) -> Array:
-        """First observations [* O] as the environment itself has them, with the elapsed share of 0 where it is appended."""
+        """Check first observations [* O]. An elapsed share of 0 is appended if learners expect it."""
         given = np.asarray(observation, np.float64)
         own = self.observation_size - self.elapsed_is_added
         if self.elapsed_is_added and given.shape[-1:] == (own,):
@@ -105,11 +106,11 @@ class Plant:
         return given
 
     def rounds(self, count: int) -> list[slice]:
-        """Slices of `count` episodes that are played at the same time."""
+        """Slices of `count` episodes, each small enough to be played at the same time."""
         return [slice(first, min(first + self.envs.num_envs, count)) for first in range(0, count, self.envs.num_envs)]
 
     def start(self, seeds: Sequence[int], *, learned_from: bool = False) -> Array:
-        """Begin episodes, at most one per environment, and return their first observations [E O], the contexts.
+        """Begin episodes, at most one per environment, and return the first observations [E O], which are the contexts.
 
         Episodes that are `learned_from` may be played by another simulator; measurements are always MuJoCo's.
         """
@@ -123,11 +124,11 @@ class Plant:
         return np.asarray(observation, np.float64)[: len(seeds)]
 
     def follow(self, context: Array, positions: Array, velocities: Array) -> Episodes:
-        """Follow plans [E T D] from the state after `start`."""
+        """Play episodes that follow the given plans [E T D], after `start` has begun them."""
         return self.follow_anew(context, lambda _: (positions, velocities), self.steps)
 
     def follow_anew(self, context: Array, plan: Plan, every: int) -> Episodes:
-        """Follow plans made during the episodes: after `start`, `plan(observations)` gives the next `every` steps."""
+        """Play episodes with a new plan every `every` steps, made by `plan(observations)`, after `start` has begun them."""
         desired: tuple[Array, Array] = (np.empty(0), np.empty(0))
 
         def action(t: int, observation: Array) -> Array:
@@ -139,7 +140,7 @@ class Plant:
         return self.act(context, action)
 
     def act(self, context: Array, policy: Callable[[int, Array], Array]) -> Episodes:
-        """Play actions [E D] chosen by `policy(t, observations [E O])` from the state after `start`; actions are clipped."""
+        """Play episodes with the actions [E D] of `policy(t, observations)`, clipped, after `start` has begun them."""
         if not self._started:
             raise ValueError("Plant: episodes are played from their beginning, and once. Call `start` before each.")
         self._started = False
@@ -177,7 +178,7 @@ class Plant:
 
 
 def read_info(info: Mapping[str, Any], name: str, count: int) -> Array:
-    """An entry of the info for each of `count` environments [E]; NaN if an environment lacks the entry.
+    """Read one key of a vector environment's info [E]. NaN for environments that lack the key.
 
     `success` may be called `is_success`, as in Gymnasium-Robotics.
     """
@@ -195,7 +196,7 @@ def reset_each(envs: VectorEnv, seeds: list[int], options: dict[str, Any] | None
 
 
 def check_finite(observations: Array, rewards: Array) -> None:
-    """Refuse non-finite numbers before they reach a policy."""
+    """Raise a ValueError if an observation or reward is NaN or infinite."""
     if not (np.isfinite(rewards).all() and np.isfinite(observations).all()):
         raise ValueError(
             "Plant: an environment returned NaN or infinite observations or rewards. Has its simulation become unstable?"

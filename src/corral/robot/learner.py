@@ -1,4 +1,4 @@
-"""The training loop of an episodic learner: draw plans, play them, update critic and policy inside the trust region."""
+"""Training loop of the robot learners: draw plans, play them, and update critic and policy inside the trust region."""
 
 import math
 from abc import ABC, abstractmethod
@@ -26,20 +26,20 @@ from corral.robot.tracking import Array
 from corral.validate import number_in
 
 _LAST_RATE = 0.01
-"""Ratio of a learning rate's last value to its first."""
+"""Final learning rate, as a share of the initial one."""
 
 _RESETS = 256
-"""Number of resets whose contexts give the mean and standard deviation that normalise a policy's inputs."""
+"""Number of resets that are sampled to find the mean and standard deviation of contexts."""
 
 _PIECE = 2000
-"""Number of states in a chunk that the critic processes on a CPU: at 128 numbers each, a chunk is 1 MB in float32."""
+"""Number of states that the critic processes at a time on a CPU. At 128 numbers each, these take 1 MB in float32."""
 
 _ENTROPY_OF_ONE = 0.5 * math.log(2 * math.pi * math.e)
-"""Entropy of a Gaussian with standard deviation 1. Subtracted from entropy per parameter, it leaves a mean log deviation."""
+"""Entropy of a Gaussian with standard deviation 1. Entropy per parameter minus this value is a mean log standard deviation."""
 
 
 _COUNTERS = ("iteration", "env_steps", "first_entropy")
-"""Numbers in a checkpoint."""
+"""Names of the attributes with numbers that a checkpoint stores."""
 
 
 class Credit(NamedTuple):
@@ -47,14 +47,14 @@ class Credit(NamedTuple):
 
     advantages: Float[Tensor, "E N"]
     mask: Bool[Tensor, "E N"]
-    """True for advantages in use."""
+    """True for advantages that enter the loss."""
     inputs: Float[Tensor, "S O"] | None = None
     targets: Float[Tensor, "S"] | None = None
-    """Targets of V at `inputs`; None if no critic is fitted."""
+    """Targets of the value function V at `inputs`. None if no critic is fitted."""
 
 
 class Learner(ABC):
-    """A contextual Gaussian over trajectory parameters, improved by episodes under a trust region.
+    """Gaussian policy over trajectory parameters, given a context, which learns from episodes under a trust region.
 
         π̃ = projection of π_θ into the region around π_old          L = − gain(π̃) + α KL(π_θ‖sg π̃)
 
@@ -115,14 +115,14 @@ class Learner(ABC):
 
     @abstractmethod
     def build_critic(self, observation: int) -> nn.Module:
-        """The critic, for observations with this many numbers; its part `value` has the critic's precision."""
+        """Build the critic for observations of this size. Its part `value` gets the critic's precision."""
 
     @abstractmethod
     def update(self, episodes: Episodes, plans: Plans) -> dict[str, Tensor]:
-        """Update critic and policy after a batch. Metrics come from the last update of each."""
+        """Update critic and policy after a batch of episodes. Metrics are those of the last updates."""
 
     def step(self) -> dict[str, float]:
-        """Train on a batch of episodes and return metrics."""
+        """Train on one new batch of episodes and return metrics."""
         decay_over = self.config.decay_over or self.config.iterations
         left = 1 - (1 - _LAST_RATE) * min(1.0, self.iteration / decay_over)
         self.policy_optimizer.param_groups[0]["lr"] = self.config.policy_rate * left
@@ -135,7 +135,7 @@ class Learner(ABC):
         return {"env_steps": float(self.env_steps), **metrics}
 
     def sample(self) -> tuple[Episodes, Plans]:
-        """Episodes of this batch, with plans drawn for new contexts."""
+        """Draw plans for new contexts, and play a batch of episodes."""
         plans = self.config.plans_per_context
         contexts = episode_seeds(self.seed, self.iteration, self.config.episodes // plans)
         seeds = [seed for seed in contexts for _ in range(plans)]
@@ -143,22 +143,22 @@ class Learner(ABC):
         return self.planner.play(seeds, mirror(noise) if self.config.mirrored else noise, learned_from=True)
 
     def evaluate(self, seeds: list[int]) -> Episodes:
-        """Episodes of the mean plans, that is of the policy without exploration."""
+        """Play episodes of the mean plans, without exploration."""
         return self.planner.play(seeds, None)[0]
 
     def predict(self, observation: Array) -> tuple[Array, Array]:
-        """The mean plan for the first observation of an episode [* O]: desired positions and velocities [* T D].
+        """Mean plan for an episode's first observation [* O]: desired positions and velocities [* T D].
 
         Entry t is for the time (t + 1) Δt. With `replan_every` it is the first plan, up to the next.
         """
         return self.planner.predict(observation)
 
     def explore(self, seeds: list[int]) -> Episodes:
-        """Episodes of plans drawn with the exploration of training."""
+        """Play episodes of plans drawn as in training."""
         return self.planner.play(seeds, self.planner.noise(len(seeds), seeds[0]))[0]
 
     def improve(self, episodes: Episodes, plans: Plans) -> dict[str, float]:
-        """Update critic and policy, then measure, and where it has a bound also bound, how far the policy has moved."""
+        """Update critic and policy, then measure how far the policy moved. With `deployed_bound`, pull it back if too far."""
         episodes, plans = episodes.to(self.config.device), plans.to(self.config.device)  # they were played on the CPU
         context, old = self.planner.contexts(episodes).to(self.dtype), snapshot(self.policy)
         metrics = self.update(episodes, plans)
@@ -171,14 +171,14 @@ class Learner(ABC):
 
     @torch.no_grad()
     def deployed_kl(self, context: Float[Tensor, "E C"], old: Plans) -> Float[Tensor, " E"]:
-        """KL(π_θ‖π_old) at each context, in nats per plan, of the unprojected network that draws the next batch."""
+        """KL(π_θ‖π_old) in nats per plan at each context, for the unprojected policy that draws the next batch."""
         mean, chol = self.gaussians(context)
         return gaussian_kl(mean, chol, old.mean, old.chol).total
 
     def step_policy(
         self, mean: Tensor, chol: Tensor, projected: GaussianProjection, factor: Tensor, gain: Tensor
     ) -> dict[str, Tensor]:
-        """Make a step on − gain + α KL(π_θ‖sg π̃); `gain` depends on the projected policy, whose Cholesky factor is `factor`."""
+        """Make a gradient step on − gain + α KL(π_θ‖sg π̃), where `gain` depends on the projected policy π̃."""
         distance = gaussian_kl(mean, chol, projected.mean.detach(), factor.detach())
         # A covariance that will be set needs no regression.
         apart = distance.mean.mean() if self.config.set_covariance else distance.total.mean()
@@ -199,7 +199,7 @@ class Learner(ABC):
         }
 
     def gaussians(self, context: Float[Tensor, "E C"]) -> tuple[Float[Tensor, "E W"], Float[Tensor, "*c W W"]]:
-        """Gaussians of the policy at each plan's context, computed once per context; plans of a context are adjacent."""
+        """Mean and Cholesky factor of the policy for each plan. Plans that share a context are adjacent and computed once."""
         plans = self.config.plans_per_context
         if plans == 1:
             return self.policy(context)
@@ -207,7 +207,7 @@ class Learner(ABC):
         return mean.repeat_interleave(plans, 0), chol if chol.ndim == 2 else chol.repeat_interleave(plans, 0)
 
     def project(self, mean: Tensor, chol: Tensor, old: Plans) -> tuple[GaussianProjection, Tensor]:
-        """The projected policy, and its Cholesky factor with the entropy floor applied."""
+        """Project the policy into the trust region. Also returns its Cholesky factor with the entropy floor applied."""
         config = self.config
         bounds = {"mean_bound": config.mean_bound, "cov_bound": config.cov_bound}
         projected = PROJECTIONS[config.projection](mean, chol, old.mean, old.chol, **bounds)
@@ -231,12 +231,12 @@ class Learner(ABC):
         return self.iteration * self.config.policy_epochs
 
     def state(self) -> dict[str, Any]:
-        """A checkpoint of networks, optimizers and counters, as a copy that later steps do not change."""
+        """Checkpoint of networks, optimizers and counters, as a copy that later steps do not change."""
         parts = self.networks | {f"{name}_optimizer": optimizer for name, optimizer in self.optimizers.items()}
         return deepcopy({key: part.state_dict() for key, part in parts.items()} | {key: vars(self)[key] for key in _COUNTERS})
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume from a `state`."""
+        """Load a checkpoint made by `state`."""
         state = deepcopy(dict(state))  # optimizers would go on with these very tensors
         for name, network in self.networks.items():
             network.load_state_dict(state[name])
@@ -245,7 +245,7 @@ class Learner(ABC):
 
 
 class OnPolicyLearner(Learner):
-    """Learner from the episodes of the last batch alone, by importance weights of what was drawn.
+    """Learner from the newest batch of episodes alone, with importance ratios of the plans or segments that were drawn.
 
         ρ = π̃ / π_old          gain = mean ρ Â
 
@@ -256,24 +256,24 @@ class OnPolicyLearner(Learner):
 
     @abstractmethod
     def log_prob(self, plans: Plans) -> Tensor:
-        """Log-density [E N] of the segments or plans that were drawn, under the Gaussian of `plans`."""
+        """Log-density [E N] of the drawn plans or segments under the Gaussian in `plans`."""
 
     @abstractmethod
     def states(self, episodes: Episodes) -> Tensor:
-        """The states [S O] at which V is fitted."""
+        """States [S O] on which the critic is trained."""
 
     @abstractmethod
     def credit(self, episodes: Episodes) -> Credit:
-        """Advantages and critic targets of this batch, computed before the critic is fitted to it."""
+        """Compute advantages and critic targets of a batch, with the critic as it was before this batch."""
 
     def begin_batch(self, plans: Plans) -> None:
-        """Set up the constants of a batch's updates; `plans` come from the old policy."""
+        """Compute quantities that stay constant during a batch's updates. `plans` come from the old policy."""
 
     def build_critic(self, observation: int) -> Critic:
         return Critic(observation, self.config.critic_hidden, activation=self.config.activation)
 
     def update(self, episodes: Episodes, plans: Plans) -> dict[str, Tensor]:
-        """Credit the batch, then update the critic, then the policy."""
+        """Compute advantages and targets of the batch, then update the critic, then the policy."""
         if self.config.plans_per_context == 1 and self.config.normalise_critic:
             self.critic.normaliser.update(self.states(episodes))
         self.begin_batch(plans)
@@ -291,16 +291,16 @@ class OnPolicyLearner(Learner):
         return metrics
 
     def values(self, states: Float[Tensor, "*b O"]) -> Float[Tensor, "*b"]:
-        """Values of V in the run's precision."""
+        """Values V of states, in the run's precision."""
         return self.critic(states).to(self.dtype)
 
     def credit_among_plans(self, earned: Float[Tensor, "E N"], mask: Bool[Tensor, "E N"]) -> Credit:
-        """Advantages over the other plans for an equal context, without a critic."""
+        """Advantages without a critic: each plan is compared with the other plans for its context."""
         apart = leave_one_out(earned, self.config.plans_per_context, mirrored=self.config.mirrored)
         return Credit(normalise_advantages(apart, mask), mask)
 
     def improve_critic(self, inputs: Float[Tensor, "S O"], targets: Float[Tensor, " S"]) -> Tensor:
-        """Make a full-batch step on V's squared error at normalised inputs, in chunks whose activations fit a CPU's cache."""
+        """Make a full-batch step on the critic's squared error, in chunks that fit a CPU's cache."""
         piece = _PIECE if inputs.device.type == "cpu" else len(inputs)
         self.critic_optimizer.zero_grad()
         loss = targets.new_zeros(())
@@ -312,7 +312,7 @@ class OnPolicyLearner(Learner):
         return loss
 
     def improve_policy(self, context: Tensor, plans: Plans, credit: Credit, log_old: Tensor) -> dict[str, Tensor]:
-        """Make a full-batch step on the policy's loss."""
+        """Make a full-batch gradient step on the policy's loss, with importance ratios to the old policy."""
         mean, chol = self.gaussians(context)
         projected, factor = self.project(mean, chol, plans)
         log_ratio = self.log_prob(replace(plans, mean=projected.mean, chol=factor)) - log_old
@@ -322,7 +322,7 @@ class OnPolicyLearner(Learner):
 
 
 def mirror(noise: Float[Tensor, "E *w"]) -> Float[Tensor, "E *w"]:
-    """Make every second row the negative of the row before it, so that plans come in pairs μ ± L ε.
+    """Replace every second row of noise by the negative of the row before it, so that plans come in pairs μ ± L ε.
 
     Each plan is drawn from the policy, though not independently: what a pair earns alike says nothing of where the mean should
     go, and drops out exactly. Where the reward is nearly linear in a plan, half as many directions are the price.
@@ -331,7 +331,7 @@ def mirror(noise: Float[Tensor, "E *w"]) -> Float[Tensor, "E *w"]:
 
 
 def leave_one_out(credit: Float[Tensor, "E N"], plans: int, *, mirrored: bool = False) -> Float[Tensor, "E N"]:
-    """Return of each plan minus the mean return of the other plans for its context, segment by segment.
+    """Return of each plan minus the mean return of the other plans for the same context, for each segment.
 
         A_i = R_i − mean_{j∉i} R_j          j ∉ i: other plans; with mirrored pairs, plans of other pairs
 

@@ -1,4 +1,4 @@
-"""Planner: draws a plan for each context, or a new one every few steps from the current state, and follows it."""
+"""Planner: draws a plan from the policy for each context, or a new one every few steps, and plays it."""
 
 from dataclasses import dataclass
 from typing import Literal, cast
@@ -18,7 +18,7 @@ PlanStart = Literal["desired", "state"]
 
 @dataclass(frozen=True, eq=False)
 class Plans(Tensors):
-    """Trajectory parameters drawn for a batch, with the Gaussian that drew them: the old policy of this batch's updates.
+    """Trajectory parameters drawn for a batch, with mean and Cholesky factor of the old policy that drew them.
 
     One row for each of the N plans that began: the first plans of all episodes, then the second ones, … While a batch is
     played, N stands for two axes: [P E], plan and episode.
@@ -27,12 +27,12 @@ class Plans(Tensors):
     params: Float[Tensor, "*N W"]
     mean: Float[Tensor, "*N W"]
     chol: Float[Tensor, "*c W W"]
-    """A factor common to all plans, or a factor for each plan."""
+    """Cholesky factor of the covariance, common to all plans [W W] or one per plan."""
     sizes: tuple[int, ...]
-    """Number of first plans, of second plans, …"""
+    """Number of episodes that reached their first plan, their second plan, and so on."""
 
     def split(self) -> "list[Plans]":
-        """The first plans of a batch, the second ones, …"""
+        """Split into the first plans of all episodes, the second plans, and so on."""
         if len(self.sizes) == 1:
             return [self]
         factors = self.chol.split(self.sizes) if self.chol.ndim == 3 else [self.chol] * len(self.sizes)
@@ -41,7 +41,7 @@ class Plans(Tensors):
 
 
 class Planner:
-    """Planner that draws plans from a policy and follows them.
+    """Draws plans from a policy, and plays episodes that follow them.
 
         w_k ~ N(μ(s_t), Σ)   at t = k R,   followed for R steps from (y_b, v_b) at time t Δt on
 
@@ -79,10 +79,10 @@ class Planner:
         self.starts = [dt * self.every * index for index in range(self.count)]
         pieces = zip(self.times.split(self.every), self.starts, strict=True)
         self.positions = [prodmp.design(times, begin).position for times, begin in pieces]
-        """Derivative ∂y/∂params [R M] of the first plan, the second, …"""
+        """Derivative ∂y/∂params [R M] of the positions by the parameters, for the first plan, the second plan, and so on."""
 
     def noise(self, count: int, seed: int) -> Float[Tensor, "E P W"]:
-        """Standard normal numbers for `count` episodes."""
+        """Draw standard normal noise for the plans of `count` episodes."""
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randn((count, self.count * self.prodmp.parameters), generator=generator, dtype=self.dtype)
         return drawn.unflatten(1, (self.count, -1))
@@ -91,7 +91,7 @@ class Planner:
     def play(
         self, seeds: list[int], noise: Float[Tensor, "E P W"] | None, *, learned_from: bool = False
     ) -> tuple[Episodes, Plans]:
-        """Play episodes of the plans μ(s) + L · noise, or of the mean plans without noise.
+        """Play episodes of the plans μ(s) + L · noise. Without noise, play the mean plans.
 
         They are played in several rounds where there are fewer environments than seeds.
         """
@@ -108,12 +108,12 @@ class Planner:
         return episodes, Plans(params[begun], mean[begun], chol if shared else chol[begun], sizes)
 
     def _play_round(self, seeds: list[int], noise: Tensor | None, drawn: Plans, learned_from: bool) -> Episodes:
-        """Play episodes at the same time, one per environment, and write their plans into `drawn`."""
+        """Play at most one episode per environment, and write the plans into `drawn`."""
         context, index = self.plant.start(seeds, learned_from=learned_from), 0
         reached: tuple[Tensor, Tensor] | None = None
 
         def plan(observation: Array) -> tuple[Array, Array]:
-            """The next plans [E R D] in these states [E O]. The policy runs on its own device, and all else on the CPU."""
+            """Make the next plans [E R D] from observations [E O]. The policy runs on its own device, all else on the CPU."""
             nonlocal index, reached
             mean, chol = (x.cpu() for x in self.policy(torch.from_numpy(observation).to(self.policy.log_diagonal)))
             params = mean
@@ -134,7 +134,7 @@ class Planner:
 
     @torch.no_grad()
     def predict(self, observation: Array) -> tuple[Array, Array]:
-        """The mean plan for the first observation of an episode [* O]: desired positions and velocities [* R D].
+        """Mean plan for an episode's first observation [* O]: desired positions and velocities [* R D].
 
         Entry t is for the time (t + 1) Δt. R is the whole episode, unless the policy plans anew on the way.
         """
@@ -149,15 +149,15 @@ class Planner:
         return cast(tuple[Array, Array], (positions.numpy(), velocities.numpy()))
 
     def begun(self, episodes: Episodes) -> Bool[Tensor, "P E"]:
-        """True for plans that began: an episode was still running when its first plan, its second plan, … was due."""
+        """True for plans that began, because their episode was still running when they were due."""
         return episodes.mask[:, :: self.every].T
 
     def contexts(self, episodes: Episodes) -> Float[Tensor, "N O"]:
-        """Observations from which the policy planned, with rows as in `Plans`."""
+        """Observation from which each plan was made, in the order of `Plans`."""
         return self.cut(episodes, episodes.observations[:, :-1])[:, 0].contiguous()
 
     def cut(self, episodes: Episodes, values: Tensor) -> Tensor:
-        """Values of every step [E T …] split by plan [N R …], with rows as in `Plans`."""
+        """Split per-step values [E T …] into one row per plan [N R …], in the order of `Plans`."""
         if self.count == 1:
             return values
         return values.unflatten(1, (self.count, self.every)).transpose(0, 1)[self.begun(episodes)]

@@ -1,4 +1,4 @@
-"""The two networks of an episodic learner: context → Gaussian over trajectory parameters, state → value."""
+"""Networks of a robot learner: a Gaussian policy over trajectory parameters, and a value function of states."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,13 +8,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 _CONSTANT = 1e-8
-"""Largest standard deviation that counts as rounding error of a constant entry."""
+"""Standard deviation below which a context's entry counts as constant. It allows for rounding."""
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "leaky_relu": nn.LeakyReLU}
 
 
 def mlp(inputs: int, hidden: Sequence[int], outputs: int, activation: str, gain: float) -> nn.Sequential:
-    """Network of orthogonally initialised layers; `gain` scales the last layer."""
+    """Build a multilayer perceptron with orthogonal initialisation. `gain` scales the last layer."""
     layers: list[nn.Module] = []
     for width_in, width_out in zip([inputs, *hidden[:-1]], hidden, strict=True):
         layers += [nn.Linear(width_in, width_out), ACTIVATIONS[activation]()]
@@ -27,7 +27,7 @@ def mlp(inputs: int, hidden: Sequence[int], outputs: int, activation: str, gain:
 
 
 class GaussianPolicy(nn.Module):
-    """N(μ(c), L Lᵀ): the mean depends on the context, and the covariance is common to all contexts or depends on them too.
+    """Gaussian over trajectory parameters N(μ(c), L Lᵀ), given a context c. The covariance may depend on c too.
 
         L = strict lower part + diag(softplus(v) + min_std)          (v, lower part) + f(c) with `contextual_covariance`
 
@@ -72,17 +72,17 @@ class GaussianPolicy(nn.Module):
 
     @torch.no_grad()
     def set_contexts(self, contexts: Float[Tensor, "N C"]) -> None:
-        """Set m and s from these contexts; an entry that is constant over the contexts is not divided."""
+        """Set the mean m and standard deviation s that normalise contexts. Entries that are constant are not divided."""
         std, mean = torch.std_mean(contexts, 0, correction=0)
         self.context_mean.copy_(mean)
         self.context_std.copy_(torch.where(std > _CONSTANT, std, 1.0))
 
     def normalise(self, context: Float[Tensor, "*e C"]) -> Float[Tensor, "*e C"]:
-        """Normalise the networks' inputs."""
+        """Normalise contexts before they enter the networks, if `normalised` is set."""
         return (context - self.context_mean) / self.context_std if self.normalised else context
 
     def cholesky(self, context: Float[Tensor, "*e C"] | None = None) -> Float[Tensor, "*c W W"]:
-        """The Cholesky factor L, common to all contexts [W W] or for each context [* W W]."""
+        """Cholesky factor L of the covariance: common to all contexts [W W], or one per context [* W W]."""
         diagonal, lower, size = self.log_diagonal, self.lower, self.log_diagonal.numel()
         if self.covariance is not None:
             if context is None:
@@ -94,7 +94,10 @@ class GaussianPolicy(nn.Module):
 
     @torch.no_grad()
     def set_cholesky(self, chol: Float[Tensor, "W W"]) -> None:
-        """Make `cholesky()` return this factor, as far as `min_std` allows; only for a covariance common to all contexts."""
+        """Set the covariance so that `cholesky()` returns this factor, as far as `min_std` allows.
+
+        Only for a covariance common to all contexts.
+        """
         if self.covariance is not None:
             raise ValueError("GaussianPolicy: a covariance that depends on the context cannot be set to one matrix.")
         excess = (chol.diagonal() - self.min_std).clamp(min=torch.finfo(chol.dtype).tiny)
@@ -102,17 +105,17 @@ class GaussianPolicy(nn.Module):
         self.lower.copy_(chol.flatten()[self._below])
 
     def forward(self, context: Float[Tensor, "E C"]) -> tuple[Float[Tensor, "E W"], Float[Tensor, "*c W W"]]:
-        """Means, and the Cholesky factor, common to all contexts or for each context."""
+        """Mean for each context, and the Cholesky factor of the covariance, common to all contexts or one per context."""
         return self.mean(self.normalise(context)), self.cholesky(context)
 
 
 def _inverse_softplus(x: Tensor) -> Tensor:
-    """log(eˣ − 1), without overflow."""
+    """Inverse of softplus, log(eˣ − 1), without overflow."""
     return x + torch.log(-torch.expm1(-x))
 
 
 class Normaliser(nn.Module):
-    """Running mean and standard deviation of inputs, entry by entry (Chan's parallel update).
+    """Normalises inputs by their running mean and standard deviation, each entry by itself (Chan's parallel update).
 
     In float64 whatever the inputs are: a float32 count stands still from 2²⁴ on, and its means of constants are not those
     constants.
@@ -141,12 +144,12 @@ class Normaliser(nn.Module):
         self.count.copy_(total)
 
     def forward(self, values: Float[Tensor, "*b S"]) -> Float[Tensor, "*b S"]:
-        """(x − mean) / std; an entry that never changed becomes 0."""
+        """Normalise inputs: (x − mean) / std. Entries that never changed become 0."""
         return (values - self.mean) / (self.variance.sqrt() + 1e-8)
 
 
 class Critic(nn.Module):
-    """V(s): expected sum of the rewards from state s to the end. Observations include the time, so no discount is needed.
+    """Value function V(s): expected undiscounted sum of rewards from state s on. Observations include the time.
 
     `critic.value.to(dtype)` sets the network's precision; the normaliser keeps its own.
     """

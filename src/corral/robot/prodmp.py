@@ -1,4 +1,4 @@
-"""ProDMP: parameters → a smooth trajectory from any state, linear in both, with its velocity and covariance."""
+"""ProDMP: a smooth trajectory from any start state, linear in its parameters, with velocity and covariance."""
 
 import math
 from collections.abc import Callable
@@ -16,14 +16,15 @@ from corral.validate import require
 _Built = TypeVar("_Built")
 
 _HORIZON = 6
-"""Largest duration of a plan after its delay, in τ; at the usual phase the force has decayed to e^−18 by then."""
+"""Largest duration of a plan after its delay, in multiples of τ. With the default phase the force has decayed to e^−18 by
+then."""
 
 NODES = 10
-"""Points of the Gauss–Legendre rule inside a panel."""
+"""Number of points of the Gauss–Legendre rule in each panel of the integral."""
 
 
 def _constant(build: Callable[["ProDMP"], _Built]) -> "cached_property[_Built]":
-    """A cached property of plain CPU tensors, independent of autograd mode and default device at the first access."""
+    """Cached property with plain CPU tensors, independent of autograd mode and default device at the first access."""
 
     @wraps(build)
     def plain(prodmp: "ProDMP") -> _Built:
@@ -35,17 +36,17 @@ def _constant(build: Callable[["ProDMP"], _Built]) -> "cached_property[_Built]":
 
 @dataclass(frozen=True, eq=False)
 class Design:
-    """The linear map from parameters and start state to a plan, joint by joint.
+    """Linear map from trajectory parameters and start state to the positions and velocities of one joint.
 
     (y, v) = (position, velocity) @ params + start @ (y_b, v_b)
     """
 
     position: Float[Tensor, "*b T M"]
-    """∂y/∂params of one joint: the n weights, then the goal, scaled."""
+    """Derivative ∂y/∂params of one joint's positions by its n weights and its goal."""
     velocity: Float[Tensor, "*b T M"]
-    """Derivative of `position` in time."""
+    """Derivative of one joint's velocities by its parameters."""
     start: Float[Tensor, "*b T 2 2"]
-    """∂(y, v)/∂(y_b, v_b)."""
+    """Derivative ∂(y, v)/∂(y_b, v_b) by position and velocity at the start."""
 
     def to(self, like: Tensor) -> "Design":
         """Move the map to another tensor's device and dtype."""
@@ -54,7 +55,7 @@ class Design:
 
 @dataclass(frozen=True)
 class ProDMP:
-    """A critically damped spring towards a goal, pushed by a learned force that fades.
+    """Movement primitive: a critically damped spring towards a goal, with a learned force that fades over time.
 
         τ² y″ = α (α/4 (g − y) − τ y′) + x Σ_i w_i ψ_i(x)        x = e^{−α_x s},   s = max(0, (t − delay)/τ)
 
@@ -105,12 +106,12 @@ class ProDMP:
 
     @property
     def columns(self) -> int:
-        """Number of parameters of a joint, M = n + 1."""
+        """Number of parameters per joint, M = n + 1: weights and goal."""
         return self.basis + 1
 
     @property
     def parameters(self) -> int:
-        """Number of parameters of a plan, W = D (n + 1)."""
+        """Number of parameters of a plan over all joints, W = D (n + 1)."""
         return self.dof * self.columns
 
     @without_autocast
@@ -122,7 +123,7 @@ class ProDMP:
         velocity: Float[Tensor, "*r D"],
         start_time: float | Float[Tensor, "*s"] = 0.0,
     ) -> tuple[Float[Tensor, "*b T D"], Float[Tensor, "*b T D"]]:
-        """Desired positions and velocities; leading axes broadcast.
+        """Desired positions and velocities at given times. Leading axes broadcast.
 
         Args:
             times: seconds [T], or [*, T] where plans differ. Earlier than `start_time`, the curve that leads to its state.
@@ -158,7 +159,7 @@ class ProDMP:
     def covariance(
         self, times: Float[Tensor, "*t T"], cov: Float[Tensor, "*c W W"], start_time: float | Float[Tensor, "*s"] = 0.0
     ) -> Float[Tensor, "*b DT DT"]:
-        """Covariance of the positions when the parameters have covariance `cov` and the start is certain.
+        """Covariance of the positions if the parameters have covariance `cov` and the start state is exact.
 
             Cov = (I_D ⊗ H) Σ (I_D ⊗ H)ᵀ
 
@@ -178,7 +179,7 @@ class ProDMP:
         return torch.einsum("...im,...dmen,...jn->...diej", rows, blocks, rows).flatten(-2).flatten(-3, -2)
 
     def absolute(self, params: Float[Tensor, "*p W"], position: Float[Tensor, "*p D"]) -> Float[Tensor, "*p W"]:
-        """Parameters whose goals are positions, of plans with goals relative to `position`; others stay as they are.
+        """Convert parameters with relative goals to absolute goals, given the start position. Absolute goals stay unchanged.
 
         `replace(prodmp, relative_goal=False)` makes the same plans of them, and from any state on their way too.
         """
@@ -189,11 +190,11 @@ class ProDMP:
         return torch.cat([weights[..., :-1], goals[..., None]], -1).flatten(-2)
 
     def design(self, times: Float[Tensor, "*t T"], start_time: float | Float[Tensor, "*s"] = 0.0) -> Design:
-        """The linear map from parameters and start state to the plan, in the dtype and on the device of `times`."""
+        """Linear map from parameters and start state to the plan, in the dtype and on the device of `times`."""
         return self._design(times, start_time).to(times)
 
     def _design(self, times: Tensor, start_time: float | Tensor) -> Design:
-        """Compute the map in float64 on the CPU, at a cost independent of the batch. Gradients flow back to `times`."""
+        """Compute the linear map in float64 on the CPU, once for the whole batch. Gradients flow back to `times`."""
         if not times.is_floating_point() or not times.ndim:
             raise ValueError(f"ProDMP: `times` is [*, T] in seconds, floating point; got {list(times.shape)} {times.dtype}.")
         times = times.cpu().double()
@@ -215,14 +216,14 @@ class ProDMP:
         return Design(position, velocity, start * rate)
 
     def _response(self, s: Tensor) -> Tensor:
-        """Φ and Φ′ [*, 2, n] of the weights at scaled times s [*]: free motion since the panel began, and the force since."""
+        """Response Φ of the spring to each basis force, and its derivative Φ′, at scaled times s: [*, 2, n]."""
         width, table = self._table
         panel = (s.detach() / width).long().clamp(max=len(table) - 1)
         begin = panel.double() * width
         return _free(s - begin, self.alpha / 2) @ table[panel] + self._push(begin, s - begin)
 
     def _push(self, begin: Tensor, u: Tensor) -> Tensor:
-        """Force integral ∫₀ᵘ (G, G′)(u − z) x ψ_i(x) dz [*, 2, n] with x at begin + z: a panel's contribution to Φ and Φ′."""
+        """Integral of the force over part of a panel, a contribution to Φ and Φ′: ∫₀ᵘ (G, G′)(u − z) x ψ_i(x) dz [*, 2, n]."""
         (node, weight), (centre, precision) = self._rule, self._gaussians
         rest = u[..., None] * (1 - node)  # u − z
         green = _free(rest, self.alpha / 2)[..., 1]  # (G, G′) is the answer to a unit velocity
@@ -234,7 +235,7 @@ class ProDMP:
 
     @_constant
     def _rule(self) -> tuple[Tensor, Tensor]:
-        """Nodes and weights of the Gauss–Legendre rule on [0, 1] [m], from its Jacobi matrix (Golub and Welsch 1969)."""
+        """Nodes and weights [m] of the Gauss–Legendre rule on [0, 1], by Golub and Welsch (1969)."""
         k = torch.arange(1, NODES, dtype=torch.float64)
         off = k / (4 * k * k - 1).sqrt()
         node, vector = torch.linalg.eigh(torch.diag(off, -1) + torch.diag(off, 1))
@@ -242,7 +243,7 @@ class ProDMP:
 
     @_constant
     def _gaussians(self) -> tuple[Tensor, Tensor]:
-        """Centres and precisions of the ψ in x [n]; a centre past the end closes the last gap, twice as wide if n = 2."""
+        """Centres and precisions [n] of the basis functions ψ in the phase x."""
         if self.basis == 1:
             centre, precision = torch.tensor([[math.exp(-0.5 * self.alpha_phase)], [self.bandwidth]], dtype=torch.float64)
             return centre, precision
@@ -255,7 +256,7 @@ class ProDMP:
 
     @_constant
     def _table(self) -> tuple[float, Tensor]:
-        """Width of a panel, and Φ, Φ′ at the beginning of each panel [P, 2, n].
+        """Width of a panel, and the tabulated responses Φ, Φ′ at the start of each panel [P, 2, n].
 
         A quarter of the centres' distance, less for narrower ψ, resolves the force to rounding with ten nodes; half a time
         constant of spring and phase does the same for them.
@@ -273,7 +274,7 @@ class ProDMP:
 
     @_constant
     def _scale(self) -> Tensor:
-        """Scale of each column [M]."""
+        """Scale factor of each column of parameters [M]."""
         scale = torch.tensor([self.weights_scale] * self.basis + [self.goal_scale], dtype=torch.float64)
         if not self.auto_scale:
             return scale
@@ -290,13 +291,13 @@ class ProDMP:
 
 
 def _free(u: Tensor, a: float) -> Tensor:
-    """[[ξ₁, ξ₂], [ξ₁′, ξ₂′]] [*, 2, 2]: the free motion after scaled time u from (1, 0) and from (0, 1)."""
+    """Free motion of the spring after scaled time u, from unit position and from unit velocity: [*, 2, 2]."""
     decay = torch.exp(-a * u)
     rows = [torch.stack([1 + a * u, u], -1), torch.stack([-a * a * u, 1 - a * u], -1)]
     return torch.stack(rows, -2) * decay[..., None, None]
 
 
 def _goal(u: Tensor, a: float) -> Tensor:
-    """Φ_g = 1 − (1 + a u) e^{−a u} and Φ_g′ = a² u e^{−a u} [*, 2], without the cancellation at small u."""
+    """Response Φ_g = 1 − (1 + a u) e^{−a u} to the goal, and its derivative [*, 2], accurate also at small u."""
     z = a * u
     return torch.stack([-z * torch.expm1(-z) - expm1_minus(-z), a * z * torch.exp(-z)], -1)

@@ -11,11 +11,11 @@ from corral.numerics import at_least_float32, in_one_dtype, without_autocast
 from corral.validate import number_in
 
 _STD_FLOOR = 1e-8
-"""Constant added to the standard deviation of advantages before division, as published."""
+"""Constant added to the standard deviation of advantages before the division, as published."""
 
 
 def draw_pairs(steps: int, points: int = 25, *, generator: torch.Generator | None = None) -> Int[Tensor, "N 2"]:
-    """Cut an episode into segments of equal length, beginning at a random step.
+    """Draw equally long segments of an episode, beginning at a random step.
 
         indices = first, first + ⌊T/points⌋, … < T        first ~ U{0, …, ⌊T/points⌋ + T mod points − 1}
 
@@ -41,7 +41,7 @@ def draw_pairs(steps: int, points: int = 25, *, generator: torch.Generator | Non
 
 @without_autocast
 def segment_covariance(rows: Float[Tensor, "*r N S M"], chol: Float[Tensor, "*c W W"]) -> Float[Tensor, "*b N DS DS"]:
-    """Covariance of the points of each segment: the marginal of the trajectory's Gaussian.
+    """Covariance of the positions at each segment's points, from the Gaussian over parameters.
 
         C_n = (I_D ⊗ R_n) L Lᵀ (I_D ⊗ R_n)ᵀ
 
@@ -60,7 +60,7 @@ def segment_covariance(rows: Float[Tensor, "*r N S M"], chol: Float[Tensor, "*c 
 def segment_jitter(
     rows: Float[Tensor, "*r N S M"], chol: Float[Tensor, "*c W W"], relative: float = 1e-4
 ) -> Float[Tensor, "*b N"]:
-    """Regulariser added to a segment's variances, so that close points keep the covariance regular.
+    """Regulariser for each segment's variances, so that the covariance of close points stays invertible.
 
         r_n = relative · max_i (C_n)_ii,   and 1 where nothing varies
 
@@ -89,7 +89,7 @@ def segment_log_prob(
     jitter: Float[Tensor, "*j N"],
     mask: Bool[Tensor, "*b N"] | None = None,
 ) -> Float[Tensor, "*b N"]:
-    """Log-density of the desired positions at each segment's points, jointly, under a Gaussian over parameters.
+    """Joint log-density of the desired positions at each segment's points, given a Gaussian over parameters.
 
         log N(e_n; 0, C_n + r_n I)        e_n = (I_D ⊗ R_n)(w − μ)
 
@@ -148,7 +148,7 @@ def segment_advantages(
     lam: float = 0.0,
     closing_segment: bool = True,
 ) -> tuple[Float[Tensor, "B N"], Bool[Tensor, "B N"]]:
-    """Credit of each segment: its rewards, and the value of its last state minus that of its first.
+    """Advantage of each segment: its rewards plus the gain in value from its first state to its last.
 
         δ_n = Σ_{t=a}^{b−1} γ^{t−a} r_t + γ^{b−a} V(s_b) − V(s_a)        (a, b) = pairs_n
         closing:  the last segment runs to the end, Σ_{t=a}^{end} γ^{t−a} r_t − V(s_a)
@@ -206,7 +206,7 @@ def segment_advantages(
 
 
 def normalise_advantages(advantages: Float[Tensor, "B N"], mask: Bool[Tensor, "B N"]) -> Float[Tensor, "B N"]:
-    """(A − mean) / (std + 1e-8) over the segments that count, unbiased; 0 elsewhere.
+    """Normalise advantages over the unmasked segments: (A − mean) / (std + 1e-8). Masked ones become 0.
 
     Ref:
         Li et al. 2024, arXiv:2401.11437. Invariant: shifting and scaling all advantages changes nothing.
@@ -227,7 +227,7 @@ def critic_targets(
     gamma: float = 1.0,
     lam: float = 0.95,
 ) -> Float[Tensor, "B T"]:
-    """λ-returns, the critic's targets: advantages of `corral.gae` plus values, with a terminal last unmasked step.
+    """λ-returns as targets for the critic: generalised advantages (`corral.gae`) plus values, terminal at the episode's end.
 
     Ref:
         Schulman et al. 2016, arXiv:1506.02438, eq. 16. Invariant: λ = 1 gives the reward-to-go.
@@ -236,7 +236,7 @@ def critic_targets(
 
 
 def _factor(rows: Tensor, chol: Tensor) -> Tensor:
-    """(I_D ⊗ R_n) L [*, N, D·S, W], without forming the Kronecker product."""
+    """Factor (I_D ⊗ R_n) L of each segment's covariance [*, N, D·S, W], without forming the Kronecker product."""
     rows, chol = in_one_dtype(rows, chol)
     width, columns = chol.shape[-1], rows.shape[-1]
     if width % columns:

@@ -1,4 +1,4 @@
-"""Critic of TOP-ERL: a causal transformer from a state and the actions after it to a value for every number of actions."""
+"""Critic of TOP-ERL: a causal transformer that values a state followed by any number of actions."""
 
 from copy import deepcopy
 
@@ -10,11 +10,11 @@ from corral.numerics import at_least_float32
 from corral.robot.policy import Normaliser
 
 _FIRST_STD = 0.02
-"""Standard deviation of the first positional encodings."""
+"""Standard deviation of the positional encodings at initialisation."""
 
 
 class CausalTransformer(nn.Module):
-    """Tokens of a state and of actions → one number per token, which depends on the tokens up to its own alone.
+    """Causal transformer over a state and the actions after it, with one value per token.
 
         x_0 = E_s s + p_0,   x_n = E_a a_n + p_n,   output_n = head(norm(blocks(x_0 … x_n)))
 
@@ -36,7 +36,7 @@ class CausalTransformer(nn.Module):
         self.head = nn.Linear(width, 1)
 
     def forward(self, state: Float[Tensor, "N O"], actions: Float[Tensor, "N L D"]) -> Float[Tensor, "N S"]:
-        """Values of no action and of the first 1 … L of them, so S = L + 1."""
+        """Values of the state alone and of its first 1 … L actions, S = L + 1 in all."""
         tokens = torch.cat([self.state(state)[:, None], self.action(actions)], 1)
         tokens = tokens + self.place[: tokens.shape[1]].to(tokens)
         later = torch.ones(2 * tokens.shape[1:2], dtype=torch.bool, device=tokens.device).triu(1)
@@ -44,7 +44,7 @@ class CausalTransformer(nn.Module):
 
 
 class SequenceCritic(nn.Module):
-    """V(s_t) and Q(s_t, a_t … a_{t+n−1}) for n = 1 … L, each by the network and by a target that follows it slowly.
+    """Values V of a state and Q of a state with its next n actions, by a network and a slowly following target network.
 
         (V, Q_1, …, Q_L) = σ · transformer((s − m_s)/σ_s, (a − m_a)/σ_a)
 
@@ -67,7 +67,7 @@ class SequenceCritic(nn.Module):
     def forward(
         self, state: Float[Tensor, "*b O"], actions: Float[Tensor, "*b L D"] | None = None, *, target: bool = False
     ) -> Float[Tensor, "*b S"]:
-        """Values of states alone [*, 1], or followed by 0 … L actions [*, L + 1], by the network or its target."""
+        """Values of states alone [*, 1], or of states with 0 … L actions [*, L + 1]. `target` selects the target network."""
         if actions is None:
             actions = state.new_zeros(*state.shape[:-1], 0, len(self.actions.mean))
         weight, shape = self.value.head.weight, state.shape[:-1]
@@ -78,19 +78,19 @@ class SequenceCritic(nn.Module):
 
     @torch.no_grad()
     def set_scale(self, values: Float[Tensor, " N"]) -> None:
-        """Set σ; values that are all 0 leave it at 1."""
+        """Set the scale σ of values to their root mean square. If all values are 0, σ stays 1."""
         scale = values.square().mean().sqrt()
         self.scale.copy_(torch.where(scale > 0, scale, 1.0))
 
     @torch.no_grad()
     def follow(self, rate: float) -> None:
-        """Move the target's weights by this share of their distance to the network's."""
+        """Move the target network's weights towards the network's, by this share of the distance."""
         for slow, fast in zip(self.target.parameters(), self.value.parameters(), strict=True):
             slow.lerp_(fast, rate)
 
 
 def draw_segments(steps: int, most: int, generator: torch.Generator | None = None) -> tuple[Int[Tensor, "K"], int]:
-    """Cut T steps into segments of a random length, and return their first steps and this length.
+    """Cut T steps into segments of one random length. Returns their first steps and the length.
 
         length L = ⌊T / k⌋,   k ~ U{1 … most},   starts 0, o, o + L, o + 2 L, … < T          o ~ U{0 … L − 1}
 
@@ -115,7 +115,7 @@ def segment_returns(
     rows: Int[Tensor, "K L"],
     gamma: float = 1.0,
 ) -> Float[Tensor, "B K L"]:
-    """N-step returns of each segment's first n actions, n = 1 … L: targets of Q.
+    """N-step returns of the first n = 1 … L actions of each segment, the critic's targets for Q.
 
         G_n = Σ_{i<n} γ^i r_{t+i} + γ^n V(s_{t+n})          V = 0 once the episode is over
 

@@ -1,4 +1,4 @@
-"""TCE: trajectory distributions updated by segments, with replanning during an episode."""
+"""TCE (temporally correlated episodic learning): plans with credit for segments, and replanning during an episode."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,7 @@ from corral.validate import limited
 
 
 def rewards_at_event(rewards: Float[Tensor, "B T"], event: Float[Tensor, "B"]) -> Float[Tensor, "B T"]:
-    """Move the rewards paid after an event to the step of the event.
+    """Move rewards paid after an event, such as a take-off, to the step of the event.
 
         r̃_e = Σ_{t ≥ e} r_t,   r̃_t = 0 for t > e,   r̃_t = r_t for t < e
 
@@ -89,8 +89,7 @@ class TCEConfig(LearnerConfig):
 
     @classmethod
     def as_published(cls, **settings: Any) -> "TCEConfig":
-        """The published rules where ours differ: no closing segment, one regulariser per policy, and a floor that may
-        leave the region.
+        """Settings as in the paper where corral's defaults differ: last segment, regulariser and entropy floor.
 
         Bounds, rates and epochs were published per task and are settings like any other. See docs/tce.md for what still
         differs.
@@ -99,7 +98,7 @@ class TCEConfig(LearnerConfig):
 
 
 class TCE(OnPolicyLearner):
-    """Temporally correlated episodic learning: episodes explore as a whole and are credited in pieces.
+    """Temporally correlated episodic learning: exploration by whole trajectories, credit for their segments.
 
         ρ_k = N(y_a, y_b; π̃) / N(y_a, y_b; π_old)          the two ends of segment k, jointly
         A_k = Σ_{t=a}^{b−1} r_t + V(s_b) − V(s_a)          and λ A_{k+1} with `credit_lam`
@@ -129,7 +128,7 @@ class TCE(OnPolicyLearner):
             )
 
     def begin_batch(self, plans: Plans) -> None:
-        """Draw the segments of this batch, and set the regulariser of their likelihoods under both policies."""
+        """Draw the segments of this batch, and compute the regularisers of their likelihoods."""
         generator = torch.Generator().manual_seed(episode_seeds(self.seed, self.iteration, 1, SEGMENTS)[0])
         self.pairs = draw_pairs(self.reach, self.points, generator=generator)
         self.rows = [position[self.pairs].to(plans.params) for position in self.planner.positions]
@@ -152,7 +151,7 @@ class TCE(OnPolicyLearner):
         return self._inputs(episodes)[episodes.mask]
 
     def _inputs(self, episodes: Episodes) -> Tensor:
-        """Inputs of V at every step [E T ·]."""
+        """Inputs of the critic at every step [E T ·]."""
         states = episodes.observations[:, :-1]
         if self.config.critic_inputs == "state":
             return states

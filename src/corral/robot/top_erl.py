@@ -1,4 +1,4 @@
-"""TOP-ERL: plans improved off-policy, by a transformer critic of segments of past episodes."""
+"""TOP-ERL: off-policy learning of plans, with a transformer critic trained on segments of past episodes."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -69,36 +69,36 @@ class TopERLConfig(LearnerConfig):
 
 @dataclass(frozen=True, eq=False)
 class Replay(Tensors):
-    """The last episodes, with the parameters of their plans."""
+    """Replay buffer: the newest episodes, with the parameters of their plans."""
 
     observations: Float[Tensor, "E S O"]
-    """s_0 … s_T, so S = T + 1."""
+    """Observations s_0 … s_T, so S = T + 1."""
     rewards: Float[Tensor, "E T"]
     mask: Bool[Tensor, "E T"]
     params: Float[Tensor, "E W"]
 
 
 class Segments(NamedTuple):
-    """Segments of a batch of past episodes: K of each episode, all of L steps."""
+    """Segments cut from a batch of B past episodes: K segments of L steps from each."""
 
     replay: Replay
-    """The batch's episodes."""
+    """Episodes of the batch."""
     rows: Int[Tensor, "K L"]
-    """Steps of each segment; beyond the last step of an episode, that step."""
+    """Step indices of each segment. Indices past the episode's last step are replaced by that last step."""
     states: Float[Tensor, "B K O"]
-    """States at the beginnings."""
+    """State at the beginning of each segment."""
     position: Float[Tensor, "B K D"]
-    """Where plans begin …"""
+    """Joint positions from which a new plan starts at the beginning of each segment."""
     velocity: Float[Tensor, "B K D"]
-    """… and how fast they go there."""
+    """Joint velocities with which a new plan starts at the beginning of each segment."""
     actions: Float[Tensor, "B K L D"]
-    """Desired positions that were followed."""
+    """Desired positions that the episode followed in each segment."""
     mask: Bool[Tensor, "B K L"]
-    """True for steps before the episode's end."""
+    """True for steps before the end of the episode."""
 
 
 class TopERL(Learner):
-    """Off-policy learning of plans: a critic tells what any sequence of actions is worth, and the policy climbs it.
+    """Off-policy learner of plans: the policy climbs a critic that values any sequence of actions.
 
         critic   mean_n (Q(s_t, a_t … a_{t+n−1}) − G_n)² + (V(s_t) − Q̄(s_t, ã_t … ã_{t+L−1}))²
         gain     mean_n Q(s_t, ã_t … ã_{t+n−1}) / σ
@@ -134,7 +134,7 @@ class TopERL(Learner):
         return SequenceCritic(observation, dof, self.plant.steps, widths[0], len(widths), self.config.heads)
 
     def update(self, episodes: Episodes, plans: Plans) -> dict[str, Tensor]:
-        """Add the batch to the replay buffer, then update the critic and the policy on batches of the buffer."""
+        """Add the new episodes to the replay buffer, then update critic and policy on batches from the buffer."""
         new = Replay(episodes.observations, episodes.rewards, episodes.mask, plans.params).to(dtype=self.dtype)
         self.replay = new if self.replay is None else Replay.cat([self.replay, new])[-self.config.replay :]
         if self.config.normalise_critic:
@@ -156,7 +156,7 @@ class TopERL(Learner):
         return metrics
 
     def draw(self, generator: torch.Generator) -> Segments:
-        """Segments of a batch of past episodes."""
+        """Draw a batch of past episodes from the replay buffer, and cut it into segments."""
         assert self.replay is not None
         count, steps = len(self.replay.params), self.plant.steps
         chosen = torch.randint(count, (self.config.batch,), generator=generator)
@@ -165,7 +165,7 @@ class TopERL(Learner):
         )
 
     def cut(self, replay: Replay, starts: Int[Tensor, "K"], length: int) -> Segments:
-        """Segments of these episodes, `length` steps from each of `starts` on."""
+        """Cut episodes into segments of `length` steps that begin at the steps `starts`."""
         starts = starts.to(replay.params.device)
         rows, states = starts[:, None] + torch.arange(length, device=starts.device), replay.observations[:, starts]
         inside, rows = rows < self.plant.steps, rows.clamp(max=self.plant.steps - 1)
@@ -175,14 +175,14 @@ class TopERL(Learner):
         return Segments(replay, rows, states, *begin, followed[:, 1:][:, rows], replay.mask[:, rows] & inside)
 
     def plan(self, params: Float[Tensor, "B W"], at: Segments) -> Float[Tensor, "B K L D"]:
-        """Desired positions of these plans in segments, begun anew at the beginning of each."""
+        """Desired positions of the plans `params` in each segment, restarted at the segment's first state."""
         rows, (start, _) = at.rows.cpu(), self._joints(at.replay.observations[:, 0])
         params = self.prodmp.absolute(params, start)[:, None]  # goals relative to the episode's start, not to a segment's
         begin = self.dt * rows[:, 0].double()  # to the bit what the episode's own plan had as the time of this state
         return self.anew.trajectory(self.planner.times[rows], params, at.position, at.velocity, begin)[0]
 
     def improve_critic(self, at: Segments, noise: Float[Tensor, "B W"]) -> dict[str, Tensor]:
-        """Make a step on the squared errors of V and Q, in units of the critic's scale, and let the target follow."""
+        """Make a gradient step on the squared errors of V and Q, and move the target network."""
         mask = torch.cat([at.mask[..., :1], at.mask], -1)
         targets = self.targets(at, noise)
         error = (self.critic(at.states, at.actions) - targets) / self.critic.scale.to(targets)
@@ -195,7 +195,7 @@ class TopERL(Learner):
 
     @torch.no_grad()
     def targets(self, at: Segments, noise: Float[Tensor, "B W"]) -> Float[Tensor, "B K S"]:
-        """Targets of V, then of Q_1 … Q_L, for each segment, so S = L + 1.
+        """Targets of V and of Q_1 … Q_L for each segment, S = L + 1 in all.
 
         V's is Q̄ of the actions that the policy takes from there, as many as were taken before the episode's end.
         """
@@ -207,31 +207,31 @@ class TopERL(Learner):
         return torch.cat([value, returns], -1)
 
     def improve_policy(self, at: Segments, noise: Float[Tensor, "B W"], old: GaussianPolicy) -> dict[str, Tensor]:
-        """Make a step up the critic with the policy projected around the one before this batch's updates."""
+        """Take a gradient step that raises the critic's value, in a trust region around the policy before this batch."""
         context = at.replay.observations[:, 0]
         (mean, chol), (old_mean, old_chol) = self.policy(context), old(context)
         projected, factor = self.project(mean, chol, Plans(at.replay.params, old_mean, old_chol, (len(context),)))
         return self.step_policy(mean, chol, projected, factor, self.gain(_reparametrise(projected.mean, factor, noise), at))
 
     def gain(self, params: Float[Tensor, "B W"], at: Segments) -> Float[Tensor, ""]:
-        """Mean of Q over segments and numbers of actions, in units of the critic's scale."""
+        """Mean of Q over segments and their first 1 … L actions, divided by the critic's scale."""
         values = self.critic(at.states, self.plan(params, at))[..., 1:] / self.critic.scale
         return torch.where(at.mask, values, 0.0).sum() / at.mask.sum().clamp(min=1)
 
     def _joints(self, states: Float[Tensor, "*b O"]) -> tuple[Float[Tensor, "*b D"], Float[Tensor, "*b D"]]:
-        """Joint positions and velocities in observations."""
+        """Joint positions and joint velocities in observations."""
         tracking = self.plant.tracking
         return states[..., slice(*tracking.joints)], states[..., slice(*tracking.velocities)]
 
     def _followed(self, replay: Replay) -> tuple[Float[Tensor, "B S D"], Float[Tensor, "B S D"]]:
-        """Desired positions and velocities of the episodes' own plans at every state."""
+        """Desired positions and velocities at every state, from each episode's own plan."""
         begin = self._joints(replay.observations[:, 0])
         plans = self.prodmp.trajectory(self.planner.times, replay.params, *begin)
         position, velocity = (torch.cat([first[:, None], later], 1) for first, later in zip(begin, plans, strict=True))
         return position, velocity
 
     def _noise(self, generator: torch.Generator) -> Float[Tensor, "B W"]:
-        """Standard normal numbers for a plan of each episode of a batch."""
+        """Draw standard normal noise for one plan per episode of a batch."""
         noise = torch.randn(self.config.batch, self.prodmp.parameters, generator=generator, dtype=self.dtype)
         return noise.to(self.config.device)
 
@@ -241,7 +241,7 @@ class TopERL(Learner):
         return max(0, self.iteration - waiting) * self.config.policy_epochs
 
     def state(self) -> dict[str, Any]:
-        """A checkpoint with the replay buffer."""
+        """Checkpoint that includes the replay buffer."""
         return super().state() | {"replay": None if self.replay is None else vars(self.replay)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -251,5 +251,5 @@ class TopERL(Learner):
 
 
 def _reparametrise(mean: Float[Tensor, "B W"], chol: Float[Tensor, "*c W W"], noise: Float[Tensor, "B W"]) -> Tensor:
-    """Parameters μ + L ε [B W], for a factor common to all rows or one for each."""
+    """Trajectory parameters μ + L ε [B W], with one Cholesky factor L for all plans or one per plan."""
     return mean + (chol @ noise[..., None])[..., 0]

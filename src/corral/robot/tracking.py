@@ -1,4 +1,4 @@
-"""Tracking controllers: desired joint states → an environment's actions."""
+"""Tracking controllers, which turn desired joint states into actions of an environment."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Array = NDArray[np.floating]
 
 @dataclass(frozen=True, kw_only=True)
 class Tracking(Checked):
-    """A proportional-derivative controller that reads joint states from the observation.
+    """Proportional-derivative controller that reads the joints' state from the observation.
 
         torque     u = (p (y − q) + d (ẏ − q̇)) / scale
         velocity   u = (ẏ + p (y − q)) / scale
@@ -56,7 +56,7 @@ class Tracking(Checked):
 
     @property
     def dof(self) -> int:
-        """D: joints."""
+        """Number D of joints."""
         return self.joints[1] - self.joints[0]
 
     def state(self, observation: Array) -> tuple[Array, Array]:
@@ -64,7 +64,7 @@ class Tracking(Checked):
         return observation[..., slice(*self.joints)], observation[..., slice(*self.velocities)]
 
     def action(self, position: Array, velocity: Array, observation: Array) -> Array:
-        """Actions [* D] that lead from the observed state to the desired state, not yet clipped."""
+        """Actions [* D] that lead from the observed state to the desired state, before clipping."""
         q, speed = self.state(observation)
         p, d, scale = np.asarray(self.p), np.asarray(self.d), np.asarray(self.scale)
         if self.command == "torque":

@@ -1,1 +1,1 @@
-"""Baselines for robots: stable-baselines3, TRPL, and SAC on a GPU."""
+"""Step-based baselines for robot tasks: stable-baselines3's algorithms, TRPL, and SAC on a GPU."""

@@ -1,4 +1,4 @@
-"""Settings of step-based baselines, which can be read without stable-baselines3."""
+"""Settings of step-based baselines. Importing this module does not import stable-baselines3."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from corral.validate import Checked, limited
 
 @dataclass(frozen=True, kw_only=True)
 class BaselineConfig(Checked):
-    """Settings of a baseline. All other settings have stable-baselines3's defaults."""
+    """Settings of a step-based baseline. All other settings are stable-baselines3's defaults."""
 
     iterations: int = limited(125, at_least=1)
     """Number of batches of episodes."""

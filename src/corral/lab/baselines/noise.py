@@ -1,4 +1,4 @@
-"""Exploration noise with memory: sequences whose power falls as 1/f^β, and stable-baselines3 policies that sample with it."""
+"""Exploration noise correlated over time, with power 1/f^β, and stable-baselines3 policies that sample with it."""
 
 import math
 from typing import Any
@@ -14,7 +14,7 @@ from corral.validate import number_in
 
 
 def coloured_noise(count: int, steps: int, size: int, beta: float) -> Float[Tensor, "E T D"]:
-    """Sequences of Gaussian noise with the power spectrum 1/f^β; every entry has mean 0 and variance 1.
+    """Draw sequences of Gaussian noise with the power spectrum 1/f^β. Every entry has mean 0 and variance 1.
 
         ε = irfft(z_k f_k^{−β/2}) / std          f_k = max(k, 1)/T,   z_k complex normal, real at k = 0 and k = T/2
 
@@ -37,7 +37,7 @@ def coloured_noise(count: int, steps: int, size: int, beta: float) -> Float[Tens
 
 
 def _colour(draws: Tensor, steps: int, beta: float) -> Tensor:
-    """Real and imaginary parts [*, 2, T//2 + 1], standard normal → sequences [*, T]; the map is linear."""
+    """Map standard normal Fourier coefficients [*, 2, T//2 + 1] linearly to noise sequences [*, T]."""
     index = torch.arange(steps // 2 + 1, dtype=torch.float64)
     scale = (index.clamp(min=1) / steps) ** (-beta / 2)
     # k = 0, and k = T/2 of an even T, are their own mirror images: real, with the power of both.
@@ -49,7 +49,7 @@ def _colour(draws: Tensor, steps: int, beta: float) -> Tensor:
 
 
 class EpisodeNoise:
-    """Coloured noise of the running episodes, with one sequence per episode."""
+    """Coloured noise for running episodes, one sequence per episode."""
 
     def __init__(self, beta: float, steps: int, size: int) -> None:
         self.beta, self.steps, self.size = beta, steps, size
@@ -60,7 +60,7 @@ class EpisodeNoise:
         self._elapsed = np.zeros(count, int)
 
     def advance(self, over: NDArray[np.bool_]) -> None:
-        """Advance the noise by a step; a finished episode is followed by a new sequence."""
+        """Advance the noise by one step. A finished episode is followed by a new sequence."""
         self._elapsed = np.where(over, 0, self._elapsed + 1)
         if over.any():
             rows = torch.from_numpy(np.flatnonzero(over))
@@ -72,7 +72,7 @@ class EpisodeNoise:
 
 
 class ColouredGaussian(DiagGaussianDistribution):
-    """PPO's distribution with samples from an `EpisodeNoise`; density and entropy are those of a single step."""
+    """PPO's action distribution, sampled with coloured noise. Density and entropy are those of a single step."""
 
     def __init__(self, noise: EpisodeNoise) -> None:
         super().__init__(noise.size)
@@ -83,7 +83,7 @@ class ColouredGaussian(DiagGaussianDistribution):
 
 
 class ColouredSquashedGaussian(SquashedDiagGaussianDistribution):
-    """SAC's distribution: coloured when acting, white when learning from samples of other states."""
+    """SAC's action distribution: coloured noise while acting, white noise in updates."""
 
     def __init__(self, noise: EpisodeNoise) -> None:
         super().__init__(noise.size)
@@ -105,7 +105,7 @@ class ColouredSquashedGaussian(SquashedDiagGaussianDistribution):
 
 
 def colour_actions(model: Any, noise: EpisodeNoise) -> None:
-    """Let a PPO or SAC of stable-baselines3 draw its actions with this noise."""
+    """Make a PPO or SAC of stable-baselines3 draw its actions with this noise."""
     if hasattr(model, "actor"):  # SAC
         model.actor.action_dist = ColouredSquashedGaussian(noise)
     else:

@@ -1,4 +1,4 @@
-"""SAC whose GPU updates are replays of a CUDA graph: stable-baselines3's arithmetic without a launch per kernel."""
+"""SAC with updates captured in a CUDA graph: stable-baselines3's arithmetic, without one launch per kernel."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,11 +15,11 @@ from torch.nn.functional import mse_loss
 from torch.optim import Optimizer
 
 _EAGER_UPDATES = 3
-"""Number of updates before the graph is captured, in which Adam allocates its moments and cuBLAS its workspace."""
+"""Number of updates before the CUDA graph is captured. In these, Adam allocates its moments and cuBLAS its workspace."""
 
 
 class GraphedSAC(SAC):
-    """stable-baselines3's SAC; on a GPU `train` captures an update in a CUDA graph and replays it for later updates.
+    """stable-baselines3's SAC. On a GPU, an update is captured once in a CUDA graph and then replayed.
 
     On the CPU, and on a GPU where `replays` is false, as with gSDE, `train` is stable-baselines3's own. In the graph formulas
     are the same, and these differ: the device's generator draws the transitions, Adam is torch's fused kernel, losses are not
@@ -28,7 +28,7 @@ class GraphedSAC(SAC):
 
     @property
     def replays(self) -> bool:
-        """Return True if updates are replays of a graph: on a GPU, without gSDE."""
+        """True if updates are replays of a CUDA graph: on a GPU, without gSDE."""
         return self.device.type == "cuda" and not self.use_sde
 
     def train(self, gradient_steps: int, batch_size: int = 64) -> None:
@@ -80,7 +80,7 @@ class GraphedSAC(SAC):
         polyak_update(self.batch_norm_stats, self.batch_norm_stats_target, 1.0)
 
     def _repeat(self, update: Callable[[], None], count: int) -> None:
-        """Make `count` updates: the first launched kernel by kernel, later updates as replays of the graph."""
+        """Make `count` updates. The first run kernel by kernel, the later ones as replays of the CUDA graph."""
         eager, stream = min(count, _EAGER_UPDATES), torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -100,7 +100,7 @@ class GraphedSAC(SAC):
         torch.cuda.synchronize()  # … which goes with the graph, at the end of this function
 
     def _check_finite(self, count: int) -> None:
-        """Raise a ValueError if the last `count` updates left a NaN or an infinity in a learned tensor; synchronises once."""
+        """Raise a ValueError if the last `count` updates left NaN or infinity in a learned tensor. Synchronises once."""
         learned = [parameter for one in self._optimizers() for group in one.param_groups for parameter in group["params"]]
         if not bool(torch.stack([parameter.detach().isfinite().all() for parameter in learned]).all()):
             raise ValueError(
@@ -115,7 +115,7 @@ class GraphedSAC(SAC):
 
 
 def read_transitions(buffer: ReplayBuffer, device: torch.device | str) -> ReplayBufferSamples:
-    """All transitions of a replay buffer on a device, concatenated over environments [R ·].
+    """Read all transitions of a replay buffer onto a device, concatenated over environments [R ·].
 
     An end by a time limit is none, as when stable-baselines3 samples: d = done · (1 − timeout).
     """
@@ -136,19 +136,19 @@ def draw(transitions: ReplayBufferSamples, count: int) -> ReplayBufferSamples:
 
 
 def _least(values: tuple[Tensor, ...]) -> Tensor:
-    """Minimum over critics, min_i Q_i [B 1]."""
+    """Minimum over the critics' values, min_i Q_i [B 1]."""
     return torch.cat(values, dim=1).min(dim=1, keepdim=True).values
 
 
 def _descend(optimizer: Optimizer, loss: Tensor) -> None:
-    """Make a step of an optimizer's parameters down a loss."""
+    """Make a gradient step of an optimizer on a loss."""
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
 
 
 def _set_adam(optimizers: Sequence[Optimizer], *, fused: bool, capturable: bool = False) -> None:
-    """Set the form of Adam optimizers: fused with step counters on the device, or torch's default with counters on the CPU.
+    """Switch Adam optimizers between the fused form, with step counters on the device, and torch's default.
 
     `capturable` is for the capture alone: torch warns of a step outside a graph by one that may be in it.
     """
@@ -161,7 +161,7 @@ def _set_adam(optimizers: Sequence[Optimizer], *, fused: bool, capturable: bool 
 
 @contextmanager
 def _unchecked_distributions() -> Iterator[None]:
-    """Context without argument checks in torch.distributions, whose results would have to be copied to the host."""
+    """Context in which torch.distributions does not check arguments, which would synchronise with the host."""
     before = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:

@@ -1,4 +1,4 @@
-"""Baselines on stable-baselines3, with the training and evaluation methods of corral's learners."""
+"""Baselines of stable-baselines3, with the training and evaluation methods of corral's robot learners."""
 
 import random
 from collections.abc import Iterator, Mapping
@@ -37,15 +37,15 @@ BASELINES: dict[str, tuple[Any, Literal["white", "gsde", "coloured"]]] = {
     "sb3-sac-pink": (GraphedSAC, "coloured"),
     "sb3-trpl": (TRPL, "white"),
 }
-"""Class and exploration noise of each algorithm. White noise is drawn anew at every step, gSDE is a function of the state that
-is fixed throughout an episode, and coloured noise is correlated from step to step."""
+"""Algorithm name → its class and exploration noise. White noise is drawn anew at every step, gSDE is a function of the state
+that is fixed throughout an episode, and coloured noise is correlated from step to step."""
 _REPLAY_SIZE = 1_000_000
-"""Size of SAC's replay buffer in steps: stable-baselines3's default."""
+"""Size of SAC's replay buffer in steps, stable-baselines3's default."""
 REPLAY_FIELDS = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
 
 
 class Baseline:
-    """A policy that chooses an action at every step, trained and evaluated as `Learner`s are.
+    """Step-based policy of stable-baselines3, with the training and evaluation methods of `Learner`.
 
     Actions are the environment's own, or with `controller_span` targets of the controller that plans have. An episode's end is
     an end: the time is part of the observation, so no value is expected beyond it. Training meets the contexts that TCE meets
@@ -74,7 +74,7 @@ class Baseline:
             self.optimizers = {"policy": policy.optimizer}
 
     def _make_model(self, kind: Any, *, gsde: bool) -> Any:
-        """Make the algorithm of stable-baselines3, or TRPL on its PPO."""
+        """Make stable-baselines3's algorithm, or TRPL on top of its PPO."""
         config, plant = self.config, self.plant
         common: dict[str, Any] = {
             "learning_rate": config.rate,
@@ -154,14 +154,14 @@ class Baseline:
         return Episodes.cat(parts)
 
     def _act(self, first: Array, deterministic: bool, _: int, seen: Array) -> Array:
-        """Actions of the environments in states [E O] of episodes that began in `first` [E O]."""
+        """Compute actions in the states [E O] of episodes whose first observations were `first` [E O]."""
         action, _ = self.model.predict(seen.astype(np.float32), deterministic=deterministic)
         if self.envs.noise is not None:
             self.envs.noise.advance(np.zeros(len(seen), bool))
         return self.envs.commands(action, first, seen)
 
     def state(self) -> dict[str, Any]:
-        """A checkpoint as a copy: networks, counters, and for SAC the replay buffer. Later steps do not change it."""
+        """Checkpoint of networks, counters and, for SAC, the replay buffer, as a copy that later steps do not change."""
         state = {"iteration": self.iteration, "env_steps": self.env_steps, "updates": self.model._n_updates}
         state |= {"networks": self.model.get_parameters()}
         if self.is_sac:
@@ -172,7 +172,7 @@ class Baseline:
         return deepcopy(state)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume from a `state`."""
+        """Load a checkpoint made by `state`."""
         self.iteration, self.model.num_timesteps = state["iteration"], state["env_steps"]
         self.model._n_updates = state["updates"]
         self.model.set_parameters(deepcopy(state["networks"]), exact_match=True, device=self.config.device)
@@ -187,7 +187,7 @@ class Baseline:
 
 @contextmanager
 def _seed_generators(seed: int, device: str) -> Iterator[None]:
-    """Seed the global generators, from which stable-baselines3 draws, and restore them afterwards."""
+    """Context that seeds the global generators used by stable-baselines3 and restores them at its end."""
     numpy_state, python_state = np.random.get_state(), random.getstate()
     with torch.random.fork_rng(devices=[] if device == "cpu" else [torch.cuda.current_device()]):
         torch.manual_seed(seed)
@@ -201,7 +201,7 @@ def _seed_generators(seed: int, device: str) -> Iterator[None]:
 
 
 class StepEnvironments(VecEnv):
-    """The environments of a `Plant` in stable-baselines3's form: the step that ends an episode begins the next."""
+    """Environments of a `Plant` as stable-baselines3 expects them: an episode's last step also begins the next episode."""
 
     def __init__(self, plant: Plant, episodes: int, seed: int, controller_span: float | None = None) -> None:
         space, actions = plant.envs.single_observation_space, plant.envs.single_action_space
@@ -220,7 +220,7 @@ class StepEnvironments(VecEnv):
             )
 
     def commands(self, action: Array, first: Array, seen: Array) -> Array:
-        """Commands of the environments [E D] for actions of a policy [E D].
+        """Convert a policy's actions to actions of the environments [E D].
 
             u = controller(y = q_first + span · a, ẏ = 0)        with a span; else u = a
 
@@ -235,7 +235,7 @@ class StepEnvironments(VecEnv):
         return tracking.action(desired, np.zeros_like(desired), seen).clip(space.low, space.high).astype(space.dtype)
 
     def begin(self, iteration: int) -> None:
-        """Begin a batch: the following episodes have its contexts."""
+        """Set the seeds of the next batch's episodes, which determine their contexts."""
         self.finished.clear()
         seeds = episode_seeds(self.run_seed, iteration, self.rounds * self.num_envs)
         self._context_seeds = np.array(seeds).reshape(-1, self.num_envs)
@@ -276,7 +276,7 @@ class StepEnvironments(VecEnv):
         return observation, np.asarray(reward, np.float32), over, infos
 
     def _next_seeds(self) -> list[int]:
-        """Seeds of each environment's next episode. An extra episode begins in a batch's last step and is never played."""
+        """Seeds of each environment's next episode. A batch's last step begins an extra episode, which is never played."""
         return [int(x) for x in self._context_seeds[self._played.clip(max=self.rounds - 1), np.arange(self.num_envs)]]
 
     def close(self) -> None:

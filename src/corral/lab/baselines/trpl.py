@@ -1,4 +1,4 @@
-"""TRPL: PPO's surrogate with the policy projected into a trust region at every state, in place of clipping."""
+"""TRPL: PPO whose policy is projected into a trust region at every state, in place of clipping."""
 
 from copy import deepcopy
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from corral.robot.config import PROJECTIONS
 
 @dataclass(frozen=True)
 class StepGaussian:
-    """A diagonal Gaussian over actions, with a mean for each state and standard deviations common to all states."""
+    """Diagonal Gaussian over actions. Each state has its mean, and all states share the standard deviations."""
 
     mean: Float[Tensor, "B D"]
     std: Float[Tensor, " D"]
@@ -33,7 +33,7 @@ class StepGaussian:
 def trpl_loss(
     new: StepGaussian, old: StepGaussian, actions: Float[Tensor, "B D"], advantages: Float[Tensor, " B"], config: BaselineConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss of the policy, and metrics.
+    """Policy loss of TRPL, and metrics.
 
         π̃(·|s) = projection of π_θ(·|s) into the region around π_old(·|s)          ρ = π̃(a|s) / π_old(a|s)
         L = − mean ρ A + α mean KL(π_θ‖sg π̃)
@@ -65,7 +65,7 @@ def trpl_loss(
 
 
 class TRPL(PPO):
-    """stable-baselines3's PPO (rollouts, GAE, minibatches, critic) with `trpl_loss` as the policy's.
+    """stable-baselines3's PPO (rollouts, GAE, minibatches, critic) with `trpl_loss` as its policy loss.
 
     The old policy is the network that collected the batch. As with TCE, the network itself is drawn into the region by the
     regression alone; how far it has gone over the batch's states once its updates are over is measured, and held where
@@ -78,7 +78,7 @@ class TRPL(PPO):
         self.old_policy = deepcopy(self.policy).requires_grad_(False)
 
     def train(self) -> None:
-        """Make the updates of a batch."""
+        """Make all updates on a batch."""
         self.policy.set_training_mode(True)
         self._update_learning_rate(self.policy.optimizer)
         self.old_policy.load_state_dict(self.policy.state_dict())
@@ -90,7 +90,7 @@ class TRPL(PPO):
         self.metrics = {key: float(value) for key, value in metrics.items()} | self._certify()
 
     def _update(self, batch: RolloutBufferSamples) -> dict[str, Tensor]:
-        """Make a step of policy and critic on a minibatch."""
+        """Make one step of policy and critic on a minibatch."""
         states, advantages = batch.observations, batch.advantages
         if len(advantages) > 1:
             advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)  # as stable-baselines3's PPO has it
@@ -105,7 +105,7 @@ class TRPL(PPO):
 
     @torch.no_grad()
     def _certify(self) -> dict[str, float]:
-        """KL(π_θ‖π_old) over the batch's states, of the network that collects the next batch, after a retraction if needed."""
+        """Measure KL(π_θ‖π_old) over the batch's states, after pulling the network back if it moved too far."""
         states = self.rollout_buffer.to_torch(self.rollout_buffer.observations)
         old = _gaussian(self.old_policy, states)
 
@@ -118,10 +118,10 @@ class TRPL(PPO):
 
 
 def _acting(policy: Any) -> nn.ParameterList:
-    """The policy's own parameters, without the critic's: a retraction leaves the critic unchanged."""
+    """Parameters of the policy without the critic's, so that a retraction leaves the critic unchanged."""
     return nn.ParameterList([p for name, p in policy.named_parameters() if "value_net" not in name])
 
 
 def _gaussian(policy: Any, states: Tensor) -> StepGaussian:
-    """Gaussians of a policy over actions in these states."""
+    """Action distributions of a policy in these states."""
     return StepGaussian(policy.get_distribution(states).distribution.mean, policy.log_std.exp())

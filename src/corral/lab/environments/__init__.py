@@ -28,17 +28,17 @@ class Environment:
 
     entry_point: Any
     steps: int
-    """T: steps of an episode."""
+    """Number T of steps per episode."""
     dt: float
-    """Seconds between two actions."""
+    """Time between two actions, in seconds."""
     tracking: Tracking
     """Controller that makes the joints follow a plan."""
     vector_entry_point: str | None = None
-    """Entry point of a vectorised form that steps all copies at once, if there is such a form."""
+    """Entry point of a vectorised environment that steps all copies at once. None if there is none."""
     tells_event: bool = False
-    """True if the last info holds the step of an `event`, to which TCE can move later rewards."""
+    """True if the last step's info holds the step of an `event`, to which TCE can move later rewards."""
     maker: Any = None
-    """What makes an environment that is not corral's: a spec of Gymnasium's, or a class that moves all copies in one call."""
+    """Factory of an environment that is not corral's: a Gymnasium spec, or a class that steps all copies in one call."""
 
 
 ENVIRONMENTS = {

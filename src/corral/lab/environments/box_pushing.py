@@ -1,4 +1,4 @@
-"""An arm with seven joints that pushes a box with a rod to a target position and orientation on a table.
+"""Box pushing: an arm with seven joints pushes a box with a rod to a target position and orientation.
 
 Kinematics and limits are those of Franka's Panda (`box_pushing.xml`). An action a ∈ [−1, 1]⁷ is a torque of 10 a N·m on top of
 what holds the arm against gravity and its own motion; Δt = 0.02 s, 100 steps. With u = 10 a, the box's distances p (m) and
@@ -40,16 +40,17 @@ STEPS, DT, _TORQUE, UNSTABLE = 100, 0.02, 10.0, -50.0
 LOW = np.array([-2.8973, -1.7628, -2.8973, -3.0718, -2.8973, -0.0175, -2.8973])
 HIGH = np.array([2.8973, 1.7628, 2.8973, -0.0698, 2.8973, 3.7525, 2.8973])
 _SPEED = np.array([2.175, 2.175, 2.175, 2.175, 2.61, 2.61, 2.61])
-"""Franka's limits of angles (rad) and velocities (rad/s)."""
+"""Limits of joint angles (rad) and velocities (rad/s) of the Franka arm."""
 REGION = np.array([[0.3, -0.45], [0.6, 0.45]])
-"""Region of box and target in metres; they are at least `APART` from each other."""
+"""Region of box and target in metres. Their distance is at least `APART`."""
 APART, _PLATE = 0.3, -0.01
 _REACHED = (0.05, 0.5)
 """Largest distance and angle from the target that count as success, in metres and radians."""
 _POSTURE = np.array([0.0, 0.25, 0.0, -2.3, 0.0, 2.55, np.pi / 4])
-"""Reference posture with elbow up and rod upright: the start of the search for the first angles, and its attractor."""
+"""Reference posture with elbow up and rod upright, where the search for the initial joint angles starts and to which it is
+drawn."""
 DOWN = np.array([0.0, 1.0, 0.0, 0.0])
-"""Orientation of the hand with the rod upright."""
+"""Orientation of the hand, as a quaternion, with the rod upright."""
 _ABOVE = 0.15
 """Initial height of the grip above the box in metres: the rod's end is inside the walls, above the plate."""
 _XML = str(Path(__file__).with_name("box_pushing.xml"))
@@ -62,33 +63,33 @@ def rotation_distance(one: Array, other: Array) -> Any:
 
 
 def _distances(box: Array, target: Array) -> tuple[Any, Any]:
-    """Distances in metres and radians between poses [* 7]."""
+    """Distance in metres and angle in radians between two poses [* 7]."""
     return np.linalg.norm(box[..., :3] - target[..., :3], axis=-1), rotation_distance(box[..., 3:], target[..., 3:])
 
 
 def planar_pose(pose: Array) -> Array:
-    """Positions and quaternions [* 7] seen from above: x, y, cos and sin of the yaw [* 4]."""
+    """Convert poses [* 7] (position and quaternion) to planar poses [* 4]: x, y, and cos and sin of the yaw."""
     w, x, y, z = np.moveaxis(pose[..., 3:], -1, 0)
     turn = np.stack([1 - 2 * (y * y + z * z), 2 * (w * z + x * y)], -1)
     return np.concatenate([pose[..., :2], turn / np.maximum(np.linalg.norm(turn, axis=-1, keepdims=True), 1e-9)], -1)
 
 
 def seen_from(own: Array, other: Array) -> Array:
-    """Another planar pose [* 4] in the frame of one's own [* 4]: x, y, cos and sin of the turn [* 4]."""
+    """Express the planar pose `other` [* 4] in the frame of `own` [* 4]: x, y, and cos and sin of the angle."""
     (x, y), (c, s) = np.moveaxis(other[..., :2] - own[..., :2], -1, 0), np.moveaxis(own[..., 2:], -1, 0)
     cos, sin = np.moveaxis(other[..., 2:], -1, 0)
     return np.stack([c * x + s * y, c * y - s * x, c * cos + s * sin, c * sin - s * cos], -1)
 
 
 def limit_excess(q: Array, velocity: Array) -> Any:
-    """Excess e of angles and velocities [* 7] over Franka's limits, summed over the joints."""
+    """Sum over joints of how far angles and velocities [* 7] exceed the Franka arm's limits."""
     return (np.maximum(q - HIGH, 0) + np.maximum(LOW - q, 0) + np.maximum(np.abs(velocity) - _SPEED, 0)).sum(-1)
 
 
 def push_reward(
     kind: _Reward, *, q: Array, velocity: Array, box: Array, target: Array, tip: Array, rod: Array, torque: Array, last: Any
 ) -> Any:
-    """The reward of a step, or of many steps [*].
+    """Reward of one step of box pushing, or of many steps [*].
 
     `box` and `target`: position and quaternion [* 7]; `rod`: quaternion [* 4]; `torque`: 10 a [* 7].
     """
@@ -106,7 +107,7 @@ def push_reward(
 
 
 class BoxPushings(SimulatedCopies):
-    """Arms, boxes and their targets, positions and quaternions [E 7]."""
+    """Vectorised box pushing: many arms, each with a box and a target pose."""
 
     metadata = copies_metadata(DT, "green: target pose")
     STEPS: ClassVar[int] = STEPS
@@ -162,7 +163,7 @@ class BoxPushings(SimulatedCopies):
         return np.where(stable, paid, UNSTABLE)
 
     def box(self) -> Array:
-        """Positions and quaternions of the boxes [E 7]."""
+        """Poses of the boxes [E 7]: position and quaternion."""
         return self.batch.qpos[:, 7:]
 
     def observe(self) -> Array:
@@ -174,17 +175,17 @@ class BoxPushings(SimulatedCopies):
         return np.concatenate([self.batch.qpos[:, :7], self.batch.qvel[:, :7], *places, elapsed], -1)
 
     def outcome(self) -> dict[str, Array]:
-        """Info of the last step: success, and the distances to the target."""
+        """Info of the last step: success, and position and angle errors of the box."""
         p, theta = _distances(self.box(), self.target)
         success = 1.0 * ((p < _REACHED[0]) & (theta < _REACHED[1]))
         return {"success": success, "distance": p, "rotation_distance": theta}
 
     def draw(self) -> NDArray[np.uint8]:
-        """Draw the first copy from above and the front with a translucent target; 480 × 360 pixels."""
+        """Render the first environment from above and the front, with a translucent target, at 480 × 360 pixels."""
         return picture(self.model, self.first(), _CAMERA)
 
     def joints_above(self, where: Array, rounds: int = 50) -> Array:
-        """Joint angles [7] that hold the grip `_ABOVE` a position with the rod upright, near `_POSTURE`.
+        """Compute joint angles [7], near `_POSTURE`, that hold the rod upright above a position.
 
             q ← q + Jᵀ (J Jᵀ + λI)⁻¹ (x − J n) + n,     n = ½ (POSTURE − q)
 
@@ -211,21 +212,21 @@ class BoxPushings(SimulatedCopies):
 
 
 class BoxPushing(Single):
-    """A single arm with its box."""
+    """Box pushing with a single arm."""
 
     metadata, COPIES = BoxPushings.metadata, BoxPushings
 
 
 @cache
 def scene() -> mujoco.MjModel:
-    """The model. An invalid state restarts at time 0, which `BoxPushings.move` detects."""
+    """Load the MuJoCo model. An invalid state resets it to time 0, which `BoxPushings.move` detects."""
     model = mujoco.MjModel.from_xml_path(_XML)
     model.opt.disableflags &= ~mujoco.mjtDisableBit.mjDSBL_AUTORESET.value
     return model
 
 
 def place(generator: np.random.Generator) -> Array:
-    """Draw a position and a quaternion on the table: x, y and yaw are uniform."""
+    """Draw a random pose on the table, as position and quaternion. x, y and yaw are uniform."""
     x, y = generator.uniform(*REGION)
     yaw = generator.uniform(0, 2 * np.pi)
     return np.array([x, y, _PLATE, np.cos(yaw / 2), 0.0, 0.0, np.sin(yaw / 2)])

@@ -1,4 +1,4 @@
-"""A one-legged hopper that must jump high and land on a target point.
+"""Hopper jump: a one-legged hopper must jump high and land on a target point.
 
 Gymnasium's own Hopper, dropped from 1.5 m: torques at hip, knee and ankle (200 N·m times the action), Δt = 0.008 s, 250 steps.
 What counts is the highest point of the torso and where the foot first touches down after it has left the floor, so the
@@ -34,17 +34,18 @@ _Reward = Literal["sparse", "dense"]
 
 STEPS, DT = 250, 0.008
 _HEIGHT = 1.5
-"""Height of the torso at the start, in metres; it is 1.21 when the hopper stands straight."""
+"""Height of the torso at the start in metres. It is 1.21 when the hopper stands straight."""
 _GOAL = (0.3, 1.35)
 """Range of the goal's position in metres."""
 _LEG = np.array([[-0.5, 0.0], [-0.2, 0.0], [0.0, 0.785]])
 """Ranges of the initial hip, knee and ankle angles in radians."""
 NEVER = 5.0
-"""Landing distance in metres that is reported if the hopper never landed."""
+"""Landing distance in metres that is reported if the hopper never lands."""
 _LANDED, _JUMPED = 0.1, 1.6
-"""Limits of success in metres: distance of the first landing from the goal, and height of the torso before it."""
+"""Thresholds of success in metres: largest distance of the first landing from the goal, and smallest height of the torso
+before."""
 _SOLE = np.array([-0.13, 0.0, 0.04])
-"""Point on the underside of the foot beneath the ankle, in the frame of the foot's body."""
+"""Point on the underside of the foot below the ankle, in the frame of the foot."""
 FALLING, _STANDING, FLYING, DOWN = range(4)
 _CAMERA = Camera(centre=(0.6, 0.0, 0.9), width=3.2, azimuth=0.0, elevation=8.0)
 
@@ -53,7 +54,7 @@ _XML = str(Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets" / "hop
 
 
 def next_phase(phase: Any, contact: Any) -> Any:
-    """The next phase: falling, standing after the first contact, flying when contact ends, and down at the next contact."""
+    """Next phase of a jump, in the order falling, standing after the first contact, flying, down after the next contact."""
     waits_for_contact = (phase == FALLING) | (phase == FLYING)
     return phase + ((phase != DOWN) & (contact == waits_for_contact))
 
@@ -61,7 +62,7 @@ def next_phase(phase: Any, contact: Any) -> Any:
 def jump_reward(
     kind: _Reward, *, height: Any, highest: Any, distance: Any, landing: Any, healthy: Any, action: Array, last: Any
 ) -> Any:
-    """The reward of a step from the records up to it, or of many steps [*]; actions are [* 3]."""
+    """Reward of one step of a jump, or of many steps [*], from the jump's records so far. Actions are [* 3]."""
     cost = 1e-3 * np.square(action).sum(-1)
     if kind == "dense":
         return 3 * height - 3 * distance + 1.0 * healthy - cost
@@ -69,7 +70,7 @@ def jump_reward(
 
 
 class HopperJumps(SimulatedCopies):
-    """Hoppers, their goals, and the records of their jumps."""
+    """Vectorised hopper jump: many hoppers with their goals and records of their jumps."""
 
     metadata = copies_metadata(DT, "red: where to land")
     STEPS: ClassVar[int] = STEPS
@@ -122,14 +123,14 @@ class HopperJumps(SimulatedCopies):
         )  # fmt: skip
 
     def offset(self) -> Array:
-        """Vectors from the goals to the soles (x, y, z) [E 3]."""
+        """Vector from each goal to the hopper's sole (x, y, z) [E 3]."""
         frame = self.batch.xmat[:, self._foot].reshape(self.num_envs, 3, 3)
         sole = self.batch.xpos[:, self._foot] + frame @ _SOLE
         sole[:, 0] -= self.goal
         return sole
 
     def distance(self) -> Array:
-        """Distances of the soles from their goals [E]."""
+        """Distance of each hopper's sole from its goal [E]."""
         return np.linalg.norm(self.offset(), axis=-1)
 
     def contact(self) -> NDArray[np.bool_]:
@@ -142,25 +143,25 @@ class HopperJumps(SimulatedCopies):
         return np.concatenate([self.batch.qpos, self.batch.qvel, self.offset()[:, [0, 2]], goal, *left, elapsed], -1)
 
     def outcome(self) -> dict[str, Array]:
-        """Info of the last step. The event is the step of take-off, or NaN if there was none."""
+        """Info of the last step. Its `event` is the step of take-off, or NaN if there was none."""
         success = 1.0 * ((self.landing < _LANDED) & (self.highest > _JUMPED))
         distances = {"landing_distance": self.landing, "goal_distance": self.distance()}
         return {"success": success, "event": self.takeoff, "max_height": self.highest, **distances}
 
     def draw(self) -> NDArray[np.uint8]:
-        """Draw the first copy from the side with its goal as a cross; 480 × 360 pixels."""
+        """Render the first hopper from the side, with its goal as a cross, at 480 × 360 pixels."""
         return picture(self.model, self.first(), _CAMERA, [((self.goal[0], 0.0, 0.0), "tab:red")])
 
 
 class HopperJump(Single):
-    """A single hopper."""
+    """Hopper jump with a single hopper."""
 
     metadata, COPIES = HopperJumps.metadata, HopperJumps
 
 
 @cache
 def hopper() -> mujoco.MjModel:
-    """The model, with a sensor that counts contacts between foot and floor."""
+    """Load the MuJoCo model, with a sensor that counts contacts between foot and floor."""
     spec, geom = mujoco.MjSpec.from_file(_XML), mujoco.mjtObj.mjOBJ_GEOM
     found = [1 << mujoco.mjtConDataField.mjCONDATA_FOUND.value, 0, 1]
     pair: dict[str, Any] = {"objtype": geom, "objname": "floor", "reftype": geom, "refname": "foot_geom"}

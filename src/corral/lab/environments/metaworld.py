@@ -1,4 +1,4 @@
-"""Meta-World's manipulation tasks as position-controlled joints: three axes of the hand, and the gripper.
+"""Meta-World's manipulation tasks, with four position-controlled joints: three axes of the hand, and the gripper.
 
 An action is where the hand should be (m) and how the gripper is driven (−1 opens, 1 closes). Per step of 0.0125 s the hand's
 guide m moves towards it by at most 1 cm on each axis, as Meta-World's own action of ±1 does:
@@ -27,16 +27,16 @@ from corral.robot.tracking import Array
 
 STEPS, DT, _GAIN = 500, 0.0125, 100.0
 _FINGER = "r_close"
-"""Slide joint of the right finger in Meta-World; the left finger mirrors it."""
+"""Name of the right finger's slide joint in Meta-World. The left finger mirrors it."""
 
 
 def task_names() -> list[str]:
-    """Names of every task of Meta-World v3."""
+    """Names of all tasks of Meta-World v3."""
     return sorted(_metaworld().ALL_V3_ENVIRONMENTS)
 
 
 class MetaWorld(gymnasium.Env):
-    """A task of Meta-World v3; object and goal are drawn anew in every episode."""
+    """Task of Meta-World v3. Object and goal are drawn anew in every episode."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": round(1 / DT), "render_marks": "red: goal"}  # noqa: RUF012  # Gymnasium's own form
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (48,), np.float64)
@@ -73,7 +73,7 @@ class MetaWorld(gymnasium.Env):
         return self._observation(seen), float(reward), False, over, {"success": float(info["success"])} if over else {}
 
     def render(self) -> NDArray[np.uint8]:
-        """Render the table, the robot with its meshes as boxes, and the target as a cross; 480 × 360 pixels."""
+        """Render the table, the robot with boxes for its meshes, and the target as a cross, at 480 × 360 pixels."""
         from corral.lab.environments.drawing import Camera, picture
 
         camera = Camera(centre=(0.0, 0.6, 0.25), width=1.6, azimuth=155.0, elevation=25.0)
@@ -83,7 +83,7 @@ class MetaWorld(gymnasium.Env):
         self.inner.close()
 
     def _state(self) -> Array:
-        """Positions of guide and finger [4]."""
+        """Positions [4] of the hand's guide and of the finger."""
         return np.append(self.inner.data.mocap_pos[0], self.inner.data.joint(_FINGER).qpos)
 
     def _observation(self, seen: Array) -> Array:
@@ -91,7 +91,7 @@ class MetaWorld(gymnasium.Env):
 
 
 def quickened(env: Any) -> Any:
-    """A faster copy of a Meta-World environment with equal observations, contacts and rewards.
+    """Make a Meta-World environment faster, with equal observations, contacts and rewards.
 
     Its rotations go through scipy, which checks each to be one, its contacts through Python's objects, one by one, and the
     shares of its rewards through arrays of one number. Without, a step takes 1.2 to 2.9 times less, by task:
@@ -101,7 +101,7 @@ def quickened(env: Any) -> Any:
     others = {"Rotation": _Rotation, "reward_utils": SimpleNamespace(**shares), "tolerance": _tolerance}
 
     def observed(self: Any) -> Array:
-        """Hand position, opening of the gripper, then position and quaternion of each object, padded to 18 numbers."""
+        """Observation: hand position, gripper opening, then position and quaternion of each object, padded to 18 numbers."""
         apart = self.data.body("rightclaw").xpos - self.data.body("leftclaw").xpos
         seen = np.zeros(4 + self._obs_obj_max_len)
         seen[:3], seen[3] = self.get_endeff_pos(), min(np.linalg.norm(apart) / 0.1, 1.0)
@@ -125,7 +125,7 @@ def quickened(env: Any) -> Any:
 
 
 def _with_globals(function: FunctionType, others: dict[str, Any]) -> FunctionType:
-    """A copy of the function with some of its global names replaced."""
+    """Copy a function with some of its global names replaced."""
     names, defaults = function.__globals__ | others, function.__defaults__
     return FunctionType(function.__code__, names, argdefs=defaults, closure=function.__closure__)
 
@@ -133,7 +133,7 @@ def _with_globals(function: FunctionType, others: dict[str, Any]) -> FunctionTyp
 def _tolerance(
     x: Any, bounds: Any = (0.0, 0.0), margin: Any = 0.0, sigmoid: str = "gaussian", value_at_margin: float = 0.1
 ) -> Any:
-    """Meta-World's reward for a distance d from an interval, 1 inside it; other cases call Meta-World's own function.
+    """Meta-World's reward for a distance d from an interval, 1 inside. Other cases call Meta-World's own function.
 
     1 / (1 + (1/v − 1) (d / margin)²)
     """
@@ -147,7 +147,7 @@ def _tolerance(
 
 
 class _Rotation:
-    """The part of scipy's Rotation that tasks use, without its checks."""
+    """Replacement for scipy's Rotation with only the methods that tasks use, without its checks."""
 
     def __init__(self, matrix: Array) -> None:
         self._matrix = matrix
@@ -155,7 +155,7 @@ class _Rotation:
     from_matrix = classmethod(lambda cls, matrix: cls(matrix))
 
     def as_quat(self) -> Array:
-        """The quaternion (x, y, z, w) with scipy's sign: the entry of the largest diagonal element or trace is positive."""
+        """Quaternion (x, y, z, w) with scipy's sign: the entry with the largest diagonal element or trace is positive."""
         quaternion, diagonal = np.empty(4), self._matrix.diagonal()
         mujoco.mju_mat2Quat(quaternion, self._matrix.ravel())
         found = quaternion[[1, 2, 3, 0]]

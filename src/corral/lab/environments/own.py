@@ -1,4 +1,4 @@
-"""Environments of your own: a Gymnasium id or `module:Class`, and a `[tracking]` table that says where the joints are."""
+"""Use of a user's own environment: a Gymnasium id or `module:Class`, and a `[tracking]` table that locates the joints."""
 
 import importlib
 import math
@@ -25,13 +25,13 @@ from corral.robot.tracking import Array, Tracking
 from corral.validate import RunError, UserCodeError, number_in, suggest
 
 Maker = Any
-"""What makes an environment: an `EnvSpec` of Gymnasium's, or a subclass of `VectorEnv`, made with the number of copies."""
+"""Factory of an environment: a Gymnasium `EnvSpec`, or a subclass of `VectorEnv` that is called with the number of copies."""
 
 _HOW = 'docs/environments.md, "Your own environment", has an example'
 
 
 def find_maker(name: str) -> Maker:
-    """What `environment` names: a Gymnasium id, `module:Id-v0` registered by a module, `module:Class` or `file.py:Class`."""
+    """Find an environment's factory by name: Gymnasium id, `module:Id-v0`, `module:Class` or `file.py:Class`."""
     module, colon, last = name.rpartition(":")
     if colon and last.isidentifier():
         try:
@@ -59,7 +59,7 @@ def find_maker(name: str) -> Maker:
 def probe(
     name: str, table: Mapping[str, Any], steps: int | None, dt: float | None, config: Mapping[str, Any]
 ) -> tuple[Maker, Tracking, int, float]:
-    """What makes the environment, its controller, steps and Δt; refuses an environment that no plan could be followed in.
+    """Return an environment's factory, controller, steps and Δt. Refuses environments in which no plan could be followed.
 
     Args:
         table: settings of the controller, in their types.
@@ -113,7 +113,7 @@ def probe(
 
 
 def _observation(envs: VectorEnv, name: str) -> Array:
-    """The first observation after a reset with the seed 0."""
+    """First observation after a reset with seed 0."""
     try:
         return _array(envs.reset(seed=[0])[0])  # type: ignore[arg-type]  # a list, as learners give it
     except Exception as error:
@@ -121,14 +121,14 @@ def _observation(envs: VectorEnv, name: str) -> Array:
 
 
 def make_own(name: str, maker: Maker, count: int, steps: int, config: Mapping[str, Any], workers: int | None) -> VectorEnv:
-    """Make `count` copies in the form that learners read."""
+    """Make `count` copies of a user's environment, as one vector environment in the form that learners read."""
     return Adapter(_make_copies(name, maker, count, steps, config, workers), name, steps)
 
 
 def _make_copies(
     name: str, maker: Maker, count: int, steps: int | None, config: Mapping[str, Any], workers: int | None
 ) -> VectorEnv:
-    """Make copies as the environment has them; what its own code raises is a UserCodeError."""
+    """Make copies as the environment defines them. Errors of the user's own code become a UserCodeError."""
     length: dict[str, Any] = {} if steps is None else {"max_episode_steps": steps}
     try:
         return (
@@ -142,17 +142,19 @@ def _make_copies(
 
 
 def _inner(envs: VectorEnv) -> Any:
-    """The first environment itself, without wrappers; a class that moves all copies is its own."""
+    """First environment without its wrappers. A class that steps all copies at once is returned itself."""
     return envs.envs[0].unwrapped if isinstance(envs, gymnasium.vector.SyncVectorEnv) else envs
 
 
 def _array(x: Any) -> NDArray[Any]:
-    """A tensor on any device, or anything else, as an array."""
+    """Convert a tensor on any device, or anything else, to a NumPy array."""
     return x.detach().cpu().numpy() if isinstance(x, torch.Tensor) else np.asarray(x)
 
 
 class Adapter(VectorEnv):
-    """A vector environment as learners read it: arrays, with the elapsed share of the episode as the last observed number.
+    """Wrapper that gives a vector environment the form that learners read.
+
+    Observations are arrays, with the elapsed share of the episode as the last number.
 
     Rewards are summed up to a fixed end, so what a state is worth depends on the time that is left.
     """
@@ -195,7 +197,7 @@ class Adapter(VectorEnv):
 
 
 def make_film(name: str, maker: Maker, steps: int, config: Mapping[str, Any]) -> gymnasium.Env:
-    """One copy that can be filmed. Gymnasium's MuJoCo tasks are drawn without OpenGL, unless MUJOCO_GL names a renderer."""
+    """Make one copy that renders images. MuJoCo tasks are drawn without OpenGL, unless MUJOCO_GL names a renderer."""
     try:
         if not isinstance(maker, EnvSpec):
             return _First(maker(1, render_mode="rgb_array", **config))
@@ -208,7 +210,7 @@ def make_film(name: str, maker: Maker, steps: int, config: Mapping[str, Any]) ->
 
 
 class _Drawn(gymnasium.Wrapper):
-    """One of Gymnasium's MuJoCo tasks, drawn from the side of its own camera and as near as its bodies allow."""
+    """Wrapper that renders Gymnasium's MuJoCo tasks without OpenGL, from their own camera's side and close to the bodies."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         found = self.env.reset(seed=seed, options=options)
@@ -226,14 +228,14 @@ class _Drawn(gymnasium.Wrapper):
         return found
 
     def render(self) -> Any:
-        """The scene as an image."""
+        """Render the scene as an image."""
         own: Any = self.unwrapped
         moved = np.add(self._camera.centre, own.data.xpos[self._tracked] - self._from)
         return picture(own.model, own.data, replace(self._camera, centre=tuple(moved.tolist())))
 
 
 class _First(gymnasium.Env):
-    """The only copy of a vector environment as an environment of its own."""
+    """Single environment around a vector environment that has one copy."""
 
     def __init__(self, envs: VectorEnv) -> None:
         self.envs, self.render_mode, self.metadata = envs, "rgb_array", envs.metadata
@@ -250,7 +252,7 @@ class _First(gymnasium.Env):
         return _array(observation)[0], float(reward), bool(terminated), bool(truncated), read
 
     def render(self) -> Any:
-        """The image of the first copy."""
+        """Render the first copy as an image."""
         picture = self.envs.render()
         return _array(picture[0] if isinstance(picture, tuple | list) else picture)
 

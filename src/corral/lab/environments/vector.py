@@ -1,4 +1,4 @@
-"""Vectorised environments: tasks that move all copies in one call, and threads for any other environment."""
+"""Vectorised environments: tasks that step all copies in one call, and threads for any other environment."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -19,11 +19,11 @@ from corral.validate import pip_install
 
 AnyArray = NDArray[Any]
 Simulator = Callable[[Any, int, int], Any]
-"""Factory of batches: (MjModel, copies, threads) → a `mujoco.batch.Batch` or its equal, at rest at time 0."""
+"""Function (MjModel, copies, threads) → a `mujoco.batch.Batch` or an equivalent, at rest at time 0."""
 
 
 def copies_metadata(dt: float, marks: str) -> dict[str, Any]:
-    """Gymnasium's metadata of a task with steps of `dt` seconds; `marks` says what the marks in its pictures mean."""
+    """Gymnasium metadata of a task with steps of `dt` seconds. `marks` explains the marks in its pictures."""
     return {
         "autoreset_mode": AutoresetMode.NEXT_STEP,
         "render_modes": ["rgb_array"],
@@ -36,7 +36,7 @@ def copies_metadata(dt: float, marks: str) -> dict[str, Any]:
 def make_envs(
     name: str | EnvSpec, count: int, *, workers: int | None = None, simulator: Simulator | None = None, **kwargs: Any
 ) -> VectorEnv:
-    """Make `count` copies of an environment, in the form that steps fastest.
+    """Make `count` copies of an environment, by its fastest kind of vectorisation.
 
     Tasks of ours move all copies in one call; any other environment is split among `workers` threads, one per core by default.
     Copy i draws from seed + i (or from the i-th of a list of seeds) in every form, and sees the same. A `simulator` other than
@@ -60,15 +60,15 @@ def make_envs(
 
 
 class Copies(VectorEnv):
-    """Copies of a task that are moved together: their episodes have a fixed length, and begin and end at the same time.
+    """Vector environment whose copies are stepped together. All episodes have the same fixed length.
 
     As in `SyncVectorEnv`, copy i draws from seed + i, and the step after an episode's last one begins the next episode.
     """
 
     STEPS: ClassVar[int]
-    """T: steps of an episode."""
+    """Number T of steps per episode."""
     time: int
-    """Steps since the episodes began."""
+    """Number of steps since the episodes began."""
 
     def __init__(self, num_envs: int, max_episode_steps: int) -> None:
         if max_episode_steps != self.STEPS:  # Gymnasium passes what was registered
@@ -81,23 +81,23 @@ class Copies(VectorEnv):
 
     @abstractmethod
     def begin(self, generators: Sequence[np.random.Generator]) -> None:
-        """Begin new episodes, each drawn from its own generator."""
+        """Begin a new episode in every copy, drawn from the copy's own generator."""
 
     @abstractmethod
     def move(self, actions: Array) -> Array:
-        """Move all copies by one Δt under actions [E D] within their limits; returns rewards [E]."""
+        """Advance all copies by one time step Δt, with actions [E D] within their limits. Returns rewards [E]."""
 
     @abstractmethod
     def observe(self) -> Array:
-        """Observations [E O]."""
+        """Observation of each copy [E O]."""
 
     @abstractmethod
     def outcome(self) -> dict[str, Array]:
-        """Info of the last step, each entry [E]."""
+        """Info of an episode's last step, each entry [E]."""
 
     @abstractmethod
     def draw(self) -> NDArray[np.uint8]:
-        """Draw a picture of the first copy."""
+        """Render the first copy as a picture."""
 
     def reset(
         self, *, seed: int | list[int] | None = None, options: dict[str, Any] | None = None
@@ -125,17 +125,17 @@ class Copies(VectorEnv):
 
 
 class SimulatedCopies(Copies):
-    """Copies that MuJoCo simulates as one batch, on several threads.
+    """Vector environment whose copies MuJoCo simulates as one batch, on several threads.
 
     Options of `reset`: `episodes`, how many copies play, and `learned_from`, whether another simulator plays them, if any.
     """
 
     FIELDS: ClassVar[tuple[str, ...]]
-    """Fields of MjData that the task reads besides the state."""
+    """Fields of MjData, beyond the state, that the task reads."""
     simulator: Simulator | None = None
     batch: Any
     rows: NDArray[np.integer] | None = None
-    """Copies that play; None for all of them."""
+    """Indices of the copies that play. None if all play."""
 
     def __init__(self, model: Any, num_envs: int, max_episode_steps: int, workers: int) -> None:
         super().__init__(num_envs, max_episode_steps)
@@ -158,7 +158,7 @@ class SimulatedCopies(Copies):
         return super().reset(seed=seed, options=options)
 
     def first(self) -> Any:
-        """MjData of the first copy, for a picture."""
+        """MjData of the first copy, to render a picture."""
         import mujoco
 
         data = self.batch.get_data(0)
@@ -167,7 +167,7 @@ class SimulatedCopies(Copies):
 
 
 class Single(gymnasium.Env):
-    """One copy of a task as an environment of its own, which can be rendered."""
+    """Single environment around one copy of a task, which can be rendered."""
 
     COPIES: ClassVar[type[Copies]]
 
@@ -190,7 +190,7 @@ class Single(gymnasium.Env):
 
 
 class Threads(VectorEnv):
-    """Blocks of environments, each stepped in its own thread.
+    """Vector environment of several blocks, each stepped in its own thread.
 
     MuJoCo lets other threads run while it simulates, so two threads keep two cores busy, without the pipes, the pickling and
     the start-up of processes. Numbers do not depend on the blocks: every environment has its own state and generator.
@@ -234,7 +234,7 @@ class Threads(VectorEnv):
             block.close()
 
     def _join_infos(self, infos: Sequence[dict[str, Any]]) -> dict[str, AnyArray]:
-        """Join the infos of all blocks, key by key; a missing key becomes zeros (and False in the mask `_key`)."""
+        """Join the infos of all blocks, key by key. A missing key becomes zeros, and False in the mask `_key`."""
         whole: dict[str, AnyArray] = {}
         for info, part in zip(infos, self._slices, strict=True):
             for key, value in info.items():

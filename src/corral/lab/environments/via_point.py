@@ -1,4 +1,4 @@
-"""A planar arm of five links that must pass a point in the first half of an episode and reach another at the end.
+"""Via-point reaching: a planar arm with five links passes one point in the first half and ends at another.
 
 Each joint is a double integrator, so that an episode costs microseconds and every difference between methods is theirs:
 
@@ -25,29 +25,29 @@ _Reward = Literal["dense", "sparse"]
 
 _LINKS, STEPS, DT, STRENGTH = 5, 100, 0.02, 40.0
 REACHED = 0.25
-"""Largest distance in metres that counts as success, 5 % of the arm's length: from the via-point at any moment of the first
-half, and from the goal at the end. Success does not require being at the via-point at the moment when the goal begins to count:
-the dense reward's best plans are already moving to the goal by then."""
+"""Largest distance in metres that counts as success, 5 % of the arm's length. It holds for the via-point at any moment of the
+first half, and for the goal at the end. At the moment when the goal begins to count, the best plans for the dense reward are
+already moving away from the via-point, so success does not require being there."""
 _RADIUS = (1.5, 4.0)
-"""Range of distances in metres from the base to both points. The via-point is to the right, the goal to the left, both above
+"""Range of distances from the base to both points in metres. The via-point is on the right, the goal on the left, both above
 the base."""
 
 
 def joints(angles: Array) -> Array:
-    """Positions of the base, the joints and the tip [* 6 2] of arms with these relative angles [* 5]."""
+    """Positions of base, joints and tip [* 6 2] of arms with these relative joint angles [* 5]."""
     heading = angles.cumsum(-1)
     steps = np.stack([np.cos(heading), np.sin(heading)], -1)
     return np.concatenate([np.zeros_like(steps[..., :1, :]), steps.cumsum(-2)], -2)
 
 
 def tip_of(angles: Array) -> Array:
-    """Position of the tip alone [* 2], the last of `joints`."""
+    """Position of the tip [* 2], equal to the last entry of `joints`."""
     heading = angles.cumsum(-1)
     return np.stack([np.cos(heading).sum(-1), np.sin(heading).sum(-1)], -1)
 
 
 class ViaPointReachers(Copies):
-    """Many arms in one array."""
+    """Vectorised via-point reaching: many arms in one array."""
 
     metadata = copies_metadata(DT, "orange: on the way, green: goal")
     STEPS: ClassVar[int] = STEPS
@@ -63,7 +63,7 @@ class ViaPointReachers(Copies):
         max_episode_steps: int = STEPS,
         workers: int = 1,
     ) -> None:
-        """Make the arms at rest along x; `workers` is for tasks that need threads."""
+        """Make the arms, at rest along x. `workers` is ignored, as this task needs no threads."""
         super().__init__(num_envs, max_episode_steps)
         if reward not in ("dense", "sparse"):
             raise ValueError(f"ViaPointReacher: `reward` is 'dense' or 'sparse'; got {reward!r}.")
@@ -72,7 +72,7 @@ class ViaPointReachers(Copies):
         self.via, self.goal, self.missed = np.zeros((num_envs, 2)), np.zeros((num_envs, 2)), np.full(num_envs, np.inf)
 
     def begin(self, generators: Sequence[np.random.Generator]) -> None:
-        """Reset arms to nearly straight up and at rest, with new points."""
+        """Reset the arms to rest, nearly straight up, and draw new points."""
         self.missed = np.full(len(generators), np.inf)
         draws = np.stack([generator.uniform(size=_LINKS + 4) for generator in generators])
         self.angles = 0.2 * (draws[:, :_LINKS] - 0.5)
@@ -96,7 +96,7 @@ class ViaPointReachers(Copies):
         return gain - 2e-3 * np.square(actions).sum(-1)
 
     def distance(self) -> Array:
-        """Distance of each tip from the current target point."""
+        """Distance of each tip from the point that is the current target."""
         target = self.via if self.time <= STEPS // 2 else self.goal
         return np.linalg.norm(tip_of(self.angles) - target, axis=-1)
 
@@ -106,12 +106,12 @@ class ViaPointReachers(Copies):
         return np.concatenate([self.angles, self.velocities, self.via, goal, elapsed], -1)
 
     def outcome(self) -> dict[str, Array]:
-        """Info of the last step: least distance to the via-point, last distance to the goal, and whether both are small."""
+        """Info of the last step: smallest distance to the via-point, final distance to the goal, and success."""
         goal = self.distance()
         return {"via_distance": self.missed, "goal_distance": goal, "success": (np.maximum(self.missed, goal) < REACHED) * 1.0}
 
     def draw(self) -> NDArray[np.uint8]:
-        """Draw the first arm, its via-point (circle) and its goal (cross); 480 × 480 pixels."""
+        """Render the first arm, its via-point (circle) and its goal (cross), at 480 × 480 pixels."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
@@ -127,6 +127,6 @@ class ViaPointReachers(Copies):
 
 
 class ViaPointReacher(Single):
-    """A single arm."""
+    """Via-point reaching with a single arm."""
 
     metadata, COPIES = ViaPointReachers.metadata, ViaPointReachers

@@ -1,4 +1,4 @@
-"""MuJoCo Warp in place of MuJoCo's own batch: simulation of many copies on a GPU in float32."""
+"""Simulation of many copies on a GPU in float32 by MuJoCo Warp, with the interface of MuJoCo's own batch."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,19 +19,19 @@ except ImportError as error:
 
 warp.config.log_level = warp.LOG_WARNING  # or it names every kernel that it compiles, some hundred
 _WRITTEN = ("time", "qpos", "qvel", "ctrl", "mocap_pos", "mocap_quat", "qacc_warmstart")
-"""Fields that tasks and resets write. They are uploaded before a call if they differ from the device's values."""
+"""Fields that tasks and resets write. Before a call they are uploaded if they differ from the device's values."""
 _KEPT = frozenset({"ctrl", "mocap_pos", "mocap_quat", "qacc_warmstart"})
-"""Fields that are not downloaded after a call: only the last of them changes, and no task reads it."""
+"""Fields that are not downloaded after a call. Only the last of them changes, and no task reads it."""
 _CONTACTS, _ROWS = 32, 128
-"""Capacity of a copy for contacts and constraint rows. Random pushes of the box needed at most 9 and 29."""
+"""Largest numbers of contacts and of constraint rows per copy. Random pushes of the box needed at most 9 and 29."""
 _LARGEST = 1e10
-"""Largest valid position or velocity, which is MuJoCo's own limit."""
+"""Largest valid position or velocity, as in MuJoCo itself."""
 _FULL = mujoco_warp.OverflowType.ALL & ~(mujoco_warp.OverflowType.ITERATIONS | mujoco_warp.OverflowType.LS_ITERATIONS)
-"""Overflow flags that raise an error. Solver iterations are not among them: MuJoCo has that limit too."""
+"""Overflow flags that raise an error. The limit of solver iterations is not one of them, since MuJoCo has it too."""
 
 
 class WarpBatch:
-    """The part of `mujoco.batch.Batch` that tasks use, simulated by MuJoCo Warp.
+    """Subset of `mujoco.batch.Batch` that corral's tasks use, simulated by MuJoCo Warp.
 
     Fields are arrays on the host, in float64, as tasks read and write them; the state stays on the device between calls. All
     substeps of a call are one CUDA graph. On the device "cpu", which is slow and for tests, they are launched one by one.
@@ -58,13 +58,13 @@ class WarpBatch:
         return self._host[name]
 
     def __getattr__(self, name: str) -> Array:
-        """Return a field as an attribute, as MuJoCo's batch does."""
+        """Return a field by its name in MjData, as an attribute like MuJoCo's batch."""
         if name.startswith("_"):
             raise AttributeError(name)
         return self.bind(name)
 
     def step(self, ids: NDArray[np.integer] | None = None, nstep: int = 1, stage: int | None = None) -> None:
-        """Advance all copies by `nstep` substeps and compute all derived fields, whatever `ids` and `stage`.
+        """Advance all copies by `nstep` substeps and compute all derived fields. `ids` and `stage` are ignored.
 
         Diverged copies are reset to time 0, as in MuJoCo's batch.
         """
@@ -73,11 +73,11 @@ class WarpBatch:
         self.time[~(np.abs(state) < _LARGEST).all(-1)] = 0.0
 
     def forward(self, rows: NDArray[np.integer] | None = None) -> None:
-        """Compute all derived fields of every copy; the fields of unchanged copies are recomputed with equal results."""
+        """Compute all derived fields of every copy. Unchanged copies get equal results."""
         self._call(0)
 
     def reset(self, rows: NDArray[np.integer] | slice = slice(None), stage: int | None = None) -> None:
-        """Reset these copies to time 0, at rest in the model's pose; derived fields are computed by the next call."""
+        """Reset these copies to time 0, at rest in the model's pose. The next call computes derived fields."""
         self._download("qacc_warmstart")
         self.qpos[rows] = self.model.qpos0
         for name in ("time", "qvel", "ctrl", "qacc_warmstart"):
@@ -101,7 +101,7 @@ class WarpBatch:
             )
 
     def _prepare(self, substeps: int) -> Callable[[], None]:
-        """Prepare a call of several substeps: a CUDA graph if there is a GPU."""
+        """Prepare a call of several substeps. On a GPU, capture it as a CUDA graph."""
 
         def launch() -> None:
             with warp.ScopedDevice(self.device):  # or kernels go to the GPU of a machine that has one, wherever the data are
@@ -120,17 +120,17 @@ class WarpBatch:
         return partial(warp.capture_launch, capture.graph)
 
     def _field(self, name: str) -> Any:
-        """Warp's array for a field, under its name in MjData."""
+        """Warp's array of a field, by its name in MjData."""
         return getattr(self._data, name)
 
     def _download(self, name: str) -> None:
-        """Read a field from the device."""
+        """Copy a field from the device to the host."""
         self._host[name][:] = self._field(name).numpy().reshape(self._host[name].shape)
         self._sent[name][:] = self._host[name]
 
 
 class WarpSimulator:
-    """Factory of MuJoCo Warp batches, cached by number of copies: a CUDA graph takes seconds to build."""
+    """Factory of MuJoCo Warp batches, cached by the number of copies because building a CUDA graph takes seconds."""
 
     def __init__(self, device: str | None = None) -> None:
         if device is None and not warp.is_cuda_available():
@@ -138,7 +138,7 @@ class WarpSimulator:
         self.device, self._batches = device, dict[int, WarpBatch]()
 
     def __call__(self, model: mujoco.MjModel, copies: int, threads: int) -> WarpBatch:
-        """Return the batch in its initial state; `threads` concerns the CPU only and is ignored."""
+        """Return a batch in its initial state. `threads` is ignored, as it concerns only CPUs."""
         if copies not in self._batches:
             self._batches[copies] = WarpBatch(model, copies, self.device)
         batch = self._batches[copies]
