@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-"""TRL's losses that clip; its other losses (cispo, sapo, vespo) weigh tokens instead."""
+"""`loss_type`s of TRL that clip. TRL's other losses (cispo, sapo, vespo) weigh tokens instead."""
 
 _CLIP_RATIO = "clip_ratio/region_mean"
-"""Name of TRL's metric: the share of tokens, or of completions, that are clipped in an update."""
+"""Name of TRL's metric for the share of tokens, or of completions, that are clipped in an update."""
 
 
 def audit(
@@ -53,7 +53,7 @@ def audit(
     resume: bool | None = None,
     alert_above: float | None = None,
 ) -> "AuditCallback":
-    """Record in the folder `out`, during `trainer.train()`, how far updates move the policy, for `corral audit OUT`.
+    """Record in folder `out` how far updates of `trainer.train()` move the policy. `corral audit OUT` shows the result.
 
     Args:
         trainer: a GRPOTrainer, stock or corral's, before `train()`.
@@ -98,7 +98,7 @@ def audit(
 
 
 def _is_sharded(trainer: GRPOTrainer) -> bool:
-    """Return True if all processes must take part in a forward pass, as with FSDP2; refuse untested kinds of sharding."""
+    """Return True if all processes must take part in each forward pass, as with FSDP2. Untested sharding is refused."""
     state = trainer.accelerator.state
     zero3 = state.deepspeed_plugin is not None and state.deepspeed_plugin.zero_stage == 3
     if zero3 or (trainer.is_fsdp_enabled and state.fsdp_plugin.fsdp_version != 2):
@@ -119,7 +119,7 @@ def _send_alert(title: str, text: str) -> None:
 
 
 def rules_of(trainer: GRPOTrainer, kl_bound: float, tv_bound: float) -> Rules:
-    """The trainer's own clipping, or PPO's defaults if it does not clip."""
+    """Rules for an audit of this trainer: its own clipping, or PPO's default clip range if it does not clip."""
     own: Objective | None = None
     # TRL takes any epsilon; a ratio is never below 0, so from 1 on they all clip nothing from below.
     clip: dict[str, Any] = {"clip_low": min(trainer.epsilon_low, 1.0), "clip_high": trainer.epsilon_high}
@@ -139,7 +139,7 @@ def rules_of(trainer: GRPOTrainer, kl_bound: float, tv_bound: float) -> Rules:
 
 
 def _token_batch(inputs: dict[str, Any], logp: Tensor) -> TokenBatch:
-    """A micro-batch with the log-probs that TRL's loss compares; before any update the old policy equals the new."""
+    """Build a TokenBatch of a micro-batch from TRL's log-probs. Without stored old log-probs, the new ones count as old."""
     mask = inputs["completion_mask"].bool()
     mask = mask & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask
     old = inputs.get("old_per_token_logps", logp)
@@ -148,7 +148,7 @@ def _token_batch(inputs: dict[str, Any], logp: Tensor) -> TokenBatch:
 
 @dataclass(eq=False, kw_only=True)
 class AuditCallback(TrainerCallback):
-    """Stores the old policy at a few completions of a batch, and compares the new policy after the batch's last update.
+    """Callback that stores the old distributions at some tokens of a batch, and compares the new ones after its last update.
 
     In between it counts, at every update and on all of its tokens, what the run's own clipping does.
 
@@ -167,35 +167,35 @@ class AuditCallback(TrainerCallback):
     seed: int
     alert_above: float | None
     sharded: bool
-    """True if all processes take part in each forward pass. The main process measures on its own completions."""
+    """True if all processes take part in each forward pass, as with FSDP2. Only the main process measures."""
     pending: list[tuple[AuditedCompletion, Tensor]] = field(default_factory=list)
-    """Completions of batches in training, with log π_old at their audited tokens [N V], on the CPU."""
+    """Audited completions whose batch is still in training, with log π_old [N V] at their audited tokens, on the CPU."""
     made: list[MicroBatch] = field(default_factory=list)
-    """Number of micro-batches since the last file was written."""
+    """Counts of every micro-batch since counts were last written to a file."""
     due: int = 0
-    """Update from which on the next batch is audited."""
+    """Number of the update from which on the next batch of rollouts is audited."""
     failed: str | None = None
-    """Reason why the audit stopped before training did."""
+    """Error that stopped the audit while training went on; None without an error."""
     ended: bool = False
-    """True once every process has learned of the failure."""
+    """True once the audit has stopped in every process, after an error."""
 
     @property
     def args(self) -> GRPOConfig:
-        """The trainer's settings, cast to their type: transformers declares its own base class."""
+        """The trainer's arguments as a GRPOConfig, because transformers types them as their base class."""
         return cast(GRPOConfig, self.trainer.args)
 
     @property
     def is_main(self) -> bool:
-        """True in the process that measures and writes."""
+        """True in the main process, which measures and writes the audit."""
         return self.trainer.accelerator.is_main_process
 
     @property
     def model(self) -> nn.Module:
-        """The trained model, cast to its type: transformers declares it as optional."""
+        """The trained model as an nn.Module, because transformers types it as optional."""
         return cast(nn.Module, self.trainer.model)
 
     def wrap_generate(self, generate: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-        """Wrap TRL's generating method: every `every` updates, the old policy is stored at the method's output."""
+        """Wrap TRL's method that generates rollouts, to store the old policy at some tokens every `every` updates."""
 
         def generate_and_score(inputs: list[dict[str, Any]]) -> dict[str, Any]:
             output = generate(inputs)
@@ -208,7 +208,7 @@ class AuditCallback(TrainerCallback):
         return generate_and_score
 
     def watch_updates(self) -> None:
-        """Count every micro-batch of training, from TRL's own log-probs or from the input of a CorralTrainer's objective."""
+        """Count clipped tokens in every micro-batch, from TRL's own log-probs or the input of a CorralTrainer's objective."""
         trainer = self.trainer
         if isinstance(trainer, CorralTrainer):
             before = trainer.token_observer
@@ -249,7 +249,7 @@ class AuditCallback(TrainerCallback):
 
     @torch.no_grad()
     def _count(self, batch: TokenBatch, trl: float | None) -> None:
-        """Count the tokens of a micro-batch that the run's clipping blocks, before the update is made."""
+        """Count the tokens that the run's clipping blocks in a micro-batch, before its update."""
         if self.failed is not None:
             return
         tokens, clipped = int(batch.mask.sum()), 0
@@ -260,20 +260,20 @@ class AuditCallback(TrainerCallback):
         self.made.append(MicroBatch(self.trainer.state.global_step + 1, tokens, clipped, trl))
 
     def _write_made(self, update: int) -> None:
-        """Write the micro-batches counted up to this update."""
+        """Write the counts of all micro-batches up to this update."""
         if self.made and self.failed is None:
             self.folder.add_updates(update, self.made)
             self.made = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Refuse a folder with other content before anything is sampled."""
+        """Open the audit's folder before anything is sampled. A folder with other content is refused."""
         self.pending, self.due, self.failed, self.ended = [], state.global_step, None, False
         self.made = []
         if self.is_main:
             self.folder.begin(self._describe(), done=state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Compare the policies on every batch that has had its last update."""
+        """Compare old and new policy on the audited tokens of each batch whose last update is over."""
         done = [(kept, old) for kept, old in self.pending if self.trainer._step >= kept.end]
         self.pending = [(kept, old) for kept, old in self.pending if self.trainer._step < kept.end]
         if not done:
@@ -283,7 +283,7 @@ class AuditCallback(TrainerCallback):
             self._run_safely(lambda: self._record(state.global_step, rows))
 
     def _record(self, update: int, completions: list[pd.DataFrame]) -> None:
-        """Write a measurement, and alert trackio if clipping was wrong on too large a share of it."""
+        """Write the audited tokens, and alert trackio if clipping would be wrong about more than `alert_above` % of them."""
         self._write_made(update)
         self.folder.add(update, completions)
         if self.alert_above is None:
@@ -302,18 +302,18 @@ class AuditCallback(TrainerCallback):
             )
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Write the counts up to this checkpoint, so that a run resumed from it repeats no count."""
+        """Write the counts up to this checkpoint, so that a resumed run does not count them again."""
         self._run_safely(lambda: self._write_made(state.global_step))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Drop pending completions, whose batch had no last update, and write the others."""
+        """Drop completions whose batch had no last update, write the remaining counts, and close the folder."""
         self.pending = []
         self._run_safely(lambda: self._write_made(state.global_step))
         if self.is_main:
             self.folder.close()
 
     def _run_safely(self, work: Callable[[], T]) -> T | None:
-        """Call `work` and return its result, or None after a failure, which ends the audit."""
+        """Call `work` and return its result. An exception stops the audit but not training, and None is returned."""
         try:
             return work()
         except Exception as error:  # whatever goes wrong in here must not take the training run with it
@@ -347,7 +347,8 @@ class AuditCallback(TrainerCallback):
         }  # fmt: skip
 
     def _begin_batch(self, output: dict[str, Any]) -> None:
-        """Store the old policy at a few tokens of a few completions of this batch; a sharded model needs every process."""
+        """Store the old policy's distributions at some tokens of this batch. If weights are sharded, every process takes
+        part."""
         chosen = self._run_safely(lambda: self._choose(output)) if self.is_main and self.failed is None else None
         if self.sharded:
             (chosen,) = broadcast_object_list([chosen])
@@ -367,12 +368,12 @@ class AuditCallback(TrainerCallback):
         return choose_completions(output, self.sequences, self.tokens, generator, end, whole=self.rules.whole_sequences)
 
     def _keep(self, chosen: list[AuditedCompletion]) -> list[tuple[AuditedCompletion, Tensor]]:
-        """Score these tokens under the current policy; only the main process stores the result."""
+        """Compute the current policy's log-probs at the chosen tokens. Only the main process stores them."""
         with self._scoring():
             return [(kept, self._logp(kept)[: None if self.is_main else 0].cpu()) for kept in chosen]
 
     def _compare(self, done: list[tuple[AuditedCompletion, Tensor]]) -> list[pd.DataFrame]:
-        """Compare the current policy with the stored policy in the main process; other processes join the forward passes."""
+        """Compare the current policy with the stored old policy. Only the main process compares; others join forward passes."""
         rows: list[pd.DataFrame] = []
         processor: Any = self.trainer.processing_class
         tokenizer = processor if isinstance(processor, PreTrainedTokenizerBase) else processor.tokenizer
@@ -386,7 +387,7 @@ class AuditCallback(TrainerCallback):
 
     @contextmanager
     def _scoring(self) -> Iterator[None]:
-        """Context that puts the model into the state for scoring, and finally releases weights that FSDP2 has gathered."""
+        """Context for scoring that restores the model's state at the end, and releases weights that FSDP2 has gathered."""
         with preserve_state(self.model), self.trainer.accelerator.autocast():
             yield
         if self.sharded:
@@ -395,6 +396,6 @@ class AuditCallback(TrainerCallback):
                     part.reshard()
 
     def _logp(self, kept: AuditedCompletion) -> Tensor:
-        """log π [N V] at the audited tokens of a completion, on the model's device."""
+        """Log-probs log π [N V] of the current policy at a completion's audited tokens, on the model's device."""
         device = self.trainer.accelerator.device
         return logp_at(self.model, kept.ids.to(device), kept.positions.to(device), self.trainer.temperature)

@@ -1,4 +1,4 @@
-"""Logged completions of any engine: find the files, recognise their format, read records."""
+"""Reader for logged completions (dumps) of several RL frameworks: find files, recognise their format, read records."""
 
 import json
 import pickle
@@ -25,14 +25,14 @@ from corral.validate import RunError
 _LARGEST_ID = 2**31 - 1
 _LARGEST = 1e100
 _LOWEST_LOGP = -1e4
-"""Smallest possible log-probability of a softmax: engines write smaller numbers for −inf."""
+"""Limit below which a log-probability counts as −inf: some engines write a large negative number instead."""
 
 _ROUNDING = 1e-3
 """Largest log-probability above 0 that is accepted as a rounding error."""
 
 
 class DumpRecord:
-    """Fields of one completion. Numbers that are null, not finite or beyond 1e100 become NaN, and their tokens are left out."""
+    """Record of one logged completion. Numbers that are null, not finite or beyond 1e100 are read as NaN."""
 
     def __init__(self, content: Any, where: str) -> None:
         self.where = where
@@ -41,7 +41,7 @@ class DumpRecord:
         self.content: Mapping[str, Any] = content
 
     def error(self, sentence: str) -> RunError:
-        """Make an error that names the place and the fault."""
+        """Build a RunError that names the file, the line and the fault."""
         return RunError(f"{self.where}: {sentence}")
 
     def has(self, name: str) -> bool:
@@ -49,7 +49,7 @@ class DumpRecord:
         return self.content.get(name) is not None
 
     def items(self, name: str, length: int | None) -> list[Any]:
-        """A list with one entry per token."""
+        """Read a field that must be a list with one entry per token."""
         value = self.content.get(name)
         if not isinstance(value, list):
             found = f"got {short(value)}" if name in self.content else "it is missing"
@@ -59,7 +59,7 @@ class DumpRecord:
         return value
 
     def column(self, name: str, length: int | None, what: str, *kinds: Callable[[pa.DataType], bool]) -> Floats:
-        """A list with one entry per token as numbers, NaN for null; each entry must be of one of these Arrow types."""
+        """Read one number per token, with NaN for null. Values must be of one of the Arrow types in `kinds`."""
         values = self.items(name, length)
         try:
             found = pa.array(values, from_pandas=True)
@@ -70,13 +70,13 @@ class DumpRecord:
         return np.array(found.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False))
 
     def numbers(self, name: str, length: int | None = None) -> Floats:
-        """A list of numbers, with NaN for null, NaN and numbers too large for a sum."""
+        """Read a list of numbers. Null, and numbers too large to sum, become NaN."""
         found = self.column(name, length, "numbers", is_floating, is_integer)
         found[np.abs(found) > _LARGEST] = np.nan
         return found
 
     def log_probs(self, name: str, length: int | None = None) -> Floats:
-        """Log-probabilities, at most 0 up to rounding; NaN for values that stand for −inf."""
+        """Read log-probabilities, at most 0 up to rounding. Values that stand for −inf become NaN."""
         found = self.numbers(name, length)
         found[found < _LOWEST_LOGP] = np.nan
         above = np.flatnonzero(found > _ROUNDING)
@@ -88,21 +88,21 @@ class DumpRecord:
         return np.minimum(found, 0.0)
 
     def ids(self, name: str, length: int | None = None) -> Ints:
-        """Token ids."""
+        """Read a list of token ids."""
         found = self.column(name, length, "token ids, whole numbers", is_integer)
         if not ((found >= -1) & (found <= _LARGEST_ID)).all():
             raise self.error(f"`{name}` should hold token ids, from -1 to {_LARGEST_ID}; got {short(self.content[name])}.")
         return found.astype(np.int64)
 
     def flags(self, name: str, length: int | None = None) -> Bools:
-        """A mask of true and false or 1 and 0; null is false."""
+        """Read a mask of true and false, or 1 and 0. Null is false."""
         found = np.nan_to_num(self.column(name, length, "true and false, or 1 and 0", is_boolean, is_integer, is_floating))
         if not np.isin(found, (0, 1)).all():
             raise self.error(f"`{name}` should hold true and false, or 1 and 0; got {short(self.content[name])}.")
         return found.astype(np.bool_)
 
     def credit(self, name: str, length: int | None = None) -> Floats:
-        """Advantages per token, from a list or from a number for all tokens."""
+        """Read advantages per token, from a list or from one number for all tokens."""
         if isinstance(self.content.get(name), list) or length is None:
             return self.numbers(name, length)
         if np.isnan(value := self.number(name)):
@@ -110,7 +110,7 @@ class DumpRecord:
         return np.full(length, value)
 
     def table(self, name: str, length: int) -> Floats:
-        """A list of equally long lists of numbers, [length, K]."""
+        """Read a list of equally long lists of numbers, one list per token, as an array [length, K]."""
         lines = self.items(name, length)
         if not all(isinstance(line, list) for line in lines) or len(set(map(len, lines))) != 1 or not lines[0]:
             raise self.error(f"`{name}` should hold one list per token, all equally long.")
@@ -118,11 +118,11 @@ class DumpRecord:
         return flat.numbers(name).reshape(length, -1)
 
     def number(self, name: str) -> float:
-        """A number, or NaN if it is missing, null or not finite."""
+        """Read a number. Returns NaN if it is missing, null or not finite."""
         return float(DumpRecord({name: [self.content.get(name)]}, self.where).numbers(name)[0])
 
     def whole(self, name: str, default: int | None = None) -> int | None:
-        """An integer of at most 18 digits."""
+        """Read an integer of at most 18 digits. Returns `default` if it is missing or null."""
         value = self.content.get(name)
         if value is None:
             return default
@@ -131,7 +131,7 @@ class DumpRecord:
         return value
 
     def text(self, name: str) -> str:
-        """A text."""
+        """Read a field that must be a text."""
         value = self.content.get(name)
         if not isinstance(value, str):
             raise self.error(f"`{name}` is a text; got {short(value)}.")
@@ -139,14 +139,14 @@ class DumpRecord:
 
 
 _TAIL_FLOOR = 1e-8
-"""Smallest tail mass of both policies when it is computed as 1 − Σ p: smaller values are rounding errors."""
+"""Smallest probability, computed as 1 − Σ p, of all tokens outside a top-k list. Smaller values are rounding errors."""
 
 _LARGEST_SUM = 1.05
 """Largest sum of probabilities that is accepted as a rounding error of half precision."""
 
 
 def read_support(record: DumpRecord, tokens: Ints, mask: Bools, logp_old: Floats, logp_new: Floats) -> Floats:
-    """KL(new‖old), KL(old‖new) and TV on the `top_ids` of a record, the sampled token and everything else, [3 T].
+    """Compute KL(new‖old), KL(old‖new) and TV, [3 T], over a record's `top_ids`, the sampled token and the remaining mass.
 
     Both policies' log-probs are of the full softmax. A token that one of them has no number for counts as part of the tail;
     what is masked may hold anything.
@@ -167,7 +167,7 @@ def read_support(record: DumpRecord, tokens: Ints, mask: Bools, logp_old: Floats
 
 
 def _with_tail(record: DumpRecord, name: str, logp: Floats, sampled: Floats) -> torch.Tensor:
-    """Whole distributions [T, K + 2]: the sampled token, the support and the tail mass."""
+    """Build distributions [T, K + 2] over the sampled token, the K logged top tokens and the remaining mass."""
     known = np.concatenate([sampled[:, None], logp], axis=1)
     mass = np.exp(np.minimum(known, 1.0)).sum(-1)
     over = np.flatnonzero(mass > _LARGEST_SUM)
@@ -181,7 +181,7 @@ def _with_tail(record: DumpRecord, name: str, logp: Floats, sampled: Floats) -> 
 
 
 _LONGEST = 1 << 28
-"""Largest size of a line in bytes: 256 MB, about a hundred times the longest completion of today."""
+"""Largest accepted size of a line in bytes: 256 MB, about a hundred times the longest completions of today."""
 
 Note = Callable[..., object]
 """Function that counts omitted tokens and completions: `note(reason)`, or `note(reason, count)`."""
@@ -189,18 +189,18 @@ Note = Callable[..., object]
 
 @dataclass
 class FilePlace:
-    """Progress of reading a file."""
+    """Position up to which a file has been read."""
 
     bytes: int = 0
     lines: int = 0
     size: int = -1
-    """Last observed size of a file that is read whole: the file is complete once its size stays unchanged."""
+    """Size in bytes when the file was last seen. A file that is read whole is complete once its size stays unchanged."""
 
 
 def read_lines(
     path: Path, progress: Callable[[int], object], note: Note, place: FilePlace | None = None, *, growing: bool = False
 ) -> Iterator[DumpRecord]:
-    """Each object of a JSON-lines file.
+    """Yield each JSON object of a JSON-lines file as a record.
 
     Args:
         progress: called with the size of each line in bytes.
@@ -235,12 +235,12 @@ def read_lines(
 
 
 Columns = dict[str, Any]
-"""Columns of a completion's tokens by the names in tokens.py, numbers that hold for all of them, `mask`, and perhaps `support`:
-KL(new‖old), KL(old‖new) and TV, [3 T]."""
+"""Values of one completion by column name, as in tokens.py: an array with a value per token, or one value for all tokens.
+Also `mask`, and `support` if top-k tokens were logged: KL(new‖old), KL(old‖new) and TV on these tokens, [3 T]."""
 
 
 def read_columns(record: DumpRecord, form: "Format") -> Columns:
-    """The columns of one record, read by the field names of its format. The first list sets the length.
+    """Read the columns of one completion by the field names of its format. The first list sets the number of tokens.
 
     Without advantages each token counts as pushed further out, the most that a rule can block.
     """
@@ -274,7 +274,7 @@ _SLIME_FIELDS = ("tokens", "response_lengths", "loss_masks", "advantages", "log_
 
 
 def read_samples(path: Path, progress: Callable[[int], object], place: FilePlace, *, growing: bool) -> Iterator[DumpRecord]:
-    """Samples of a slime file in the flat form (`samples`) or the older form (`rollout_data`). No code in it is run.
+    """Yield the samples of a slime file, from its field `samples` or the older `rollout_data`. No code in the file is run.
 
     Their `tokens` are those of the response, like all other fields.
     """
@@ -319,32 +319,32 @@ SAMPLER_IS_OLD = (
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A dump format, as the names of its fields."""
+    """Format of one framework's dumps: names of their fields, and remarks on their numbers."""
 
     compared: str
-    """Names of the old and the new policy, for the first sentence of an audit."""
+    """Phrase on the compared policies in an audit's first sentence, such as `rescored by two models`."""
     remark: str | None = None
-    """Remark about these numbers, for a reader of the audit."""
+    """Remark on numbers in this format, printed with the audit; None for no remark."""
     fields: Mapping[str, str]
-    """Names of the lists by column. A name that ends in ? may be missing."""
+    """Column → name of the field with its values. A field whose name ends in ? may be missing."""
     step: str = "step"
     age: tuple[str, str] = ("step", "sampled_at")
-    """Names of the steps at which tokens were trained on and sampled."""
+    """Names of two fields: the step at which tokens were trained on, and the step at which they were sampled."""
     reward: str = "reward"
     losses: bool = False
-    """True if `losses` has the loss that each token belongs to."""
+    """True if the field `losses` names the losses of each token. Tokens without RL's loss are then masked."""
     support: bool = False
-    """True if `top_ids` has the tokens of a support."""
+    """True if records may have log-probs of the top-k tokens, with their ids in `top_ids`."""
     lines: bool = True
-    """True for JSON lines."""
+    """True for files of JSON lines; False for parquet and .pt files."""
 
     @property
     def texts(self) -> bool:
-        """True for texts and scores without log-probs, which two models have to rescore."""
+        """True for logs of texts and scores without log-probs, which two models have to rescore."""
         return "completion" in self.fields
 
     def fits(self, names: frozenset[str]) -> bool:
-        """Return True if a file whose first object has fields of these names is of this format."""
+        """Return True if `names`, the fields of a file's first object, include all fields that this format needs."""
         needed = {name for column, name in self.fields.items() if column != "advantage" and "?" not in name}
         return self.lines and names >= needed
 
@@ -387,27 +387,27 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Dump:
-    """The files of a dump, all in one format."""
+    """Files of logged completions, all in one format."""
 
     path: Path
     format: str
     files: tuple[Path, ...]
     notes: tuple[str, ...] = ()
-    """Remarks about these files, for a reader of the audit."""
+    """Remarks on these files, printed with the audit."""
 
     @property
     def form(self) -> Format:
-        """The format of all files."""
+        """Description of the files' common format."""
         return FORMATS[self.format]
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """Remarks for a reader of the audit."""
+        """Remarks on the format and on these files, printed with the audit."""
         return (*filter(None, [self.form.remark]), *self.notes)
 
     @property
     def bytes(self) -> int:
-        """Size of all files, for a progress bar."""
+        """Total size of the files in bytes, for a progress bar."""
         return sum(path.stat().st_size for path in self.files if path.exists())
 
 
@@ -415,7 +415,7 @@ def find_dump(path: Path) -> Dump:
     """Find a dump in a file or below a folder; a RunError lists the supported formats if none is found."""
 
     def files(suffix: str) -> tuple[Path, ...]:
-        """The file itself, or all files below a folder in natural order; links are not followed."""
+        """List the file itself, or all files with this suffix below a folder in natural order. Links are not followed."""
         if path.is_file():
             return (path,) if path.suffix == suffix else ()
         found = (file for file in path.rglob(f"*{suffix}") if file.is_file() and not file.is_symlink())
@@ -447,12 +447,12 @@ def find_dump(path: Path) -> Dump:
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
-    """A sort key that puts step_9 before step_10."""
+    """Sort key that puts step_9 before step_10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d{1,18})", str(path))]
 
 
 def _finished_steps(path: Path, files: tuple[Path, ...]) -> Dump:
-    """Finished steps of prime-rl, which are marked by a file STABLE; exports may lie below a folder with the run's id."""
+    """Select the finished steps of a prime-rl export, each marked by a file named STABLE."""
     runs = {folder for file in files if (folder := file.absolute().parent.parent).name == "token_exports"}
     if len(runs) > 1:
         names = ", ".join(sorted(map(str, runs))[:3])
@@ -474,7 +474,7 @@ def read_completions(
     *,
     growing: bool = False,
 ) -> Iterator[pd.DataFrame]:
-    """Tokens of each completion of a dump that can be audited; `progress` and `growing` have the meaning of `read_lines`.
+    """Yield a table of auditable tokens for each completion of a dump. `progress` and `growing` are as in `read_lines`.
 
     Args:
         note: called with the reason for and the number of whatever is left out.
@@ -494,7 +494,7 @@ def read_completions(
 
 
 def auditable(found: Columns, note: Note) -> pd.DataFrame:
-    """The unmasked tokens with finite log-probs and an advantage, for `make_tokens`. Masked tokens may hold any values."""
+    """Select a completion's unmasked tokens that have finite log-probs and an advantage, as input of `make_tokens`."""
     mask, credited = found["mask"], ~np.isnan(found["advantage"])
     finite = ~(np.isnan(found["logp_old"]) | np.isnan(found["logp_new"]))
     kept = mask & finite & credited
@@ -517,7 +517,7 @@ def auditable(found: Columns, note: Note) -> pd.DataFrame:
 
 
 def read_texts(dump: Dump, progress: Callable[[int], object], note: Note) -> Iterator[dict[str, Any]]:
-    """Completions that were logged as text; `progress` and `note` have the meaning of `read_lines`.
+    """Yield completions that were logged as text, without log-probs. `progress` and `note` are as in `read_lines`.
 
     Each has its `step`, a `prompt` (a text, or messages as pairs of role and content), a `completion` without special tokens,
     and a `reward` or an `advantage`.
@@ -535,7 +535,7 @@ def read_texts(dump: Dump, progress: Callable[[int], object], note: Note) -> Ite
 
 
 def _messages(record: DumpRecord, name: str) -> str | tuple[tuple[str, str], ...]:
-    """A text, or the messages of a conversation."""
+    """Read a field that holds a text, or a conversation as a list of messages."""
     if not isinstance(record.content.get(name), list):
         return record.text(name)
     messages = (DumpRecord(item, f"{record.where}, `{name}`") for item in record.content[name])

@@ -1,4 +1,4 @@
-"""Charts of an audit's page, as data: the page's script draws them."""
+"""Data of the charts on an audit's page, which the page's script draws."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ _OBJECTIVES = {
     "clip": "ppo_clip", "dppo_tv": "dppo", "dppo_topk_tv": "dppo top-K", "troll": "troll", "clip_higher": "clip_higher",
     "dppo_kl": "dppo KL", "dppo_tv_symmetric": "dppo symmetric",
 }  # fmt: skip
-"""Rules in the chart of thresholds, each with the objective whose style it takes. Other rules are in the table only."""
+"""Rules in the chart of thresholds → the objective whose colour and marker each takes. Other rules are in the table only."""
 
 LOOKS: dict[str, Look] = dict(zip(_OBJECTIVES, assign_looks(_OBJECTIVES.values()).values(), strict=True))
 LOOKS |= {"clipped": LOOKS["clip"], "dppo_binary": LOOKS["dppo_tv"], "dppo_topk": LOOKS["dppo_topk_tv"]}
@@ -31,32 +31,32 @@ REGIONS = {
     "missed": ("c3", "passed though outside and pushed further: missed"),
     "back": ("c5", "passed outside, on its way back"),
 }
-"""Colours of the 2-d histogram; a cell shared by several regions takes the region with most tokens."""
+"""Kinds of tokens → colour and legend in the 2-d histogram. A cell takes the colour of its most frequent kind."""
 
 _LOWEST_TV = 1e-6
 _TICKS = (0.001, 0.01, 0.1, 0.2, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.5, 2, 3, 5, 10, 100, 1000)
 _COLUMNS, _ROWS = 60, 40
-"""Number of cells of the 2-d histogram across and up."""
+"""Number of columns and number of rows of cells in the 2-d histogram."""
 
 _FEW = 30
-"""Number of tokens below which a bucket's markers are hollow."""
+"""Buckets with fewer tokens than this number have hollow markers."""
 
 _POINTS, _MARKS = 600, 80
-"""Number of steps on a curve, and number of markers."""
+"""Largest numbers of points and of markers on a curve."""
 
 
 def _series(label: str, look: Look, points: Sequence[Row], *, line: bool = False) -> Row:
-    """Named points of one colour and marker, and a dash pattern for the line that may join them."""
+    """Build a series of a chart: points of one colour and marker, joined by a line if `line` is True."""
     return {"label": label, "colour": look[0], "marker": look[1], "dash": look[1] % 4, "line": line, "points": points}
 
 
 def _point(x: float, y: float, said: str, **more: Any) -> Row:
-    """A point with its tooltip. `hollow` points are drawn as rings, and a `name` stands beside them."""
+    """Build a point with its tooltip. `hollow` draws it as a ring; `name` is written beside it."""
     return {"x": x, "y": y, "said": said, **more}
 
 
 def bucket_charts(rows: Sequence[Row], rules: Mapping[str, str], distance: str) -> list[Row]:
-    """Two charts by bucket: the distances of tokens, and the share of tokens on which each rule would act.
+    """Build two charts over old probability: distances of tokens, and the share of tokens on which each rule would act.
 
     Args:
         rules: names and titles of the rules.
@@ -95,7 +95,7 @@ def bucket_charts(rows: Sequence[Row], rules: Mapping[str, str], distance: str) 
 
 
 def threshold_chart(rows: Sequence[Threshold], kl_bound: float, *, certain: bool) -> Row:
-    """Share of tokens blocked inside the KL ball (across) against the share missed (up), with a curve for each rule."""
+    """Build the chart of thresholds, a curve per rule: share blocked inside the KL ball (x), share missed outside it (y)."""
 
     def point(row: Threshold) -> Row:
         said = f"{row.rule.title}, {row.rule.symbol} = {row.bound:g}: would block {percent(row.kl.share)}, "
@@ -128,7 +128,7 @@ def step_chart(
     share: bool = False,
     alarm: Row | None = None,
 ) -> Row:
-    """Columns of values by step with a few markers; a dashed line marks the first alarm.
+    """Build a chart of values by step, with a few markers. A dashed line marks the first alarm.
 
     Args:
         curves: title and look of each column that is drawn; values of 0 and of infinity are left out.
@@ -157,7 +157,7 @@ def step_chart(
 
 
 def ratio_chart(tokens: pd.DataFrame, rules: Mapping[str, Any]) -> Row:
-    """2-d histogram: ratio of the sampled token, across, against the true TV, up. The clip range is in the middle."""
+    """Build a 2-d histogram of tokens: ratio of the sampled token (x), centred on the clip range, and true TV (y)."""
     log_ratio = tokens["logp_new"].clip(-80, 0) - tokens["logp_old"].clip(-80, 0)
     edges = clip_edges(rules["clip"])
     # The visible part has 99.5 % of the tokens, within three to twelve clip ranges.
@@ -200,7 +200,7 @@ def ratio_chart(tokens: pd.DataFrame, rules: Mapping[str, Any]) -> Row:
 
 
 def clip_edges(clip: Mapping[str, Any]) -> tuple[float, ...]:
-    """Ratios at which clipping begins. Empty if whole completions are clipped."""
+    """Smallest and largest ratio that clipping leaves unchanged. Empty if whole completions are clipped."""
     if clip["name"] == "gspo":
         return ()
     if clip["name"] == "gmpo":

@@ -1,4 +1,4 @@
-"""The folder of an audit of a trainer: rows written batch by batch, rules and progress."""
+"""Folder of an audit: audited tokens and counts of micro-batches in parquet files, rules and settings in audit.json."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -29,7 +29,7 @@ SCHEMA = pa.schema(
     + [(name, pa.float32()) for name in _FLOATS]
     + [(name, pa.bool_()) for name in ("clipped", "dppo_binary", "dppo_topk", "troll")]
 )
-"""Columns of audit.parquet, described in docs/audit.md."""
+"""Columns of audit.parquet, which has a row per audited token. docs/audit.md describes them."""
 
 
 class MicroBatch(NamedTuple):
@@ -37,15 +37,15 @@ class MicroBatch(NamedTuple):
 
     update: int
     tokens: int
-    """Tokens that were trained on."""
+    """Number of tokens that were trained on."""
     clipped: int
     """Number of tokens whose gradient clipping set to zero."""
     trl: float | None
-    """TRL's own `clip_ratio/region_mean`; None if the trainer logs no such metric."""
+    """Value of TRL's metric `clip_ratio/region_mean`; None if the trainer logs no such metric."""
 
 
 UPDATES_SCHEMA = pa.schema([("update", pa.int64()), ("tokens", pa.int64()), ("clipped", pa.int64()), ("trl", pa.float64())])
-"""Columns of updates.parquet, the fields of `MicroBatch`."""
+"""Columns of updates.parquet, which has a row per micro-batch: the fields of `MicroBatch`."""
 
 
 _POSSIBLE = (
@@ -54,21 +54,21 @@ _POSSIBLE = (
     ("an entropy below 0", ("entropy",), 0.0, float("inf")),
     ("a log-probability above 0", ("logp_old", "logp_new", "logp_rollout"), float("-inf"), 0.0),
 )
-"""Valid ranges of columns: a name for the fault, the columns, the smallest and the largest number."""
+"""Valid ranges of columns, as (name of the fault, columns, smallest value, largest value)."""
 
 _ROUNDING = 1e-3
-"""Tolerance of these ranges: probabilities of float32 logits sum to 1 up to this error."""
+"""Tolerance of the valid ranges: probabilities from float32 logits sum to 1 only up to this error."""
 
 
 class AuditFolder(LockedFolder):
-    """The files of one audit."""
+    """Folder with the files of one audit, locked while the audit is written."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.info = path, path / "audit.json"
         self.table, self.updates = path / "audit.parquet", path / "updates.parquet"
 
     def check(self, rules: Mapping[str, Any], done: int = 0) -> None:
-        """Refuse a folder with other content than an audit by equal rules that can be resumed after `done` updates."""
+        """Refuse the folder unless it is new or empty, or holds an audit by the same rules to resume after `done` updates."""
         there = self.info.exists()
         if self.path.exists() and not there and (not self.path.is_dir() or any(self.path.iterdir())):
             raise RunError(f"{self.path} is there already and holds no audit: choose another folder for it.")
@@ -80,7 +80,7 @@ class AuditFolder(LockedFolder):
             raise RunError(f"{self.path} holds an audit by other rules: resume with the same ones, or choose another folder.")
 
     def begin(self, info: Mapping[str, Any], done: int = 0) -> None:
-        """Make the folder, or resume its audit after `done` updates; later rows are dropped and repeated."""
+        """Make the folder, or resume its audit after `done` updates. Rows of later updates are deleted."""
         self.check(info["rules"], done)
         try:
             self.table.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ class AuditFolder(LockedFolder):
         write_json(self.info, {**info, "versions": versions()})
 
     def add(self, update: int, completions: Sequence[pd.DataFrame]) -> None:
-        """Write the tokens of completions measured after `update` updates into a file of their own."""
+        """Write one parquet file with the tokens of these completions, measured after `update` updates."""
         rows = pd.concat([one.assign(update=update, sequence=number) for number, one in enumerate(completions)])
         self._write(self.table, update, rows, SCHEMA)
 
@@ -107,7 +107,7 @@ class AuditFolder(LockedFolder):
         return self.path
 
     def add_updates(self, update: int, made: Sequence[MicroBatch]) -> None:
-        """Write the micro-batches of updates up to this update into a file of their own."""
+        """Write one parquet file with the counts of these micro-batches, of updates up to `update`."""
         self._write(self.updates, update, pd.DataFrame(made), UPDATES_SCHEMA)
 
     def _write(self, folder: Path, update: int, rows: pd.DataFrame, schema: pa.Schema) -> None:
@@ -116,7 +116,7 @@ class AuditFolder(LockedFolder):
 
 
 def read_audit(path: Path) -> tuple[dict[str, Any], pd.DataFrame]:
-    """The content of audit.json, and all rows in the order of updates, completions and positions.
+    """Read audit.json, and a table of all audited tokens, sorted by update, completion and position.
 
     Two keys are added: `left_out`, the number of rows that are not whole, by reason, and `updates_made`, what clipping did in
     the updates (None where that was not recorded).
@@ -145,7 +145,7 @@ def read_audit(path: Path) -> tuple[dict[str, Any], pd.DataFrame]:
 
 
 def _read_rows(path: Path, schema: pa.Schema) -> pd.DataFrame:
-    """All rows of a folder of parquet files; none if it is missing or empty. A missing column is null."""
+    """Read all rows of a folder of parquet files; no rows if it is missing or empty. A missing column is read as null."""
     try:
         for part in path.iterdir() if path.is_dir() else (path,):
             require_regular(part)
@@ -157,7 +157,7 @@ def _read_rows(path: Path, schema: pa.Schema) -> pd.DataFrame:
 
 
 def _count_updates(rows: pd.DataFrame, path: Path) -> dict[str, Any] | None:
-    """Counts of updates and micro-batches, and two means over micro-batches: the share blocked, and TRL's clip ratio."""
+    """Summarise micro-batches: numbers of updates and micro-batches, mean share of blocked tokens, mean of TRL's clip ratio."""
     if rows.empty:
         return None
     if rows[["update", "tokens", "clipped"]].isna().any(axis=None):
@@ -171,7 +171,7 @@ def _count_updates(rows: pd.DataFrame, path: Path) -> dict[str, Any] | None:
 
 
 def _refuse_impossible(rows: pd.DataFrame, path: Path) -> None:
-    """Refuse impossible numbers beyond rounding: the file was damaged or changed, and no row of it is trusted."""
+    """Raise a RunError if a column has impossible values, such as a negative KL: the file was damaged or changed."""
     for what, names, least, most in _POSSIBLE:
         for name in names:
             count = int(((rows[name] < least - _ROUNDING) | (rows[name] > most + _ROUNDING)).sum())
@@ -183,7 +183,7 @@ def _refuse_impossible(rows: pd.DataFrame, path: Path) -> None:
 
 
 def _read_info(path: Path) -> dict[str, Any]:
-    """The content of audit.json."""
+    """Read audit.json and check the rules in it."""
     try:
         content = read_json(path)
     except (OSError, ValueError) as error:

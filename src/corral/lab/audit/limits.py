@@ -1,4 +1,4 @@
-"""Limits on an audit's numbers, such as `ess<0.7`, and the entries of docs/symptoms.md on numbers beyond them."""
+"""Limits on an audit's numbers, such as `ess<0.7`. A number beyond its limit is explained in docs/symptoms.md."""
 
 import re
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ QUANTITIES = {
     "entropy": ("the entropy of the last step is {} nats", "entropy-collapses"),
     "alarms": ("the number of signs of a collapse is {}", "reward-collapses"),
 }
-"""Quantities that may have a limit: a sentence with {} for the number, and a heading of docs/symptoms.md."""
+"""Quantities that may have a limit → a sentence with {} for the number, and a heading of docs/symptoms.md."""
 
 
 def quantities(audit: Audit) -> dict[str, Any]:
-    """The number of each quantity that may have a limit; None if it was not logged."""
+    """Compute every quantity that may have a limit; None for a quantity that was not logged."""
     ball = audit.verdicts["clipped"]["kl"]
     return {
         "blocked": ball.share,
@@ -48,7 +48,7 @@ class Limit:
     """"%" for a limit in percent, otherwise empty."""
 
     def exceeded(self, audit: Audit) -> str | None:
-        """Sentence on a quantity beyond its limit, or None; a RunError if it was not logged."""
+        """Return a sentence if the audit exceeds this limit, else None. Raises a RunError if the quantity was not logged."""
         value = quantities(audit)[self.name]
         if value is None:
             raise RunError(f"--fail-if asks for `{self.name}`, which nobody logged for this audit.")

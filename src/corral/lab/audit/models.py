@@ -1,4 +1,4 @@
-"""Audits that rescore completions: a run with its models, or logged texts with a model of the user's."""
+"""Audits that rescore completions with two models: checkpoints of a run, models by name, or models for logged texts."""
 
 import dataclasses
 import sys
@@ -31,7 +31,7 @@ from corral.lab.run.text import count
 from corral.validate import RunError
 
 _CHUNK = 512
-"""Number of a completion's tokens whose distributions are in memory at a time."""
+"""Number of tokens whose full distributions are in memory at a time."""
 
 _Say = Callable[[str], object]
 
@@ -49,7 +49,7 @@ class ModelPair:
     def measure(
         self, prompt: list[int], completion: list[int], advantage: float, own: Sequence[int] | None = None
     ) -> pd.DataFrame:
-        """Rows of the tokens of a completion that the model wrote: all tokens if `own` is None."""
+        """Compare both models on a completion's tokens, a row per token. `own` marks the model's tokens; None means all."""
         places = torch.arange(len(completion)) if own is None else torch.tensor(own).nonzero()[:, 0]
         ids = torch.tensor(prompt + completion, device=self.old.device)
         found = []
@@ -66,7 +66,7 @@ class ModelPair:
 
 
 def load_pair(old: Subject, new: Subject, device: str, rules: Rules, temperature: float) -> ModelPair:
-    """Load both models in float32. Half precision rounds logits to an eighth, as much as a policy change."""
+    """Load both models in float32. Half precision would round logits by as much as an update changes them."""
     (first, tokenizer), (second, other) = (load_model(one.model, torch.float32) for one in (old, new))
     if tokenizer.get_vocab() != other.get_vocab():
         raise RunError(f"{old.name} and {new.name} have different vocabularies, so no token of one is one of the other.")
@@ -76,7 +76,7 @@ def load_pair(old: Subject, new: Subject, device: str, rules: Rules, temperature
 
 
 def audit_pair(old: str, new: str, settings: EvalSettings, rules: Rules, out: Path, say: _Say) -> Path:
-    """Audit two models by name: tiny, smollm2, runs, folders, or names on the hub."""
+    """Audit the change from one model to another, each given as tiny, smollm2, a run, a folder, or a name on the hub."""
     job = prepare_evaluation(dataclasses.replace(settings, model=old))
     pairs = {1: (find_subject(old, None), find_subject(new, None))}
     return _audit(pairs, job, rules, out, f"sampled from {old} and compared under {new}", say)
@@ -105,7 +105,7 @@ def audit_run(path: Path, settings: EvalSettings, rules: Rules, out: Path, say: 
 
 
 def _audit(pairs: Mapping[int, tuple[Subject, Subject]], job: EvalJob, rules: Rules, out: Path, what: str, say: _Say) -> Path:
-    """Measure pairs of models, by step of the newer model, on completions of the older model, and return the audit's folder."""
+    """Sample from the older model of each pair, compare both models on these completions, and return the audit's folder."""
     folder = AuditFolder(out)
     info = {"kind": "models", "what": what, "model": job.subject.name, "rules": rules.as_dict(), "settings": job.plan()}
     folder.check(rules.as_dict())
@@ -120,7 +120,7 @@ def _audit(pairs: Mapping[int, tuple[Subject, Subject]], job: EvalJob, rules: Ru
 
 
 def _sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: EvalJob) -> tuple[list[Dialogue], torch.Tensor]:
-    """Completions as tokens, and GRPO's advantages from the rewards of the task or environment."""
+    """Sample completions of the held-out problems, and compute GRPO's advantages from their rewards."""
     problems = job.problems(tokenizer)
     problems.check_length(job.held_out, model.config, job.sampling.max_tokens)
     repeated = [problem for problem in job.held_out for _ in range(job.samples)]
@@ -141,7 +141,7 @@ def _sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: Eva
 def audit_texts(
     dump: Dump, models: tuple[str, str], settings: EvalSettings, rules: Rules, out: Path, progress: Callable[[int], object]
 ) -> Path:
-    """Measure both models on every logged completion and return the audit's folder.
+    """Compare both models on every logged completion, and return the audit's folder.
 
     Args:
         models: old and new: tiny, smollm2, runs, folders, or names on the hub.
@@ -198,7 +198,7 @@ def audit_texts(
 
 
 def _prompt_tokens(tokenizer: Any, said: str | tuple[tuple[str, str], ...]) -> list[int]:
-    """Tokens of a prompt, at least one; messages, as pairs of role and content, go through the chat template."""
+    """Tokenise a prompt into at least one token. Messages, as (role, content) pairs, go through the chat template."""
     if isinstance(said, str):
         tokens = tokenizer(said)["input_ids"]
     else:

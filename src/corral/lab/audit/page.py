@@ -40,7 +40,7 @@ def write_page(audit: Audit, out: Path, live: float | None = None) -> int:
 
 
 def audit_page(audit: Audit, live: float | None = None) -> str:
-    """The complete HTML page. `live` is the interval in seconds at which the page is rewritten and reloads itself."""
+    """Build the complete HTML page. `live` is the interval in seconds at which the page is rewritten and reloads itself."""
     info, whole = audit.info, audit.whole
     name = str(info.get("name") or info.get("model") or "a run")
     title, said, did = f"Audit of {shorten(name, 80)}", sentences(audit), updates_sentence(info)
@@ -89,7 +89,7 @@ def audit_page(audit: Audit, live: float | None = None) -> str:
 
 
 def headline(audit: Audit) -> tuple[str, str]:
-    """Sentence on the share of tokens blocked although they had hardly moved, or on the share missed if none is blocked.
+    """Headline as (share, words): blocked tokens that had hardly moved, or missed tokens if none is blocked.
 
     Of divergences that are lower bounds it says how many can have been inside the ball at most, or are missed at least.
     """
@@ -101,12 +101,12 @@ def headline(audit: Audit) -> tuple[str, str]:
 
 
 def _table(rows: Sequence[Row], label: str) -> Safe:
-    """Table of rows that all have one text for each heading; nothing if there are none."""
+    """Build a table from rows {heading: text}; empty without rows."""
     return table(rows, {heading: itemgetter(heading) for heading in rows[0]}, label) if rows else Safe("")
 
 
 def _distance_table(audit: Audit) -> Safe:
-    """Table of the spread of each distance."""
+    """Build the table of distances between the policies: mean, percentiles and largest value of each."""
     names = {
         "kl": "true KL(new‖old), nats" if audit.whole else "KL(new‖old), nats",
         "tv": "true total variation" if audit.whole else "total variation",
@@ -124,7 +124,7 @@ def _distance_table(audit: Audit) -> Safe:
 
 
 def _method(audit: Audit) -> Any:
-    """Section on the method, with a folded table of rules, settings and versions."""
+    """Build the section on how the audit measured, with a folded table of rules, settings and versions."""
     settings = [
         {"Setting": f"{part} {key}", "Value": shorten(str(value), 300)}
         for part in ("rules", "settings", "versions")
@@ -136,7 +136,7 @@ def _method(audit: Audit) -> Any:
 
 
 def _threshold_table(audit: Audit) -> Safe:
-    """Table of every rule at every bound, with the one that has the fewest errors in bold."""
+    """Build the table of every rule at every bound. For each rule, the bound with the fewest errors is bold."""
     rows, best, last = [], audit.best, None
     for one in audit.thresholds:
         row = threshold_row(one, audit)
@@ -150,13 +150,13 @@ def _threshold_table(audit: Audit) -> Safe:
 
 
 def _blocked_table(audit: Audit) -> Safe:
-    """Table of the tokens most often blocked."""
+    """Build the table of the tokens that clipping blocks most often."""
     rows = [{**row, "Token": Safe("<code>{}</code>").format(row["Token"])} for row in blocked_rows(audit)]
     return _table(rows, "Blocked tokens") if rows else note("Clipping would block no token here.", good=True)
 
 
 def _step_charts(audit: Audit) -> list[Row]:
-    """True KL over training. If it is unknown, distances and effective sample size by step."""
+    """Build the charts over training: true KL, or distances and effective sample size if true KL is unknown."""
     rows = audit.by_step
     if len(rows) < 2:
         return []
@@ -177,7 +177,7 @@ def _step_charts(audit: Audit) -> list[Row]:
 
 
 def _age_table(by_age: Sequence[Row]) -> Safe:
-    """Table by the number of steps between sampling and training."""
+    """Build the table by staleness, the number of steps between sampling and training."""
     rows = [
         {
             "Steps since it was sampled": f"{row['age']}{' or more' if row['older'] else ''}",
@@ -201,7 +201,7 @@ _SHADES = 9
 
 
 def _completions(audit: Audit) -> Any:
-    """Section with completions token by token."""
+    """Build the section that shows the completions with the most errors, token by token."""
     kl = np.concatenate([tokens["kl"] for _, tokens in audit.completions])
     finite, found = kl[np.isfinite(kl)], []
     most = float(np.quantile(finite, 0.995)) if len(finite) else 1.0
@@ -214,7 +214,7 @@ def _completions(audit: Audit) -> Any:
 
 
 def _heat(audit: Audit, tokens: pd.DataFrame, most: float) -> list[tuple[bool, int, str, str, str]]:
-    """For each token of a completion: a mark for omitted tokens before it, its shade, kind, numbers and text."""
+    """Build a cell for each token of a completion: mark for omitted tokens before it, shade, kind, tooltip and text."""
     cells, last = [], -1
     for token, kind in zip(tokens.itertuples(), kinds(tokens, "kl", audit.kl_bound).tolist(), strict=True):
         shade = _SHADES if token.kl >= most else int(_SHADES * (max(token.kl, 0.0) / most) ** 0.5)

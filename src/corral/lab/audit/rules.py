@@ -14,22 +14,22 @@ CLIPPING = ("ppo_clip", "clip_higher", "dual_clip", "gspo", "gmpo")
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """The run's own clipping, and the DPPO and TROLL that are compared with it."""
+    """Rules that an audit compares: a clipping objective, DPPO with a bound on TV, and TROLL with a bound on KL."""
 
     clip: Objective = field(default_factory=lambda: make_objective("ppo_clip"))
-    """The clipping objective: the run's own, or ppo_clip for runs that do not clip."""
+    """Clipping objective that the run trains with, or ppo_clip if the run does not clip."""
     own: bool = False
-    """True if the run trains with `clip`; otherwise clipping is counterfactual."""
+    """True if the run itself trains with `clip`. If False, the audit only computes what clipping would have done."""
     kl_bound: float = 0.05
-    """ε of the KL ball, KL(new‖old) ≤ ε in nats, that TROLL projects into."""
+    """Radius ε of the KL ball, KL(new‖old) ≤ ε in nats. TROLL projects tokens into it."""
     tv_bound: float = 0.2
-    """δ of the ball of total variation outside which DPPO masks tokens."""
+    """Radius δ of the ball of total variation. DPPO masks only tokens outside it."""
     top_k: int = 20
-    """Number of tokens in DPPO's support."""
+    """Number k of most likely tokens on which DPPO's top-k estimator compares the policies."""
     support_size: int = 64
-    """Largest number of tokens in TROLL's support."""
+    """Largest number of most likely tokens (support) that TROLL projects one by one."""
     support_mass: float = 1 - 1e-5
-    """Probability mass at which TROLL's support is complete."""
+    """Total probability at which TROLL's support is complete, even with fewer than `support_size` tokens."""
 
     def __post_init__(self) -> None:
         if self.clip.name not in CLIPPING:
@@ -40,26 +40,26 @@ class Rules:
 
     @property
     def whole_sequences(self) -> bool:
-        """True if whole completions are clipped, so that no token of a completion may be left out."""
+        """True if clipping acts on whole completions, so that no token of a completion may be left out."""
         return self.clip.name == "gspo"
 
     def dppo(self, estimator: str) -> Objective:
-        """DPPO on the sampled token ("binary") or on its support ("topk")."""
+        """DPPO objective on TV, estimated from the sampled token ("binary") or from the top-k tokens ("topk")."""
         return make_objective("dppo", divergence="tv", estimator=estimator, bound=self.tv_bound)
 
     def as_dict(self) -> dict[str, Any]:
-        """A mapping for audit.json."""
+        """The rules as a mapping for audit.json."""
         return {**vars(self), "clip": {"name": self.clip.name, **dataclasses.asdict(self.clip.config)}}
 
 
 def read_rules(content: Any) -> Rules:
-    """Read rules in the JSON form of `as_dict`; ValueError or TypeError for invalid content."""
+    """Read rules from the mapping that `as_dict` makes. Raises ValueError or TypeError for invalid content."""
     given = {key: guess(value) for key, value in dict(content).items()}
     return Rules(clip=read_objective(given.pop("clip")), **given)
 
 
 def read_objective(content: Any) -> Objective:
-    """Read an objective from its name and settings in JSON form, where infinities are text."""
+    """Make an objective from its name and settings in JSON, where infinities are texts."""
     given = {key: guess(value) for key, value in dict(content).items()}
     if not isinstance(name := given.pop("name"), str):
         raise TypeError(f"the name of an objective is a text; got {name!r}")

@@ -1,4 +1,4 @@
-"""Scoring for audits: a random choice of tokens, and full next-token distributions there."""
+"""Scoring for audits: choose tokens at random, and compute full next-token distributions at these tokens."""
 
 import inspect
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from corral.validate import RunError
 def logp_at(
     model: nn.Module, ids: Int[Tensor, " L"], positions: Int[Tensor, " N"], temperature: float = 1.0
 ) -> Float[Tensor, "N V"]:
-    """log π(· | ids before position), tempered, in float32, at each position ≥ 1 of one unpadded sequence.
+    """Compute log-probs of all V tokens at N positions (≥ 1) of one unpadded sequence, with temperature, in float32.
 
     The head is computed at these positions alone, so memory is that of N × V numbers however long the sequence is.
     """
@@ -40,7 +40,7 @@ def logp_at(
 def choose(
     lengths: Tensor, sequences: int, tokens: int, generator: torch.Generator, *, whole: bool
 ) -> list[tuple[int, Tensor]]:
-    """Choose random completions and a random share of their tokens that fits: (row, sorted ranks of the tokens).
+    """Draw up to `sequences` completions and `tokens` of their tokens at random, as a list of (row, sorted token ranks).
 
     Every token of the chosen completions is equally likely, so shares of tokens are unbiased. With `whole`, completions that
     do not fit as a whole are passed over.
@@ -70,21 +70,21 @@ def choose(
 
 @dataclass(frozen=True, eq=False)
 class AuditedCompletion:
-    """Some tokens of a completion, as CPU tensors."""
+    """Audited tokens of one completion."""
 
     ids: Tensor
-    """Prompt and completion without padding."""
+    """Token ids of prompt and completion, without padding."""
     start: int
-    """Position at which the completion begins."""
+    """Index in `ids` at which the completion begins."""
     positions: Tensor
-    """Positions of the audited tokens in `ids`."""
+    """Indices of the audited tokens in `ids`."""
     advantages: Tensor
     logp_rollout: Tensor | None = None
     end: int = 0
-    """The trainer's micro-step that ends the batch."""
+    """Micro-step of the trainer after which the batch's last update is over, and the policies are compared."""
 
     def measure(self, old: Tensor, new: Tensor, rules: Rules, tokenizer: Any) -> pd.DataFrame:
-        """Rows of an audit: the two policies' log-probs of the full softmax at these tokens, compared."""
+        """Compare two policies, given by full log-probs at these tokens. The table has a row per token."""
         tokens = self.ids[self.positions].cpu()
         columns = measure(tokens.to(new.device), old, new, self.advantages, rules, self.logp_rollout)
         rows = {**columns, "token": tokens, "position": self.positions.cpu() - self.start, "advantage": self.advantages.float()}
@@ -95,7 +95,7 @@ class AuditedCompletion:
 def choose_completions(
     output: dict[str, Any], sequences: int, tokens: int, generator: torch.Generator, end: int, *, whole: bool
 ) -> list[AuditedCompletion]:
-    """Choose tokens of TRL's sampled completions with `choose`, among the tokens that are trained on."""
+    """Draw tokens of TRL's sampled completions with `choose`, among the tokens that are trained on."""
     output = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in output.items()}
     prompt, completion = output["prompt_mask"].bool(), output["completion_mask"].bool()
     live = completion & output["tool_mask"].bool() if "tool_mask" in output else completion

@@ -1,4 +1,4 @@
-"""The engine of every audit: tallies over tokens in constant memory, and the completions with the most errors."""
+"""Statistics of an audit, summed up token by token: means, percentiles, and the completions with the most errors."""
 
 import math
 from collections import Counter, defaultdict
@@ -21,41 +21,41 @@ from corral.validate import RunError
 Row = dict[str, Any]
 
 PROBABILITY = (1e-4, 1e-3, 1e-2, 0.1, 0.5, 0.9, float(np.nextafter(0.99, 0)))
-"""Upper edges of the buckets of old probability. The last bucket is "≥ .99"."""
+"""Upper edges of the buckets of old probability, p_old of the sampled token. The last bucket is "≥ .99"."""
 PROBABILITY_NAMES = ("≤ 1e-4", "1e-4 … 1e-3", "1e-3 … .01", ".01 … .1", ".1 … .5", ".5 … .9", ".9 … .99", "≥ .99")
 _RARE = 3
-"""Number of buckets of rare tokens, with an old probability of 0.01 or less."""
+"""Number of buckets, the first ones, that hold rare tokens with an old probability of 0.01 or less."""
 _ENTROPY = (0.01, 0.1, 0.5, 1.0, 2.0)
 _ENTROPY_NAMES = ("≤ .01", ".01 … .1", ".1 … .5", ".5 … 1", "1 … 2", "> 2")
 _SIGN_NAMES = ("negative", "zero", "positive")
 
 SHOWN_RULES = {"clip": "clip 1 ± 0.2", "dppo_tv": "DPPO TV 0.2", "dppo_kl": "DPPO KL 0.05"}
-"""Rules whose shares at their published bounds are shown by old probability."""
+"""Rules, at their published bounds, in the table by old probability → their names there."""
 
 _OLDEST = 32
-"""Number of rows by staleness in steps; the last row counts all older tokens."""
+"""Age in steps of the last row in the table by age. The row also counts all older tokens."""
 _MOST_STEPS = 100_000
 _BLOCKED_TOKENS = 20
 """Number of tokens listed as most often blocked by clipping."""
 _AT_ONCE = 1 << 16
-"""Number of tokens whose statistics are computed together."""
+"""Number of tokens whose statistics are computed at a time."""
 _MOST = 24
 """Number of completions that are shown token by token."""
 _LONGEST = 600
-"""Number of tokens stored per completion."""
+"""Largest number of tokens stored per completion."""
 
 
 class Sums:
-    """Count, sum and largest value of each column, by one or several integer keys; NaN is skipped."""
+    """Running count, sum and maximum of each column, grouped by integer keys. NaN is skipped."""
 
     def __init__(self) -> None:
         self.count: Any = None
-        """A data frame by key once there are values, like the other two."""
+        """Number of values by key, as a data frame. None before the first values, like `sum` and `max`."""
         self.sum: Any = None
         self.max: Any = None
 
     def add(self, keys: Sequence[pd.Series], values: pd.DataFrame) -> None:
-        """Add values with their keys."""
+        """Add values, grouped by their keys."""
 
         def merge(before: Any, more: pd.DataFrame) -> Any:
             return pd.concat([before, more]).groupby(level=[*range(len(keys))])
@@ -71,7 +71,7 @@ _LOWEST, _HIGHEST = 1e-9, 1e9
 
 
 class Spreads:
-    """Mean, percentiles and largest of values ≥ 0, by an integer key, from bins of 0.1 % relative width.
+    """Mean, percentiles and maximum of values ≥ 0, grouped by an integer key, from bins of 0.1 % relative width.
 
     Mean and maximum are exact. A percentile is the largest value in its bin: a value that occurs, and exact if it is alone.
 
@@ -83,20 +83,20 @@ class Spreads:
         self._bins = Sums()
 
     def add(self, keys: pd.Series, values: pd.Series) -> None:
-        """Add values with their keys; infinities count as above every number, and NaN is skipped."""
+        """Add values, grouped by their keys. Infinities count as the largest values, and NaN is skipped."""
         keys, values = keys[values.notna()], values[values.notna()]
         place = np.ceil(np.log(values.clip(_LOWEST, _HIGHEST) / _LOWEST) / math.log1p(ACCURACY))
         self._bins.add([keys.rename("key"), place.rename("bin")], values.to_frame("value"))
 
     def row(self, key: int = 0) -> dict[str, float] | None:
-        """`mean`, `p50`, `p99`, `p999` and `max` of a key, or None for a key without values."""
+        """Statistics of a key's values: `mean`, `p50`, `p99`, `p999` and `max`. None for a key without values."""
         if self._bins.count is None or key not in self._bins.count.index:
             return None
         count, total, largest = (table.loc[key, "value"].to_numpy() for table in vars(self._bins).values())
         reached = count.cumsum()
 
         def quantile(share: float) -> float:
-            """The smallest value at or above this share of all values, with 0.1 % relative error."""
+            """Smallest value that is at or above this share of all values, with 0.1 % relative error."""
             return float(largest[np.searchsorted(reached, math.ceil(share * (reached[-1] - 1)), side="right")])
 
         shares = {"p50": 0.5, "p99": 0.99, "p999": 0.999, "max": 1.0}
@@ -108,27 +108,27 @@ class Audit:
     """All numbers of an audit, and a description of the audited data."""
 
     info: Mapping[str, Any]
-    """Content of audit.json, or its equal for a dump: `rules`, `what` was compared, `settings`, …."""
+    """Content of audit.json, or a mapping with the same keys for a dump: `rules`, `what` was compared, `settings`, …."""
     measure: str
-    """Distributions that divergences are computed on: "sampled" (the sampled token against all others), "support" (a support
-    and its tail) or "whole" (the whole vocabulary)."""
+    """Distributions that divergences are computed on: "sampled" (the sampled token against all others), "support" (the
+    logged top-k tokens and the remaining mass) or "whole" (the whole vocabulary)."""
     tokens: int
     sequences: int
     steps: int
-    """Number of training steps, or of comparisons between policy and old policy."""
+    """Number of different steps among the audited tokens."""
     kl_bound: float
     tv_bound: float
     ess: float
-    """Effective sample size (Σw)² / (n Σw²) of the tokens' ratios new/behaviour, as a share: 1 when on-policy."""
+    """Effective sample size (Σw)² / (n Σw²) as a share of all n tokens, with w = π_new / π_behaviour. It is 1 on-policy."""
     distances: Mapping[str, Mapping[str, float]]
-    """`mean`, `p50`, `p99`, `p999`, `max` of kl, tv, |k1|, k2, k3, and of the mismatch where the sampler reported."""
+    """Distance (kl, tv, k1 for |k1|, k2, k3, mismatch with the sampler) → its `mean`, `p50`, `p99`, `p999` and `max`."""
     k1: float
     """Mean of log old − log new, which may be negative."""
     verdicts: Mapping[str, Mapping[str, Ball]]
-    """The `kl` and `tv` balls of each rule that acts on tokens."""
+    """Rule → counts of tokens inside and outside the `kl` and `tv` balls, for each rule that acts on tokens."""
     thresholds: list[Threshold]
     troll_tv: float
-    """Mean TV by which TROLL moves a projected token, or 0 without projected tokens."""
+    """Mean TV by which TROLL's projection moves a token, over projected tokens; 0 without any."""
     rare: Row
     """Rare tokens, with p_old ≤ .01: number of `tokens`, number `blocked` by clipping, and mean `tv` of the blocked tokens."""
     by_step: list[Row]
@@ -139,15 +139,15 @@ class Audit:
     blocked_tokens: list[Row]
     """Tokens that clipping blocks most often, and how many of their blocks lie inside the KL ball."""
     alarms: list[Row]
-    """Steps with a sign of collapse, in the sentences of the guard."""
+    """Steps with a sign of collapse, each with the sentence of `corral train`'s guard."""
     left_out: Mapping[str, int]
     completions: Sequence[tuple[int, pd.DataFrame]]
-    """Length and first tokens of the completions with the most errors (tokens blocked inside the KL ball or missed outside
-    it), in order of arrival."""
+    """Completions with the most errors, as (length, first tokens), in order of arrival. An error is a token blocked inside
+    the KL ball or missed outside it."""
     texts: Mapping[int, str] = field(default_factory=dict)
-    """Texts of tokens by id."""
+    """Token id → text of the token."""
     rows: pd.DataFrame | None = None
-    """All tokens, for an audit whose rows are in memory."""
+    """Table of all audited tokens; None for a dump, whose tokens are not kept in memory."""
 
     @property
     def whole(self) -> bool:
@@ -156,7 +156,7 @@ class Audit:
 
     @property
     def best(self) -> list[Threshold]:
-        """The bound with the fewest errors of each rule."""
+        """For each rule, the threshold with the fewest errors against the KL ball."""
         return fewest_errors(self.thresholds)
 
     def text(self, token: int) -> str:
@@ -174,7 +174,7 @@ class Audit:
 
 
 class Tally:
-    """Counts of tokens. Memory grows with the number of steps only, by some hundred bytes per step."""
+    """Running statistics of an audit, fed with tables of tokens. Memory grows by some hundred bytes per training step."""
 
     def __init__(self, kl_bound: float, tv_bound: float, families: Sequence[RuleFamily] = FAMILIES) -> None:
         self.thresholds = ThresholdTally(kl_bound, tv_bound, families)
@@ -184,10 +184,10 @@ class Tally:
         self._groups = {name: Sums() for name in ("all", "step", "age", "probability", "entropy", "sign", "token")}
         self._spreads: defaultdict[tuple[str, str], Spreads] = defaultdict(Spreads)
         self._kept: list[tuple[int, int, int, pd.DataFrame]] = []
-        """Errors, number, length and first tokens of the completions with the most errors."""
+        """Completions with the most errors, as (−errors, number, length, first tokens)."""
 
     def add(self, tokens: pd.DataFrame, measure: str) -> None:
-        """Count the tokens of these completions, which follow one another."""
+        """Add a table of tokens, completion by completion, with divergences on the distributions that `measure` names."""
         self.measure = measure
         self.thresholds.add(tokens)
         values = _statistics(tokens, self.thresholds.kl_bound)
@@ -211,7 +211,7 @@ class Tally:
         self._keep_completions(tokens)
 
     def _keep_completions(self, tokens: pd.DataFrame) -> None:
-        """Number these completions, and keep the completions with the most errors, the first ones on a tie."""
+        """Number these completions, and store those with the most errors. On a tie, earlier completions are stored."""
         number = self.sequences + (tokens[["step", "sequence"]].diff() != 0).any(axis=1).cumsum()
         wrong = pd.Series(np.isin(kinds(tokens, "kl", self.thresholds.kl_bound), ("false", "missed")), tokens.index)
         errors = wrong.groupby(number).sum().nlargest(_MOST)
@@ -266,7 +266,7 @@ class Tally:
         )
 
     def _rows(self, group: str, label: str = "name", names: Sequence[str] = (), keys: pd.Index | None = None) -> list[Row]:
-        """Rows of a group, or of some of its keys: numbers of tokens, means, tails of KL and TV.
+        """Build table rows of a group such as "step" or "age": number of tokens, means, and upper percentiles of KL and TV.
 
         A mean is None where nothing was reported.
         """
@@ -304,11 +304,11 @@ class Tally:
 
 
 _BLOCKED = ["p_old", "blocked_inside", "blocked_p_old", "blocked_tv"]
-"""Columns that are summed by token: old probability and blocked tokens."""
+"""Columns that are summed by token id: old probability and blocked tokens."""
 
 
 def _statistics(tokens: pd.DataFrame, kl_bound: float) -> pd.DataFrame:
-    """Columns per token: weight new/behaviour, the estimates k1, k2, k3 of KL(old‖new), distances, and 1 where a rule acts."""
+    """Compute columns per token: ratio new/behaviour, estimates k1, k2, k3 of KL(old‖new), distances, 1 where a rule acts."""
     log_ratio, weight = tokens["log_ratio"], np.exp((tokens["logp_new"] - tokens["anchor"]).clip(upper=20.0))
     capped, p_old = log_ratio.clip(upper=20.0), np.exp(tokens["logp_old"])
     blocked, outside = tokens["clipped"], tokens["kl"] > kl_bound
@@ -335,7 +335,7 @@ def _statistics(tokens: pd.DataFrame, kl_bound: float) -> pd.DataFrame:
 
 
 def _find_alarms(by_step: list[Row]) -> list[Row]:
-    """Findings of `corral train`'s guard on these steps. Rewards count as success only within [0, 1]."""
+    """Find signs of collapse in these steps, as `corral train`'s guard does. Rewards outside [0, 1] do not count as success."""
     watch, found = CollapseWatch(CollapseLimits()), []
     shares = all(row["reward"] is None or 0 <= row["reward"] <= 1 for row in by_step)
     for row in by_step:
@@ -346,7 +346,7 @@ def _find_alarms(by_step: list[Row]) -> list[Row]:
 
 
 def audit_table(info: Mapping[str, Any], rows: pd.DataFrame) -> Audit:
-    """The audit of a folder's rows, in the form of `read_audit`."""
+    """Compute the audit of a table of tokens, in the form that `read_audit` returns."""
     certain = {name: rows[name].clip(upper=0.0) for name in ("logp_old", "logp_new")}
     tokens = make_tokens(rows.rename(columns={"update": "step"}).assign(support_tv=rows["tv_topk"], **certain))
     tally = Tally(info["rules"]["kl_bound"], info["rules"]["tv_bound"])
@@ -357,7 +357,7 @@ def audit_table(info: Mapping[str, Any], rows: pd.DataFrame) -> Audit:
 
 
 class DumpAudit:
-    """Audit of a dump that may grow: counts of tokens, and the progress of reading its files."""
+    """Audit of logged completions, whose files may still grow: running statistics, and the position in each file."""
 
     def __init__(self, rules: Rules) -> None:
         assert rules.clip.config.bounds is not None, "whatever clips has a range"
@@ -371,7 +371,7 @@ class DumpAudit:
         self._format: str | None = None
 
     def read(self, dump: Dump, progress: Callable[[int], object], *, growing: bool = False) -> bool:
-        """Count new completions, and return True if there were any. A dump whose files were replaced is read again.
+        """Read and count new completions. Returns True if there were any. If files were replaced, the dump is read again.
 
         Args:
             growing: True if the dump may still be written: incomplete lines and files are left for the next call.

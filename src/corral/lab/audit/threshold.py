@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 from corral.lab.audit.tokens import VERDICTS, Floats, sampled_kl, sampled_tv
 
 _Score = Callable[[pd.DataFrame], Floats | pd.Series]
-"""Score function: a token is blocked at bound b if and only if its score is above b. NaN if a column is missing that the rule
-needs."""
+"""Score function of a rule: a token is blocked at bound b if and only if its score is above b. NaN if a column that the rule
+needs is missing."""
 
 _CLIP = 0.2
 
 
 @dataclass(frozen=True)
 class RuleFamily:
-    """A rule at several bounds."""
+    """Rule that blocks or projects tokens, such as clipping or DPPO, with several bounds to compare."""
 
     name: str
     title: str
@@ -38,7 +38,7 @@ def _ratio(log_ratio: pd.Series) -> pd.Series:
 
 
 def _directed(rise: Callable[[pd.Series], Any], fall: Callable[[pd.Series], Any]) -> _Score:
-    """A score from the ratio: `rise` for a positive advantage, `fall` for a negative advantage, −inf for 0."""
+    """Build a score from the ratio new/old: `rise` for a positive advantage, `fall` for a negative advantage, −inf for 0."""
 
     def score(tokens: pd.DataFrame) -> Floats:
         ratio = _ratio(tokens["log_ratio"])
@@ -48,7 +48,7 @@ def _directed(rise: Callable[[pd.Series], Any], fall: Callable[[pd.Series], Any]
 
 
 def _beyond(far: pd.Series) -> Floats:
-    """Score of a rule without a bound: blocked at every bound, or at none."""
+    """Score of tokens that are blocked whatever the bound: +inf for tokens in `far`, −inf for all others."""
     return np.where(far, np.inf, -np.inf)
 
 
@@ -68,7 +68,7 @@ def _ripo(tokens: pd.DataFrame) -> pd.Series:
 
 
 def _dppo(divergence: Callable[[pd.DataFrame], Any], *, symmetric: bool = False) -> _Score:
-    """DPPO's mask on a divergence from the anchor, for tokens that moved along their advantage or for all with an advantage."""
+    """Build DPPO's score: divergence from the sampling policy, or −inf for tokens that did not move along their advantage."""
 
     def score(tokens: pd.DataFrame) -> Floats:
         moved, outward = divergence(tokens), (tokens["logp_new"] - tokens["anchor"]) * tokens["advantage"] > 0
@@ -109,32 +109,32 @@ FAMILIES = (
     RuleFamily("dppo_topk_kl", "DPPO, KL on the support", "δ", _KL, 0.05, _dppo(lambda tokens: tokens["support_kl_old_new"])),
     RuleFamily("troll", "TROLL, projects", "ε", _KL, 0.05, _troll),
 )
-"""Rules that set a token's gradient to zero, or project it, independently of other tokens. Left out are rules that act on the
-tokens of a rule in this list (`spo` and `decoupled_ppo` of `clip`, `drpo` of `dppo_tv`), rules that weigh tokens, and rules
-that depend on neighbouring tokens (`cppo`, `bapo`, `m2po`, `clip_cov`, `kl_cov`), which a log may lack."""
+"""Rules that set a token's gradient to zero, or project it, independently of other tokens. Not included are rules that act
+on the same tokens as a rule in this list (`spo` and `decoupled_ppo` as `clip`, `drpo` as `dppo_tv`), rules that weigh
+tokens, and rules that depend on neighbouring tokens (`cppo`, `bapo`, `m2po`, `clip_cov`, `kl_cov`), which a log may lack."""
 
 
 AUDITED = "audited"
-"""Name of the rule that an audit of logged tokens examines."""
+"""Name of the rule for the clip range that an audit of logged tokens examines."""
 
 
 def range_rule(low: float, high: float) -> RuleFamily:
-    """The clip range 1 − low … 1 + high, which blocks tokens with a score above 0."""
+    """Rule of the clip range 1 − low … 1 + high: it blocks tokens that have left the range along their advantage."""
     score = _directed(lambda ratio: ratio - (1 + high), lambda ratio: (1 - low) - ratio)
     return RuleFamily(AUDITED, f"Clip, {1 - low:.4g} … {1 + high:.4g}, as audited", "", (0.0,), 0.0, score)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ball:
-    """Counts of tokens inside and outside a divergence ball under a rule; four of them cover all tokens."""
+    """Counts of tokens that a rule blocks and passes, inside and outside a ball of KL or total variation."""
 
     blocked_inside: int
-    """Tokens blocked although near: clipping's false alarms."""
+    """Tokens blocked although they are inside the ball: the rule's false alarms."""
     blocked_outside: int
     passed_inside: int
     passed_outside: int
     passed_outward: int
-    """Passed tokens outside whose update pushes them further out: clipping misses them. Other tokens are on their way back."""
+    """Tokens outside the ball that are pushed further out and not blocked: the rule misses them."""
 
     @property
     def blocked(self) -> int:
@@ -153,7 +153,7 @@ class Ball:
 
     @property
     def inside(self) -> float:
-        """Share of the blocked tokens that are inside the ball; some token must be blocked."""
+        """Share of blocked tokens that are inside the ball. At least one token must be blocked."""
         return self.blocked_inside / self.blocked
 
     @property
@@ -168,13 +168,13 @@ class Ball:
 
     @property
     def errors(self) -> int:
-        """Tokens blocked inside the ball, and tokens missed outside it."""
+        """Number of errors: tokens blocked inside the ball plus tokens missed outside it."""
         return self.blocked_inside + self.passed_outward
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """A rule at a single bound, against the balls of KL and of total variation."""
+    """Rule at one bound, with counts of its errors against the balls of KL and of total variation."""
 
     rule: RuleFamily
     bound: float
@@ -187,7 +187,7 @@ class Threshold:
         return math.isclose(self.bound, self.rule.default)
 
     def as_dict(self) -> dict[str, Any]:
-        """A mapping for JSON: counts and shares of all tokens."""
+        """Counts of tokens, and shares of all tokens, as a mapping for JSON."""
         balls = {
             name: {**vars(ball), "wrongly_blocked_share": ball.wrong, "missed_share": ball.missed}
             for name, ball in (("kl", self.kl), ("tv", self.tv))
@@ -196,7 +196,7 @@ class Threshold:
 
 
 class ThresholdTally:
-    """Counts of tokens by rule, by the number of bounds exceeded, and by cell.
+    """Counts of tokens by rule, by the number of bounds that their score exceeds, and by their position in the balls.
 
     Bits of a cell: 1 is outside the KL ball, 2 outside the TV ball, 4 pushed further out.
     """
@@ -218,7 +218,7 @@ class ThresholdTally:
             self._counts[name] += np.bincount(8 * level + cell, minlength=64).reshape(8, 8)
 
     def balls(self, name: str, place: int = 0) -> dict[str, Ball]:
-        """The `kl` and `tv` balls under a rule at the bound with this index, or under a verdict such as "clipped acts"."""
+        """Counts in the `kl` and `tv` balls, for a rule at its bound number `place` or a verdict such as "clipped acts"."""
         blocked, passed = self._counts[name][place + 1 :].sum(0), self._counts[name][: place + 1].sum(0)
         cell = np.arange(8)
         return {
@@ -233,7 +233,7 @@ class ThresholdTally:
         }
 
     def rows(self) -> list[Threshold]:
-        """Every rule that could be computed on all tokens, at every bound."""
+        """Thresholds of every rule that could be computed on all tokens, at every bound."""
         return [
             Threshold(family, bound, **self.balls(family.name, place))
             for family in self.families
@@ -243,6 +243,7 @@ class ThresholdTally:
 
 
 def fewest_errors(rows: Sequence[Threshold]) -> list[Threshold]:
-    """For each rule with several bounds, the bound with the fewest errors against the KL ball; the largest one on a tie."""
+    """Select each rule's bound with the fewest errors against the KL ball, the largest on a tie. One-bound rules are left
+    out."""
     families = {row.rule.name: [one for one in rows if one.rule is row.rule] for row in rows}
     return [min(own, key=lambda row: (row.kl.errors, -row.bound)) for own in families.values() if len(own) > 1]

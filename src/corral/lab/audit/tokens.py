@@ -1,4 +1,4 @@
-"""Audited tokens as rows of a data frame, from a dump's completions or an audit's folder: the input of rules and statistics."""
+"""Table of audited tokens, a row per token, from a dump's completions or an audit's folder."""
 
 from typing import Any
 
@@ -14,10 +14,10 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 Names = NDArray[Any]
-"""Array of texts. Run-time type checks have no type for their width."""
+"""NumPy array of texts. Its type is open because run-time type checks cannot express the texts' length."""
 
 VERDICTS = ("clipped", "dppo_binary", "dppo_topk", "troll")
-"""Columns that mark the tokens on which a rule acts; `clipped` is the audited clipping. A dump has no others."""
+"""Columns that mark the tokens on which a rule acts. `clipped` is the audited clipping, the only such column of a dump."""
 
 COUNTED = ("step", "sequence", "position", "token")
 """Columns of whole numbers. `sequence` is the number of the completion within its step or the dump."""
@@ -26,14 +26,14 @@ MEASURED = (
     *("advantage", "logp_old", "logp_new", "logp_rollout", "entropy", "reward", "age"),
     *("kl", "tv", "support_tv", "support_kl_old_new", "troll_tv", "sequence_log_ratio"),
 )
-"""Columns of numbers, NaN where there is none: `logp_rollout` is the sampler's, `reward` stands at a completion's first token,
-`age` is the number of steps between sampling and training, `kl` is KL(new‖old), `support_kl_old_new` the divergence of DPPO
-with divergence="kl", `troll_tv` the distance by which TROLL's projection moves the policy, and `sequence_log_ratio` the mean of
-log new/old over a completion of which all tokens were logged."""
+"""Columns of floats, NaN where nothing was logged. `logp_rollout` is the sampler's log-prob, `reward` is set at a
+completion's first token, `age` counts steps between sampling and training, and `kl` is KL(new‖old). `support_kl_old_new` is
+KL(old‖new) on the top-k tokens, which DPPO bounds with divergence="kl". `troll_tv` is the TV by which TROLL's projection
+moves the policy. `sequence_log_ratio` is the mean of log new/old over a completion whose tokens were all logged."""
 
 
 def make_tokens(rows: pd.DataFrame) -> pd.DataFrame:
-    """Build a frame with every column of audited tokens and three derived columns.
+    """Build the table of audited tokens: all columns, and `log_ratio`, `anchor` and `outward` computed from them.
 
     `log_ratio` is log new/old, `anchor` the centre of DPPO (log π of the sampler if it was reported, otherwise of the old
     policy), and `outward` marks tokens that moved along their advantage. Where only log-probs were logged, `kl` and `tv` are
@@ -52,12 +52,12 @@ def make_tokens(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def kinds(tokens: pd.DataFrame, ball: str, bound: float) -> Names:
-    """The kind of each token under clipping and the `kl` or `tv` ball, as in `token_kinds`."""
+    """Classify each token by clipping and the `kl` or `tv` ball of radius `bound`, as `token_kinds` does."""
     return token_kinds(*(column.to_numpy() for column in (tokens["clipped"], tokens[ball] > bound, tokens["outward"])))
 
 
 def token_kinds(blocked: Bools, outside: Bools, outward: Bools) -> Names:
-    """The kind of each token: blocked inside or outside the ball, passed inside it, or passed outside and pushed out or back.
+    """Classify tokens: blocked inside or outside the ball, passed inside it, or passed outside and pushed further out or back.
 
     `false` and `missed` are a rule's errors, `right`, `passed` and `back` are not.
     """
@@ -67,11 +67,11 @@ def token_kinds(blocked: Bools, outside: Bools, outward: Bools) -> Names:
 
 
 def sampled_kl(logp_p: Floats | pd.Series, logp_q: Floats | pd.Series) -> Floats:
-    """KL(p‖q) of the sampled token against all other tokens, from float64 log-probs."""
+    """Compute KL(p‖q) of the two-way distributions of the sampled token against all others, from float64 log-probs."""
     p, q = (torch.tensor(np.asarray(x)).clamp(max=CERTAIN) for x in (logp_p, logp_q))
     return binary_kl(p, q).numpy()
 
 
 def sampled_tv(logp_p: Floats | pd.Series, logp_q: Floats | pd.Series) -> Floats:
-    """|p − q| of the sampled token."""
+    """Total variation |p − q| of the sampled token against all other tokens."""
     return binary_tv(torch.tensor(np.asarray(logp_p)), torch.tensor(np.asarray(logp_q))).numpy()

@@ -1,4 +1,4 @@
-"""Plain sentences and tables of an audit, for a terminal and for its page."""
+"""Sentences and tables of an audit, for the terminal and the HTML page."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,20 +9,20 @@ from corral.lab.audit.threshold import AUDITED, Threshold
 from corral.lab.run.text import count, visible
 
 RULES = {"clipped": "clipping", "dppo_binary": "DPPO, sampled token", "dppo_topk": "DPPO, top-K", "troll": "TROLL"}
-"""Names of verdicts."""
+"""Columns of verdicts → names of the rules in tables."""
 
 MEASURES = {
     "sampled": "the sampled token against all others, a lower bound of the true one",
     "support": "the logged support and its tail, a lower bound of the true one",
     "whole": "the whole vocabulary",
 }
-"""Names of the distributions that divergences are computed on, by `Audit.measure`."""
+"""Values of `Audit.measure` → descriptions of the distributions that divergences are computed on."""
 
 _NAMES = {"clip": "clipping 1 ± ε", "dppo_tv": "DPPO on TV", "dppo_kl": "DPPO on KL", "troll": "TROLL"}
 
 
 def sentences(audit: Audit) -> list[str]:
-    """Sentences on the compared policies, their distances, the effect of clipping, and the effect of other rules."""
+    """List the sentences of an audit: compared policies, their distances, effect of clipping, and effect of other rules."""
     info, whole, distances, steps = audit.info, audit.whole, audit.distances, audit.steps
     remarks = list(map(str, info.get("remarks") or ()))
     first = f"{count(audit.tokens, 'token')} of {count(audit.sequences, 'completion')}"
@@ -105,7 +105,7 @@ def _true_distances(audit: Audit) -> list[str]:
 
 
 def _fewest(audit: Audit) -> str:
-    """The bound with the fewest errors, for each of the best-known rules."""
+    """Sentence on the bound with the fewest errors, for each of the best-known rules."""
     best = {row.rule.name: row for row in audit.best}
     parts = [
         f"{name} at {row.rule.symbol} = {row.bound:g} ({percent(row.kl.wrong)} blocked inside, {percent(row.kl.missed)} missed)"
@@ -156,12 +156,12 @@ def _alarms(audit: Audit) -> list[str]:
 
 
 def shown_rules(audit: Audit) -> Mapping[str, str]:
-    """Names of the rules whose shares are shown by bucket."""
+    """Rules whose shares are shown in tables by bucket: column → name."""
     return RULES if audit.whole else SHOWN_RULES
 
 
 def verdict_rows(audit: Audit, ball: str) -> list[Row]:
-    """Table of each rule against the `kl` or `tv` ball."""
+    """Build the table rows that compare each rule with the `kl` or `tv` ball."""
     found = {RULES[rule]: row[ball] for rule, row in audit.verdicts.items()}
     return [
         {
@@ -176,7 +176,8 @@ def verdict_rows(audit: Audit, ball: str) -> list[Row]:
 
 
 def threshold_row(row: Threshold, audit: Audit) -> Row:
-    """Row of a rule at a bound: the share it blocks, and for each ball the shares it blocks inside and misses outside."""
+    """Build the table row of a rule at one bound: share blocked, and for each ball the shares blocked inside and missed
+    outside."""
     bound = "—" if row.rule.name == AUDITED else f"{row.rule.symbol} = {row.bound:g}{' ●' if row.default else ''}"
     found = {"Rule": row.rule.title, "Bound": bound, "Would block": _exact(row.kl.share)}
     for name, ball, radius in (("KL", row.kl, audit.kl_bound), ("TV", row.tv, audit.tv_bound)):
@@ -186,7 +187,7 @@ def threshold_row(row: Threshold, audit: Audit) -> Row:
 
 
 def bucket_rows(title: str, rows: Sequence[Row], audit: Audit) -> list[Row]:
-    """Table by bucket: the distances of its tokens, and the share of tokens on which each rule would act."""
+    """Build a table by bucket, such as of old probability: distances of tokens, and the share on which each rule would act."""
     outside = {} if audit.whole else {"outside": f"outside KL ≤ {number(audit.kl_bound)}"}
     shares = {**outside, **shown_rules(audit)}
     return [
@@ -204,7 +205,7 @@ def bucket_rows(title: str, rows: Sequence[Row], audit: Audit) -> list[Row]:
 
 
 def blocked_rows(audit: Audit) -> list[Row]:
-    """Table of the tokens most often blocked."""
+    """Build the table rows of the tokens that clipping blocks most often."""
     return [
         {
             "Token": render_token(audit.texts[row["token"]]) if row["token"] in audit.texts else "—",
@@ -220,7 +221,7 @@ def blocked_rows(audit: Audit) -> list[Row]:
 
 
 def render_token(text: str, most: int = 60) -> str:
-    """A readable form of a token: hidden characters written out, white space made visible."""
+    """Make a token readable: hidden characters are written out, white space is made visible."""
     text = visible(text if len(text) <= most else f"{text[:most]} …").replace("\n", "⏎").replace("\t", "⇥")
     inner = text.strip(" ")
     before, _, after = text.partition(inner) if inner else (text, "", "")
@@ -228,12 +229,12 @@ def render_token(text: str, most: int = 60) -> str:
 
 
 def _part(tokens: int, of: int) -> str:
-    """A number of tokens with its share."""
+    """Format a number of tokens with its share of `of`: `12 (3.4 %)`."""
     return f"{tokens:,} ({percent(tokens / of)})" if of else "—"
 
 
 def _exact(share: float) -> str:
-    """A percentage with enough digits to compare a column of numbers."""
+    """Format a share in percent, with enough digits to compare small numbers in a column."""
     return f"{100 * share:.4f} %" if 0 < share < 1e-4 else percent(share)
 
 
@@ -253,7 +254,7 @@ def _spread(row: Mapping[str, float]) -> str:
 
 
 def percent(share: float) -> str:
-    """A percentage with two significant digits; 0 % and 100 % only for exact values."""
+    """Format a share in percent with about two significant digits. Only exact values become 0 % and 100 %."""
     if share in (0.0, 1.0):
         return f"{share:.0%}".replace("%", " %")
     if share < 1e-4:
@@ -265,5 +266,5 @@ def percent(share: float) -> str:
 
 
 def number(value: float) -> str:
-    """A number with two significant digits."""
+    """Format a number with two significant digits."""
     return "∞" if value == float("inf") else re.sub(r"e([-+])0*", r"e\1", f"{value:.2g}")
