@@ -347,8 +347,7 @@ class AuditCallback(TrainerCallback):
         }  # fmt: skip
 
     def _begin_batch(self, output: dict[str, Any]) -> None:
-        """Store the old policy's distributions at some tokens of this batch. If weights are sharded, every process takes
-        part."""
+        """Store the old policy's distributions at some tokens of this batch. With sharded weights, all processes take part."""
         chosen = self._run_safely(lambda: self._choose(output)) if self.is_main and self.failed is None else None
         if self.sharded:
             (chosen,) = broadcast_object_list([chosen])

@@ -335,7 +335,7 @@ def _statistics(tokens: pd.DataFrame, kl_bound: float) -> pd.DataFrame:
 
 
 def _find_alarms(by_step: list[Row]) -> list[Row]:
-    """Find signs of collapse in these steps, as `corral train`'s guard does. Rewards outside [0, 1] do not count as success."""
+    """Find signs of collapse as `corral train`'s guard does. Rewards count as success only if all are in [0, 1]."""
     watch, found = CollapseWatch(CollapseLimits()), []
     shares = all(row["reward"] is None or 0 <= row["reward"] <= 1 for row in by_step)
     for row in by_step:

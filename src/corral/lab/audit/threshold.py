@@ -243,7 +243,6 @@ class ThresholdTally:
 
 
 def fewest_errors(rows: Sequence[Threshold]) -> list[Threshold]:
-    """Select each rule's bound with the fewest errors against the KL ball, the largest on a tie. One-bound rules are left
-    out."""
+    """Select each rule's bound with the fewest errors against the KL ball, the largest on a tie. One bound is no choice."""
     families = {row.rule.name: [one for one in rows if one.rule is row.rule] for row in rows}
     return [min(own, key=lambda row: (row.kl.errors, -row.bound)) for own in families.values() if len(own) > 1]

@@ -176,8 +176,7 @@ def verdict_rows(audit: Audit, ball: str) -> list[Row]:
 
 
 def threshold_row(row: Threshold, audit: Audit) -> Row:
-    """Build the table row of a rule at one bound: share blocked, and for each ball the shares blocked inside and missed
-    outside."""
+    """Build the table row of a rule at one bound: share blocked, and shares blocked inside and missed outside each ball."""
     bound = "—" if row.rule.name == AUDITED else f"{row.rule.symbol} = {row.bound:g}{' ●' if row.default else ''}"
     found = {"Rule": row.rule.title, "Bound": bound, "Would block": _exact(row.kl.share)}
     for name, ball, radius in (("KL", row.kl, audit.kl_bound), ("TV", row.tv, audit.tv_bound)):

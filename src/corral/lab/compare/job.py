@@ -58,7 +58,7 @@ class Preparation:
     reductions: Mapping[str, str] = field(default_factory=dict)
     """Loss type in TRL for each objective; empty without objectives, or if a sweep sets it."""
     warnings: Sequence[str] = ()
-    """Warnings about reductions that are not an objective's own."""
+    """Warnings about objectives whose loss is averaged in another way (reduction) than the objective's own."""
 
 
 def set_up(comparison: Comparison, config: Path | None, execution: ExecutionConfig) -> Preparation:
@@ -92,7 +92,7 @@ def set_up(comparison: Comparison, config: Path | None, execution: ExecutionConf
 
 
 def describe(comparison: Comparison, prepared: Preparation) -> list[tuple[str, str]]:
-    """Banner of a comparison: names, and a sentence about each."""
+    """List the lines of a comparison's banner, each a name and a sentence."""
     budget, engine, plan = prepared.budget, prepared.engine, comparison.plan
     done = sum(record.state in ENDED for record in comparison.records)
     name = comparison.training.recipe or comparison.training.config
@@ -156,24 +156,24 @@ class ScheduleView(Protocol):
 
 @dataclass(kw_only=True)
 class Schedule(Interruptible):
-    """Runs a comparison to its end, or until it is interrupted."""
+    """Scheduler that runs a comparison to its end, or until it is interrupted."""
 
     comparison: Comparison
     engine: Engine
     view: ScheduleView
     steps: int
-    """Steps of each run."""
+    """Number of training steps of each run."""
     choose: Callable[[Comparison], ChosenSettings]
-    """Called at the end of the sweep to choose settings."""
+    """Function that chooses the settings, called at the end of the sweep."""
     stall: float = 3600.0
     """Seconds without new metrics or log output after which a run counts as hung and is ended."""
     running: dict[str, PlannedRun] = field(default_factory=dict)
     progress: dict[str, Progress] = field(default_factory=dict)
     attempted: set[str] = field(default_factory=set)
-    """Runs already started in this call. Each is started once, so that an interrupted run waits for the next call."""
+    """Runs already started by this process. Each run is started once; an interrupted run waits for a later `--resume`."""
     hung: set[str] = field(default_factory=set)
     stop_requested: bool = False
-    """True if the jobs have been requested to stop."""
+    """True if the jobs have been asked to stop."""
 
     def run(self) -> None:
         """Run until no run is left to start; a second Ctrl-C ends all runs at once."""
@@ -193,7 +193,7 @@ class Schedule(Interruptible):
                 self._abandon()
 
     def _poll(self) -> bool:
-        """Poll the jobs once; returns True if there is more to do."""
+        """Poll the jobs once. Returns True while jobs are running."""
         for name, status in self.engine.poll().items():
             self._end(self.running.pop(name), status)
         for record in self.running.values():
@@ -236,7 +236,7 @@ class Schedule(Interruptible):
         self._change(record, "running")
 
     def _end(self, record: PlannedRun, status: int) -> None:
-        """Record the end of a run by its own summary. Without one it failed, unless it was requested to stop."""
+        """Record how a run ended, from its summary. A run without a summary failed, unless it was asked to stop."""
         folder = self.comparison.folder(record)
         self._progress(record).update()
         if record.folder in self.hung:
@@ -251,7 +251,7 @@ class Schedule(Interruptible):
             self._change(record, "failed", failure_reason(folder, status))
 
     def _choose(self) -> None:
-        """Choose the settings to report on after the sweep, and add their runs; or those of a sweep that has to grow first."""
+        """Choose settings after the sweep and add the runs to report. If the sweep has to grow first, extend it instead."""
         chosen = self.choose(self.comparison)
         plan = self.comparison.plan = self.comparison.plan.grown(chosen)
         self.comparison.add_runs()
@@ -278,7 +278,7 @@ class Schedule(Interruptible):
         self.view.update_run(record, self._progress(record))
 
     def _abandon(self) -> None:
-        """End all running runs; their last checkpoints stay."""
+        """End all running runs. Their last checkpoints stay."""
         self.engine.close()
         for record in self.running.values():
             record.state = "interrupted"
@@ -299,11 +299,11 @@ class Schedule(Interruptible):
         return (time.monotonic() - self.began) * open_work / done
 
     def _work_done(self) -> float:
-        """Completed work, in runs."""
+        """Completed work as a number of runs, including fractions of running runs."""
         return sum(1.0 if record.state in ENDED else self._progress(record).share for record in self.comparison.records)
 
     def _progress(self, record: PlannedRun) -> Progress:
-        """Progress of a run."""
+        """Progress of a run, which is created at the first call."""
         return self.progress.setdefault(record.folder, Progress(self.comparison.folder(record), self.steps))
 
 
@@ -350,7 +350,7 @@ def _show_runs(comparison: Comparison, progress: dict[str, Progress], view: Comp
 
 
 def findings(comparison: Comparison, warn: Callable[[str], object]) -> list[str]:
-    """Write the page and return its findings for printing; without runs there is no page."""
+    """Write the report page and return its findings as lines to print. Without runs, no page is written."""
     try:
         report, page = write_report(comparison)
     except RunError as error:
@@ -363,7 +363,7 @@ def findings(comparison: Comparison, warn: Callable[[str], object]) -> list[str]
 
 
 def choose(comparison: Comparison) -> ChosenSettings:
-    """Choose the best setting of each contestant; none for a contestant whose runs all failed."""
+    """Choose the best setting of each contestant. A contestant whose runs all failed has none."""
     alive = {record.contestant for record in comparison.sweep_records if record.state in COUNTED}
     return choose_setting([row for row in sweep_rows(comparison) if row.contestant in alive], comparison.plan.choose_by)
 

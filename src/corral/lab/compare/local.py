@@ -48,7 +48,7 @@ PROGRAM = (sys.executable, "-m", "corral.lab.cli")
 
 
 class LocalEngine:
-    """Runs jobs on this machine.
+    """Engine that runs jobs on this machine.
 
     On CPUs a job has `threads` threads, one unless told: small jobs side by side are faster than threads that wait for each
     other. On GPUs each job sees one, the one with the fewest jobs.
@@ -126,7 +126,7 @@ def environment(threads: int | None, gpu: str | None) -> dict[str, str]:
 
 
 def visible_gpus() -> list[str]:
-    """GPUs in the names of CUDA_VISIBLE_DEVICES; torch counts the GPUs that this process may use."""
+    """Names of the GPUs that this process may use, as listed in CUDA_VISIBLE_DEVICES or numbered from 0."""
     import torch
 
     count = torch.cuda.device_count()

@@ -19,7 +19,7 @@ Setting = Mapping[str, Any]
 ChosenSettings = Mapping[str, Setting]
 
 RATE = "learning_rate"
-"""Setting that can be swept without a list of values."""
+"""Name of the learning rate, the setting that can be swept without a list of values."""
 
 _NOT_SWEPT = {
     "objective": "--objectives",
@@ -31,7 +31,7 @@ _NOT_SWEPT = {
 """Settings that cannot be swept → the flag that sets them."""
 
 _AROUND = 2
-"""Number of half-decades on either side of the recipe's learning rate."""
+"""Number of half-decades to try on either side of the recipe's learning rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +51,9 @@ class ComparisonPlan:
     choose_by: ChooseBy = "final"
     """Score by which settings are chosen."""
     extend: int = 0
-    """Largest number of values that are added at either end of an axis, for all contestants, where one is best there."""
+    """Largest number of values added beyond either end of an axis, where a contestant's best value lies at that end."""
     added: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Values that have been added to an axis."""
+    """Values that have been added to each axis."""
 
     def __post_init__(self) -> None:
         if not self.contestants or not self.report_seeds:
@@ -68,7 +68,7 @@ class ComparisonPlan:
 
     @property
     def settings(self) -> list[dict[str, Any]]:
-        """Every combination of the swept values, added ones last; one empty setting without a sweep."""
+        """Every combination of the swept values, with added values last. One empty setting without a sweep."""
         axes = [(*values, *self.added.get(key, ())) for key, values in self.sweep.items()]
         return [dict(zip(self.sweep, values, strict=True)) for values in product(*axes)]
 
@@ -94,7 +94,7 @@ class ComparisonPlan:
         ]
 
     def grown(self, chosen: ChosenSettings) -> "ComparisonPlan":
-        """The plan with axes of numbers extended where the best setting of a contestant lies at an end of one."""
+        """Plan with one more value at each end of an axis of numbers where a contestant's best value lies, up to `extend`."""
         added = dict(self.added)
         for key, given in self.sweep.items():
             ends, best = sorted(value for value in given if is_number(value)), {setting.get(key) for setting in chosen.values()}
@@ -110,7 +110,7 @@ def make_plan(
     kind: Kind, contestants: Sequence[str], sweep: Mapping[str, Sequence[Any]], *, seeds: int, choosing: int, first: int = 0,
     choose_by: ChooseBy = "final", extend: int = 0,
 ) -> ComparisonPlan:  # fmt: skip
-    """Make a plan with `seeds` seeds to report on; with a sweep, `choosing` other seeds come first."""
+    """Make a plan that reports on `seeds` seeds. With a sweep, `choosing` other seeds come first, to choose settings on."""
     for name, number in (("seeds", seeds), ("choose-seeds", choosing)):
         if number < 1:
             raise RunError(f"--{name} must be at least 1; got {number}.")
@@ -188,7 +188,7 @@ def _slug(text: str) -> str:
 
 
 _CONTESTANT: dict[Kind, str] = {"llm": "objective", "robot": "algorithm"}
-"""Setting in which contestants differ, by kind."""
+"""Kind of learner → name of the setting in which contestants differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +200,7 @@ class Training:
     """Name of the settings file, of which the comparison's folder keeps a copy."""
     smoke: bool = False
     common: bool = False
-    """True if all objectives got a common reduction and advantage, which are in `settings`."""
+    """True if `--common` gave all objectives one reduction, which is in `settings`."""
     unsafe_code_execution: bool = False
     settings: Mapping[str, str | list[str]] = field(default_factory=dict)
     """Flags by the name of their setting, with a list for a repeated flag."""
@@ -227,7 +227,7 @@ def resume_arguments(run: PlannedRun, where: Path) -> list[str]:
 
 
 def run_settings(kind: Kind, training: Training, run: PlannedRun) -> dict[str, Any]:
-    """Flags of one run by the name of their setting: the shared flags, then the run's own."""
+    """Flags of one run by the name of their setting: the flags that all runs share, then those of contestant and run."""
     name, variant = split_contestant(run.contestant)
     flags = {key: str(value).lower() if isinstance(value, bool | None) else str(value) for key, value in run.setting.items()}
     own = {contestant_key(kind, name, key): value for key, value in flags.items()}
@@ -262,7 +262,7 @@ WEIGHTS = ("loss_type", "advantage", "scale_rewards", "multi_objective_aggregati
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Budget of every run."""
+    """Training budget of each run; it is the same for all runs of a comparison."""
 
     steps: int
     samples: int
@@ -302,7 +302,7 @@ def resolve_run(kind: Kind, training: Training, run: PlannedRun, config: Path | 
 
 
 def _budget(kind: Kind, settings: Any) -> Budget:
-    """Steps, and samples per step. Other errors in the settings also surface here."""
+    """Read a run's steps, and samples per step, from its settings. Invalid settings raise an error here."""
     if kind == "llm":
         from corral.lab.jobs.llm.prepare import trainer_config
         from corral.lab.tasks import find_task
@@ -327,7 +327,7 @@ def _learner_config(settings: Any) -> Any:
 
 
 def rate_grid(kind: Kind, contestants: tuple[str, ...], training: Training, config: Path | None = None) -> list[float]:
-    """Half-decades around the learning rates that the contestants would use."""
+    """Learning rates half a decade apart, around the rates that the contestants would use."""
     if kind == "llm":
         return half_decades([args.learning_rate for args in trainer_configs(contestants, training, config).values()])
     rates = []
@@ -356,7 +356,7 @@ def trainer_configs(
 def share_reduction(
     kind: Kind, contestants: tuple[str, ...], training: Training, sweep: Iterable[str], config: Path | None = None
 ) -> Training:
-    """Add a common reduction to the training: the first one that gives every objective its own gradient.
+    """Add one reduction for all objectives to the settings: the first that every objective names as its own.
 
     Advantages are the same for all anyway, as long as none is swept.
     """

@@ -27,7 +27,7 @@ _PATIENCE = 20.0
 
 
 class RayEngine:
-    """Runs jobs on the Ray cluster in RAY_ADDRESS, or on a local one.
+    """Engine that runs jobs on the Ray cluster in RAY_ADDRESS, or on a Ray of this machine.
 
     Every node must see the comparison's folder under the same path, and have corral installed.
     """
@@ -98,7 +98,7 @@ class RayEngine:
 
 
 def _connect() -> str:
-    """Connect to the cluster in RAY_ADDRESS, or start one with this machine's cores; returns which."""
+    """Connect to the cluster in RAY_ADDRESS, or start a local Ray on this machine's cores. Returns its name for messages."""
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     address = os.environ.get("RAY_ADDRESS")
     if not address:

@@ -19,7 +19,7 @@ from corral.lab.run.view import Clock
 from corral.validate import RunError
 
 _LONGEST_LINE = 300
-"""Largest number of characters of a line that an error quotes."""
+"""Largest number of characters of a log line that an error quotes."""
 
 ENDED: tuple[str, ...] = ("finished", "collapsed", "failed")
 """Final states, after which a run is not started again."""
@@ -27,7 +27,7 @@ ENDED: tuple[str, ...] = ("finished", "collapsed", "failed")
 
 @dataclass(kw_only=True)
 class Comparison(LockedFolder):
-    """A comparison and its folder, which is locked by one process."""
+    """Comparison and its folder, which one process locks while it works on the runs."""
 
     path: Path
     plan: ComparisonPlan
@@ -41,19 +41,19 @@ class Comparison(LockedFolder):
 
     @property
     def config(self) -> Path | None:
-        """Path of the settings file, as it was at the start of the comparison."""
+        """Path of the comparison's copy of the settings file; None if no file was given."""
         return self.path / self.training.config if self.training.config else None
 
     @property
     def flags(self) -> dict[str, Any]:
-        """Settings that determine the runs, by the names of their flags."""
+        """Settings that determine the comparison's runs, by the names of their flags."""
         plan, training = self.plan, asdict(self.training)
         seeds = {"seeds": len(plan.report_seeds), "seed": str(min([*plan.choose_seeds, *plan.report_seeds]))}
         sweep = {"choose_seeds": len(plan.choose_seeds), **{f"sweep {key}": values for key, values in plan.sweep.items()}}
         return {"contestants": plan.contestants, **seeds, **sweep, **training.pop("settings"), **training}
 
     def add_runs(self) -> None:
-        """Add records for all runs that are known by now. Existing records keep their state; new ones read it from files.
+        """List the runs of the plan anew. Listed runs keep their state; new runs get their state from files.
 
         Report runs of a setting that is no longer chosen are let go: that happens if a failed run of the sweep is retried.
         """
@@ -65,12 +65,12 @@ class Comparison(LockedFolder):
 
     @property
     def sweep_records(self) -> list[PlannedRun]:
-        """Records of runs on which settings are chosen."""
+        """Records of the sweep's runs, from which settings are chosen."""
         return [record for record in self.records if record.stage == "sweep"]
 
     @property
     def must_choose(self) -> bool:
-        """True after the sweep has ended, until settings are chosen."""
+        """True if the sweep has ended and no settings have been chosen yet."""
         return bool(self.plan.sweep) and not self.chosen and all(record.state in ENDED for record in self.sweep_records)
 
     def folder(self, record: PlannedRun) -> Path:
@@ -164,7 +164,7 @@ def read(path: Path) -> Comparison:
 
 
 def list_differences(old: Mapping[str, Any], new: Mapping[str, Any], keys: Iterable[str] | None = None) -> list[str]:
-    """List `key: x there, y now` for every difference of two mappings."""
+    """List a text `key is x there and y here` for every difference between two mappings."""
     names = sorted(old.keys() | new.keys()) if keys is None else keys
     return [
         f"{key} is {render_value(old.get(key))} there and {render_value(new.get(key))} here"
@@ -187,24 +187,24 @@ def render_value(value: Any) -> str:
 
 @dataclass
 class Progress:
-    """Progress of a run from its metrics.jsonl; each update reads new lines only."""
+    """Progress of a run from its metrics.jsonl. Each update reads only new lines."""
 
     folder: Path
     steps: int
-    """Number of steps to do."""
+    """Number of training steps of the run."""
     step: int = 0
     success: float | None = None
-    """Last measured success."""
+    """Last measured held-out success."""
     position: int = 0
     inode: int | None = field(default=None, repr=False)
     clock: Clock | None = field(default=None, repr=False)
     written: tuple[int, int] | None = field(default=None, repr=False)
     """Bytes of metrics and log at the last poll."""
     heard: float = 0.0
-    """Time at which these last grew."""
+    """Time in seconds (`time.monotonic`) at which metrics or log last grew."""
 
     def begin(self) -> None:
-        """Reset at the start of a process.
+        """Reset the estimate of the remaining time when a process starts.
 
         A resumed run rewrites the file from its checkpoint, and the remaining time is estimated from there.
         """
@@ -243,7 +243,7 @@ class Progress:
         return min(1.0, self.step / self.steps)
 
     def silence(self) -> float:
-        """Seconds since the process wrote metrics or log; 0 while it has no log, as a task that waits for its node."""
+        """Seconds since the process last wrote metrics or log. 0 while there is no log, as before a Ray task starts."""
         try:
             written = self.position, (self.folder / LOG).stat().st_size
         except OSError:
@@ -254,12 +254,12 @@ class Progress:
 
     @property
     def left(self) -> str:
-        """Remaining seconds, or None if unknown."""
+        """Remaining time as text, h:mm:ss. Empty if unknown."""
         return (self.clock.left(self.step) if self.clock is not None else None) or ""
 
 
 def read_state(folder: Path) -> str:
-    """Determine from its files the state of a run that no process writes."""
+    """Determine the state of a run from its files, while no process writes them."""
     stopped = str(read_summary(folder).get("stopped"))
     if stopped in ("finished", "collapsed", "failed"):
         return stopped
@@ -276,7 +276,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def open_log(folder: Path) -> int:
-    """Open a run's log to append to. What else a run left that never began is removed, since `corral train` wants it so."""
+    """Open a run's log to append to. Before a run has begun, other files are removed: `corral train` needs an empty folder."""
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / "config.json").is_file():

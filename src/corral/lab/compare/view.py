@@ -24,7 +24,7 @@ _EVERY = 60.0
 
 
 class CompareView(RunView):
-    """Base of the views, used for --quiet: prints failures and the end. A `ScheduleView`."""
+    """View for --quiet, and base of the other views: prints failures and the end. A `ScheduleView`."""
 
     def __init__(self, console: Console, problems: Console) -> None:
         super().__init__(console, problems)
@@ -32,7 +32,7 @@ class CompareView(RunView):
         self.left: float | None = None
 
     def banner(self, lines: Sequence[tuple[str, str]]) -> None:
-        """Called before the first run, with names and sentences about each."""
+        """Called before the first run with the banner's lines, each a name and a sentence."""
 
     def open(self, comparison: Comparison) -> None:
         """Called when the comparison starts or is resumed."""
@@ -116,7 +116,7 @@ class LiveCompareView(PlainCompareView):
 
 
 def make_compare_view(*, quiet: bool) -> CompareView:
-    """Choose the view for the present output."""
+    """Choose the view for this output: --quiet, a live table on a terminal, or plain lines."""
     return choose_view(CompareView, PlainCompareView, LiveCompareView, quiet=quiet)
 
 

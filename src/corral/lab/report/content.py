@@ -28,19 +28,20 @@ class RunReport:
 
     title: str
     groups: Sequence[Group]
-    """Groups on the page."""
+    """Groups of runs on the page. Runs of a group differ in their seeds only."""
     sweep_groups: Sequence[Group]
-    """Runs on which a comparison chose its settings. They appear in the sweep and in the lists, and in no other statistic."""
+    """Groups of runs on which a comparison chose its settings. They appear in the sweep and in lists of runs, and count in
+    no other statistic."""
     sweeps: Sequence[Sweep]
     comparisons: Sequence[SavedComparison]
     measure: outcomes.Measure
     threshold: float | None
-    """Threshold for the steps to reach it; None if every problem has its own."""
+    """Score for the column of steps until a run reaches it; None if every problem has its own threshold."""
     metrics: Sequence[figures.Metric]
     every: int
-    """Steps per point of a figure."""
+    """Number of steps per point of a figure."""
     scores: pd.DataFrame
-    """Scores of every run, from `score_runs`."""
+    """Table of scores with a row per run, from `score_runs`."""
     tables: Mapping[str, list[_Row]]
 
     @property
@@ -172,7 +173,7 @@ def _event(objective: str, seed: str, kind: str, what: str, step: int | None = N
 
 
 def _events(run: Run, again: int) -> Iterator[tuple[int | None, str, str]]:
-    """Step, kind and sentence of every problem of one run; `again` has the runs with its settings and seed."""
+    """Yield step, kind and sentence of every problem of one run. `again` is the number of runs with its settings and seed."""
     for line in run.lines:
         warnings = line.get("warnings")
         for text in warnings if isinstance(warnings, list) else ():
@@ -188,7 +189,7 @@ def _events(run: Run, again: int) -> Iterator[tuple[int | None, str, str]]:
 
 
 def plan_events(comparisons: Sequence[SavedComparison], runs: Sequence[Run]) -> list[_Row]:
-    """Planned runs without a folder here: not started, failed at once, or not given to the report."""
+    """List planned runs without a folder here: not started, failed at once, or not given to the report."""
     there = {run.path.resolve() for run in runs}
     rows = []
     for entry in (entry for comparison in comparisons for path, entry in comparison.places() if path not in there):
@@ -202,7 +203,7 @@ def plan_events(comparisons: Sequence[SavedComparison], runs: Sequence[Run]) -> 
 
 
 def configuration(groups: Sequence[Group]) -> tuple[list[_Row], list[_Row]]:
-    """Settings in which groups differ, one column per group, and settings that all groups share."""
+    """Build two tables: settings in which groups differ, with a column per group, and settings that all groups share."""
     several = len({group.problem for group in groups}) > 1
     columns: dict[str, dict[str, str]] = {}
     for group in groups:
@@ -230,7 +231,7 @@ def _settings(group: Group) -> dict[str, str]:
 
 
 def versions(groups: Sequence[Group]) -> list[_Row]:
-    """Versions of packages in the runs; several if runs differ."""
+    """List the versions of packages in the runs, several for a package if runs differ."""
     runs = [run.config for group in groups for run in group.runs]
     frame = pd.DataFrame([{**table_in(config, "versions"), "commit": config.get("commit")} for config in runs])
     found = {key: sorted(column.dropna().map(str).unique()) for key, column in frame.items()}
@@ -238,7 +239,7 @@ def versions(groups: Sequence[Group]) -> list[_Row]:
 
 
 def commands(groups: Sequence[Group]) -> list[_Row]:
-    """Commands and files of settings that repeat each run."""
+    """List for each run its command, script and settings, from which the run can be repeated."""
     return [
         {
             "objective": group.label, "seed": run.seed, "command": command(run), "script": run.config.get("script"),

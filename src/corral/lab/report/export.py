@@ -24,14 +24,14 @@ from corral.lab.run.text import visible
 from corral.validate import RunError, pip_install
 
 _FORMULA = ("=", "+", "-", "@", "＝", "＋", "－", "＠")
-"""First characters that make a spreadsheet compute a cell."""
+"""First characters of a text that a spreadsheet would compute as a formula."""
 
 _AXES = {"step": "steps", "env_steps": "environment steps"}
 
 _Rows = list[dict[str, Any]]
 
 _Figures = dict[str, tuple[str, Callable[[Any], object]]]
-"""Name of each figure's files → a text about the runs, and the function that draws on its axes."""
+"""File name of each figure → (text about the runs, function that draws on the figure's axes)."""
 
 
 def export(report: RunReport, folder: Path) -> list[Path]:
@@ -103,7 +103,7 @@ def _problem(report: RunReport, data: dict[str, Any], problem: str, ending: str)
 
 
 def write_csv(rows: Sequence[dict[str, Any]], path: Path) -> Path:
-    """Write a table with the columns of its first row. A text that a spreadsheet would compute is quoted with '."""
+    """Write a table with the columns of its first row. Texts that a spreadsheet would compute are quoted with '."""
     cells = [[_inert(row[key]) for key in rows[0]] for row in rows]
     frame = pd.DataFrame(cells, columns=[_inert(key) for key in rows[0]], dtype=object)  # or steps would become 8.0 beside None
     form = {"index": False, "encoding": "utf-8", "errors": "replace", "lineterminator": "\r\n"}
@@ -112,7 +112,7 @@ def write_csv(rows: Sequence[dict[str, Any]], path: Path) -> Path:
 
 
 def _inert(value: Any) -> Any:
-    """Quote a text that a spreadsheet would compute, also after white space and in full width."""
+    """Quote a text that a spreadsheet would compute as a formula, also after white space or in full-width characters."""
     return f"'{value}" if isinstance(value, str) and value.lstrip().startswith(_FORMULA) else value
 
 
@@ -130,7 +130,7 @@ def _label(text: str) -> str:
 def draw_curves(
     axes: Any, curves: Sequence[tuple[Group, pd.DataFrame]], metric: Metric, styles: Mapping[int, tuple[int, ...]], axis: str
 ) -> None:
-    """Draw the curves of a metric over the run."""
+    """Draw the curves of a metric over the run, one per group."""
     for group, points in curves:
         colour, marker, dash = styles[group.key]
         style = {"color": LIGHT[colour], "marker": MARKERS[marker % len(MARKERS)], "linestyle": _DASHES[dash]}
@@ -151,7 +151,7 @@ def draw_curves(
 
 
 def draw_rows(axes: Any, rows: _Rows, what: str, percent: bool = False, origin: float | None = None) -> None:
-    """Draw a row each: seeds as circles, an interval, and a marker, which is hollow where nothing can be claimed."""
+    """Draw one line per row: seeds as circles, the interval, and the value's marker, hollow if `hollow` is set."""
     for place, row in enumerate(reversed(rows)):
         colour, seeds = LIGHT[row["colour"]], [*row.get("seeds", {}).values()]
         if row["low"] is not None:
@@ -169,7 +169,7 @@ def draw_rows(axes: Any, rows: _Rows, what: str, percent: bool = False, origin: 
 
 
 def draw_sweep(sweep: dict[str, Any], measure: dict[str, Any], axes: Any) -> None:
-    """Draw final values over the swept setting, from the page's data: means over seeds, and the range of the seeds."""
+    """Draw final values over the swept setting: means over seeds, and the range of the seeds."""
     numbers = [value for value in sweep["values"] if value != AUTO]
     if numbers[0] > 0 and numbers[-1] / numbers[0] >= 8:
         axes.set_xscale("log")

@@ -1,4 +1,4 @@
-"""Data of the figures: metrics, captions, and every run's points, thinned to the capacity of a page."""
+"""Data of a report's figures: metrics, captions, and every run's points, thinned so that the page stays small."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ Section = Literal["learning", "region", "motion"]
 
 @dataclass(frozen=True)
 class Metric:
-    """Figure of one metric in metrics.jsonl."""
+    """Metric from metrics.jsonl, with title, caption and axis of its figure."""
 
     key: str
     title: str
@@ -38,7 +38,8 @@ class Metric:
 
 _SAMPLED = "of objectives without a support k3's estimate from the sampled tokens, not to be compared with the largest KL"
 _BOUND = "of objectives without a support that of the sampled token against all others, a lower bound"
-"""Mean and maximum are different estimates there, and the mean may exceed the maximum."""
+"""Caption for objectives without a top-k support. Their mean and largest KL are different estimates, so the mean may be
+larger."""
 
 
 _SECTIONS: dict[Section, tuple[Metric, ...]] = {
@@ -91,11 +92,11 @@ _ROBOTS = {
     "tr/unconverged": "projections per update that did not converge",
     "tr/deployed_kl_mean": "mean KL to the network before the step, nats per plan",
 }
-"""Captions of metrics with another meaning for robots."""
+"""Metrics with another meaning for robots → their captions."""
 
 
 def select_metrics(runs: Sequence[Run]) -> list[Metric]:
-    """Metrics that at least one run has. Counters must be nonzero, and the learning rate needs a deployed KL beside it."""
+    """Select metrics that a run has. Counters must be nonzero, and the learning rate is shown only beside a deployed KL."""
     lines = [line for run in runs for line in run.lines]
     found = [metric for metric in METRICS if any(isinstance(line.get(metric.key), float) for line in lines)]
     empty = {key for key in ("skipped", "tr/unconverged") if not any(line.get(key) for line in lines)}
@@ -106,7 +107,7 @@ def select_metrics(runs: Sequence[Run]) -> list[Metric]:
 
 
 def kl_bound(group: Group) -> float | None:
-    """Bound of an objective if it is a KL; all seeds share it."""
+    """KL bound of a group's objective; None if its bound is not a KL."""
     settings = dict(table_in(group.runs[0].config, "objective"))
     bound = None
     with suppress(ValueError, TypeError):  # an older run, an objective that is not registered here, or a damaged file
@@ -115,13 +116,13 @@ def kl_bound(group: Group) -> float | None:
 
 
 def stride(runs: Sequence[Run], metrics: Sequence[Metric]) -> int:
-    """Steps per point: 1, unless the page would hold too many values."""
+    """Number of steps per point: 1, unless the page would hold too many values."""
     numbers = sum(len(run.lines) for run in runs) * max(len(metrics), 1)
     return max(1, math.ceil(numbers / BUDGET))
 
 
 def points(run: Run, metrics: Sequence[Metric], every: int) -> dict[str, list[Any]]:
-    """Columns of a run: updates, rollouts, tokens, seconds and metrics. A point summarises the steps up to it.
+    """Columns of a run's curves: updates, rollouts, tokens, seconds and metrics. A point summarises the steps since the last.
 
     Step 0 is a point of its own: it is before any update. None is nothing measured; "inf" an infinite value.
     """
@@ -143,7 +144,7 @@ def points(run: Run, metrics: Sequence[Metric], every: int) -> dict[str, list[An
 
 
 def curve(group: Group, metric: Metric, every: int = 1, *, interval: bool = True, axis: str = "step") -> pd.DataFrame | None:
-    """Compute a group's curve of one metric, a row per step with a measurement of at least one seed; None without any.
+    """Compute a group's curve of one metric, a row per step that at least one seed measured. None without measurements.
 
     Columns are `step`, `axis`, the interquartile mean `value`, `low` and `high`, and the number of `seeds`. The interval is a
     bootstrap's, or the range of the seeds.

@@ -20,7 +20,7 @@ from corral.lab.run.text import visible
 from corral.validate import RunError
 
 Safe = Markup
-"""HTML that is made here; every other text is escaped."""
+"""Markup made by this package, inserted as it is. Every other text is escaped."""
 
 LARGEST = 6_000_000
 """Largest size of a page in bytes."""
@@ -41,7 +41,7 @@ def shorten(text: str, most: int) -> str:
 
 
 def _markup(value: Any) -> Safe:
-    """Convert a value to markup: markup is unchanged, None is empty, all else becomes visible, escaped text."""
+    """Convert a value to markup: markup is unchanged, None is empty, all else becomes escaped text."""
     return value if isinstance(value, Safe) else Safe("" if value is None else escape(visible(str(value))))
 
 
@@ -70,17 +70,17 @@ Columns = dict[str, str | Callable[[Row], object]]
 
 
 def cell(key: str, form: Callable[[Any], object] = str) -> Callable[[Row], object]:
-    """Make the cells of a column: a value of the row, or a dash if it has none."""
+    """Return a function from a table row to its cell: the value at `key`, formatted, or a dash for None."""
     return lambda row: "—" if row[key] is None else form(row[key])
 
 
 def note(text: str, good: bool = False) -> Safe:
-    """Highlighted paragraph."""
+    """Build a highlighted paragraph."""
     return Safe(_PARTS.note(text, good))
 
 
 def table(rows: Sequence[Row], columns: Columns, label: str, data: str | None = None) -> Safe:
-    """Build a table, in which very long texts are cut.
+    """Build a table. Very long texts are cut.
 
     Args:
         data: name of the rows in the page's data, from which a reader saves them.
@@ -106,7 +106,7 @@ def page_json(content: Any) -> str:
 
 
 def sections(parts: Mapping[str, tuple[str, Safe]], scripted: Sequence[str] = ()) -> dict[str, Safe]:
-    """Sections of a page, each with a heading and content, by the name of their links.
+    """Build a page's sections, each with heading and content, by the name that links use.
 
     Args:
         scripted: names of sections that are empty without a script, and hidden then.
@@ -157,7 +157,7 @@ def write_document(text: str, out: Path, too_large: str = "") -> int:
 
 
 def content_policy(script: str, style: str) -> str:
-    """Content-Security-Policy of a page that asks the network for nothing and runs this script and style alone."""
+    """Content-Security-Policy of a page that may run only this script and style, without access to the network."""
     digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, style))
     script_hash, style_hash = (f"'sha256-{digest}'" for digest in digests)
     allowed = f"default-src 'none'; script-src {script_hash}; style-src {style_hash}; img-src data:"

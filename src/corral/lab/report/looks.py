@@ -26,7 +26,8 @@ SHAPES = (
 """Markers as the `d` of SVG paths around the origin, in the order of `MARKERS`."""
 
 _KNOWN = {name: place for place, name in enumerate(OBJECTIVES)} | {"tce": 13, "bbrl": 14, "sb3-ppo": 15, "sb3-ppo-gsde": 16}
-"""Objectives with a fixed colour and marker on every page. Robots and language models never share one."""
+"""Objectives → place of their fixed colour and marker. No robot algorithm shares a place with an objective for language
+models."""
 
 _LOOKS = len(LIGHT) * len(MARKERS)
 
@@ -67,5 +68,5 @@ def palette_css() -> str:
 
 
 def fit(label: str, most: int = 40) -> str:
-    """Shorten a label in its middle: labels mostly begin and end in what tells them apart."""
+    """Shorten a label in its middle, because labels differ mostly at their ends."""
     return label if len(label) <= most else f"{label[: most // 2]}…{label[len(label) - most // 2 + 1 :]}"

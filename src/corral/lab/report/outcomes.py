@@ -19,7 +19,7 @@ from corral.lab.run.settings import SECRET
 from corral.lab.run.text import visible
 
 Chosen = Mapping[Path, tuple[str, str]]
-"""Runs whose setting a comparison chose → contestant, and setting in words."""
+"""Path of each run whose setting a comparison chose → contestant, and setting in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Group:
 
     @property
     def label(self) -> str:
-        """Name of the group: the contestant, with its setting unless a comparison chose it."""
+        """Name of the group: its contestant, followed by its setting unless a comparison chose the setting."""
         return shorten(self.objective if self.chosen else f"{self.objective} {self.setting}".strip(), 300)
 
 
@@ -109,7 +109,7 @@ def pairs(groups: Sequence[Group]) -> list[tuple[Group, Group]]:
 
 
 def problems_of(runs: Sequence[Run]) -> dict[int, str]:
-    """Problem of each run, by its `id`: the task with its varied settings, and the model, if a language model learns."""
+    """Find each run's problem, by the run's `id`: the task with its varied settings, and the language model if there is one."""
     found = {}
     for run in runs:
         same = [peer for peer in runs if peer.task == run.task]
@@ -154,13 +154,13 @@ COUNTED = ("finished", "collapsed")
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """Final number of a run, with its name and unit."""
+    """Kind of score, such as held-out success, with its name and unit."""
 
     key: str
     name: str
     unit: str
     factor: float
-    """Factor from the logged number to `unit`."""
+    """Factor that converts the logged number to `unit`: 100 from a share to points."""
 
     def text(self, value: float) -> str:
         """Value in words: `67.6 %`, or a plain number."""
@@ -206,7 +206,7 @@ RUN_COLUMNS = (
 
 
 def score_runs(groups: Sequence[Group], measure: Measure) -> pd.DataFrame:
-    """Score every run: a row each, with None where nothing was measured.
+    """Score every run in a table with a row per run. Values that were not measured are None.
 
     Beside RUN_COLUMNS: `group`, the place of its group; `counts`, whether it is in the statistics; `points`, its measurements;
     `area`, their mean over the run; `collapsed`.
@@ -232,13 +232,13 @@ def score_runs(groups: Sequence[Group], measure: Measure) -> pd.DataFrame:
 
 
 def _counted(scores: pd.DataFrame, column: str = "final") -> pd.DataFrame:
-    """Runs that count and have a number in this column; the latest run of each seed of a group."""
+    """Select runs that count in statistics and have a number in this column: the latest run of each group and seed."""
     known = scores[scores["counts"].astype(bool)].dropna(subset=[column])
     return known.drop_duplicates(["group", "seed"], keep="last")
 
 
 def by_seed(scores: pd.DataFrame, group: Group, column: str = "final") -> dict[str, float]:
-    """Numbers of the runs of a group that count, by seed."""
+    """A group's numbers in one column by seed, from runs that count in statistics."""
     return _counted(scores[scores["group"] == group.key], column).set_index("seed")[column].to_dict()
 
 
@@ -249,7 +249,7 @@ def _mean(values: pd.Series) -> float | None:
 
 
 def default_threshold(scores: pd.DataFrame, measure: Measure) -> float | None:
-    """Nine tenths of the best objective's final value on one problem; None without any.
+    """Default threshold on one problem: nine tenths of the best group's final value. None if no run has one.
 
     For returns, nine tenths of the way from the mean start to the best final value.
     """
@@ -260,13 +260,13 @@ def default_threshold(scores: pd.DataFrame, measure: Measure) -> float | None:
 
 
 def _columns(name: str, estimate: Estimate | None) -> _Row:
-    """Split an estimate into three columns of a row."""
+    """Split an estimate into three columns of a table row: value, low and high."""
     value, low, high = (None, None, None) if estimate is None else (estimate.value, estimate.low, estimate.high)
     return {name: value, f"{name}_low": low, f"{name}_high": high}
 
 
 def results(groups: Sequence[Group], scores: pd.DataFrame, threshold: float | None) -> list[_Row]:
-    """Compute one row per group: final, area, greedy, steps to the threshold, collapses, time."""
+    """Compute one row per group: final value, area, greedy success, steps to the threshold, collapses, time."""
     rows = []
     for group in groups:
         runs = _counted(scores[scores["group"] == group.key])
@@ -288,7 +288,7 @@ def results(groups: Sequence[Group], scores: pd.DataFrame, threshold: float | No
 
 
 def comparisons(groups: Sequence[Group], scores: pd.DataFrame, measure: Measure) -> list[_Row]:
-    """Compute one row per pair and measure, with its sentence. Claims are corrected over all pairs of a measure."""
+    """Compute one row per pair and measure, with its sentence. p-values have Holm's correction over all pairs of a measure."""
     rows = []
     judged = {"final": measure, "area": measure}
     if measure.key == "success":
@@ -335,7 +335,7 @@ _OWN = {
     "seed", "objective", "report_to", "guard", "keep_completions", "keep_checkpoints", "checkpoint_every", "workers",
     "objective_config", "algorithm", "learner", "prodmp",
 }  # fmt: skip
-"""Settings that may differ in a fair comparison: of the repetition, and of each objective."""
+"""Settings that may differ in a fair comparison, because they belong to an objective or to the way a run is repeated."""
 
 
 def _uneven_weights(ours: Group, theirs: Group) -> str:
@@ -398,7 +398,7 @@ def overall(scores: pd.DataFrame, measure: Measure) -> list[_Row]:
 
 
 def normalise_scores(scores: pd.DataFrame, measure: Measure) -> pd.DataFrame:
-    """Normalise final values to one scale: the runs that count, with a column `score`.
+    """Normalise final values of all problems to one scale, in a column `score`. Runs that do not count are left out.
 
         success as it is; of returns: score = (final − start) / (best − start)
 
@@ -414,7 +414,7 @@ def normalise_scores(scores: pd.DataFrame, measure: Measure) -> pd.DataFrame:
 
 
 def sort_pairs(rows: Sequence[_Row]) -> list[_Row]:
-    """Sort pairs: each from the side of the leader, claims first, the largest difference first."""
+    """Sort pairs: leader first in each pair, significant differences before others, then by size."""
     turned = []
     for row in rows:
         if row["difference"] < 0:

@@ -110,12 +110,12 @@ def _findings(report: RunReport) -> Safe:
 
 
 def sentence_pairs(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Sentence of each row, with its kind for the mark on the page."""
+    """Sentence of each comparison row, with its kind, which sets the mark beside the sentence."""
     return [(row["sentence"], "claim" if row["claimed"] else "tie") for row in rows]
 
 
 def _said(report: RunReport, measure: str) -> list[tuple[str, str]]:
-    """Sentences about one measure, claims first."""
+    """Sentences about one measure, significant differences first."""
     rows = [row for row in report.tables["comparisons"] if row["measure"] == measure]
     return sentence_pairs(sorted(rows, key=lambda row: not row["claimed"]))
 
@@ -323,7 +323,7 @@ _MOST_PAIRS = 40
 
 
 def _forest(report: RunReport) -> list[Row]:
-    """Figure of who is ahead of whom, for each problem: claims first, then ties."""
+    """Build the figure of differences between groups for each problem, significant differences first."""
     made: list[Row] = []
     for problem in report.problems:
         compared = report.tables["comparisons"]
@@ -353,7 +353,7 @@ def _forest(report: RunReport) -> list[Row]:
 
 
 def page_data(report: RunReport) -> dict[str, Any]:
-    """Data for the scripts to draw and save."""
+    """Collect the page's data that its scripts draw and save."""
     groups = []
     for group in report.groups:
         colour, marker, dash = report.styles[group.key]
@@ -402,7 +402,7 @@ def page_data(report: RunReport) -> dict[str, Any]:
 
 
 def _text(text: object, most: int) -> str:
-    """Cut a text and make its characters visible."""
+    """Cut a text to `most` characters and make hidden characters visible."""
     return visible(shorten(str(text), most))
 
 
@@ -462,7 +462,7 @@ def _sweep_data(report: RunReport, sweep: Sweep) -> dict[str, Any]:
 
 
 def _fitting(make: Callable[[int], list[Row]], most: int, least: int, size: int) -> list[Row]:
-    """Make rows with `most` elements, then half of it, down to `least`, until they fit into `size` bytes of the page."""
+    """Make rows with `most` elements, and halve `most`, down to `least`, until the rows fit into `size` bytes."""
     rows = make(most)
     while most > least and len(html.page_json(rows).encode()) > size:
         most //= 2
@@ -484,7 +484,7 @@ def _completions(report: RunReport, most: int) -> list[Row]:
 
 
 def _tokens(report: RunReport, most: int) -> list[Row]:
-    """Token-by-token data: text, effect of the region, KLs and log-ratio. Every run has an equal share of `most`."""
+    """Token-by-token data: text, effect of the trust region, KLs, log-ratio. Each run may have an equal share of `most`."""
     kept = {index: run.tokens for index, run in enumerate(report.runs) if run.tokens}
     found = []
     for index, rows in kept.items():

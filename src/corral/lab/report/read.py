@@ -38,7 +38,7 @@ _LAST_STEP = 2**53
 
 _TABLES = ("settings", "trainer", "versions", "reduction")
 _NAMES = ("seed", "objective", "task", "model", "stopped")
-"""Names → their places in configurations and summaries."""
+"""Values that are found by name in a run's configuration or summary."""
 
 _COMPLETIONS = {
     "step": pa.int64(), "completion": pa.string(), "prompt": pa.string(), "reward": pa.float64(), "advantage": pa.float64(),
@@ -55,12 +55,12 @@ _NO_METHOD = {
     "algorithm", "environment", "environment_config",
     "eval_every", "eval_size", "eval_batch_size", "checkpoint_every", "keep_checkpoints", "keep_completions",
 }  # fmt: skip
-"""Settings that define no method: those of the problem, and those in which a repetition may differ."""
+"""Settings that do not belong to the method: they set the problem, or may differ between repetitions of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run, as read from its files."""
+    """Run as read from its files."""
 
     path: Path
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -158,7 +158,7 @@ class Run:
         return next((value for _, value in reversed(self.values(key))), None)
 
     def last(self, key: str) -> float | None:
-        """Number from the last line of metrics, such as the elapsed seconds."""
+        """Number from the last line of metrics, such as the elapsed seconds; None if it was not logged."""
         value = self.lines[-1].get(key) if self.lines else None
         return value if isinstance(value, float) and math.isfinite(value) else None
 
@@ -458,7 +458,7 @@ class PlannedRun:
     """A planned run of a comparison, and its state."""
 
     folder: str
-    """Name of its folder inside the comparison's folder."""
+    """Name of the run's folder inside the comparison's folder."""
     contestant: str
     setting: Mapping[str, Any]
     seed: int
@@ -497,7 +497,7 @@ def setting_text(setting: Mapping[str, object]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedComparison:
-    """A comparison, as read from its file."""
+    """Comparison as stored in compare.json."""
 
     path: Path
     command: str
@@ -507,17 +507,17 @@ class SavedComparison:
     chosen: Mapping[str, Mapping[str, Any]]
     runs: Sequence[PlannedRun]
     kind: Any = None
-    """Kind of learner, "llm" or "robot". Only a resume needs this, `contestants` and `train`."""
+    """Kind of learner, "llm" or "robot". Only `--resume` needs `kind`, `contestants` and `train`."""
     contestants: Sequence[str] = ()
     train: Mapping[str, Any] = field(default_factory=dict)
     """Settings that all runs share."""
     choose_by: Any = "final"
-    """Score that settings were chosen by, "final" or "area"; read for a resume, like the two below."""
+    """Score by which settings were chosen, "final" or "area". Only `--resume` needs it, `extend` and `added`."""
     extend: int = 0
     added: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def places(self, stage: str | None = None) -> list[tuple[Path, PlannedRun]]:
-        """Folders of planned runs, of one stage or of all."""
+        """List (folder, planned run) of all runs, or of the runs of one stage."""
         return [((self.path / run.folder).resolve(), run) for run in self.runs if stage in (None, run.stage)]
 
 

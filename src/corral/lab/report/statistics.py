@@ -56,7 +56,10 @@ def interquartile_mean(scores: _Array) -> Estimate:
 
 
 def interquartile_curve(scores: _Array) -> tuple[_Array, _Array, _Array]:
-    """Interquartile means along a curve, [R P] → value, low, high, each [P]. For a single run, low and high equal its value."""
+    """Interquartile mean of R runs at each of P points, with interval: [R P] → value, low, high, each [P].
+
+    For a single run, low and high equal its value.
+    """
     value = middle_mean(scores)
     if len(scores) < 2:
         return value, value, value
@@ -65,23 +68,23 @@ def interquartile_curve(scores: _Array) -> tuple[_Array, _Array, _Array]:
 
 
 def probability_of_improvement(better: _Array, worse: _Array) -> Estimate:
-    """Probability that a run of one group ends above a run of the other; ties count half."""
+    """Probability that a random run of `better` ends above a random run of `worse`. Ties count half."""
     x, y = np.asarray(better, dtype=float)[:, None], np.asarray(worse, dtype=float)[:, None]
     return _bootstrap([x, y], share_above)
 
 
 def mean_over_tasks(scores: _Array) -> Estimate:
-    """Mean over runs and tasks of [R T], with a bootstrap interval that draws runs within each task."""
+    """Mean over R runs of each of T tasks, [R T], with a bootstrap interval that draws runs within each task."""
     return _bootstrap([scores], lambda drawn: drawn.mean(keepdims=True)[0])
 
 
 def chance_over_tasks(better: _Array, worse: _Array) -> float:
-    """Probability of improvement on a task drawn at random: [R T], [S T]."""
+    """Probability of improvement on a random one of T tasks, from the scores [R T] and [S T] of R and S runs."""
     return float(np.mean([share_above(x[:, None], y[:, None])[0] for x, y in zip(better.T, worse.T, strict=True)]))
 
 
 def middle_mean(scores: _Array) -> _Array:
-    """Interquartile mean [R P] → [P], with a quarter of the runs cut at either end, rounded down.
+    """Interquartile mean of R runs at P points, [R P] → [P]: a quarter of the runs, rounded down, is cut at either end.
 
     Equal to rliable's `aggregate_iqm` and sixty times as fast.
     """
@@ -90,12 +93,15 @@ def middle_mean(scores: _Array) -> _Array:
 
 
 def share_above(x: _Array, y: _Array) -> _Array:
-    """Probability of improvement on one task, [R 1], [S 1] → [1]; equal to rliable's, without ranks."""
+    """Probability that a run of `x` scores above a run of `y` on one task, [R 1], [S 1] → [1]. Ties count half.
+
+    Equal to rliable's, without ranks.
+    """
     return np.asarray([((x > y.T) + 0.5 * (x == y.T)).mean()])
 
 
 def difference(ours: Mapping[str, float], theirs: Mapping[str, float]) -> Difference:
-    """Mean difference of runs paired by seed; of independent groups (Welch) if no seeds are shared.
+    """Mean difference between two groups of runs, paired by seed. Without shared seeds, Welch's test for independent groups.
 
         d_i = ours_i − theirs_i      mean(d) ± t_{n−1} · sd(d) / √n
 
@@ -117,7 +123,7 @@ def difference(ours: Mapping[str, float], theirs: Mapping[str, float]) -> Differ
 
 
 def holm(ps: Sequence[float | None]) -> list[float]:
-    """Holm's correction: p-values adjusted for the number of comparisons, so that up to .05 errs in 5 % of all families.
+    """Adjust p-values by Holm's correction, so that of all families of comparisons at most 5 % have a false claim at p ≤ .05.
 
     The smallest of m is multiplied by m, the next by m − 1, …, and none is below one before it. None counts as one of the m,
     for it was looked at too, and becomes 1.
@@ -145,7 +151,7 @@ def sentence(
     unit: str = "points",
     uneven: str = "",
 ) -> str:
-    """Sentence about a pair: a claim, or the reason why none can be made.
+    """Sentence about a pair of groups: their significant difference, or the reason why none can be claimed.
 
     Args:
         found: the difference, in `unit`.
@@ -233,13 +239,13 @@ def plains(*values: float, digits: int | None = None) -> list[str]:
 
 
 def _bootstrap(scores: list[_Array], func: Callable[..., _Array]) -> Estimate:
-    """Compute a statistic [1] of one or two samples, with its interval if each has at least two runs."""
+    """Compute a statistic of one or two groups of runs, with a bootstrap interval if each group has at least two runs."""
     low, high = map(float, np.ravel(_interval(scores, func))) if min(map(len, scores)) > 1 else (None, None)
     return Estimate(float(func(*scores)[0]), low, high)
 
 
 def _interval(scores: list[_Array], func: Callable[..., _Array], repetitions: int = _REPETITIONS) -> tuple[_Array, _Array]:
-    """Compute rliable's percentile interval from the same draws every time."""
+    """Compute rliable's bootstrap percentile interval, with the same random draws every time."""
     given = scores[0] if len(scores) == 1 else scores
     before = np.random.get_state()  # rliable draws from NumPy's global generator, whatever `random_state` it is given
     np.random.seed(0)

@@ -22,13 +22,13 @@ from corral.lab.run.settings import guess
 from corral.lab.run.text import count
 
 AUTO = "auto"
-"""Only word among the numbers of an axis: `learning_rate="auto"`."""
+"""The only value of a swept setting that is not a number, as in `learning_rate="auto"`."""
 
 ChooseBy = Literal["final", "area"]
-"""Score that settings are chosen by: the final value, or the mean over the run."""
+"""Score by which settings are chosen: the final value, or the mean over the run."""
 
 Value = float | str
-"""Position on an axis: a number, or `auto`."""
+"""Value of a swept setting on an axis: a number, or `auto`."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class SweepRow:
     """Swept settings with their values in this run."""
     seed: int | str
     final: float
-    """Final value. A collapsed run counts with its last value, a failed run with 0; −inf is allowed."""
+    """Final value. A run that failed counts as 0 if success is measured, otherwise as −inf."""
     auc: float
-    """Mean over the run."""
+    """Mean of the measurements over the run (area under the curve)."""
     collapsed: bool
     greedy: float | None = None
     kl: float | None = None
@@ -63,7 +63,7 @@ class Cell:
     collapsed: float
     """Share of runs that collapsed."""
     greedy: float | None
-    """Mean over the runs that measured greedy success, and None if none did; likewise for `kl`."""
+    """Mean greedy success of the runs that measured it, None without any. `kl` is averaged likewise."""
     kl: float | None
 
     @property
@@ -73,7 +73,7 @@ class Cell:
 
 
 def cells(rows: Sequence[SweepRow]) -> list[Cell]:
-    """Compute means over seeds, with contestants in their order and settings ascending."""
+    """Group runs by contestant and setting, with means over seeds. Settings of a contestant are in ascending order."""
     found: dict[str, dict[tuple[object, ...], list[SweepRow]]] = {}
     for row in rows:
         found.setdefault(row.contestant, {}).setdefault(_sort_key(row.setting), []).append(row)
@@ -105,7 +105,7 @@ def _sort_key(setting: Mapping[str, Any]) -> tuple[object, ...]:
 
 
 def choose_setting(rows: Sequence[SweepRow], by: ChooseBy = "final") -> dict[str, Mapping[str, object]]:
-    """Choose the setting with the highest mean final value, or mean over the run, for each contestant.
+    """Choose for each contestant the setting with the highest mean score: final value, or mean over the run.
 
     On a tie the other one decides, then the smaller setting. All settings must have been run with the same seeds.
     """
@@ -132,17 +132,17 @@ def value_at(setting: Mapping[str, Any], key: str) -> Value:
 
 
 def ordered(values: Collection[Value]) -> tuple[Value, ...]:
-    """Unique values: numbers ascending, then `auto`."""
+    """Sort unique values: numbers ascending, then `auto`."""
     numbers = sorted(value for value in {*values} if not isinstance(value, str))
     return (*numbers, AUTO) if AUTO in values else (*numbers,)
 
 
 SHARE = 0.95
-"""Share of the tuned setting's score that a usable setting reaches with certainty."""
+"""Share of the tuned setting's score that a usable setting must reach with certainty."""
 
 
 RULE = f"the lower 95 % bounds of both are within {100 * SHARE:g} % of the tuned setting, and no measurement is below the start"
-"""Definition of `usable`, after the names of the final value and of the mean over the run."""
+"""Second half of the sentence that defines `usable`. The first half names both scores, final value and mean over the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +152,7 @@ class UsableRange:
     contestant: str
     key: str
     setting: Mapping[str, object]
-    """Other swept settings."""
+    """Values of the other swept settings, which are the same in the whole range."""
     tried: tuple[Value, ...]
     """Tried values of `key`: numbers ascending, then `auto`."""
     own: tuple[Value, ...]
@@ -162,7 +162,7 @@ class UsableRange:
     possible: tuple[Value, ...]
     """Values that are possibly close to the contestant's own tuned setting: its runs do not exclude it."""
     judged: bool = True
-    """True if there are repetitions from which to estimate a spread."""
+    """True if a setting was run with several seeds, so that the spread over seeds can be estimated."""
 
     @property
     def label(self) -> str:
@@ -188,7 +188,7 @@ class UsableRange:
 
     @property
     def width(self) -> tuple[float, float] | None:
-        """Usable decades without a gap, at least and at most. None for a single number, or with a zero on the axis.
+        """Width of the usable range in decades, as (at least, at most). None for a single number, or if the axis has 0 or less.
 
         At least: between the ends of the widest stretch of `own`. At most: of the stretch of `possible` that holds it. Both are
         of values that were tried; the edge itself lies between two of them.
@@ -218,7 +218,7 @@ class UsableRange:
         return [value for value in self.tried if not isinstance(value, str)]
 
     def _widest(self, values: Sequence[Value], around: Sequence[float] = ()) -> list[float]:
-        """Widest stretch of consecutive tried numbers that are all in `values`, among those that hold all of `around`."""
+        """Find the widest stretch of consecutive tried numbers in `values` that contains all numbers in `around`."""
         grouped = groupby(self._numbers, key=lambda number: number in values)
         stretches = [[*members] for inside, members in grouped if inside]
         return max((stretch for stretch in stretches if {*around} <= {*stretch}), key=_decades, default=[])
@@ -230,7 +230,7 @@ def usable_range(
     share: float = SHARE,
     baseline: Sequence[SweepRow] | None = None,
 ) -> list[UsableRange]:
-    """Compute the certainly usable values of `key`, by contestant and other swept settings.
+    """Compute the certainly usable values of `key` for each contestant and each combination of other swept settings.
 
         usable  iff  low(final) ≥ share · final*  and  low(area) ≥ share · area*  and  no measurement is below the start
         low(x) = mean(x) − t₉₅ · s / √n           for a value below 0: x* − (1 − share) · |x*| instead of share · x*
@@ -252,7 +252,7 @@ def usable_range(
     lowest = min((cell.final for cell in found), default=0.0)
 
     def within(members: Sequence[Cell], rivals: Sequence[Cell], side: Literal[-1, 1]) -> tuple[Value, ...]:
-        """Values whose lower or upper bounds reach the tuned setting among `rivals`."""
+        """Values whose lower (`side` −1) or upper (+1) bounds come close to the best setting among `rivals`."""
         best = max(rivals, key=lambda cell: (cell.final, cell.auc))
         # Where all failed, or the best is a zero that is the minimum too, nothing is usable.
         if not judged or not math.isfinite(best.final) or best.final == 0 <= lowest:
@@ -290,7 +290,7 @@ def usable_range(
 
 
 def without(setting: Mapping[str, object], key: str) -> dict[str, object]:
-    """Remove the axis from a setting."""
+    """Copy a setting without `key`."""
     return {name: value for name, value in setting.items() if name != key}
 
 
@@ -310,26 +310,26 @@ def _decades(stretch: Sequence[float]) -> float:
 # ------------------------------------------------------------------------------------------------------- finding sweeps
 
 _KL = "tr/kl_before"
-"""KL between new and old policy before projection."""
+"""Name of the metric for the KL between new and old policy before projection."""
 
 _BUDGETS = ("steps", "iterations")
-"""Settings that are a budget and not a choice."""
+"""Settings that set a run's budget and are never the axis of a sweep."""
 
 _RATE = "learning_rate"
 _RATES = {"learner.policy_rate": _RATE, "learner.rate": _RATE}
-"""Names of the learning rate in robot algorithms."""
+"""Names of the learning rate in robot algorithms → the common name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """Grid of contestants and settings."""
+    """Runs of a sweep: a grid of contestants and settings, drawn over one of the settings."""
 
     problem: str
     key: str
-    """Setting along the axis: the learning rate, if it was swept."""
+    """Name of the setting along the axis: the learning rate, if it was swept."""
     rows: Sequence[SweepRow]
     comparison: SavedComparison | None = None
-    """The comparison that planned the sweep; None if it was found among runs."""
+    """The comparison that planned the sweep; None if no comparison planned it."""
 
     @property
     def chosen(self) -> Mapping[str, Mapping[str, Any]]:
@@ -338,12 +338,12 @@ class Sweep:
 
     @cached_property
     def cells(self) -> list[Cell]:
-        """Means over seeds."""
+        """Means over seeds, for each contestant and setting."""
         return cells(self.rows)
 
     @cached_property
     def ranges(self) -> list[UsableRange]:
-        """Usable range of each contestant and other settings."""
+        """Usable range for each contestant and each combination of other settings."""
         return usable_range(self.rows, self.key)
 
     @property
@@ -354,7 +354,7 @@ class Sweep:
         return f"{'' if least == most else f'{least} to '}{count(most, 'seed')}"
 
     def along(self, line: UsableRange) -> dict[Value, list[SweepRow]]:
-        """Runs of one range, by their position on the axis."""
+        """Runs of one range, by their value on the axis."""
         found: dict[Value, list[SweepRow]] = {value: [] for value in line.tried}
         for row in self.rows:
             if row.contestant == line.contestant and without(row.setting, self.key) == line.setting:
@@ -397,7 +397,7 @@ def find_sweeps(runs: Sequence[Run], comparisons: Sequence[SavedComparison], mea
 def _make_sweep(
     problem: str, key: str | None, rows: Sequence[SweepRow], comparison: SavedComparison | None = None
 ) -> list[Sweep]:
-    """Make a sweep of the rows that have a place on the axis, the last one of each seed; none without an axis or a choice."""
+    """Make a sweep of runs with a value on the axis, the latest run per seed. Empty without an axis or different values."""
     if key is None:
         return []
     latest = {(row.contestant, _sort_key(row.setting), row.seed): row for row in rows if _on_axis(row.setting.get(key))}
@@ -427,7 +427,7 @@ def sweep_row(contestant: str, setting: Mapping[str, object], seed: int | str, r
 
 
 def axis(grid: Mapping[str, Sequence[Any]]) -> str | None:
-    """Choose the setting to draw along.
+    """Choose the swept setting to draw along; None if no setting has numbers.
 
     A swept learning rate comes first, then settings with numbers, then settings with numbers and `auto`.
     """

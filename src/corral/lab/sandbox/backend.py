@@ -58,7 +58,7 @@ def refusal(reasons: str) -> SandboxUnavailable:
 
 @cache
 def _modules() -> tuple[tuple[str, Any], ...]:
-    """Names of the packages and modules inside, with the code objects of the modules."""
+    """Names and code objects of the modules that run inside the sandbox, after the names of their packages."""
     packages = accumulate(_PACKAGE.split("."), "{}.{}".format)
     sources = {name: (_INSIDE / f"{name}.py").read_text() for name in _MODULES}
     codes = ((f"{_PACKAGE}.{name}", compile(text, f"<{name}.py>", "exec", dont_inherit=True)) for name, text in sources.items())
@@ -71,14 +71,17 @@ def payload(config: dict[str, Any]) -> bytes:
 
 
 def command(backend: str) -> list[str]:
-    """The command line that starts a sandboxed interpreter, but for its last argument: the open file with its payload."""
+    """Command line that starts a sandboxed interpreter. The caller appends the open file with its payload."""
     python = [interpreter(), "-P", "-s", "-S", "-B", "-X", "utf8", "-c", _BOOT]
     return [*_bubblewrap(), *python] if backend == "bwrap" else python
 
 
 def _bubblewrap() -> list[str]:
-    """bwrap and its arguments. Root is given up only inside, after the interpreter has started: a user namespace would map
-    nobody to root, for whom the number of processes has no limit."""
+    """Build the part of the command line that starts bubblewrap (bwrap).
+
+    Root is given up only inside, after the interpreter has started. A user namespace would map nobody to root, whose number
+    of processes is not limited.
+    """
     if (program := shutil.which("bwrap")) is None:
         raise SandboxUnavailable("sandbox: bubblewrap (bwrap) is not installed.")
     arguments = [program, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]

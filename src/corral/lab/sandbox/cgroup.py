@@ -79,7 +79,7 @@ class MemoryCgroup:
 
 
 def sweep(parent: Path) -> None:
-    """Remove groups of processes that were killed."""
+    """Remove cgroups below `parent` whose worker has been killed."""
     for path in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # locked, so someone's; or gone
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -101,7 +101,7 @@ def find_cgroup_parent() -> tuple[Path, int] | None:
 
 
 def make_cgroup(parent: Path, version: int) -> MemoryCgroup | None:
-    """Make a group, or return None. Retries, because another process may remove a new group before it is locked."""
+    """Make a cgroup, or return None. Retries, because another process may remove a new group before it is locked."""
     for _ in range(_TRIES):
         with contextlib.suppress(OSError):
             return MemoryCgroup(parent, version)
@@ -109,7 +109,7 @@ def make_cgroup(parent: Path, version: int) -> MemoryCgroup | None:
 
 
 def places(membership: Path, mounts: Path) -> list[tuple[Path, int]]:
-    """Folders in which groups with a memory limit may be made.
+    """Folders in which cgroups with a memory limit may be made.
 
     In version 1 that is below this process's own. In version 2 no group but the root has both processes and groups with limits
     below it, so beside it is the next try; either must pass the memory controller on.

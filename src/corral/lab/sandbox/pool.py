@@ -49,7 +49,7 @@ def available_backend(backend: str | None = None) -> str:
 
 
 class SandboxPool(WorkerPool[SandboxWorker]):
-    """Workers that run untrusted programs; a context manager.
+    """Pool of workers that run untrusted programs, as a context manager.
 
     A program whose worker died is run once more, since it may not have been its fault; one whose worker hung counts as timed
     out.

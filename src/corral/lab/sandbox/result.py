@@ -16,10 +16,10 @@ class SandboxResult:
     """Outcome of a program: its status, output and errors."""
 
     status: SandboxStatus
-    """ok: exit status 0. error: any other end. timeout, memory, output: killed beyond that limit."""
+    """`ok`: exit status 0. `error`: any other end. `timeout`, `memory`, `output`: killed beyond that limit."""
     stdout: str
     stderr: str
-    """Both streams decoded as UTF-8, with U+FFFD for invalid bytes, cut at the output limit."""
+    """Standard error, decoded like `stdout` as UTF-8 with U+FFFD for invalid bytes, and cut at the output limit."""
     seconds: float
     """Wall time of the program."""
 
@@ -29,24 +29,24 @@ class SandboxLimits(Checked):
     """Resource limits of a program, for all its processes together unless stated otherwise."""
 
     name: ClassVar[str] = "sandbox"
-    """Name in messages."""
+    """Name of the sandbox in error messages."""
 
     timeout: float = limited(5.0, above=0, at_most=MAX_TIMEOUT, what="a number of seconds")
-    """Seconds of wall time."""
+    """Time limit in seconds of wall time."""
     memory_mb: int = limited(512, at_least=1, at_most=1 << 20, what="a number of MiB")
-    """Memory in MiB in addition to the bare interpreter's."""
+    """Memory limit in MiB, in addition to the interpreter's own memory."""
     output: int = limited(1 << 20, at_least=1)
-    """Bytes of standard output; standard error has an equal limit."""
+    """Largest number of bytes on standard output. Standard error has the same limit."""
     processes: int = limited(64, at_least=1)
-    """Processes and threads."""
+    """Largest number of processes and threads."""
     files: int = limited(64, at_least=1)
-    """Open files, per process."""
+    """Largest number of open files per process."""
     file_size: int = limited(32 << 20, at_least=1)
-    """Bytes of one file."""
+    """Largest size of one file in bytes."""
     folder_size: int = limited(64 << 20, at_least=1)
-    """Bytes of the temporary folder, which is in memory."""
+    """Largest size in bytes of the temporary folder, which is in memory."""
     folder_files: int = limited(4096, at_least=1)
-    """Number of files in the temporary folder."""
+    """Largest number of files in the temporary folder."""
 
 
 @dataclass(frozen=True, kw_only=True)

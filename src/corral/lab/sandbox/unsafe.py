@@ -55,7 +55,7 @@ def run_unsafe_connected(first: SandboxJob, second: SandboxJob) -> tuple[Sandbox
 
 
 def _run(job: SandboxJob, stdin: IO[bytes], stdout: IO[bytes], *, captured: bool) -> SandboxResult:
-    """Run a program on these files; what it writes to `stdout` is in the result if `captured`. Both files are closed here."""
+    """Run a program with these files as its streams, and close them. `captured` puts its output into the result."""
     limits = job.limits
     with (
         stdin,

@@ -23,7 +23,7 @@ class SandboxUnavailable(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class FileView:
-    """Absolute paths, outer paths before inner paths, all read-only."""
+    """Files that a sandboxed program can read: absolute paths, with outer folders before inner folders."""
 
     paths: list[str]
     """Files and folders with equal paths inside and outside."""
@@ -35,7 +35,7 @@ class FileView:
 
 
 def interpreter() -> str:
-    """The interpreter itself instead of a virtual environment's link to it."""
+    """Path of the interpreter itself, not of a virtual environment's link to it."""
     path = getattr(sys, "_base_executable", None) or sys.executable  # undocumented, and missing where Python is embedded
     if not path:
         raise SandboxUnavailable("sandbox: this Python does not know its own executable (sys.executable is empty).")
@@ -44,7 +44,7 @@ def interpreter() -> str:
 
 @cache
 def file_view() -> FileView:
-    """The view for this interpreter: the executable and the libraries of its prefix, and nothing else of it."""
+    """Files that this interpreter needs: its executable and the libraries of its prefix, nothing else."""
     python = interpreter()
     prefixes = {os.path.realpath(prefix) for prefix in (sys.base_prefix, sys.base_exec_prefix)}
     own = {os.path.join(prefix, folder) for prefix in prefixes for folder in ("lib", "lib64", sys.platlibdir)}

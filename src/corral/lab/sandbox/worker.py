@@ -31,7 +31,7 @@ _CHUNK = 1 << 16
 
 
 def memory_file(data: bytes) -> FileIO:
-    """A read-only open file with `data` that exists in memory only."""
+    """Open a read-only file that contains `data` and exists in memory only."""
     with open(os.memfd_create("input", os.MFD_CLOEXEC), "wb") as file:
         file.write(data)
         file.flush()
@@ -40,7 +40,7 @@ def memory_file(data: bytes) -> FileIO:
 
 @contextlib.contextmanager
 def open_pipe() -> Iterator[tuple[FileIO, FileIO]]:
-    """The reading end and the writing end of a pipe, closed at the latest on leaving the context."""
+    """Open a pipe and yield its reading and writing ends. Both are closed at the end of the context."""
     reader, writer = os.pipe2(os.O_CLOEXEC)
     with FileIO(reader) as readable, FileIO(writer, "w") as writable:
         yield readable, writable

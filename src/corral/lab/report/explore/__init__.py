@@ -1,4 +1,4 @@
-"""Page of `corral explore`: a policy to drag, and three trust regions around it. The page is built from this folder."""
+"""Page of `corral explore`: the reader drags a policy's probabilities and sees three trust regions. Built from this folder."""
 
 from pathlib import Path
 from string import Template

@@ -55,7 +55,7 @@ REFUSED_FLAGS: dict[str, tuple[int, Sequence[Sequence[int]]]] = {
     "clone": (0, [[_NAMESPACES | _SIBLING]]),
     "mmap": (3, [[_HUGE], [_SHARED, _ANONYMOUS]]),
 }
-"""Calls refused for some flags: the argument's index and lists of masks. A list matches if the argument has a bit of each
+"""Calls refused for some flags → the argument's index, and lists of masks. A list matches if the argument has a bit of each
 mask."""
 
 

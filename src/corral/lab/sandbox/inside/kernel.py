@@ -81,7 +81,7 @@ def children_go_to(process: int) -> None:
 
 
 def fork() -> int:
-    """Fork without Python's hooks: returns 0 in the child and the child's number in the parent.
+    """Fork without Python's hooks. Returns 0 in the child and the child's number in the parent.
 
     Its hooks give every module that has one a chance to reset locks and generators, which takes as long as a small program. A
     process with one thread holds no locks that anyone else would free.

@@ -8,7 +8,7 @@ from corral.lab.sandbox.inside import kernel
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 _PAGES_PER_PAGE_OF_MAPS = 16
-"""Pages of address space counted as a page of memory: the kernel needs about 230 bytes for each memory map."""
+"""Number of address-space pages counted as one page of kernel memory, which needs about 230 bytes per memory map."""
 
 
 class Memory:
@@ -17,7 +17,7 @@ class Memory:
     def __init__(self, proc: int, events: int | None) -> None:
         self.proc, self.events = proc, events
         self.baseline = self._pages("self")[0] * _PAGE
-        """Initial address space of this process, shared by every program."""
+        """Address space of this process at its start, which every program shares."""
         _, resident, shared = self._pages("self")
         self._shared = resident - shared  # pages that a child shares with us until it writes to them
         self._kills = self._out_of_memory_kills()

@@ -82,7 +82,7 @@ class LaunchPlan:
 
 
 def _at_most(kind: int, soft: int, hard: int) -> tuple[int, tuple[int, int]]:
-    """A limit, lowered to the one in force already."""
+    """Lower a resource limit to the limit already in force."""
     _, most = resource.getrlimit(kind)
     return kind, (soft, hard) if most == resource.RLIM_INFINITY else (min(soft, most), min(hard, most))
 

@@ -80,7 +80,7 @@ def _make_mount_point(path: str, folder: bool) -> None:
 
 
 def _become_nobody() -> None:
-    """Change from root to nobody (other users stay who they are), and forbid new privileges."""
+    """Change from root to nobody, and forbid new privileges. Other users keep their identity."""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(_NOBODY, _NOBODY, _NOBODY)
