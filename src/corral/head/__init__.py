@@ -1,4 +1,4 @@
-"""The fused language-model head: hidden states → log-probs, supports, losses and gradients, without materialised logits.
+"""Fused LM head: log-probs, top-k tokens, losses and gradients from hidden states, without storing all logits.
 
 `lm_head` (forward.py) is the differentiable building block. `policy_loss_from_hidden` (policy_loss.py) computes an objective's
 reduced loss and its gradient together, once. `head_kl` measures the exact KL of two networks, without a gradient. One call of

@@ -1,4 +1,4 @@
-"""The loss of an objective on a batch, given the head's results: one fused kernel on a GPU if the objective has a kernel.
+"""Compute an objective's loss from the results of `lm_head`, in one fused kernel if the GPU has one for this objective.
 
 `policy_loss_from_hidden` is head and loss in one call. A trainer that needs log-probs and entropy besides, for terms of its
 own, calls `lm_head` and then this.
@@ -19,7 +19,7 @@ from corral.tensors import ObjectiveOutput, TokenBatch
 
 
 def batch_loss(objective: TokenObjective, batch: TokenBatch, *, kernels: bool | None = None) -> ObjectiveOutput:
-    """Compute the objective of a batch, differentiable in the new policy.
+    """Compute an objective's loss on a batch; gradients flow to the new policy.
 
     Args:
         objective: from `make_objective`, or any function TokenBatch → ObjectiveOutput.
@@ -38,7 +38,7 @@ def batch_loss(objective: TokenObjective, batch: TokenBatch, *, kernels: bool | 
 
 
 def _in_one_kernel(objective: Any, batch: TokenBatch) -> ObjectiveOutput | None:
-    """Compute the loss in the objective's kernel.
+    """Compute the loss in the objective's Triton kernel.
 
     None if there is no kernel, the batch is empty, or an input of the kernel is missing.
     """
@@ -72,7 +72,7 @@ def _in_one_kernel(objective: Any, batch: TokenBatch) -> ObjectiveOutput | None:
 
 
 class _RowGradients(torch.autograd.Function):
-    """Autograd function for row losses whose gradients the kernel has computed; the backward pass only scales them."""
+    """Autograd function for per-token losses whose gradients the forward kernel has computed; the backward pass scales them."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, gradients: tuple[Tensor | None, ...], check: Any, *inputs: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Choice of the implementation: torch or Triton."""
+"""Choose the implementation of the fused head: PyTorch or Triton."""
 
 import functools
 import importlib.util
@@ -13,11 +13,11 @@ Impl = Literal["auto", "torch", "triton"]
 Chosen = Literal["torch", "triton"]
 
 MAX_TOP_K = 1024
-"""Largest support of one row that fits in registers, in tokens."""
+"""Largest number of top-k tokens per position: more do not fit in the registers of a Triton program."""
 MAX_GIVEN = MAX_TOP_K + 1
-"""Largest given support: the old policy's own tokens and the sampled token."""
+"""Largest number of given token ids per position: the old policy's top-k tokens and the sampled token."""
 OWN_SUPPORT = 64
-"""Size of the new policy's own support that carries a sparse gradient when no support is given."""
+"""Number of the new policy's top-k tokens that carry a sparse gradient when no token ids are given."""
 
 _log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def obstacle(hidden: Tensor, weight: Tensor, top_k: int | None, given: int = 0, 
 
 
 def own_top_k(hidden: Tensor, vocabulary: int, top_k: int = OWN_SUPPORT) -> int:
-    """Limit `top_k` to the number of tiles: the kernels keep the largest logit of each tile."""
+    """Limit `top_k` to the number of vocabulary tiles: the kernels store only the largest logit of each tile."""
     return min(top_k, MAX_TOP_K, -(-vocabulary // tile_of(hidden).columns))
 
 
@@ -114,7 +114,7 @@ SMALL_TILES = {
 
 
 def tile_of(x: Tensor) -> Tile:
-    """Tile of the GEMM for this dtype on this device."""
+    """Return the shape of the GEMM's tiles for this dtype on this device."""
     return (SMALL_TILES if x.is_cuda and _little_memory(x.device) else TILES)[x.dtype]
 
 

@@ -1,4 +1,4 @@
-"""Language-model head: hidden states → log-probs, entropy and a sparse support, one block of logits at a time."""
+"""Differentiable LM head: log-probs, entropy and top-k tokens from hidden states, one block of logits at a time."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from corral.tensors import SparseDist, Tensors
 from corral.validate import number_in
 
 HeadBackward = Callable[..., Gradients]
-"""(inputs, results, upstream gradients, which of dH, dW and db are needed) → those gradients."""
+"""Type of a backward pass: (inputs, results, upstream gradients, which of dH, dW and db are needed) → gradients."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,9 +34,10 @@ class HeadOutput(Tensors):
     entropy: Float[Tensor, "*b"] | None
     """Entropy, if requested."""
     dist: SparseDist | None
-    """Next-token distribution on a sparse support, if `top_k` or `ids` was given."""
+    """Next-token distribution on the top-k or given tokens, with its tail mass, if `top_k` or `ids` was given."""
     report: Float[Tensor, "2"] | None = None
-    """Share of dense rows, and largest gradient share left out. A sparse backward pass writes both; NaN until then."""
+    """Share of tokens with a dense logit gradient, and largest gradient share dropped. A sparse backward pass writes both; NaN
+    until then."""
 
 
 def lm_head(
@@ -57,7 +58,7 @@ def lm_head(
     group: torch.distributed.ProcessGroup | None = None,
     tolerance: float = 0.0,
 ) -> HeadOutput:
-    """Compute log-probs, entropy and support of the next-token distribution, without materialised logits [N V].
+    """Compute log-probs, entropy and top-k tokens of the next-token distribution, without materialised logits [N V].
 
         z = softcap(scale · (h Wᵀ + b)) / temperature          log p = z − logsumexp z
 
@@ -130,11 +131,11 @@ def lm_head(
 
 
 class _Head(torch.autograd.Function):
-    """Autograd function of the head on rows [N, H]: the torch path and the kernels each bring a forward and a backward."""
+    """Autograd function of the head for hidden states [N, H]. The PyTorch and Triton paths pass their forward and backward."""
 
     @classmethod
     def on(cls, source: HeadInput, forward: Callable[[HeadInput], HeadRows], backward: HeadBackward) -> HeadRows:
-        """Apply the function; hidden states, weight and bias are passed one by one too, since autograd follows arguments."""
+        """Apply the function. Hidden states, weight and bias are separate arguments too, since autograd tracks arguments."""
         return HeadRows(*cls.apply(source.hidden, source.weight, source.bias, source.detach(), forward, backward))
 
     @staticmethod
@@ -159,7 +160,7 @@ class _Head(torch.autograd.Function):
 
 
 def check_weight(owner: str, weight: object) -> None:
-    """Refuse a module where its weight tensor is expected."""
+    """Raise an error if a module was passed in place of its weight tensor."""
     if not isinstance(weight, Tensor):
         raise ValueError(
             f"{owner}: `weight` is the head's matrix [V H]; got {type(weight).__name__}. Of a layer pass layer.weight, and its "
@@ -168,7 +169,7 @@ def check_weight(owner: str, weight: object) -> None:
 
 
 def _check(source: HeadInput, vocabulary: int) -> None:
-    """Refuse shapes, dtypes and settings that do not match."""
+    """Raise an error if shapes, dtypes or settings do not match."""
     hidden, weight, tokens, ids, joins = source.hidden, source.weight, source.tokens, source.ids, source.joins
     bias, top_k, mass = source.bias, source.top_k, source.mass
     if weight.ndim != 2 or hidden.shape[-1] != weight.shape[-1] or tokens.shape != hidden.shape[:-1]:

@@ -1,4 +1,4 @@
-"""Blocks of logits: the GEMMs between hidden states and the vocabulary, forward and backward."""
+"""Compute logits in blocks of tokens × vocabulary: the GEMMs of the head, forward and backward."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from torch import Tensor
 from corral.numerics import common_dtype
 
 BLOCK = {"cpu": (512, 2048), "cuda": (4096, 16384)}
-"""Tokens × vocabulary of one block: small enough for a CPU's cache, large enough to keep a GPU's matrix units busy."""
+"""Block of logits (tokens, vocabulary) by device: small enough for a CPU's cache, large enough to keep a GPU busy."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class LogitSpec:
             raise ValueError(f"lm_head: `scale` must be a finite number; got {self.scale}.")
 
     def block(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Float[Tensor, "n v"]:
-        """Compute the logits of a block of tokens and vocabulary, in float32 or better. `operand` prepares both factors."""
+        """Compute the logits of a block of tokens and vocabulary, in float32 or better. Both factors come from `operand`."""
         if _stays_half(hidden) and hidden.dtype == weight.dtype:  # matrix units read half precision and add up in float32
             z = torch.mm(hidden, weight.T, out_dtype=torch.float32, out=out)
         else:
@@ -49,12 +49,12 @@ class LogitSpec:
 
     @property
     def slope(self) -> float:
-        """Derivative dz / d(h Wᵀ + b) without a soft cap, or far below the cap."""
+        """Derivative dz / d(h Wᵀ + b) of a logit z, without a soft cap or far below the cap."""
         return self.scale / self.temperature
 
     @property
     def curve(self) -> float | None:
-        """Ratio u / z for the derivative of the soft cap, which is 1 − u². None without a soft cap."""
+        """Ratio u / z, where u is the tanh inside the soft cap: its derivative is 1 − u². None without a soft cap."""
         return None if self.softcap is None else self.temperature / self.softcap
 
     def flatten(self, dz: Float[Tensor, "n v"], z: Float[Tensor, "n v"]) -> None:
@@ -64,14 +64,14 @@ class LogitSpec:
 
 
 def operand(x: Tensor, dtype: torch.dtype, scratch: "Scratch | None" = None) -> Tensor:
-    """Prepare a factor of a GEMM. Half precision stays on a GPU, whose matrix units accumulate in float32."""
+    """Prepare a GEMM operand: convert it to `dtype`, except half precision on a GPU, whose GEMMs accumulate in float32."""
     if x.dtype == dtype or _stays_half(x):
         return x
     return x.to(dtype) if scratch is None else scratch("operand", x.shape, dtype).copy_(x)
 
 
 def accumulate(into: Tensor, left: Tensor, right: Tensor, *, fresh: bool = False) -> None:
-    """Compute `into += left @ right`, where `left` is a gradient in the working dtype; `fresh` overwrites `into`.
+    """Compute `into += left @ right`, or with `fresh` `into = left @ right`. `left` is a gradient in the working dtype.
 
     If the right factor is bfloat16, the gradient is rounded to it before the GEMM on a GPU. Float16 would lose its small parts.
     """
@@ -91,7 +91,7 @@ def _stays_half(x: Tensor) -> bool:
 
 
 class Scratch:
-    """Reusable memory for blocks: on a CPU, fresh pages cost more than the work in them."""
+    """Reusable memory for blocks of logits: on a CPU, newly allocated pages take more time than the computation."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -107,7 +107,7 @@ class Scratch:
 
 
 def slices(total: int, size: int, first: int | None = None) -> Iterator[slice]:
-    """Split 0 … total into slices of at most `size`.
+    """Split range(total) into slices of at most `size`.
 
     `first` limits the first slice; each later slice is then at most twice all before it.
     """
@@ -119,6 +119,6 @@ def slices(total: int, size: int, first: int | None = None) -> Iterator[slice]:
 
 
 def block_size(device: torch.device, tokens: int) -> tuple[int, int]:
-    """Return tokens and vocabulary entries per block on this device. Few tokens get wider blocks, up to four times."""
+    """Return the block size (tokens, vocabulary entries) for this device. Few tokens get blocks up to four times wider."""
     rows, columns = BLOCK.get(device.type, BLOCK["cpu"])
     return rows, columns * max(1, min(4, rows // max(tokens, 1)))

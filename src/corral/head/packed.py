@@ -1,4 +1,4 @@
-"""Packed batches: unmasked tokens only, with the loss terms that can be precomputed for them."""
+"""Packed batches: only the unmasked tokens, in one sequence, with the loss terms that can be precomputed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -16,11 +16,11 @@ from corral.numerics import at_least_float32
 from corral.tensors import ObjectiveOutput, SparseDist, Tensors, TokenBatch
 
 TokenObjective = Callable[[TokenBatch], ObjectiveOutput]
-"""Type of `make_objective`'s result: a batch of tokens → a loss per token."""
+"""Type of an objective from `make_objective`: a function from a batch of tokens to a loss per token."""
 
 
 class Packing:
-    """Conversion of [B T …] to packed rows [N …] of the unmasked tokens, and back."""
+    """Conversion between padded tensors [B T …] and packed tensors [N …] of the unmasked tokens."""
 
     def __init__(self, mask: Bool[Tensor, "B T"], rows: Int[Tensor, " N"] | None = None, *, in_order: bool = True) -> None:
         """Store the shape and the indices of unmasked tokens.
@@ -35,38 +35,38 @@ class Packing:
         self.rows = None if self.count == mask.numel() and in_order else rows
 
     def pack(self, x: Tensor) -> Tensor:
-        """Pack [B T …] into [N …]."""
+        """Pack a padded tensor [B T …] into the unmasked tokens [N …]."""
         flat = x.flatten(0, 1)
         return flat if self.rows is None else flat[self.rows]
 
     def unpack(self, x: Tensor, fill: float = 0) -> Tensor:
-        """Unpack [N …] into [B T …], with `fill` at masked tokens."""
+        """Unpack [N …] into a padded tensor [B T …], with `fill` at masked tokens."""
         if self.rows is not None:
             out = x.new_full((self.shape.numel(), *x.shape[1:]), fill)
             x = out.index_copy_(0, self.rows, x)
         return x.reshape(*self.shape, *x.shape[1:])
 
     def unpack_dist(self, dist: SparseDist) -> SparseDist:
-        """Unpack supports [N K] into [B T K], empty at masked tokens."""
+        """Unpack sparse distributions [N K] into [B T K]; masked positions hold only padding."""
         return replace(dist.map(self.unpack), ids=self.unpack(dist.ids, -1), logp=self.unpack(dist.logp, -torch.inf))
 
 
 @dataclass(frozen=True, eq=False)
 class LossTerms(Tensors):
-    """Every term of a loss Σ w (c · policy + regression) except the new policy."""
+    """Inputs of the loss Σ w (c · policy + regression) that are known before the new policy: objective, batch, weights."""
 
     objective: TokenObjective
     batch: TokenBatch
-    """The batch; its `logp_new` and `dist_new` are ignored."""
+    """Batch of tokens with the old policy; its `logp_new` and `dist_new` are ignored."""
     weights: Float[Tensor, "B T"]
-    """w: the reduction's weight of each token's loss."""
+    """Weight w of each token's loss in the reduction."""
     policy_weights: Float[Tensor, "B T"] | None
-    """c: the weight of the policy term alone; None means 1 everywhere."""
+    """Weight c of each token's policy term, without the regression; None means 1 everywhere."""
     on_policy: bool
-    """True on-policy: the head's log-probs replace `logp_old`."""
+    """True if the old policy equals the new one: the head's log-probs then replace `logp_old`."""
     union: UnionSupport | None = None
     spec: LogitSpec = field(default_factory=LogitSpec)
-    """Transformation from the GEMM's result to logits, for both heads. A union of supports needs it and the old head."""
+    """Transformation from the GEMM's result to logits, the same for the new head and for the old head of `union`."""
 
     def pack(self, packing: Packing) -> "LossTerms":
         """Pack the terms of the unmasked tokens into one sequence [1 N]."""
@@ -75,7 +75,7 @@ class LossTerms(Tensors):
         return replace(self, batch=given).map(lambda x: packing.pack(x)[None])
 
     def with_new(self, logp: Float[Tensor, "B T"], new: SparseDist | None, old: SparseDist | None) -> TokenBatch:
-        """The batch with both policies on one support. On-policy, the new policy is its own anchor, as a constant."""
+        """Build the batch with the new and the old policy. On-policy, the detached new log-probs replace the old ones."""
         logp_old = logp.detach() if self.on_policy else self.batch.logp_old
         return replace(self.batch, logp_new=logp, logp_old=logp_old, dist_new=new, dist_old=old)
 
@@ -89,7 +89,7 @@ class LossTerms(Tensors):
 
 
 def has_token_shapes(batch: TokenBatch) -> bool:
-    """True if shapes and dtypes fit every objective; if not, the objective raises its own error."""
+    """True if the batch's shapes and dtypes fit every objective. If not, the objective is called and raises its own error."""
     shape, given = batch.mask.shape, [x for x in (batch.logp_old, batch.logp_rollout) if x is not None]
     fit = batch.advantages.shape in (shape, shape[:1]) and all(x.shape == shape for x in given)
     return fit and all(x.is_floating_point() for x in (*given, batch.advantages))
@@ -102,7 +102,7 @@ def token_advantages(batch: TokenBatch) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class FusedLoss:
-    """Results of a fused path for packed tokens."""
+    """Results of a fused loss for the packed tokens: the loss, the head's results, and a function that returns gradients."""
 
     packing: Packing
     total: Tensor
@@ -111,12 +111,12 @@ class FusedLoss:
     output: ObjectiveOutput
     """Output of the objective for packed tokens [1, N], with metrics."""
     finish: Callable[[Tensor], Gradients] | None
-    """Waits for the gradients of packed hidden states, weight and bias, and multiplies them in place by a number on the device;
-    None if no gradient is needed."""
+    """Function that waits for the gradients of packed hidden states, weight and bias, and multiplies them in place by a scalar
+    tensor. None if no gradient is needed."""
 
 
 class PrecomputedGradients(torch.autograd.Function):
-    """Autograd function with precomputed gradients: the upstream gradient, times `unit` or 1, scales them in `finish`.
+    """Autograd function whose gradients exist before backward: `finish` multiplies them by the upstream gradient and `unit`.
 
     It can be used once.
     """

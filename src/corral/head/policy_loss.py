@@ -18,7 +18,8 @@ from corral.numerics import at_least_float32, require_tensors
 from corral.tensors import SparseDist, TokenBatch
 
 TOLERANCE = 1e-3
-"""Share of a token's gradient, Σ |dz|, that the sparse backward pass may drop: half the error of rounding to bfloat16."""
+"""Largest share of a token's logit gradient, in L1 norm, that a sparse backward pass may drop: half of bfloat16's rounding
+error."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,25 +27,25 @@ class PolicyLoss:
     """A reduced loss, with per-token results [B T] as constants that are 0 at masked tokens."""
 
     loss: Float[Tensor, ""]
-    """Reduced loss Σ w (c · policy + regression): the only field with a gradient."""
+    """Reduced loss Σ w (c · policy + regression), for the weights w and c of each token. No other field has a gradient."""
     per_token: Float[Tensor, "B T"]
     """Unweighted loss of every token, policy + regression."""
     logp: Float[Tensor, "B T"]
     """New log-probs of the sampled tokens."""
     metrics: dict[str, Tensor]
-    """Metrics of the objective, with `head/dense_share` and `head/dropped_max` unless they are in `report`."""
+    """Metrics of the objective. `head/dense_share` and `head/dropped_max` are included unless `report` has them."""
     entropy: Float[Tensor, "B T"] | None = None
     dist: SparseDist | None = None
-    """The new policy on the old policy's support, or on the union of both supports."""
+    """New policy's distribution on the old policy's top-k tokens, or on the union of both policies' top-k tokens."""
     acted: Bool[Tensor, "B T"] | None = None
-    """True where the trust region acted."""
+    """True at tokens on which the trust region acted, such as clipped, masked or projected tokens."""
     kl_after: Float[Tensor, "B T"] | None = None
-    """KL(projected‖old), for objectives that project."""
+    """KL(projected‖old) of each token, for objectives that project."""
     regression: Float[Tensor, "B T"] | None = None
-    """Part of `per_token` that pulls the network back to the region, for objectives with a regression."""
+    """Part of `per_token` that pulls the new policy back into the trust region, for objectives with a regression."""
     report: Float[Tensor, "2"] | None = None
-    """Share of dense rows and largest share dropped. Set if the loss comes from `lm_head` with a sparse backward pass, which
-    writes them; NaN until then."""
+    """Share of tokens with a dense logit gradient, and largest gradient share dropped. Set only if the loss comes from
+    `lm_head` with a sparse backward pass, which writes both; NaN until then."""
 
 
 def policy_loss_from_hidden(
@@ -123,7 +124,7 @@ def policy_loss_from_hidden(
 
 
 def _unit_scale(weights: Tensor, mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Factor one common scale out of the weights: small weights would underflow float16 gradients."""
+    """Divide the weights by one common scale, and return both: small weights would underflow float16 gradients."""
     weights = at_least_float32(weights.detach())
     if dtype != torch.float16 or not weights.numel():
         return weights, None
@@ -186,7 +187,7 @@ def _from_blocks(source: HeadInput, terms: LossTerms, tolerance: float, impl: Ch
 
 
 def _check(hidden: Tensor, weight: Tensor, tokens: Tensor, terms: LossTerms) -> None:
-    """Refuse shapes that do not match, and a union without an old support or for a different head or batch."""
+    """Raise an error if shapes do not match, or if `union` has no old top-k tokens or belongs to another head or batch."""
     batch, union = terms.batch, terms.union
     shape = batch.mask.shape
     for name, x in (("weights", terms.weights), ("policy_weights", terms.policy_weights)):

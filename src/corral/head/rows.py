@@ -1,4 +1,4 @@
-"""Rows of tokens for the head: its inputs, its results, and asynchronous copies of results to the host."""
+"""Records for the head: its inputs, its results per token, and asynchronous device-to-host copies."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,25 +13,25 @@ from corral.tensors import SparseDist, Tensors
 
 @dataclass(frozen=True, eq=False)
 class HeadInput(Tensors):
-    """Head weights, rows of hidden states, and the numbers to compute for each row."""
+    """Inputs of the head: its weights, hidden states with one row per token, and settings for the results to compute."""
 
     SHARED: ClassVar[tuple[str, ...]] = ("weight", "bias")
 
     hidden: Tensor
-    """Hidden states [n, H]."""
+    """Hidden states [n, H], one row per token."""
     weight: Tensor
     bias: Tensor | None
     tokens: Tensor
     """Sampled tokens [n]."""
     ids: Tensor | None
-    """A support to evaluate on [n, K], −1 at padding."""
+    """Given token ids on which the policy is evaluated [n, K]; −1 at padding."""
     spec: LogitSpec
     top_k: int | None = None
     mass: float = 1.0
-    """The policy's own support: at most k of the most likely tokens, until they reach `mass`."""
+    """Probability mass at which the policy's top-k tokens end: the fewest that reach `mass`, at most `top_k`."""
     entropy: bool = False
     joins: Tensor | None = None
-    """True where the policy's own support joins the given support [n]; None means everywhere."""
+    """True for tokens whose given `ids` are extended by the policy's top-k tokens [n]; None means all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,14 +39,14 @@ class HeadRows(Tensors):
     """Results of the head for n tokens."""
 
     lse: Tensor
-    """Log of the softmax's normaliser [n]."""
+    """Log of the softmax's normaliser, log Σ eᶻ over all logits z [n]."""
     logp: Tensor
     """Log-probability of the sampled token [n]."""
     ids: Tensor
     kept: Tensor
-    """The support and its log-probabilities [n, K]."""
+    """Ids and log-probabilities of the top-k or given tokens, called the support [n, K]."""
     rest: Tensor
-    """Log tail mass, over all tokens outside the support [n]."""
+    """Log tail mass: the log of the summed probability of all tokens outside the support [n]."""
     entropy: Tensor
     """Entropy [n]; zeros unless requested."""
     rest_max: Tensor
@@ -54,7 +54,7 @@ class HeadRows(Tensors):
 
     @property
     def dist(self) -> SparseDist:
-        """The policy on its support."""
+        """Next-token distribution on the support, as a SparseDist."""
         return SparseDist(self.ids, self.kept, self.rest, self.rest_max)
 
 
@@ -63,10 +63,10 @@ class Upstream(Tensors):
     """Gradients of a loss with respect to the head's results for n tokens; None means 0 everywhere."""
 
     logp: Tensor | None = None
-    """d / d log π of the sampled token [n]."""
+    """Gradient with respect to the log-probability of the sampled token [n]."""
     kept: Tensor | None = None
     rest: Tensor | None = None
-    """d / d log π on the support [n, K], and d / d log tail mass [n]."""
+    """Gradients with respect to the support's log-probabilities [n, K], and to the log tail mass [n]."""
     entropy: Tensor | None = None
 
 
@@ -75,14 +75,14 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def blank_gradients(source: HeadInput, needed: Sequence[bool]) -> Gradients:
-    """Allocate the needed gradients, uninitialised."""
+    """Allocate uninitialised memory for the needed gradients."""
     inputs = zip((source.hidden, source.weight, source.bias), needed, strict=True)
     hidden, weight, bias = (torch.empty_like(x) if need and x is not None else None for x, need in inputs)
     return hidden, weight, bias
 
 
 class AsyncCopy:
-    """An asynchronous device-to-host copy of a small tensor: reading waits only for work queued before the copy."""
+    """Asynchronous device-to-host copy of a small tensor. Reading it waits only for work that was queued before the copy."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._event: torch.cuda.Event | None = None

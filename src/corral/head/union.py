@@ -1,4 +1,4 @@
-"""Union of the old policy's support and the new policy's most likely tokens, for supports of any length."""
+"""Union of the old and the new policy's top-k tokens, on which both policies are evaluated."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,7 +15,7 @@ from corral.tensors import SparseDist, Tensors
 from corral.validate import number_in
 
 AT_ONCE = 2**24
-"""Elements of gathered weights stored at once."""
+"""Largest number of gathered head-weight elements stored at once."""
 
 
 @torch.no_grad()
@@ -30,7 +30,7 @@ def gather_logp(
     *,
     impl: str = "auto",
 ) -> Float[Tensor, "N M"]:
-    """Log-probabilities of `ids`, computed relative to one known token of each row; −inf at padding (−1).
+    """Compute log-probabilities of the tokens `ids`, relative to one known token of each row; −inf at padding (−1).
 
         log p(v) = log p(a) + z_v − z_a
 
@@ -53,7 +53,7 @@ def gather_logp(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class UnionSupport(Tensors):
-    """Request for a union of supports: `top_k` of the new policy's tokens join the old policy's support.
+    """Request for a union of top-k tokens: `top_k` of the new policy's tokens join the old policy's.
 
     Old log-probs of the tokens that join are exact: dot products of old hidden states with rows of the old head. Where the head
     is trained, `weight` is a copy made before the first update.
@@ -63,14 +63,14 @@ class UnionSupport(Tensors):
 
     top_k: int
     mass: float = 1.0
-    """Mass that the new policy's tokens should reach, with at most k of them; as in `lm_head`."""
+    """Probability mass that the new policy's tokens should reach, with at most `top_k` of them; as in `lm_head`."""
     hidden: Float[Tensor, "M H"]
-    """Old hidden states."""
+    """Last hidden states of the old policy, one row per stored token."""
     weight: Float[Tensor, "V H"]
     bias: Float[Tensor, " V"] | None = None
-    """Weight and bias of the old head."""
+    """Weight and bias of the old policy's head."""
     place: Int[Tensor, "B T"]
-    """Row in `hidden` of each token; −1 if none was stored, and then the support stays the old policy's."""
+    """Row in `hidden` of each token. It is −1 for a token that was not stored, which keeps the old policy's top-k tokens."""
 
     def __post_init__(self) -> None:
         if type(self.top_k) is not int or self.top_k < 1:
@@ -95,14 +95,14 @@ class UnionSupport(Tensors):
         mass: float = 1.0,
         bias: Float[Tensor, " V"] | None = None,
     ) -> "UnionSupport":
-        """Build a union for which the old hidden states of every token were stored."""
+        """Build a union from the old hidden states of every token in the batch."""
         rows = hidden.detach().flatten(0, 1)
         place = torch.arange(len(rows), device=rows.device).view(hidden.shape[:2])
         bias = None if bias is None else bias.detach()
         return cls(top_k=top_k, mass=mass, hidden=rows, weight=weight.detach(), bias=bias, place=place)
 
     def extend(self, old: SparseDist, ids: Int[Tensor, "B T K"], spec: LogitSpec) -> SparseDist:
-        """Evaluate the old policy on the union `ids`, which begins with its own support.
+        """Evaluate the old policy on the union `ids`, which begins with the old policy's own tokens.
 
         The reference of `triton.gathered.extend_rows`.
         """

@@ -1,1 +1,1 @@
-"""The head in torch, for any device and dtype, with a vocabulary that may be sharded over processes."""
+"""LM head in PyTorch, for any device and dtype. The vocabulary may be sharded over processes."""

@@ -1,4 +1,4 @@
-"""Fused loss and gradient in torch: three GEMMs. Recomputing the logits in a backward pass takes a fourth.
+"""Fused loss and gradient in PyTorch: three GEMMs. Recomputing the logits in a backward pass would take a fourth.
 
 Some rows at a time: their logits are made, the objective computes its loss from them, and its gradient is computed from the
 same logits before they are dropped. Every token passes the objective once.
@@ -20,13 +20,13 @@ from corral.tensors import SparseDist, join_outputs
 
 
 def can_fuse(spec: LogitSpec, objective: object) -> bool:
-    """True if gradients follow from the forward pass's logits: the objective works token by token, without a soft cap."""
+    """True if the forward pass's logits suffice for the gradients: a token-wise objective, and no soft cap."""
     config = getattr(objective, "config", None)  # an objective may be any function of a batch
     return spec.softcap is None and getattr(config, "tokenwise", False)
 
 
 def fused_loss(source: HeadInput, terms: LossTerms, needed: Sequence[bool]) -> FusedLoss | None:
-    """Compute loss and gradients of a batch [B T …], block of rows by block of rows.
+    """Compute loss and gradients of a batch [B T …], one block of tokens at a time.
 
     None if the batch is empty, or the objective refuses a row: it then gets the whole batch, so that its message covers all.
     """
@@ -75,12 +75,12 @@ def fused_loss(source: HeadInput, terms: LossTerms, needed: Sequence[bool]) -> F
 
 
 def all_dense(like: Tensor) -> dict[str, Tensor]:
-    """Metrics of a backward pass in which every row is dense and nothing is dropped."""
+    """Metrics of a backward pass without sparse gradients: every token's gradient is dense, and nothing is dropped."""
     return {"head/dense_share": like.new_ones(()), "head/dropped_max": like.new_zeros(())}
 
 
 def check_sampled(ids: Tensor | None, tokens: Tensor) -> None:
-    """Refuse a support [N K] whose slot 0 differs from the sampled tokens [N]. No later check compares both."""
+    """Raise an error if slot 0 of the old top-k tokens [N K] is not the sampled token [N]. No later check compares both."""
     if ids is not None and (wrong := int((ids[:, :1] != tokens[:, None]).all(-1).sum())):
         raise ValueError(
             f"policy_loss_from_hidden: slot 0 of dist_old.ids is not the sampled token at {wrong} of {len(tokens)} unmasked "
@@ -89,7 +89,7 @@ def check_sampled(ids: Tensor | None, tokens: Tensor) -> None:
 
 
 class _GradientSum:
-    """Running sums of dH, dW and db, in the working dtype."""
+    """Running sums of the gradients dH, dW and db over blocks of tokens, in the working dtype."""
 
     def __init__(self, source: HeadInput, needed: Sequence[bool]) -> None:
         hidden, weight, bias = source.hidden, source.weight, source.bias
@@ -101,7 +101,7 @@ class _GradientSum:
         self.scratch = Scratch(hidden.device)
 
     def add(self, part: slice, rows: HeadRows, grads: HeadGradients, outside: Outside) -> None:
-        """Add the gradients of some rows; `outside` is overwritten."""
+        """Add the gradients of a block of tokens; the memory of `outside` is overwritten."""
         picked = grads.nonzero()
         if not len(picked):
             return

@@ -1,4 +1,4 @@
-"""Exact per-token KL between two networks from their hidden states, a few rows of logits at a time."""
+"""Exact per-token KL between two networks from their hidden states, computed for a few tokens at a time."""
 
 from typing import NamedTuple
 
@@ -49,7 +49,7 @@ def head_kl(
 
 
 class HeadStates(NamedTuple):
-    """Last hidden states of a network [*, H], and its head."""
+    """Last hidden states of a network [*, H], and its LM head."""
 
     hidden: Tensor
     weight: Tensor
@@ -58,7 +58,7 @@ class HeadStates(NamedTuple):
 
 @torch.no_grad()
 def head_kl_both_ways(new: HeadStates, old: HeadStates, spec: LogitSpec) -> list[Tensor]:
-    """KL(new‖old) and KL(old‖new) from the two GEMMs of `head_kl`, with equal results."""
+    """Compute KL(new‖old) and KL(old‖new) from the same two GEMMs as `head_kl`, with equal results."""
     return _measure(new, old, spec, both=True)
 
 
@@ -96,7 +96,7 @@ def _measure(new: HeadStates, old: HeadStates, spec: LogitSpec, *, both: bool) -
 def _log_softmax(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, part: slice, spec: LogitSpec, dtype: torch.dtype, scratch: Scratch
 ) -> Tensor:
-    """Log-probs of some rows [n, V], with n padded to a multiple of `ROWS`. The next call overwrites the memory."""
+    """Log-probs of some tokens [n, V], with n padded to a multiple of `ROWS`. The next call overwrites the memory."""
     hidden = hidden.reshape(-1, hidden.shape[-1])[part]
     h = pad(operand(hidden, dtype), (0, 0, 0, -len(hidden) % ROWS))
     z = make_logits(h, weight, None if bias is None else bias.to(dtype), spec, dtype, scratch)

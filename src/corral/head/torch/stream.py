@@ -1,4 +1,4 @@
-"""The head in plain torch, chunk by chunk over the vocabulary: the reference for the kernels."""
+"""LM head in PyTorch, for a block of tokens at a time: the reference for the Triton kernels."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +17,7 @@ from corral.tensors import Tensors
 
 @dataclass(frozen=True)
 class Shard:
-    """This process's shard of a vocabulary of size `vocabulary`; its ids begin with `start`.
+    """Part of the vocabulary that this process holds: the token ids from `start` on, of `vocabulary` ids in total.
 
     The parts follow one another in the order of the ranks, and need not be of one size. A logit is known to one process alone
     and −inf to the others, so a maximum collects them.
@@ -38,17 +38,17 @@ class Shard:
         return cls(group, sum(sizes[: dist.get_rank(group)]), sum(sizes))
 
     def sum_(self, x: Tensor) -> Tensor:
-        """All-reduce a sum, in place."""
+        """Sum a tensor over all processes, in place."""
         if self.group is not None:
             dist.all_reduce(x, group=self.group)
         return x
 
     def largest(self, z: Tensor) -> Tensor:
-        """Largest logit of each row [n, v]; −inf if all are −inf."""
+        """Return the largest logit of each row over the whole vocabulary; −inf if all are −inf."""
         return self._maximum(z.amax(-1) if z.shape[-1] else z.new_full(z.shape[:1], -torch.inf))
 
     def pick(self, z: Tensor, ids: Tensor) -> Tensor:
-        """Logits [n, K] of the given tokens, −inf where the id is −1."""
+        """Return the logits [n, K] of the given tokens; −inf where the id is −1."""
         place, here = self._places(z, ids)
         if not z.shape[-1]:
             return self._maximum(z.new_full(ids.shape, -torch.inf))
@@ -61,7 +61,7 @@ class Shard:
         z[row, place[row, slot]] = -torch.inf
 
     def rank(self, z: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Ids and logits of the k largest of each row, in descending order, ties by lower id."""
+        """Return ids and logits of the k largest logits in each row, in descending order; on a tie the lower id comes first."""
         ids = rank_top_k(z, min(k, z.shape[-1])) if z.shape[-1] else z.new_empty((len(z), 0), dtype=torch.int64)
         values, ids = z.gather(-1, ids), ids + self.start
         if self.group is None:
@@ -75,7 +75,7 @@ class Shard:
         return ids.gather(-1, order), values.gather(-1, order)
 
     def _places(self, z: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Columns of tokens in this shard, and a mask of the tokens that lie in it."""
+        """Convert token ids to columns of this shard, and return a mask of the ids that lie in it."""
         place = ids - self.start
         return place, (ids >= 0) & (place >= 0) & (place < z.shape[-1])
 
@@ -92,29 +92,29 @@ def _gather(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 ROWS = 32
-"""Number of rows to which a GEMM is padded: below about 16 rows, BLAS uses other kernels that round differently."""
+"""Number of rows to which a GEMM's input is padded. Below about 16 rows, BLAS uses other kernels that round differently."""
 MOST_ROWS = 2048
-"""Largest number of rows at once when the vocabulary is small."""
+"""Largest number of tokens per block; it limits the blocks when the vocabulary is small."""
 HELD = {"cpu": 2**24, "cuda": 2**27}
-"""Number of logits stored at once: 64 MiB on a CPU, 512 MiB on a GPU."""
+"""Largest number of logits stored at once: 64 MiB on a CPU, 512 MiB on a GPU."""
 COLUMNS = 4096
-"""Logits of a row that are exponentiated at once, so that they stay in the cache."""
+"""Number of logits of a row that are exponentiated at once, so that they stay in the CPU's cache."""
 IMPOSSIBLE = -1e4
-"""Finite stand-in for −inf, as a gap to the largest logit: eˣ and x eˣ are 0 in every dtype, and 0 · x is still 0."""
+"""Finite value in place of −inf for x = z − max z: eˣ and x eˣ are 0 in every dtype, and 0 · x is still 0."""
 
 
 @dataclass(frozen=True, eq=False)
 class Outside(Tensors):
-    """Exponentials of the logits outside the support; the next rows overwrite this memory."""
+    """Exponentials of the logits outside the top-k or given tokens (support). The next block of tokens overwrites them."""
 
     mass: Tensor
-    """e^(z − m) [n, V]; 0 on the support, if there is one."""
+    """Exponentials e^(z − m) of all logits z [n, V], with m = `peak`; 0 at tokens of the support."""
     peak: Tensor
-    """Reference logit m of each row [n]."""
+    """Reference logit m of each row [n]: the largest logit outside the support."""
 
 
 def scan_rows(source: HeadInput, shard: Shard, *, outside: bool = False) -> Iterator[tuple[slice, HeadRows, Outside | None]]:
-    """Iterate over blocks of rows with their results, and with the logits outside their support if `outside`.
+    """Iterate over blocks of tokens: yield slice, results of the head and, with `outside`, the logits outside the support.
 
     The support is the policy's own with `top_k`, the given one with `ids`, and their union with both, in rows that
     `joins` marks.
@@ -138,14 +138,14 @@ def scan_rows(source: HeadInput, shard: Shard, *, outside: bool = False) -> Iter
 
 
 def head_forward(source: HeadInput, shard: Shard) -> HeadRows:
-    """Compute the head's results for all rows."""
+    """Compute the head's results for all tokens."""
     return HeadRows.cat([rows for _, rows, _ in scan_rows(source, shard)])
 
 
 def make_logits(
     h: Tensor, weight: Tensor, bias: Tensor | None, spec: LogitSpec, dtype: torch.dtype, scratch: Scratch
 ) -> Tensor:
-    """Compute logits [n, V] in reused memory; a weight in another precision is converted piece by piece."""
+    """Compute logits [n, V] in reused memory. A weight in another precision is converted piece by piece."""
     z = scratch("z", (len(h), len(weight)), dtype)
     whole = operand(weight[:0], dtype).dtype == weight.dtype
     for block in slices(len(weight), len(weight) if whole else COLUMNS):
@@ -155,7 +155,7 @@ def make_logits(
 
 
 def _read(z: Tensor, source: HeadInput, shard: Shard, scratch: Scratch, outside: bool) -> tuple[HeadRows, Outside | None]:
-    """Compute results for n tokens from their logits [n, V], which are overwritten."""
+    """Compute the head's results for n tokens from their logits [n, V], which are overwritten."""
     tokens, given = source.tokens, source.ids
     whole = _Normaliser(z, source.entropy, shard, scratch)
     sampled = whole.logp(shard.pick(z, tokens[:, None]))
@@ -182,7 +182,7 @@ def _read(z: Tensor, source: HeadInput, shard: Shard, scratch: Scratch, outside:
 
 
 class _Normaliser:
-    """Compute log Σ eᶻ over all logits [n, V], and the entropy if requested, in one fixed order of summation.
+    """Normaliser log Σ eᶻ over all logits [n, V], and the entropy if requested, summed in one fixed order.
 
         T = Σ e^(z − m)          W = Σ e^(z − m) (z − m)          lse = m + log T          H = log T − W / T
 
@@ -204,12 +204,12 @@ class _Normaliser:
         self.entropy = self.log_total - shard.sum_(weighted) / total
 
     def logp(self, z: Tensor) -> Tensor:
-        """Log-probabilities of logits [n, m], relative to the largest logit first: the normaliser is as large as the logits."""
+        """Compute log-probabilities of logits [n, m]. The largest logit is subtracted first: the normaliser is as large."""
         return (z - self.peak[:, None]) - self.log_total[:, None]
 
 
 def _mass(z: Tensor, peak: Tensor, scratch: Scratch | None) -> Tensor:
-    """Sum Σ e^(z − peak) [n] block by block; without scratch memory the logits are replaced by their exponentials."""
+    """Sum Σ e^(z − peak) [n] block by block. Without scratch memory, the exponentials overwrite the logits."""
     base, total = torch.where(peak > -torch.inf, peak, 0.0)[:, None], torch.zeros_like(peak)
     for block in slices(z.shape[-1], COLUMNS):
         some = z[:, block]
@@ -220,7 +220,7 @@ def _mass(z: Tensor, peak: Tensor, scratch: Scratch | None) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class HeadGradients(Tensors):
-    """Gradients of the loss with respect to the head's results for n tokens."""
+    """Gradients of the loss with respect to the head's results for n tokens; 0 stands where `Upstream` has None."""
 
     logp: Tensor
     kept: Tensor
@@ -229,7 +229,7 @@ class HeadGradients(Tensors):
 
     @classmethod
     def of(cls, upstream: Upstream, rows: HeadRows) -> "HeadGradients":
-        """Fill in 0 where the loss has no gradient."""
+        """Build the gradients from `upstream`, with 0 where the loss has no gradient."""
         pairs = (
             (upstream.logp, rows.logp),
             (upstream.kept, rows.kept),
@@ -239,20 +239,21 @@ class HeadGradients(Tensors):
         return cls(*(torch.zeros_like(x) if g is None else g for g, x in pairs))
 
     def nonzero(self) -> Tensor:
-        """Rows [m] with a nonzero gradient: masked and blocked tokens are skipped."""
+        """Return the indices [m] of rows with a nonzero gradient: masked and blocked tokens are skipped."""
         some = (self.logp != 0) | (self.entropy != 0) | (self.rest != 0) | (self.kept != 0).any(-1)
         return some.nonzero().squeeze(-1)
 
     def scaled(self, factor: float) -> "HeadGradients":
-        """All gradients multiplied by a constant."""
+        """Return all gradients multiplied by a constant."""
         return self if factor == 1.0 else self.map(lambda x: x * factor)
 
 
 class Marks:
-    """Marked token ids [n, M] of each row, sorted by vocabulary block, so that each block reads only its own ids."""
+    """Tokens with gradients of their own, such as the top-k tokens of each row [n, M], sorted by block of the vocabulary."""
 
     def __init__(self, ids: Tensor, blocks: Sequence[slice], first: int = 0) -> None:
-        """Sort the ids into blocks of the vocabulary that start at token `first`; −1 and ids outside are in no block."""
+        """Sort the ids into vocabulary blocks, the first of which starts at token `first`. −1 and ids outside are in
+        no block."""
         # One sort for all blocks; the host then reads their edges once, instead of searching a mask for each block.
         self.wanted, self.slot = ids.flatten().sort()
         self.row = self.slot // max(ids.shape[-1], 1)
@@ -262,13 +263,13 @@ class Marks:
         self.edges = torch.searchsorted(self.wanted, edges).tolist()
 
     def __getitem__(self, block: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Slot in the flattened ids, row, and column of every marked id in a block."""
+        """Return the slot in the flattened ids, the row, and the column of every marked id in a block."""
         here = slice(self.edges[block], self.edges[block + 1])
         return self.slot[here], self.row[here], self.wanted[here] - self.starts[block]
 
 
 class LogitGradient:
-    """Gradient with respect to the logits, block by block, from gradients of log-probs, support, tail mass and entropy H.
+    """Gradient of the logits, block by block, from gradients of log-probs, tail mass and entropy H.
 
         dz_v = g_v + g_a [v = a] − p_v (G + g_H (log p_v + H))                        v ∈ S
         dz_v = g_a [v = a] + c_v (g_rest − p_rest (G + g_H (log p_v + H)))            v ∉ S, c_v = p_v / p_rest
@@ -280,7 +281,7 @@ class LogitGradient:
     def __init__(
         self, tokens: Tensor, rows: HeadRows, grads: HeadGradients, blocks: Sequence[slice], *, first: int = 0, entropy: bool
     ) -> None:
-        """Start the blocks at token `first`; `entropy` requests the gradient of the entropy."""
+        """Precompute each row's factors, for blocks that start at token `first`; `entropy` adds the entropy's gradient."""
         tokens, ids, g_logp = tokens[:, None], rows.ids, grads.logp[:, None]
         empty = rows.rest[:, None] == -torch.inf
         rest, g_rest = (torch.where(empty, 0.0, x[:, None]) for x in (rows.rest, grads.rest))
@@ -299,7 +300,7 @@ class LogitGradient:
         self.entropy = rows.entropy[:, None] if entropy else None
 
     def block(self, z: Tensor, block: int, spare: Tensor | None = None) -> Tensor:
-        """Replace a block of logits [n, v] by its gradient dz; with entropy also overwrite `spare`."""
+        """Replace a block of logits [n, v] by their gradient dz. With the entropy's gradient, `spare` is overwritten too."""
         slot, row, column = self.marks[block]
         z.sub_(self.shift)
         single = self.value[slot] + self._marked(z[row, column] + self.rest[row, 0], slot % self.slots, row)
@@ -314,7 +315,7 @@ class LogitGradient:
         return dz
 
     def singles(self, logp: Tensor) -> Tensor:
-        """Gradients dz of all marked tokens [n · slots] from their log-probs [n, slots].
+        """Compute the gradients dz of all marked tokens [n · slots] from their log-probs [n, slots].
 
         The support comes first, then the sampled token.
         """
@@ -322,14 +323,15 @@ class LogitGradient:
         return self.value + self._marked(logp.flatten(), place % self.slots, place // self.slots)
 
     def of_mass(self, mass: Tensor, peak: Tensor, block: int, singles: Tensor) -> Tensor:
-        """Replace e^(z − m) [n, v] of a block by its gradient dz, given m [n, 1]; without entropy."""
+        """Replace the exponentials e^(z − m) [n, v] of a block by their gradient dz, with m = `peak` [n, 1]; without
+        entropy."""
         slot, row, column = self.marks[block]
         mass.mul_(self.outside * (peak - self.shift).exp())
         mass[row, column] = singles[slot]
         return mass
 
     def _marked(self, logp: Tensor, slot: Tensor, row: Tensor) -> Tensor:
-        """Softmax contributions at marked tokens.
+        """Compute the softmax part of the gradient at marked tokens.
 
         Marked tokens are the support and, in the last slot, a sampled token outside it.
         """
@@ -342,7 +344,7 @@ class LogitGradient:
 
 
 def head_backward(source: HeadInput, rows: HeadRows, upstream: Upstream, needed: Sequence[bool], shard: Shard) -> Gradients:
-    """Compute the gradients of hidden states, weight and bias that are needed.
+    """Compute the needed gradients of hidden states, weight and bias.
 
     One part of the vocabulary at a time, over all tokens: its rows of dW are then finished once, and never held twice.
     """

@@ -1,1 +1,1 @@
-"""The head in Triton: one streamed GEMM forward, and sparse gradients wherever a row's error bound allows them."""
+"""LM head in Triton: one GEMM forward, and sparse logit gradients for tokens where little is dropped."""

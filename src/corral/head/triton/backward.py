@@ -1,4 +1,4 @@
-"""Gradients of the head in Triton: dense rows, sparse rows, and their sum."""
+"""Gradients of the head in Triton, from a dense or a sparse logit gradient for each token."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,30 +18,30 @@ from corral.head.triton.loss import LossRows
 from corral.head.triton.support import support_rows
 
 DEAD, SPARSE, DENSE = map(tl.constexpr, range(3))
-"""Routes of a row: no gradient, a sparse gradient if its error is small enough, or a dense gradient."""
+"""Routes of a row (token) in the backward pass: no gradient, a sparse logit gradient, or a dense logit gradient."""
 
 
 @dataclass(frozen=True, eq=False)
 class RowGradient:
-    """Gradients of the logits of N rows, each with S = K + 1 explicit entries."""
+    """Logit gradients of N rows (tokens) in sparse form: S = K + 1 explicit entries, and one factor for all other tokens."""
 
     ids: Tensor
-    """Token of each entry [N, S] int32; −1 is padding."""
+    """Token id of each explicit entry [N, S] int32; −1 is padding."""
     value: Tensor
-    """Gradient with respect to h·w of each entry's token [N, S], including the slope of the soft cap."""
+    """Gradient with respect to the dot product h·w of each entry's token [N, S], including the slope of the soft cap."""
     factor: Tensor
-    """c: summed gradient of all other tokens [N]; each token's part is proportional to its part of the tail mass."""
+    """Summed gradient c of all tokens without an entry [N]. Each gets a part in proportion to its share of the tail mass."""
     off: Tensor
     size: Tensor
-    """|c|, or 0 if there are no other tokens, and the row's total Σ |dz| [N]."""
+    """L1 norms of each row's logit gradient [N]: |c| (0 if there are no other tokens), and Σ |dz| of the whole row."""
     route: Tensor
-    """Route of a row if only the error measured in `off` may be dropped: DEAD, SPARSE or DENSE [N] int32."""
+    """Route of each row if only the part measured in `off` may be dropped: DEAD, SPARSE or DENSE [N] int32."""
 
 
 def row_gradient(
     rows: HeadRows, tokens: Tensor, upstream: Upstream, spec: LogitSpec, weights: Tensor | None = None
 ) -> RowGradient:
-    """Compute the explicit entries and the factor c of each row; `weights` [N] multiply the upstream gradients."""
+    """Compute each row's logit gradient in sparse form; `weights` [N] multiply the upstream gradients."""
     (count, kept), device = rows.kept.shape, tokens.device
     ids, value = (torch.empty(count, kept + 1, dtype=kind, device=device) for kind in (torch.int32, torch.float32))
     factor, off, size = (torch.empty(count, device=device) for _ in range(3))
@@ -59,7 +59,7 @@ def _row_kernel(
     ids, kept, rest, logp, lse, entropy, tokens, g_kept, g_rest, g_logp, g_entropy, weights, out_ids, out_value, out_factor,
     out_off, out_size, out_route, slots_in, slots, stride_ids, stride_kept, stride_logp, slope, curve, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """One row's gradient of its logits, in S explicit entries and one factor for all other tokens.
+    """Compute one row's logit gradient: S explicit entries, and one factor c for all other tokens.
 
         dz_v = g_v + g_a [v = a] − p_v G                on the support, G = g_a + Σ g_v + g_rest
         dz_v = p_v / p_rest · c,  c = g_rest − p_rest G  off it: one number c per row, shared in proportion to the tail
@@ -129,17 +129,17 @@ def _row_kernel(
 
 
 ROWS = 16
-"""Rows that one program of `_route_kernel` processes."""
+"""Number of rows (tokens) that one program of `_route_kernel` processes."""
 PADDED = 16
-"""Multiple to which the list of dense rows is padded with −1, the width of matrix units."""
+"""Number to whose multiple the list of dense rows is padded with −1: the width of matrix units."""
 
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """Routes of the backward pass for N rows with S explicit entries each."""
+    """Result of `route_rows`: a sparse or dense logit gradient for each of N rows (tokens), and metrics."""
 
     key: Tensor
-    """Tokens of the entries in a sparse gradient [N, S] int32; V where there is none."""
+    """Token ids of the entries in a sparse gradient [N, S] int32; V at entries that are left out."""
     counts: Tensor
     """Number of rows with a gradient, and number of dense rows [2] int32."""
     dense: Tensor
@@ -149,7 +149,7 @@ class Routes:
 
 
 def route_rows(gradient: RowGradient, spec: LogitSpec, vocabulary: int, tolerance: float, mean: Tensor | None = None) -> Routes:
-    """Choose sparse or dense for each row.
+    """Choose a sparse or a dense logit gradient for each row (token).
 
     A row is dense if a sparse gradient would drop a share of `tolerance` or more. With tolerance 0 all rows with a gradient are
     dense.
@@ -178,7 +178,7 @@ def _route_kernel(
     ids, value, off, size, need, given_mean, route, key, out_share, count, slots, vocabulary, tolerance, slope, small,
     ROWS: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Route ROWS rows, and mark the entries that a sparse backward pass sums."""
+    """Choose a sparse or dense gradient for ROWS rows, and mark the entries that a sparse gradient sums."""
     if given_mean is not None:
         mean = tl.load(given_mean)
     else:  # every program adds up all rows, in the same order, sooner than another kernel would start
@@ -211,7 +211,7 @@ def _route_kernel(
 
 @triton.jit
 def _tally_kernel(route, share, counts, dense_rows, shares, count, PADDED: tl.constexpr, BLOCK: tl.constexpr):
-    """List the dense rows in one program, so that their order, and with it the order of sums in dW, is fixed."""
+    """List the dense rows in one program. This fixes their order, and with it the order of the sums in dW."""
     with_gradient, dense, most = 0, 0, 0.0
     for begin in range(0, count, BLOCK):
         row = begin + tl.arange(0, BLOCK)
@@ -229,7 +229,7 @@ def _tally_kernel(route, share, counts, dense_rows, shares, count, PADDED: tl.co
 
 
 LOGITS_AT_ONCE = 2**28
-"""Number of logits stored at once: 1 GiB in float32, and half as much for their half-precision gradient."""
+"""Largest number of logits stored at once: 1 GiB in float32, and half as much for their half-precision gradient."""
 ROWS_AT_ONCE = 16384
 
 
@@ -237,7 +237,7 @@ def dense_rows(
     source: HeadInput, rows: HeadRows, gradient: RowGradient, picked: Tensor, count: int, out: Gradients, *, add: bool,
     g_entropy: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Compute the gradients of the dense rows into `out` by recomputing their logits; with `add`, dW and db are added to.
+    """Recompute the logits of the dense rows, and write their gradients into `out`; with `add`, add to dW and db.
 
     The rows are the first `count` of `picked`, which is padded with −1.
     """
@@ -294,7 +294,7 @@ def _dense_kernel(
     dots, dz, bias, picked, lse, rest, entropy, g_entropy, factor, ids, value, start, width, vocabulary, slots, before, cap,
     after, slope, curve, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of BLOCK columns of one row: the factor times p / p_rest everywhere, then the explicit entries."""
+    """Compute BLOCK columns of one row's dense logit gradient: the factor times p / p_rest, then the explicit entries."""
     row = tl.load(picked + tl.program_id(0))
     real = row >= 0
     row = tl.where(real, row, 0)
@@ -326,16 +326,16 @@ def _dense_kernel(
 
 
 REACH: tl.constexpr = tl.constexpr(50.0)
-"""Largest distance of a reference logit below the row's normaliser, or above its tail mass."""
+"""Largest distance of a row's reference logit below log Σ eᶻ over all tokens, or above log Σ eᶻ over the tail."""
 WEAKEST: tl.constexpr = tl.constexpr(2.0**-80)
-"""Smallest factor s, as a share of the largest explicit entry: explicit entries are divided by s."""
+"""Smallest factor s of a row, relative to its largest explicit entry. Explicit entries are stored divided by s."""
 LIKELY = 4
-"""Explicit entries per row whose rounding errors are corrected: the sampled token and the most likely tokens."""
+"""Number of explicit entries per row whose rounding errors are corrected: the sampled and the most likely tokens."""
 
 
 @dataclass(frozen=True, eq=False)
 class FactoredGradient:
-    """Gradient of h Wᵀ [n, V] of some rows, as diag(factor) · stored: what the GEMM stored becomes the gradient as it is.
+    """Gradient of h Wᵀ [n, V] as diag(factor) · stored: `stored` reuses the exponentials that the forward GEMM wrote.
 
     The gradient of a logit off the support is c e^(z − lse − rest), and e^(z − reference) is stored already, so one factor
     s = c e^(reference − lse − rest) per row is all that is missing. It is multiplied onto dH, or onto the hidden states for dW,
@@ -344,13 +344,13 @@ class FactoredGradient:
 
     stored: Tensor
     factor: Tensor
-    """s [n]; 0 for rows without a gradient."""
+    """Factor s of each row [n]; 0 for rows without a gradient."""
     likely: Tensor
     lost: Tensor
-    """Tokens of the first few explicit entries [n, LIKELY], −1 for padding, and their rounding errors."""
+    """Token ids of the first few explicit entries [n, LIKELY], −1 for padding, and the rounding errors of these entries."""
 
     def times_weight(self, weight: Tensor, out: Tensor) -> None:
-        """Compute dH [n, H] into `out`, with the rounding errors of the largest entries put right."""
+        """Compute dH [n, H] into `out`, and correct the rounding errors of the largest entries."""
         sums = torch.empty_like(out, dtype=torch.float32)  # rounded once, when it is multiplied
         multiply(self.stored, weight, sums)
         self._scale(sums, out, weight)
@@ -360,7 +360,7 @@ class FactoredGradient:
         multiply(self.stored.T, self._scale(hidden, torch.empty_like(hidden)), out, add=add)
 
     def sums(self) -> Tensor:
-        """Compute db [V] in float32."""
+        """Compute the bias gradient db [V] in float32."""
         # The factor as a sum of two numbers in half precision, so that only E is rounded; matrix units want 8 columns.
         parts = self.stored.new_zeros(len(self.factor), 8)
         parts[:, 0] = self.factor
@@ -370,7 +370,7 @@ class FactoredGradient:
         return out.sum(-1)
 
     def _scale(self, x: Tensor, out: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Compute out = diag(s) x, plus Σ lost · w over the likely tokens, rounded once; s = 0 gives 0 even for NaN."""
+        """Compute out = diag(s) x and, with `weight`, add the likely tokens' rounding errors; s = 0 gives 0 even for NaN."""
         (count, width), block = x.shape, min(1024, triton.next_power_of_2(x.shape[1]))
         _rows_kernel[(count, triton.cdiv(width, block))](
             x, self.factor, self.likely, self.lost, weight, out, width, LIKELY=0 if weight is None else LIKELY, BLOCK=block,
@@ -380,12 +380,12 @@ class FactoredGradient:
 
 
 def can_store(hidden: Tensor, spec: LogitSpec) -> bool:
-    """True if E = e^(z − reference) is in range for this dtype, and dz / d(h·w) is the same for every token."""
+    """True if exponentials of logits can be stored in place of logits: not in float16, and not with a soft cap."""
     return hidden.dtype != torch.float16 and spec.softcap is None
 
 
 def sampled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LogitSpec, tokens: Tensor) -> Tensor:
-    """Logit z_a of each row's sampled token [N], up to rounding, as a reference; without a soft cap.
+    """Compute the logit of each row's sampled token [N], up to rounding, as a reference; without a soft cap.
 
     For a token outside the vocabulary, which is refused elsewhere, it is the logit of the nearest token inside.
     """
@@ -400,7 +400,7 @@ def sampled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: Lo
 def write_entries(
     stored: Tensor, reference: Tensor, rows: HeadRows, gradient: RowGradient, spec: LogitSpec, left_out: Tensor
 ) -> FactoredGradient:
-    """Write explicit entries into `stored` [n, columns], in place; rows without a gradient have the factor s = 0.
+    """Write explicit gradient entries into `stored` [n, columns], in place. Rows without a gradient get the factor s = 0.
 
     `left_out` [n] becomes True where a row with a gradient is out of range: it gets s = 0 and is recomputed later.
     """
@@ -416,7 +416,7 @@ def write_entries(
 
 @triton.jit
 def _sampled_kernel(hidden, weight, bias, tokens, out, vocabulary, width, slope, BLOCK: tl.constexpr):
-    """Dot product of a row's hidden state with its sampled token's weights."""
+    """Compute the logit of a row's sampled token, from its hidden state and the token's head weights."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.minimum(tl.maximum(tl.load(tokens + row).to(tl.int64), 0), vocabulary - 1)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -437,7 +437,7 @@ def _entries_kernel(
     stored, reference, lse, rest, off_factor, ids, value, factor, likely, lost_value, left_out, stride, slots, slope,
     LIKELY: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute a row's factor s, and write its explicit entries, divided by s, over what the GEMM stored."""
+    """Compute a row's factor s, and write its explicit entries, divided by s, over the stored exponentials."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, SLOTS)
     id = tl.load(ids + row * slots + slot, mask=slot < slots, other=-1)
@@ -471,7 +471,7 @@ def _entries_kernel(
 
 @triton.jit
 def _rows_kernel(x, factor, likely, lost, weight, out, width, LIKELY: tl.constexpr, BLOCK: tl.constexpr):
-    """Multiply a slice of one row by its factor, and add the likely tokens' rounding errors times their weights."""
+    """Multiply a slice of one row by the row's factor. Add the likely tokens' rounding errors times their weights."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     times = tl.load(factor + row)
@@ -485,22 +485,23 @@ def _rows_kernel(x, factor, likely, lost, weight, out, width, LIKELY: tl.constex
 
 
 BYTES_AT_ONCE = 7 * 2**28
-"""Memory for stored exponentials of logits: with more rows at once, dW is read and written fewer times."""
+"""Memory in bytes for stored exponentials of logits. More memory means more rows at once, and fewer passes over dW."""
 
 
 @dataclass(frozen=True, eq=False)
 class DenseRows:
-    """Loss and gradient of some rows. The last two GEMMs are not queued yet, so that the host can read results first."""
+    """Loss and gradient of rows with a dense logit gradient. The last two GEMMs wait for `finish`, so that the host can read
+    results first."""
 
     rows: HeadRows
     loss: LossRows
     sizes: Tensor
-    """Σ |dz| of each row [N]."""
+    """L1 norm of each row's logit gradient, Σ |dz| [N]."""
     left_out: Tensor
-    """True where a row's gradient could not be stored and has to be recomputed [N]. Either the sampled token is almost
-    impossible, or the tail has a gradient but almost no mass."""
+    """True for rows whose gradient could not be stored and must be recomputed [N]. Their sampled token is almost impossible, or
+    their tail has a gradient but almost no mass."""
     finish: Callable[[], None]
-    """Queues the last GEMMs of the gradients of Σ weights · loss, without the rows in `left_out`."""
+    """Function that queues the last GEMMs: the gradients of Σ weights · loss, without the rows in `left_out`."""
 
 
 def dense_forward(
@@ -510,7 +511,9 @@ def dense_forward(
     out: Gradients,
     overflows: list[AsyncCopy] | None = None,
 ) -> DenseRows:
-    """Compute rows, losses, and the needed gradients into `out`; `overflows` as in `stream_head`.
+    """Compute losses of rows with a dense logit gradient, and write their gradients into `out`.
+
+    `overflows` is as in `stream_head`.
 
     One GEMM makes the logits and stores their exponentials, relative to the sampled token's logit; the gradient is made from
     these in place, for two more GEMMs. The GEMMs of a part are queued after the next part's kernels, so that the host is ahead
@@ -561,7 +564,7 @@ def dense_forward(
 
 
 def recompute_rows(source: HeadInput, stored: DenseRows, weights: Tensor, out: Gradients) -> None:
-    """Recompute the rows in `left_out`: write their dH, and add their dW and db."""
+    """Recompute the rows in `left_out`: write their dH, and add to dW and db."""
     picked = stored.left_out.nonzero().squeeze(-1)
     padded = torch.nn.functional.pad(picked, (0, -len(picked) % PADDED), value=-1)
     gradient = row_gradient(stored.rows, source.tokens, stored.loss, source.spec, weights)
@@ -569,14 +572,14 @@ def recompute_rows(source: HeadInput, stored: DenseRows, weights: Tensor, out: G
 
 
 def scale(x: Tensor, factor: Tensor) -> None:
-    """Multiply x in place by the first element of another tensor; a factor of 1, as in a plain sum, leaves x unread."""
+    """Multiply `x` in place by the first element of `factor`. A factor of 1, as in a plain sum, leaves `x` unread."""
     flat = x.view(-1)
     _scale_kernel[(triton.cdiv(flat.numel(), 65536),)](flat, factor, flat.numel(), BLOCK=8192, num_warps=8)
 
 
 @triton.jit
 def _scale_kernel(x, factor, total, BLOCK: tl.constexpr):
-    """Multiply a slice in place. The factor is read on the device: the host does not wait, and a factor of 1 costs no pass."""
+    """Multiply a slice in place by a factor that is read on the device: the host does not wait. A factor of 1 costs no pass."""
     times = tl.load(factor).to(tl.float32)
     if times != 1.0:
         for step in range(0, 8):
@@ -586,15 +589,17 @@ def _scale_kernel(x, factor, total, BLOCK: tl.constexpr):
 
 
 BLOCK = 4096
-"""Width of the slice of a row of dW that one program writes."""
+"""Number of columns of one row of dW that one program writes."""
 PIECE = 64
-"""Entries of one token that a separate program sums first, unless the sums would take too much memory."""
+"""Number of one token's gradient entries that a separate program sums first, unless the sums take too much memory."""
 PIECE_BYTES = 36 * 2**20
-"""Memory for the partial sums of all tokens."""
+"""Memory in bytes for the partial sums of all tokens' gradient entries."""
 
 
 def sparse_rows(source: HeadInput, gradient: RowGradient, key: Tensor, out: Gradients, *, add: bool) -> None:
-    """Write dH of the sparse rows and 0 for all other rows, and dW and db of the sparse rows; `add` adds to the last two.
+    """Write the gradients of rows with a sparse logit gradient; dH becomes 0 in all other rows.
+
+    With `add`, dW and db are added to.
 
     `key` [N, S] has the token of each explicit entry that counts, and V elsewhere.
     """
@@ -633,7 +638,7 @@ def sparse_rows(source: HeadInput, gradient: RowGradient, key: Tensor, out: Grad
 
 
 def _sort_by_token(key: Tensor, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort explicit entries by token: their tokens, their indices in [N, S], and each token's first entry [V + 1].
+    """Sort explicit entries by token. Return their tokens, their indices in [N, S], and each token's first entry [V + 1].
 
     Entries of one token stay in the order of their rows, so that sums over them repeat bit for bit. On a GPU the sort, which
     is many small kernels, runs on the side stream while dH is computed.
@@ -654,7 +659,7 @@ def _sort_by_token(key: Tensor, vocabulary: int) -> tuple[Tensor, Tensor, Tensor
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Stream for many small kernels: it runs beside the main stream, with priority."""
+    """Return a CUDA stream for many small kernels; it runs beside the main stream, with priority."""
     return torch.cuda.Stream(device, priority=-1)
 
 
@@ -668,7 +673,7 @@ def _all_tokens(vocabulary: int, device: torch.device) -> Tensor:
 def _hidden_kernel(
     weight, key, value, out, vocabulary, width, slots, BLOCK: tl.constexpr, SOME: tl.constexpr, SLOTS: tl.constexpr
 ):
-    """Sum the weights of a row's entries into its dH; a peaked policy has about ten entries that count."""
+    """Compute a slice of one row's dH: sum its gradient entries times their tokens' weights. A peaked policy has about ten."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -694,7 +699,7 @@ def _piece_kernel(
     hidden, value, keys, order, sums, sums_g, vocabulary, width, slots, PIECE: tl.constexpr, BLOCK: tl.constexpr,
     SOME: tl.constexpr,
 ):  # fmt: skip
-    """Sum PIECE entries if all belong to one token.
+    """Sum PIECE gradient entries if all of them belong to one token.
 
     A frequent token, such as a comma, has thousands of entries. One program for each would be what the others wait for: its
     pieces are summed side by side first, always the same entries in a piece, so that the sums repeat bit for bit.
@@ -724,7 +729,7 @@ def _weight_kernel(
     hidden, value, order, starts, sums, sums_g, d_weight, d_bias, width, slots, ADD: tl.constexpr, PIECE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum the entries of one token: whole pieces from `_piece_kernel` where it summed them, single entries elsewhere."""
+    """Compute one token's row of dW: sum its gradient entries, whole pieces from `_piece_kernel` where they exist."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     within = column < width
@@ -773,7 +778,9 @@ def head_gradients(
     mean: Tensor | None = None,
     add: bool = False,
 ) -> tuple[Routes, Callable[[], None]]:
-    """Compute the gradients of rows into `out`; with `add`, dW and db are added to.
+    """Choose sparse or dense logit gradients, and write the gradients of the rows into `out`.
+
+    With `add`, dW and db are added to.
 
     `mean` is the mean row's Σ |dz| if there are other rows. The returned function waits for the number of dense rows, and
     recomputes these. All other kernels are queued.
@@ -801,7 +808,8 @@ def head_gradients(
 def lm_head_backward(
     source: HeadInput, rows: HeadRows, upstream: Upstream, needed: Sequence[bool], *, tolerance: float, report: Tensor | None
 ) -> Gradients:
-    """Compute the needed gradients of `lm_head`; `report` [2] gets the share of dense rows, and the largest share dropped."""
+    """Compute the needed gradients of `lm_head`. Write the share of dense rows and the largest share dropped to
+    `report` [2]."""
     out = blank_gradients(source, needed)
     if not len(source.hidden):
         hidden, weight, bias = (None if x is None else x.zero_() for x in out)

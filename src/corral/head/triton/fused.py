@@ -1,4 +1,4 @@
-"""Fused loss and gradient in Triton: gradients of hidden states and weights, planned once per batch."""
+"""Fused loss and gradient in Triton. Once per batch, each token is planned for a sparse or a dense logit gradient."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,16 +21,17 @@ from corral.objective import Objective
 from corral.support import LogpTolerance
 
 FEWEST, SMALLEST_SHARE = 128, 0.03
-"""Number and share of rows below which a separate GEMM does not pay, for dense rows and for streamed rows."""
+"""Smallest number and share of rows that are worth a separate GEMM, for dense rows and for streamed rows."""
 SMALL = 10**12
-"""Operations of a GEMM below which splitting rows costs more host time than it saves: then all rows take one route."""
+"""Size of a GEMM, in operations, below which splitting rows costs more host time than it saves. All rows then take one
+route."""
 ROWS = 8
 
 
 def plan_rows(
     terms: LossTerms, tokens: Tensor, weight: Tensor, *, own: int | None, dense: bool, tolerance: float, limits: LogpTolerance
 ) -> tuple[Tensor, Tensor]:
-    """Validate a batch and order its unmasked tokens: rows to stream first, then rows that are known to be dense.
+    """Validate a batch and order its unmasked tokens: streamed rows (mostly sparse gradients) first, then dense rows.
 
     A streamed row takes one GEMM and a gradient that is sparse unless `route_rows` finds otherwise, and then a fourth GEMM; a
     row planned to be dense takes three. Shapes have been checked. A row is invalid if a token id is outside the vocabulary, if
@@ -75,7 +76,7 @@ def _inspect_kernel(
     stride_t, slots, vocabulary, highest, slack, ANCHOR: tl.constexpr, DENSE: tl.constexpr, EVERY: tl.constexpr,
     SLOTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute each row's Σ |dz|, and the part that a sparse backward drops.
+    """Validate each row; compute the L1 norm of its logit gradient, and the part that a sparse backward pass drops.
 
     The size −1 marks a masked row, and the dropped part −1 an invalid row.
 
@@ -129,7 +130,7 @@ def _inspect_kernel(
 
 @triton.jit
 def _ways(off, size, row, total, mean, tolerance):
-    """Masks of the unmasked rows, and of the rows planned to be dense."""
+    """Return masks of the unmasked rows, and of the rows planned to be dense."""
     whole = tl.load(size + row, mask=row < total, other=-1.0)
     dropped = tl.load(off + row, mask=row < total, other=0.0)
     unmasked = ~(whole < 0.0)
@@ -138,7 +139,7 @@ def _ways(off, size, row, total, mean, tolerance):
 
 @triton.jit
 def _order_kernel(off, size, order, counts, total, tolerance, flat, fewest, share, rest, BLOCK: tl.constexpr):
-    """Order the rows in one program, so that the mean, which separates dense from streamed rows, is deterministic."""
+    """Order the rows in one program, streamed rows first. The mean gradient, which separates them, is then deterministic."""
     sizes = tl.zeros((BLOCK,), tl.float32)
     rows, refused, dense = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
     for begin in range(0, total, BLOCK):
@@ -272,7 +273,7 @@ def fused_loss(
 
 
 def _rows_of(out: Gradients, part: slice) -> Gradients:
-    """Gradients of some rows: their part of dH, with dW and db, which all rows share."""
+    """Select the gradient memory of some rows: their part of dH, and all of dW and db."""
     d_hidden, d_weight, d_bias = out
     return None if d_hidden is None else d_hidden[part], d_weight, d_bias
 
@@ -285,7 +286,7 @@ def _gradients(
     tolerance: float,
     out: Gradients,
 ) -> tuple[Callable[[], None], Tensor]:
-    """Compute the gradients of streamed rows, which come first, and of stored rows into `out`.
+    """Compute into `out` the gradients of streamed rows, which come first, and of dense rows.
 
     Everything that needs no host is queued now; the returned function does the rest. Also returns the share of dense rows, and
     the largest share dropped [2].

@@ -1,4 +1,4 @@
-"""Log-probs of a few more tokens of a policy on a GPU; each row's weights are read once.
+"""Compute log-probs of a few given tokens per row on a GPU, without logits of the whole vocabulary.
 
 `extend_rows` puts an old policy on a union of supports; `gather_logp` serves loops that do so themselves.
 """
@@ -20,14 +20,15 @@ LEAST: tl.constexpr = tl.constexpr(LEAST_LEFT)
 def gather_logp(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LogitSpec, tokens: Tensor, logp: Tensor, ids: Tensor
 ) -> Tensor:
-    """Log-probabilities of `ids` [N, M], like `union.gather_logp`. Padding costs nothing at the end of a row."""
+    """Compute log-probabilities of the tokens `ids` [N, M] on a GPU, like `union.gather_logp`. Padding at a row's end
+    is free."""
     own, place = tokens[:, None], torch.arange(len(ids), device=ids.device)
     rest = torch.zeros(len(ids), device=ids.device)  # not used: nothing is taken from a tail
     return _extend(hidden, weight, bias, spec, place, own, logp[:, None], rest, torch.cat([own, ids], 1))[0][:, 1:]
 
 
 def extend_rows(old: SparseDist, ids: Tensor, union: UnionSupport, spec: LogitSpec) -> SparseDist:
-    """Evaluate the old policy [1 N K] on the union `ids` [N, S], which begins with its own support.
+    """Evaluate the old policy [1 N K] on the union `ids` [N, S], which begins with the old policy's own tokens.
 
     `UnionSupport.extend` is the reference; this one never waits for the device. A place beyond the old hidden states makes its
     row NaN, which is refused.
@@ -41,7 +42,7 @@ def _extend(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LogitSpec, place: Tensor, ids: Tensor, kept: Tensor,
     rest: Tensor, wide: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Log-probabilities on `wide` [N, S] and the log mass of the remaining tail [N], from their values on `ids` [N, K]."""
+    """Compute log-probs of the tokens `wide` [N, S] and the remaining log tail mass [N], given log-probs of `ids` [N, K]."""
     out, out_rest = torch.empty(wide.shape, device=wide.device), torch.empty(len(wide), device=wide.device)
     given = (None if x is None else x.contiguous() for x in (hidden, weight, bias, place, ids, kept, rest, wide))
     _extend_kernel[(len(wide),)](
@@ -73,7 +74,7 @@ def _extend_kernel(
     hidden, weight, bias, row_of, ids, kept, rest, wide, out_kept, out_rest, count, vocabulary, width, slots, joined, before,
     cap, after, BLOCK: tl.constexpr, SOME: tl.constexpr, SLOTS: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
-    """Extend one row: copy its own support, evaluate the other tokens of the union, and compute the remaining tail mass."""
+    """Extend one row: copy its old tokens' log-probs, compute those of the added tokens, and the remaining tail mass."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, SLOTS)
     member = tl.load(ids + row * slots + slot, mask=slot < slots, other=-1) >= 0

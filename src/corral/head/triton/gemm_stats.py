@@ -1,4 +1,4 @@
-"""Tile statistics of logits from one GEMM of hidden states and head weights, without materialised logits."""
+"""Statistics of the logits in each vocabulary tile, from one GEMM of hidden states and head weights."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ HEADROOM: tl.constexpr = tl.constexpr(96.0)
 
 @triton.jit
 def reduce_any(z, ENTROPY: tl.constexpr, COLUMNS: tl.constexpr):
-    """Reduce a tile in which some or all logits may be −inf to its statistics."""
+    """Compute the statistics of a tile in which some or all logits may be −inf."""
     local = tl.arange(0, COLUMNS)
     # Each of these runs over a whole tile of accumulators in registers, once per tile: it is what the GEMM waits for.
     # The place by comparison: faster than a maximum that carries its index along. NaN has none, and takes any.
@@ -42,7 +42,7 @@ def reduce_any(z, ENTROPY: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def reduce_plain(z, factor, ENTROPY: tl.constexpr, COMPILED: tl.constexpr, COLUMNS: tl.constexpr):
-    """Reduce a tile of finite h Wᵀ to its statistics; logits are a positive multiple, so that their order is equal.
+    """Compute the statistics of a tile of finite dot products h Wᵀ. The logits are a positive multiple of these.
 
     Comparing and selecting are what costs beside a GEMM; multiplying costs next to nothing. So the largest is marked with
     1 and everything else with 0, and its place, how many equals it has, and what is left without it are sums of these. Sums of
@@ -96,13 +96,13 @@ class TileStatistics(Tensors):
     peak: Tensor
     """Largest logit."""
     place: Tensor
-    """Column of the largest logit within the tile, uint8; any of them on a tie."""
+    """Column of the largest logit within the tile, uint8; on a tie, any of the equal columns."""
     second: Tensor
     """Second largest logit."""
     others: Tensor
-    """Σ e^(z − second) over all columns but `place`; at least 1 if all of them are 150 below the largest."""
+    """Sum Σ e^(z − second) over all columns but `place`; at least 1 if all of them are 150 below the largest."""
     weighted: Tensor
-    """Σ (z − second) e^(z − second) over all columns but `place`, for the entropy; empty unless requested."""
+    """Sum Σ (z − second) e^(z − second) over all columns but `place`, for the entropy; empty unless requested."""
 
 
 def gemm_stats(
@@ -140,7 +140,7 @@ def gemm_stats(
 
 
 def spec_arguments(spec: LogitSpec) -> tuple[float, float | None, float]:
-    """Arguments `before`, `cap` and `after` of `finish_logits`."""
+    """Arguments `before`, `cap` and `after` of the kernel function `finish_logits`."""
     if spec.softcap is None:
         return spec.slope, None, 1.0
     return spec.scale, spec.softcap, 1 / spec.temperature
@@ -175,7 +175,7 @@ def _stats_kernel(
     before, cap, after, PLAIN: tl.constexpr, ENTROPY: tl.constexpr, COMPILED: tl.constexpr, PROGRAMS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Persistent kernel: each program takes every PROGRAMS-th tile. GROUP row blocks in a row share their weights.
+    """Persistent kernel of `gemm_stats`: each program computes every PROGRAMS-th tile. GROUP row blocks share weights.
 
     First whole tiles of plain logits, which take fewer steps to reduce, then the others: as a rule the last of each row.
     """

@@ -1,4 +1,4 @@
-"""Per-token losses in Triton: read a batch's rows, project, and write losses and gradient factors."""
+"""Per-token losses and their gradients in Triton, for objectives that weight, clip, mask, penalise or project."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,16 +23,16 @@ RULED_OUT, LOG_RATIO_MAX, CERTAIN, TOLERATED = (
     tl.constexpr(x) for x in (reference.RULED_OUT, numerics.LOG_RATIO_MAX, numerics.CERTAIN, ANCHOR_TOLERANCE)
 )
 UNCHECKED = LogpTolerance()
-"""Tolerances for a new policy from the head and an inspected old policy: neither is checked again."""
+"""No limits on log-probs: the new policy comes from the head, and the old policy has been checked."""
 
 FIELDS = LOSS, LOG_RHO, ACTED, KL_MEAN, KL_MAX, KL_AFTER, DUAL, CONVERGED, MISMATCH, FLAWED, REGRESSION = tuple(
     map(tl.constexpr, range(11))
 )
-"""Row indices of `LossRows.fields`. Without a support, KL_MEAN and KL_MAX use two different estimates."""
+"""Row indices of the results in `LossRows.fields`. Without top-k tokens, KL_MEAN and KL_MAX use two different estimates."""
 REST_MAX_RATIO, HIDDEN_KL_MAX = tl.constexpr(11), tl.constexpr(12)
-"""Indices of two further metrics, after the rows of `LossRows.fields`."""
+"""Indices of two further metrics, which follow the results of `LossRows.fields`."""
 LANES = 256
-"""Rows times slots that one program processes."""
+"""Number of elements (rows times top-k slots) that one program processes."""
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def kl_term(p, q, gap):
 
 @triton.jit
 def kl_elements(log_p, log_q):
-    """Terms of KL(p‖q): q where p = 0, inf where only q is 0."""
+    """Terms of KL(p‖q), one per category: q where p = 0, inf where only q is 0."""
     both = (log_p > -float("inf")) & (log_q > -float("inf"))
     term = kl_term(tl.exp(log_p), tl.exp(log_q), tl.where(both, log_q - log_p, 1.0))
     return tl.where((log_p > -float("inf")) & (log_q == -float("inf")), float("inf"), term)
@@ -110,7 +110,7 @@ def binary_kl(log_p, log_q):
 
 @triton.jit
 def tilt(t, log_old, p, d, common):
-    """Evaluate the tilt r_t ∝ old · e^{t d}: log r, KL(r‖old) and Var_r(d)."""
+    """Evaluate the tilted policy r_t ∝ old · e^{t d}: log r_t, KL(r_t‖old) and the variance of d, Var_r(d)."""
     step = t * d
     x = tl.where(common, log_old + step, -float("inf"))
     top = tl.max(x, 0)
@@ -124,7 +124,10 @@ def tilt(t, log_old, p, d, common):
 
 @triton.jit
 def project(new, old, bound):
-    """Project a row: log r, t, whether the bound binds, KL(r‖old), converged. Fuses `find_root` and `_project_rows`."""
+    """Project one row onto the KL ball: log r, t, whether the bound binds, KL(r‖old), converged.
+
+    Fuses `find_root` and `_project_rows` of the PyTorch projection.
+    """
     common = (new > RULED_OUT) & (old > RULED_OUT)
     overlap = tl.max(common.to(tl.int32), 0) > 0
     lost = tl.max(((old > RULED_OUT) & ~common).to(tl.int32), 0) > 0
@@ -180,21 +183,21 @@ def project(new, old, bound):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LossRows(Upstream):
-    """Losses of N packed tokens, and the gradients of c · policy + regression."""
+    """Losses of N packed tokens, with their gradients with respect to the head's results."""
 
     SHARED: ClassVar[tuple[str, ...]] = ("fields",)
 
     fields: Tensor
-    """Results per token [11, N]: LOSS, which is policy + regression, LOG_RHO, …"""
+    """Results of each token, in the order of FIELDS [11, N]: loss (LOSS, policy + regression), log-ratio (LOG_RHO), …"""
     rest_old: Tensor | None
-    """Log mass of the old policy's tail [N], from which a union of supports has taken tokens; None without a support."""
+    """Log tail mass of the old policy [N], after a union has taken tokens out of the tail. None without top-k tokens."""
 
     def field(self, which: tl.constexpr) -> Tensor:
-        """Return one of the fields [N]."""
+        """Return one result of every token [N], chosen by its index in FIELDS."""
         return self.fields[which.value]
 
     def output(self, rule: TokenRule | ProjectionRule, metrics: dict[str, Tensor]) -> ObjectiveOutput:
-        """Output of the objective [1 N]."""
+        """Convert the results to the objective's output for packed tokens [1 N]."""
         out = ObjectiveOutput(self.field(LOSS)[None], metrics, self.field(ACTED)[None] > 0)
         if isinstance(rule, TokenRule):
             return out
@@ -202,12 +205,12 @@ class LossRows(Upstream):
 
     @classmethod
     def cat(cls, parts: Sequence["LossRows"], dim: int = 0) -> "LossRows":
-        """Join rows along N, the second axis of `fields`."""
+        """Join the losses of several parts along the token axis N, the second axis of `fields`."""
         return replace(super().cat(parts, dim), fields=torch.cat([part.fields for part in parts], dim + 1))
 
 
 def kernel_rule(objective: Any, batch: TokenBatch) -> TokenRule | ProjectionRule | None:
-    """Rule by which a kernel computes the objective; None for a function of your own, or a batch without what it needs."""
+    """Return the kernel rule for this objective, or None for a custom function or a batch that lacks a required field."""
     if not isinstance(objective, Objective) or not has_token_shapes(batch):
         return None
     lacks_support = "dist_old" in objective.needs and batch.dist_old is None
@@ -259,7 +262,7 @@ def summarize(
     weights: Tensor | None = None,
     policy_weights: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Compute the objective's metrics, Σ w (c · policy + regression), and the number of invalid tokens."""
+    """Compute the objective's metrics, the total loss Σ w (c · policy + regression), and the number of invalid tokens."""
     new, old, (_, count) = batch.dist_new, batch.dist_old, loss.fields.shape
     out = torch.empty(len(FIELDS) + 2, device=loss.fields.device)
     tail: tuple[Tensor, Tensor, Tensor] | tuple[None, None, None] = (None, None, None)
@@ -284,7 +287,7 @@ def summarize(
 
 @triton.jit
 def disagree(own, anchor):
-    """True if an old policy's support and log-probs disagree on the sampled token.
+    """True if the old policy's top-k tokens and `logp_old` disagree on the sampled token's log-probability.
 
     The objective is then called, and refuses the batch.
     """
@@ -293,7 +296,7 @@ def disagree(own, anchor):
 
 @triton.jit
 def no_distribution(mass, slack):
-    """True if a mass is not 1, by a looser tolerance than the objective's.
+    """True if a distribution's mass is not 1, by a looser tolerance than the objective's.
 
     The objective is then called, and checks the batch.
     """
@@ -489,7 +492,7 @@ def _token_kernel(
 
 @triton.jit
 def _store(at, count, mask, loss, log_rho, acted, kl_mean, kl_max, kl_after, dual, converged, mismatch, flawed, regression):
-    """Write the fields of some rows."""
+    """Write results of some rows into `LossRows.fields`."""
     tl.store(at + count * LOSS, loss, mask=mask)
     tl.store(at + count * LOG_RHO, log_rho, mask=mask)
     tl.store(at + count * ACTED, acted.to(tl.float32), mask=mask)

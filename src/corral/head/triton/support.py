@@ -1,4 +1,4 @@
-"""Top-K supports from tile statistics: choose tiles, recompute their logits, and finalize the K most likely tokens."""
+"""Top-k tokens from tile statistics: choose vocabulary tiles, recompute their logits, and rank the K most likely tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,55 +17,55 @@ from corral.head.triton.gemm_stats import TileStatistics, finish_logits, gemm_st
 from corral.support import refuse_ids, refuse_repeats
 
 WARPS = 4
-"""Warps per row."""
+"""Number of warps of a program that processes one row (token)."""
 LOWEST: tl.constexpr = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
 NOTHING: tl.constexpr = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 LEFT_ALONE, LARGEST_TAKEN, RECOMPUTED = map(tl.constexpr, range(3))
-"""States of a row's tile: no logit taken out, its largest taken out, or any number after recomputing the tile."""
+"""States of one row's tile: no logit taken out, the largest taken out, or recomputed with any number taken out."""
 
 ROWS_AT_ONCE = 8192
 """Number of tokens whose tile statistics are stored at once."""
 ROOM = 4
-"""Space for candidates of an own support, as a multiple of k. Common tokens have neighbouring ids, so k is not enough."""
+"""Space for the candidates for top-k tokens, as a multiple of k. Common tokens have neighbouring ids, so k is not enough."""
 MORE_ROOM = 32
-"""Space for rows with more candidates, as a multiple of k. If it overflows, as with equal logits, the torch path is used."""
+"""Space for rows with more candidates, as a multiple of k. If it overflows, as with equal logits, the PyTorch path is used."""
 UNION_ROOM = 8
-"""Space if the host does not wait for the overflow flag, as a multiple of k. A flagged batch is computed again."""
+"""Space for candidates if the host does not wait for the overflow flag, as a multiple of k. A flagged batch is recomputed."""
 MOST_LISTED = 8192
-"""Number of candidates that can be sorted in 64 KiB of shared memory, which every GPU has."""
+"""Largest number of candidates that can be sorted in 64 KiB of shared memory, which every GPU has."""
 
 
 @dataclass(frozen=True, eq=False)
 class RecomputePlan:
-    """Recompute plan: the tiles of N rows to recompute. Memory fits any number, so that the host need not wait for it."""
+    """Vocabulary tiles whose logits are recomputed, for N rows. Memory suffices for all tiles, so the host need not wait."""
 
     state: Tensor
-    """State of each tile, LEFT_ALONE, LARGEST_TAKEN or RECOMPUTED [N, tiles] uint8."""
+    """State of each row's tiles: LEFT_ALONE, LARGEST_TAKEN or RECOMPUTED [N, tiles] uint8."""
     queue: Tensor
     length: Tensor
-    """Rows queued for each tile of the vocabulary [tiles, N], and their number [tiles]."""
+    """Rows for which each vocabulary tile is recomputed [tiles, N], and the number of these rows [tiles]."""
     listed: Tensor
-    """Candidates: id · M + slot of a given support, ascending [N, M], or rank keys for an own support [N, room]."""
+    """Candidates of each row: id · M + slot of given tokens, ascending [N, M], or rank keys for top-k tokens [N, room]."""
     filled: Tensor
-    """For an own support: the number of candidates [N]; more than `room` if they did not fit."""
+    """Number of candidates for a row's top-k tokens [N]; more than `room` if they did not fit."""
     floor: Tensor
-    """For an own support: a lower bound on its logits, as an integer of equal order [N]."""
+    """Lower bound on the logits of a row's top-k tokens, as an integer of equal order [N]."""
     overflow: Tensor
-    """For an own support: 1 if `filled` exceeds `room` anywhere [1]."""
+    """Flag for top-k tokens: 1 if `filled` exceeds `room` in any row [1]."""
 
 
 def fits_at_once(count: int) -> bool:
-    """True if that number of rows fits in one part, whose statistics can be computed beforehand."""
+    """True if the tile statistics of `count` tokens fit in memory at once, and can be computed beforehand."""
     return count <= ROWS_AT_ONCE
 
 
 def lm_head_forward(source: HeadInput) -> HeadRows:
-    """Compute the head's results for `lm_head`; ids are checked on the device, and refused once all kernels are queued."""
+    """Compute the head's results for `lm_head`. Ids are checked on the device, and refused once all kernels are queued."""
     return stream_head(source, queued=queue_id_check("lm_head", source.tokens, source.ids, len(source.weight)))
 
 
 def queue_id_check(where: str, tokens: Tensor, ids: Tensor | None, vocabulary: int) -> Callable[[], None]:
-    """Queue a check of sampled tokens and a support; the returned function waits for it, and refuses wrong ids.
+    """Queue a check of token ids on the device. The returned function waits for its result, and raises an error for wrong ids.
 
     Waiting at once would stop the host for as long as the device is behind. Kernels must therefore read no memory out of
     bounds, whatever the ids.
@@ -92,7 +92,7 @@ def stream_head(
     queued: Callable[[], None] = lambda: None,
     overflows: list[AsyncCopy] | None = None,
 ) -> HeadRows:
-    """Compute the head's results for n tokens from one GEMM and a few recomputed tiles.
+    """Compute the head's results for n tokens, from one GEMM and a few recomputed tiles of logits.
 
     Without `ids` and `top_k` the support is the sampled token; with both it is their union. `stats` are those of all n tokens,
     if they exist already. `queued` is called when all kernels are queued, before the host waits for a result. The ranking of a
@@ -108,13 +108,16 @@ def stream_head(
 
 
 def _parts(whole: HeadInput) -> list[HeadInput]:
-    """Split into even parts of at most ROWS_AT_ONCE rows."""
+    """Split the tokens into even parts of at most ROWS_AT_ONCE rows."""
     total = len(whole.hidden)
     return [whole[part] for part in slices(total, triton.cdiv(total, max(1, triton.cdiv(total, ROWS_AT_ONCE))))]
 
 
 def support_rows(part: HeadInput, stats: TileStatistics, overflows: list[AsyncCopy] | None = None) -> HeadRows:
-    """Compute rows on the support `ids`, on its union with an own support, or on the sampled token; overwrites `stats`."""
+    """Compute the head's results on given tokens, on their union with the top-k tokens, or on the sampled token.
+
+    The tile statistics `stats` are overwritten.
+    """
     top_k, given = part.top_k, part.ids
     if top_k is None:
         return _given_rows(part, stats)
@@ -129,7 +132,7 @@ def support_rows(part: HeadInput, stats: TileStatistics, overflows: list[AsyncCo
 
 
 def _given_rows(part: HeadInput, stats: TileStatistics) -> HeadRows:
-    """Compute rows on the support `ids`, or on the sampled token alone."""
+    """Compute the head's results on the given tokens `ids`, or on the sampled token alone."""
     given, marks = part.ids is not None, _marks(part)
     (count, tiles), slots = stats.peak.shape, marks.shape[1]
     out, plan = _blank_rows(part, slots), _blank_plan(stats, lanes(slots), own=False)
@@ -155,7 +158,7 @@ def _own_rows(
     queued: Callable[[], None] = lambda: None,
     overflows: list[AsyncCopy] | None = None,
 ) -> HeadRows:
-    """Compute rows on the policy's own support, as in `top_k_support`.
+    """Compute the head's results on the policy's own top-k tokens, as in `corral.top_k_support`.
 
     Slot 0 is the sampled token, or no token if `ids` is given.
     """
@@ -199,13 +202,13 @@ def _own_rows(
 
 
 def _marks(part: HeadInput) -> Tensor:
-    """Marked tokens: the sampled token and the given support, if any [N, 1 + K] int32; −1 for ids outside the vocabulary."""
+    """Collect the token ids to evaluate: the sampled token and the given ones [N, 1 + K] int32; −1 outside the vocabulary."""
     marks = part.tokens[:, None] if part.ids is None else torch.cat([part.tokens[:, None], part.ids], 1)
     return torch.where((marks >= 0) & (marks < len(part.weight)), marks, -1).int()
 
 
 def _blank_rows(part: HeadInput, slots: int) -> HeadRows:
-    """Allocate uninitialised rows; the entropy is 0 unless requested."""
+    """Allocate uninitialised results of the head; the entropy is 0 unless requested."""
     count, device = len(part.tokens), part.tokens.device
     lse, logp, rest, rest_max = (torch.empty(count, device=device) for _ in range(4))
     entropy = (torch.empty if part.entropy else torch.zeros)(count, device=device)
@@ -228,7 +231,10 @@ def _blank_plan(stats: TileStatistics, listed: int, *, own: bool) -> RecomputePl
 def _recompute_tiles(
     part: HeadInput, stats: TileStatistics, plan: RecomputePlan, marks: Tensor, out: HeadRows, *, given: bool, own: bool
 ) -> None:
-    """Recompute the planned tiles: fill in `out.kept` for a given support, list candidates for an `own` support."""
+    """Recompute the logits of the queued tiles, for given tokens or for the policy's own top-k tokens.
+
+    Given tokens' log-probs go to `out.kept`; candidates for top-k tokens go to the plan's list.
+    """
     hidden, weight, tile = part.hidden, part.weight, tile_of(part.hidden)
     (tiles, count), programs = plan.queue.shape, processors(hidden)
     _tile_kernel[(programs,)](
@@ -241,7 +247,7 @@ def _recompute_tiles(
 
 
 def join_supports(given: Tensor, ranked: Tensor, most: int, joins: Tensor | None = None) -> Tensor:
-    """Join supports into ids [N, K + most]: the tokens of `given` [N, K], then up to `most` others of `ranked` [N, M], then −1.
+    """Join token ids into [N, K + most]: the tokens of `given` [N, K], then up to `most` others of `ranked` [N, M], then −1.
 
     Both may hold −1, for no token, anywhere. A row that does not join [N] gets no others. `support.choose_support` is the
     reference.
@@ -271,20 +277,20 @@ def _repeat_kernel(ids, found, slots, SLOTS: tl.constexpr, SOME: tl.constexpr):
 
 @triton.jit
 def rank_bits(z):
-    """Map a logit to an integer of equal order."""
+    """Map a logit to an integer with the same order."""
     bits = (z + 0.0).to(tl.int32, bitcast=True)  # + 0 turns −0 into 0, its equal
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def rank_key(z, ids):
-    """Map (logit, id) to an integer that orders by logit, then lower id first."""
+    """Map (logit, id) to an integer key that sorts by logit, then by lower id."""
     return (rank_bits(z).to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
 
 
 @triton.jit
 def _load_tiles(peak, second, others, row, tiles, TILES: tl.constexpr):
-    """Load a row's tiles: indices, mask, addresses, largest logit, second largest, and the sum of all but the largest."""
+    """Load the statistics of a row's tiles: indices, mask, addresses, two largest logits, and the sum without the largest."""
     # One program holds all of a row's tiles in registers: 594 of them for a vocabulary of 152,000.
     tile = tl.arange(0, TILES)
     valid = tile < tiles
@@ -304,7 +310,7 @@ def log_sum(peak, total):
 
 @triton.jit
 def whole_tiles(top, runner_up, without):
-    """Compute Σ e^(z − top) of each tile, and second − top."""
+    """Compute for each tile Σ e^(z − top), where top is its largest logit, and the gap second − top."""
     # 1 for the largest itself, and the others brought from "relative to the second" to "relative to the largest".
     some = top > -float("inf")
     down = tl.where(runner_up > -float("inf"), runner_up - tl.where(some, top, 0.0), -float("inf"))
@@ -313,7 +319,7 @@ def whole_tiles(top, runner_up, without):
 
 @triton.jit
 def _normaliser(top, runner_up, without, weighted, lse, entropy, row, tiles, ENTROPY: tl.constexpr, TILES: tl.constexpr):
-    """Write log Σ e^z of a row, and its entropy."""
+    """Write a row's normaliser log Σ e^z, and its entropy."""
     whole, down = whole_tiles(top, runner_up, without)
     total = log_sum(top, whole)
     tl.store(lse + row, total)
@@ -333,7 +339,7 @@ def _given_kernel(
     peak, place, second, others, weighted, marks, state, queue, length, listed, values, lse, entropy, rows, tiles, slots,
     GIVEN: tl.constexpr, ENTROPY: tl.constexpr, TILES: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute normaliser, entropy, and the marked values that need no recomputing; queue the other tiles."""
+    """Compute a row's normaliser and entropy. Read off given tokens that are a tile's largest, and queue the other tiles."""
     row = tl.program_id(0).to(tl.int64)
     _tile, valid, here, top, runner_up, without = _load_tiles(peak, second, others, row, tiles, TILES)
     total = _normaliser(top, runner_up, without, weighted, lse, entropy, row, tiles, ENTROPY, TILES)
@@ -386,7 +392,7 @@ def _own_kernel(
     peak, place, second, others, weighted, marks, state, queue, length, listed, filled, floors, overflow, lse, entropy, rows,
     tiles, top_k, ENTROPY: tl.constexpr, TILES: tl.constexpr, ROOM: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute normaliser, entropy, a lower bound on the top k logits, and the tiles to recompute.
+    """Compute a row's normaliser and entropy, a lower bound on its top k logits, and the tiles to recompute.
 
     The k-th largest among the two largest logits of every tile is such a floor. A tile whose second largest logit is below it
     holds one member at most, which is known. Bisection finds a floor that slightly more than k of these logits reach: exact
@@ -442,7 +448,7 @@ def _tile_kernel(
     width, tiles, slots, before, cap, after, OWN: tl.constexpr, GIVEN: tl.constexpr, PROGRAMS: tl.constexpr,
     TILES: tl.constexpr, LISTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Recompute the queued tiles: each program takes every PROGRAMS-th block of ROWS rows, which share a tile's weights."""
+    """Recompute the logits of queued tiles: each program takes every PROGRAMS-th block of ROWS rows with one tile in common."""
     # How many rows wait for which tile is known on the device alone. Every program finds its blocks from the queues' lengths by
     # a prefix sum in registers, so that the host need not wait to size the launch.
     each = tl.arange(0, TILES)
@@ -482,7 +488,7 @@ def _tile_kernel(
 def _take_listed(
     z, row, valid, position, tile, listed, lse, values, slots, GIVEN: tl.constexpr, LISTED: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Move the logits listed for this tile to their slots; support members leave the tile."""
+    """Move the logits of listed tokens from this tile to their slots. Tokens of the support no longer count in the tile."""
     local = tl.arange(0, COLUMNS)
     total = tl.load(lse + row, mask=valid, other=0.0)
     key = tl.load(listed + row * LISTED + position, mask=valid, other=NOTHING)
@@ -505,7 +511,7 @@ def _take_listed(
 
 @triton.jit
 def _take_largest(z, row, valid, tile, listed, filled, floors, overflow, marks, LISTED: tl.constexpr, COLUMNS: tl.constexpr):
-    """Put the sampled token first in the list, and append other logits that reach the row's lower bound."""
+    """List a tile's candidates for top-k tokens: the sampled token first, then logits that reach the row's lower bound."""
     local = tl.arange(0, COLUMNS)
     token = tl.load(marks + row, mask=valid, other=-1)
     mine = valid & (token // COLUMNS == tile) & (token >= 0)
@@ -546,7 +552,7 @@ def _finalize_given_kernel(
     peak, second, others, state, marks, lse, rest, rest_max, values, tiles, slots, GIVEN: tl.constexpr, TILES: tl.constexpr,
     SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Finalize a row on a given support: its tail, and slot 0 if the sampled token is also in the support."""
+    """Finalize a row with given tokens: its tail mass, and slot 0 if the sampled token is also among the given ones."""
     row = tl.program_id(0).to(tl.int64)
     total = tl.load(lse + row)
     outside, largest = _left_in_tiles(peak, second, others, state, row, tiles, TILES)
@@ -566,7 +572,7 @@ def _finalize_own_kernel(
     peak, second, others, state, listed, filled, marks, lse, logp, rest, rest_max, ids, kept, tiles, mass, top_k,
     THRESHOLD: tl.constexpr, TILES: tl.constexpr, BEST: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """Finalize a row's own support: the largest of the listed logits, sorted, and the remaining tail mass."""
+    """Finalize a row's top-k tokens: sort the largest of the listed logits, and compute the remaining tail mass."""
     row = tl.program_id(0).to(tl.int64)
     if tl.load(filled + row) > ROOM:  # no token, until the row is computed again
         every = tl.arange(0, 2 * BEST)
@@ -627,7 +633,7 @@ def _join_kernel(
     ids, ranked, joins, out_joined, slots, slots_in, joined, GIVEN: tl.constexpr, RANKED: tl.constexpr, SLOTS: tl.constexpr,
     SOME: tl.constexpr,
 ):  # fmt: skip
-    """Join one row of supports, for `join_supports`."""
+    """Join the token ids of one row, for `join_supports`."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, GIVEN)
     first = tl.load(ids + row * slots + place, mask=place < slots, other=-1)
