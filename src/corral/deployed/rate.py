@@ -1,4 +1,4 @@
-"""A learning rate found automatically from the measured distance of each step."""
+"""Learning rate found automatically from the measured distance (KL) of each step."""
 
 import math
 from typing import Any
@@ -7,7 +7,7 @@ from corral.validate import number_in, require
 
 
 class RateController:
-    """Scales a learning rate until a batch's updates move the network by δ.
+    """Scales a learning rate until the updates of one batch move the network by the target distance δ.
 
         rate ← rate · clip((δ / D)^power, low, high)
 
@@ -28,7 +28,8 @@ class RateController:
         """Current factor on the initial learning rate."""
 
     def update(self, distance: float, bound: float) -> float:
-        """Compute the factor for the learning rate after a batch that moved the network by `distance` instead of `bound`.
+        """Adapt `scale` after a batch that moved the network by `distance` instead of `bound`, and return the change as a
+        factor.
 
         A network that did not move gets the largest factor, a distance of NaN or inf the smallest.
         """

@@ -1,4 +1,4 @@
-"""Retraction: shrink a step towards the old weights until the deployed network's KL is within its bound."""
+"""Retraction: scale a step back towards the old weights until the network's measured KL is within a bound."""
 
 import logging
 import math
@@ -18,42 +18,43 @@ from corral.validate import require
 logger = logging.getLogger(__name__)
 
 AIM = 0.97
-"""Share of the bound that an estimate aims at: a probe just above the bound would be wasted."""
+"""Share of the bound that the next measurement aims at: a measurement just above the bound would be wasted."""
 CAREFUL = 0.7
-"""Share of the bound that the last estimate aims at: if it fails, the old weights are restored."""
+"""Share of the bound that the last measurement aims at. If it is above the bound, the old weights are restored."""
 ENOUGH = 0.8
-"""Share of the bound above which a step is kept without another probe."""
+"""Share of the bound above which a step is accepted without another measurement."""
 LOST = 0.1
-"""Factor on the share of the step after a measured distance that is NaN or inf."""
+"""Factor on the share of the step if the last measured KL is NaN or inf."""
 LEAST = 1e-6
-"""Smallest share of a step that is probed; below it the old weights are restored."""
+"""Smallest share of a step that is measured; below it the old weights are restored."""
 FEW = 5000
-"""Smallest number of tokens for which the 99.9th percentile is reported; with fewer it is among the five largest."""
+"""Smallest number of tokens for a 99.9th percentile. With fewer, the percentile is one of the five largest KLs."""
 _INTERPOLATED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Types of weights and buffers that are interpolated between their old and new values."""
+"""Dtypes of weights and buffers that are interpolated between their old and new values."""
 _told: set[str] = set()
 """Warnings that were already logged: each is logged once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """Result of a retraction: the share of the step that was kept, and the KL measured before and after."""
+    """Result of `retract`: the accepted share of the step, and the KL measured before and after."""
 
     statistic: str
     bound: float
     share: float
-    """Share of the step that was kept: θ_old + share · (θ_new − θ_old)."""
+    """Accepted share of the step: the weights are θ_old + share · (θ_new − θ_old)."""
     probes: int
-    """Number of measurements, including the one at the old weights if nothing else fitted."""
+    """Number of KL measurements. If no share of the step fits the bound, it includes one at the restored old weights."""
     value_before: float
-    """Statistic after the updates, before anything was undone; NaN if a weight was NaN or inf."""
+    """Statistic of the KL after the updates, before the step was scaled back; NaN if a weight was NaN or inf."""
     value_after: float
-    """Measured statistic of the kept weights: at most the bound, or `rounding` if these are the old weights."""
+    """Statistic measured at the final weights: at most the bound, or for restored old weights at most max(bound,
+    `rounding`)."""
     before: TokenKL
     after: TokenKL
 
     def metrics(self) -> dict[str, float]:
-        """Metrics for a trainer's log, without the 99.9th percentile if fewer than 5,000 tokens were measured."""
+        """Metrics for a trainer's log. The 99.9th percentile is left out if fewer than 5,000 tokens were measured."""
         after = self.after
         found = {
             "tr/deployed_kl_mean": after.mean,
@@ -69,7 +70,7 @@ class Certificate:
 
 
 def snapshot(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of the parameters that are trained and of the buffers that the state dict holds, by name.
+    """Copy the trained parameters, and the buffers in the state dict, by name.
 
     A tied weight is copied once; of a sharded one this process's part. Other buffers are caches, such as the frequencies of
     a rotary embedding. Modules recompute them, and count in plain attributes what they hold: putting a copy back would leave
@@ -97,7 +98,7 @@ def retract(
     max_probes: int = 4,
     rounding: float = 1e-6,
 ) -> Certificate:
-    """Keep the largest share of a step, found by a few probes, whose per-token KL fits a bound.
+    """Scale a step back to the largest share, found by a few measurements, whose per-token KL is within a bound.
 
         θ ← θ_old + s (θ_new − θ_old),   S(KL(π_θ ‖ π_old)) ≤ δ
 
@@ -174,7 +175,7 @@ def retract(
 
 @dataclass(frozen=True)
 class _Probe:
-    """One measurement: the share of the step, the bounded statistic, and all statistics."""
+    """One measurement of a step: its share, the bounded statistic of the KL, and all statistics."""
 
     share: float
     value: float
@@ -190,7 +191,8 @@ class _Probe:
 
 
 def _next_share(tried: list[_Probe], bound: float, *, last: bool) -> float | None:
-    """Compute the next share to measure, as if the statistic were a power of the share; None if no probe is worthwhile."""
+    """Compute the next share to measure, as if the statistic were a power of the share; None if no measurement is
+    worthwhile."""
     fits = max((one for one in tried if one.value <= bound), key=lambda one: one.share, default=None)
     if fits is not None and (fits.share == 1.0 or fits.value >= ENOUGH * bound):
         return None

@@ -36,11 +36,11 @@ class BatchKL:
     """Per-token KLs of a network, in nats, on N tokens of sequences that the old network sampled."""
 
     new_old: Float[Tensor, " N"]
-    """KL(new‖old) at each token, which is bounded."""
+    """KL(new‖old) at each token. Statistics of this KL are bounded."""
     old_new: Float[Tensor, " N"]
-    """KL(old‖new). Tokens were drawn from the old network, so that a sequence's sum estimates the KL of the whole sequence."""
+    """KL(old‖new) at each token. Its sum over a sequence estimates the KL of sequences, since the old network sampled them."""
     sequence: Int[Tensor, " N"]
-    """Sequence number of each token; any integers."""
+    """Number of the sequence to which each token belongs; any integers."""
     log_ratio: Float[Tensor, " N"] | None = None
     """log π_new − log π_old of the sampled token, if known."""
 
@@ -54,18 +54,19 @@ class BatchKL:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenKL:
-    """Distance that a network moved on the tokens of a batch, in nats per token, and per sequence if sequences are known."""
+    """Statistics of how far a network moved on the tokens of a batch: KL in nats, per token and per sequence."""
 
     mean: float
     p999: float
     max: float
     tokens: int
     se: float | None = None
-    """Standard error of the mean over independent sequences, or over tokens if sequences are unknown. None for a single one."""
+    """Standard error of the mean, over independent sequences, or over tokens if sequences are unknown. None for one
+    sequence."""
     seq_mean: float | None = None
     """Mean over sequences of Σ_t KL(old‖new): an estimate of the KL of whole sequences."""
     seq_max: float | None = None
-    """Σ_t KL(old‖new) of the sequence with the largest sum."""
+    """Largest sum Σ_t KL(old‖new) over one sequence."""
 
     @classmethod
     def of(cls, found: "Float[Tensor, ' N'] | BatchKL") -> "TokenKL":

@@ -42,7 +42,7 @@ def binary_tv(logp_p: Float[Tensor, "*#b"], logp_q: Float[Tensor, "*#b"]) -> Flo
 
 
 def _rest_gap(logp_p: Tensor, logp_q: Tensor, gap: Tensor) -> Tensor:
-    """Log-ratio log (1 − q)/(1 − p).
+    """Compute the log-ratio of the remaining mass, log (1 − q)/(1 − p).
 
     A small value is computed from the sampled token's log-ratio, since `gap`, a difference of two logarithms, cancels:
     1 − q = (1 − p) − p (e^(log q − log p) − 1), so the ratio is 1 − p expm1(log q − log p) / (1 − p).

@@ -36,7 +36,7 @@ def kl_elements(logp_p: Tensor, logp_q: Tensor, gap: Tensor) -> Tensor:
 
 
 def kl_terms(p: Tensor, q: Tensor, gap: Tensor) -> Tensor:
-    """Terms p (eˣ − 1 − x) for x = `gap` = log q − log p, where `gap` may be more exact than the difference of logarithms."""
+    """Compute the terms p (eˣ − 1 − x) of KL(p‖q). `gap` is x = log q − log p, if possible more exact than that difference."""
     near = gap.abs() < NEAR
     # eˣ overflows where p underflows; far apart nothing cancels, so the term is multiplied out to q − p − p x.
     return torch.where(near, p * expm1_minus_series(torch.where(near, gap, 0.0)), q - p - p * gap)
@@ -65,7 +65,7 @@ def abs_difference(logp_p: Tensor, logp_q: Tensor) -> Tensor:
 
 
 def _check_categories(where: str, logp_p: Tensor, logp_q: Tensor) -> None:
-    """Refuse policies on different numbers of categories: the last axis is never broadcast."""
+    """Raise an error for policies with different numbers of categories: the last axis is never broadcast."""
     require_tensors(where, logp_p=logp_p, logp_q=logp_q)
     if logp_p.shape[-1:] != logp_q.shape[-1:]:
         raise ValueError(

@@ -18,16 +18,16 @@ Chol = Float[Tensor, "... D"]
 
 
 class GaussianDistance(NamedTuple):
-    """A divergence of two Gaussians, split into the means' part and the covariances' part."""
+    """Divergence of two Gaussians, split into a part for the means and a part for the covariances."""
 
     mean: Tensor
-    """The means' part [*b]."""
+    """Part of the divergence caused by the difference of the means [*b]."""
     cov: Tensor
-    """The covariances' part [*c]: a single number if the covariance is shared."""
+    """Part of the divergence caused by the difference of the covariances [*c]: a single number if the covariance is shared."""
 
     @property
     def total(self) -> Tensor:
-        """Sum of the means' part and the covariances' part [*]."""
+        """Total divergence, the sum of mean part and covariance part [*]."""
         return self.mean + self.cov
 
 
@@ -89,7 +89,7 @@ def gaussian_wasserstein(
 
 @without_autocast
 def gaussian_frobenius(mean_p: Mean, chol_p: Chol, mean_q: Mean, chol_q: Chol, *, diagonal: bool = False) -> GaussianDistance:
-    """Squared Frobenius distance of the covariances, and the squared distance of the means in units of q.
+    """Squared Frobenius distance of the covariances, and squared Mahalanobis distance of the means under q.
 
         mean  |L_q⁻¹ (μ_p − μ_q)|²          cov  |Σ_p − Σ_q|²
 
@@ -127,7 +127,7 @@ def gaussian_entropy(chol: Chol, *, diagonal: bool = False) -> Float[Tensor, "*c
 
 
 def _tensors(where: str, **given: Tensor) -> tuple[Tensor, ...]:
-    """The arguments in one dtype; a ValueError names the first that is no tensor."""
+    """Convert the arguments to one dtype. A ValueError names the first argument that is not a tensor."""
     require_tensors(where, **given)
     return in_one_dtype(*given.values())
 
@@ -144,7 +144,7 @@ def mahalanobis(gap: Tensor, chol: Tensor, diagonal: bool) -> Tensor:
 
 
 def kl_of_covariances(chol_p: Tensor, chol_q: Tensor, diagonal: bool) -> Tensor:
-    """Covariance part of the KL, ½ (tr A − D − log det A) [*].
+    """Covariance part of the KL, ½ (tr A − D − log det A) with A = Σ_q⁻¹ Σ_p [*].
 
     It is NaN where a factor has a negative diagonal entry, and inf where p's has a zero.
     """
@@ -163,7 +163,10 @@ def kl_of_covariances(chol_p: Tensor, chol_q: Tensor, diagonal: bool) -> Tensor:
 
 
 def covariance_gap(chol_p: Tensor, chol_q: Tensor, diagonal: bool) -> Tensor:
-    """Difference Σ_p − Σ_q [*, D, D], or [*, D] of diagonals, from the difference F of the factors: F L_qᵀ + L_q Fᵀ + F Fᵀ."""
+    """Compute the difference of two covariances, Σ_p − Σ_q [*, D, D], or of their diagonals [*, D].
+
+    From the difference F = L_p − L_q of the factors it is F L_qᵀ + L_q Fᵀ + F Fᵀ, which avoids cancellation.
+    """
     f = chol_p - chol_q
     if diagonal:
         return f * (chol_p + chol_q)
@@ -172,14 +175,14 @@ def covariance_gap(chol_p: Tensor, chol_q: Tensor, diagonal: bool) -> Tensor:
 
 
 class _WassersteinLine(NamedTuple):
-    """A straight line between square roots of two covariances, F_t F_tᵀ with F_t = F_q + t (F_p − F_q)."""
+    """Straight line between square roots F_q and F_p of two covariances: F_t F_tᵀ with F_t = F_q + t (F_p − F_q)."""
 
     start: Tensor
-    """Square root of Σ_q, in the frame of the line."""
+    """Square root F_q of the covariance at which the line starts, in the line's coordinates."""
     step: Tensor
-    """Difference of a square root of Σ_p from `start`."""
+    """Difference F_p − F_q of the two square roots, in the line's coordinates."""
     distance: Tensor
-    """Squared length [*] of the line in the chosen form; a share t of the way has t² of it."""
+    """Squared length of the line [*]. Up to position t, the squared length is t² times as large."""
 
 
 def wasserstein_line(chol_p: Tensor, chol_q: Tensor, form: WassersteinForm, scaled: bool, diagonal: bool) -> _WassersteinLine:

@@ -1,4 +1,4 @@
-"""TROLL's core: the categorical distribution nearest to the new policy inside a KL ball around the old one."""
+"""Project a categorical policy onto a KL ball around the old policy; this is the core of the objective TROLL."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -15,25 +15,25 @@ from corral.validate import number_in
 _Gradient = Literal["exact", "constant_dual"]
 
 RULED_OUT = -1e4
-"""Log-probability below which a token counts as ruled out. Logit masks use −1e9 or the smallest float32 instead of −inf."""
+"""Log-probability below which a token counts as impossible. Logit masks use −1e9 or the smallest float32 instead of −inf."""
 
 
 @dataclass(frozen=True, eq=False)
 class CategoricalProjection:
-    """Projected policy with its status for each row."""
+    """Projected policy r, with the solver's status for each row (one distribution)."""
 
     logp: Float[Tensor, "*b K"]
-    """Log-probs log r of the projection; gradients flow to `logp_new` only."""
+    """Log-probs of the projected policy r; gradients flow to `logp_new` only."""
     dual: Float[Tensor, "*b"]
-    """η ≥ 0, the multiplier of the bound: 0 where it does not bind, inf where r is the old policy."""
+    """Lagrange multiplier η ≥ 0 of the KL bound. It is 0 where the bound does not bind, and inf where r is the old policy."""
     active: Bool[Tensor, "*b"]
-    """True where the new policy lay outside the ball."""
+    """True where the new policy lay outside the KL ball."""
     kl_before: Float[Tensor, "*b"]
     """KL(new‖old) before the projection."""
     kl_after: Float[Tensor, "*b"]
-    """KL(r‖old) after the projection, equal to the bound where it binds."""
+    """KL(r‖old) of the projected policy r, equal to the bound where the bound binds."""
     converged: Bool[Tensor, "*b"]
-    """False where no policy satisfies the bound, or rounding stopped the solver before it."""
+    """False where no policy satisfies the bound, or where rounding stopped the solver before it reached the bound."""
 
 
 def project_categorical_kl(
@@ -109,7 +109,8 @@ def _normalise(logp_new: Tensor, logp_old: Tensor, bound: float | Tensor) -> tup
 
 @torch.no_grad()
 def _are_probabilities(policy: Tensor) -> Tensor:
-    """True if every row is ≥ 0 and sums to 1 within rounding. The flag stays on the device, and is read with the bound.
+    """True if every row is ≥ 0 and sums to 1 within rounding: these are probabilities, not log-probabilities. The flag stays on
+    the device, and is read with the bound.
 
     Rows of nothing but 0 and 1 may be logits that somebody wrote by hand, and are read as such.
     """
@@ -128,7 +129,7 @@ def _check_bound(bound: object, valid: bool) -> None:
 
 
 class _Projection(torch.autograd.Function):
-    """Projection of rows [*, K]: log r and its status, with the implicit gradient in closed form."""
+    """Autograd function that projects rows [*, K] onto the KL ball, with the implicit gradient in closed form."""
 
     @staticmethod
     def forward(new: Tensor, old: Tensor, bound: Tensor, mistaken: Tensor, exact: bool) -> tuple[Tensor, ...]:
@@ -168,7 +169,10 @@ class _Projection(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor, None, None, None, None]:
-        """Compute the gradient: t [v_j − r_j (Σ v + z_j Σ v z)] in active rows, v_j elsewhere; three reductions, no solve."""
+        """Compute the implicit gradient: t [v_j − r_j (Σ v + z_j Σ v z)] in active rows, v_j elsewhere.
+
+        This takes three reductions and no solver.
+        """
         new, old, logp, t, binding, active = ctx.saved_tensors
         with torch.no_grad():
             common = _common(new, old)
@@ -197,7 +201,7 @@ class _Projection(torch.autograd.Function):
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """Identity of its first argument. Its derivative raises an error with the reason."""
+    """Identity of its first argument. Its derivative raises an error: second derivatives are not supported."""
 
     generate_vmap_rule = True
 
@@ -218,12 +222,12 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 def _common(new: Tensor, old: Tensor) -> Tensor:
-    """True for tokens that neither policy rules out."""
+    """True for tokens that are possible under both policies."""
     return (new > RULED_OUT) & (old > RULED_OUT)
 
 
 def _project_rows(new: Tensor, old: Tensor, bound: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Solve rows that lie outside the ball; returns log r, t, whether the bound binds, KL(r‖old), converged.
+    """Project each row; returns log r, t, whether the bound binds, KL(r‖old) and convergence.
 
     r vanishes wherever either policy does, for one of its two KLs would be infinite otherwise. On what is left the old
     policy holds mass e^−c, so KL(r‖old) = KL(r‖old renormalised) + c, and the bound is spent down to ε − c.
@@ -249,7 +253,7 @@ def _project_rows(new: Tensor, old: Tensor, bound: Tensor) -> tuple[Tensor, Tens
 
 
 def _solve_tilt(tilt: "_Tilt", slack: Tensor, kl_common: Tensor, binding: Tensor) -> Root:
-    """Solve K(t) = KL(r_t‖old) = `slack` for t.
+    """Find the position t at which K(t) = KL(r_t‖old) equals `slack`, the part of the bound that is left.
 
     √(2K) is a straight line where K is quadratic, and Newton's method exact. Between two peaked policies K rises
     exponentially instead, and log K is the straight line. d log K / d log t tells which: 2 in the first case.
@@ -271,7 +275,7 @@ def _solve_tilt(tilt: "_Tilt", slack: Tensor, kl_common: Tensor, binding: Tensor
 
 
 class _Tilt:
-    """The family r_t ∝ old · e^{t d}, on which the projection lies."""
+    """Family of policies r_t ∝ old · e^{t d} between the old (t = 0) and the new policy (t = 1). It contains the projection."""
 
     def __init__(self, new: Tensor, old: Tensor, common: Tensor) -> None:
         self.old = torch.where(common, old, -torch.inf).log_softmax(-1)

@@ -1,4 +1,4 @@
-"""Entropy floor of a Gaussian policy, alone or inside a KL ball."""
+"""Raise the entropy of a Gaussian policy to a floor, alone or inside a KL ball around the old policy."""
 
 import math
 from dataclasses import dataclass, replace
@@ -30,8 +30,8 @@ class EntropyProjection:
     entropy_before: Float[Tensor, "*c"]
     entropy_after: Float[Tensor, "*c"]
     converged: Bool[Tensor, "*c"]
-    """False where the entropy floor cannot be reached within the KL bound or an input was not a Gaussian. Also false where
-    rounding keeps the result from that bound."""
+    """False where no covariance reaches the entropy floor within the KL bound, or where an input was not a Gaussian. Also False
+    where rounding keeps the result from the bound."""
 
 
 @without_autocast
@@ -74,7 +74,8 @@ def project_entropy_floor(
 def _check(
     chol: Tensor, floor: float | Tensor, old_chol: Tensor | None, cov_bound: float | Tensor | None, diagonal: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Validate inputs and convert them to one dtype and set of rows. Without an old factor the bound is 0 and unused."""
+    """Validate inputs and convert them to one dtype and set of rows. Without an old Cholesky factor the bound is 0 and
+    unused."""
     if (old_chol is None) != (cov_bound is None):
         raise ValueError(f"{_NAME}: `old_chol` and `cov_bound` keep the KL bound together; give both or neither.")
     olds = {} if old_chol is None else {"old_chol": old_chol}
@@ -106,7 +107,7 @@ def _scale(chol: Tensor, floor: Tensor, diagonal: bool) -> EntropyProjection:
 
 
 def _inside_ball(chol: Tensor, floor: Tensor, old: Tensor, bound: Tensor, diagonal: bool) -> EntropyProjection:
-    """Entropy floor inside the KL ball. Rows that the floor alone leaves inside need no precision matrix."""
+    """Apply the entropy floor inside the KL ball. Rows that the floor alone leaves inside need no precision matrix."""
     with torch.no_grad():
         known = ~(gaussian_entropy(chol, diagonal=diagonal).isnan() | kl_of_covariances(chol, old, diagonal).isnan())
         lifted = _scale(chol, floor, diagonal)
@@ -135,7 +136,7 @@ def _inside(chol: Tensor, old: Tensor, bound: Tensor, diagonal: bool) -> Tensor:
 
 
 def _solve_both(precision: RelativePrecision, need: Tensor, bound: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Solve for t, log c and convergence in rows for which t = 1 is outside.
+    """Solve for t, log c and convergence, in rows where the new covariance (t = 1), scaled to the floor, is outside the ball.
 
     Along the path of solutions KL(Σ̃‖Σ_o) rises with t whether the floor binds or not.
 
@@ -174,7 +175,7 @@ def _solve_both(precision: RelativePrecision, need: Tensor, bound: Tensor) -> tu
 
 
 def _widest(need: Tensor, bound: Tensor, dimension: int) -> Tensor:
-    """Largest log c ≤ need such that c times the old covariance lies inside the ball: D/2 (c − 1 − log c) = ε.
+    """Compute the largest log c ≤ need for which c times the old covariance lies in the ball: D/2 (c − 1 − log c) = ε.
 
     c − 1 − log c ≥ (√c − 1)², since x − 1 ≥ log x for x = √c. So log c ≤ 2 log(1 + √(2ε/D)), however much is needed.
     """

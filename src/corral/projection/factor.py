@@ -1,4 +1,4 @@
-"""Cholesky factors of covariances between the old and the new one, with their implicit gradients."""
+"""Cholesky factors of projected covariances, which lie between the old and the new one, and their gradients."""
 
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ from torch.autograd.function import once_differentiable
 
 
 class RelativePrecision(NamedTuple):
-    """Difference Q = L_oᵀ Σ⁻¹ L_o − I of new and old precision, in the frame where the old precision is I."""
+    """Difference of the new and the old precision matrix, Q = L_oᵀ Σ⁻¹ L_o − I, in coordinates where the old one is I."""
 
     gap: Tensor
     """Difference Q [*, D, D], or its diagonal [*, D]; 0 on rows with non-finite values."""
@@ -19,7 +19,7 @@ class RelativePrecision(NamedTuple):
 
 
 def relative_precision(chol: Tensor, old: Tensor, diagonal: bool) -> RelativePrecision:
-    """Compute Q and its eigenvalues from G = L⁻¹ (L_o − L), which avoids the cancellation in I − I.
+    """Compute Q and its eigenvalues from G = L⁻¹ (L_o − L), so that no digits cancel where both policies are close.
 
     The precision and not the covariance: a projection needs r_i = 1 + t q_i, and t max|q| is of the order of √ε however
     ill-conditioned the policies are. Rounding Q by eps |Q| rounds r by eps.
@@ -40,7 +40,9 @@ def relative_precision(chol: Tensor, old: Tensor, diagonal: bool) -> RelativePre
 def tilted_factor(
     chol: Tensor, old: Tensor, precision: RelativePrecision, t: Tensor, log_scale: Tensor, diagonal: bool
 ) -> Tensor:
-    """Lower factor of c ((1 − t) Σ_o⁻¹ + t Σ⁻¹)⁻¹ on rows [n], differentiable through the constraints that determine t and c.
+    """Lower Cholesky factor of the covariance c ((1 − t) Σ_o⁻¹ + t Σ⁻¹)⁻¹ on rows [n].
+
+    Gradients flow through the constraints that determine t and c.
 
     KL(Σ̃‖Σ_o) is held, and det Σ̃ where log c = `log_scale` > 0; t = 0 has gradient 0.
     """
@@ -49,7 +51,7 @@ def tilted_factor(
 
 
 class _Tilt(torch.autograd.Function):
-    """Map of factors, L [n, D, D] → L̃ [n, D, D]. First with c = 1:
+    """Autograd function from the new factor L [n, D, D] to the projected factor L̃ [n, D, D]. First with c = 1:
 
     Forward.   R = I + t Q and Σ̃ = L_o R⁻¹ L_oᵀ. Write R = W Wᵀ with W upper triangular (a Cholesky factor, taken from the
                last row to the first); N = W⁻ᵀ is lower, R⁻¹ = N Nᵀ, and L̃ = L_o N.
@@ -97,7 +99,7 @@ class _Tilt(torch.autograd.Function):
 
 
 class _DiagonalTilt(torch.autograd.Function):
-    """Map of standard deviations [n, D]: `_Tilt` for diagonal matrices, stored as vectors."""
+    """Autograd function from new to projected standard deviations [n, D]: `_Tilt` for diagonal covariances."""
 
     @staticmethod
     def forward(std: Tensor, old: Tensor, gap: Tensor, t: Tensor, log_scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,7 +126,7 @@ def _factor_pullback(factor: Tensor, grad: Tensor) -> Tensor:
 
 
 def _tangent(psi: Tensor, h: Tensor, eye: Tensor, log_scale: Tensor) -> Tensor:
-    """Remove from Ψ its components along each row's constraints: H, and I if log c > 0. All are [n, entries]."""
+    """Remove from Ψ the directions that would change each row's constraints: H, and I if log c > 0. All are [n, entries]."""
     held = (log_scale > 0)[:, None]
     size = eye.sum(-1, keepdim=True)
     psi = torch.where(held, psi - eye * (psi * eye).sum(-1, keepdim=True) / size, psi)
@@ -137,7 +139,7 @@ def _tangent(psi: Tensor, h: Tensor, eye: Tensor, log_scale: Tensor) -> Tensor:
 
 
 def factor_of(move: Tensor, factor: Tensor) -> Tensor:
-    """Attach the gradient in `move` to `factor`, a Cholesky factor of a constant plus `move`."""
+    """Return `factor`, a Cholesky factor of a constant plus `move`, with a gradient that flows to `move`."""
     out: Tensor = _FactorOf.apply(move, factor)
     return out
 

@@ -47,24 +47,24 @@ class GaussianProjection:
     chol: Float[Tensor, "... D"]
     """Projected Cholesky factor L̃ [*c, D, D], or standard deviations [*c, D]; differentiable in the new policy's factor."""
     dual_mean: Float[Tensor, "*b"]
-    """η ≥ 0, the multiplier of the mean's bound: 0 where it does not bind, inf where μ̃ is the old mean."""
+    """Lagrange multiplier η ≥ 0 of the mean's bound: 0 where it does not bind, inf where μ̃ is the old mean."""
     dual_cov: Float[Tensor, "*c"]
-    """Multiplier of the covariance's bound: 0 where it does not bind, inf where the covariance is the old one."""
+    """Lagrange multiplier of the covariance's bound: 0 where it does not bind, inf where the old covariance is returned."""
     active_mean: Bool[Tensor, "*b"]
     """True where the new mean lay outside its bound."""
     active_cov: Bool[Tensor, "*c"]
     """True where the new covariance lay outside its bound."""
     before_mean: Float[Tensor, "*b"]
-    """The mean's part of the distance from the old policy, in the projection's own measure."""
+    """Distance of the new mean from the old mean, in the projection's own measure, before the projection."""
     before_cov: Float[Tensor, "*c"]
-    """The covariance's part of the distance."""
+    """Distance of the new covariance from the old covariance, before the projection."""
     after_mean: Float[Tensor, "*b"]
-    """The mean's part after the projection, equal to the bound where it binds."""
+    """Distance of the projected mean from the old mean, equal to the bound where the bound binds."""
     after_cov: Float[Tensor, "*c"]
-    """The covariance's part after the projection."""
+    """Distance of the projected covariance from the old covariance."""
     converged: Bool[Tensor, "*d"]
-    """True per row of both parts if the solver converged; False where an input was not a Gaussian, or the solver stopped early.
-    In KL also False where rounding keeps the result from its bound; `after_…` then has the actual value."""
+    """True for rows whose mean and covariance both converged. False where an input was not a Gaussian, or the solver stopped
+    early. In KL also False where rounding keeps the result from its bound; `after_…` then has the actual value."""
 
 
 class _Gaussians(NamedTuple):
@@ -82,7 +82,7 @@ class _Gaussians(NamedTuple):
 
     @property
     def entries(self) -> tuple[Any, ...]:
-        """Index that aligns values per row [*c] with the entries of the factors."""
+        """Index that aligns values per row [*c] with the entries of the Cholesky factors."""
         return (..., None) if self.diagonal else (..., None, None)
 
 
@@ -90,7 +90,7 @@ class _Gaussians(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Projection of the mean or of the covariance."""
+    """Result of projecting the mean alone or the covariance alone."""
 
     value: Tensor
     t: Tensor
@@ -102,7 +102,7 @@ class _Part(NamedTuple):
 
 
 def _join(mean: _Part, cov: _Part) -> GaussianProjection:
-    """Combine both parts into one result."""
+    """Combine the projections of mean and covariance into one result."""
     return GaussianProjection(
         mean.value, cov.value, (1 - mean.t) / mean.t, (1 - cov.t) / cov.t, mean.active, cov.active,
         mean.before, cov.before, mean.after, cov.after, mean.converged & cov.converged,
@@ -110,7 +110,8 @@ def _join(mean: _Part, cov: _Part) -> GaussianProjection:
 
 
 def _radial(distance: Tensor, bound: Tensor) -> _Part:
-    """Step length t along a straight line of squared length `distance` up to the bound; `value` is t with its gradient.
+    """Find the position t at which a straight line of squared length `distance` reaches the bound; `value` is t with its
+    gradient.
 
         t = √(ε / distance)  where distance > ε,  else 1
 
@@ -128,7 +129,7 @@ def _radial(distance: Tensor, bound: Tensor) -> _Part:
 
 
 def _step_mean(g: _Gaussians, distance: Tensor) -> _Part:
-    """Step of the mean, μ̃ = μ_o + t (μ − μ_o): the nearest mean to μ within the bound, in any quadratic form.
+    """Compute the projected mean μ̃ = μ_o + t (μ − μ_o): the nearest mean to μ within the bound, in any quadratic form.
 
     `distance` is differentiable in the mean, so that at the bound μ̃ moves along the ellipsoid and not further out.
     """
@@ -139,13 +140,13 @@ def _step_mean(g: _Gaussians, distance: Tensor) -> _Part:
 
 
 def _move_covariance(g: _Gaussians, step: _Part, moved: Tensor) -> _Part:
-    """Step of the covariance: the new factor inside the ball, `moved` outside, and the old factor where t = 0."""
+    """Choose each row's covariance factor: the new one inside the ball, `moved` outside, and the old one where t = 0."""
     reached = (step.active & (step.t > 0))[g.entries]
     return step._replace(value=torch.where(step.active[g.entries], torch.where(reached, moved, g.old_chol), g.chol))
 
 
 def _lower_factor(factor: Tensor) -> Tensor:
-    """Cholesky factor L of F Fᵀ from any F [*, D, ≥ D], by F = L Q: F Fᵀ is never computed."""
+    """Compute the Cholesky factor L of F Fᵀ from any F [*, D, ≥ D], by F = L Q, without computing F Fᵀ."""
     lower = torch.linalg.qr(factor.mT).R.mT
     return lower * torch.where(lower.detach().diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0)[..., None, :]
 
@@ -157,7 +158,7 @@ def _lower_factor(factor: Tensor) -> Tensor:
 def project_gaussian_kl(
     mean: Mean, chol: Chol, old_mean: Mean, old_chol: Chol, *, mean_bound: Bound, cov_bound: Bound, diagonal: bool = False
 ) -> GaussianProjection:
-    """Project the new policy onto the KL ball around the old one, its mean and its covariance each within their own bound.
+    """Project the new Gaussian policy onto KL balls around the old one, with separate bounds for mean and covariance.
 
         μ̃ = μ_o + t (μ − μ_o)                 ½ |L_o⁻¹ (μ̃ − μ_o)|² ≤ ε_μ
         Σ̃ = ((1 − t) Σ_o⁻¹ + t Σ⁻¹)⁻¹         ½ (tr Σ_o⁻¹Σ̃ − D − log det Σ_o⁻¹Σ̃) ≤ ε_Σ          t = 1 / (1 + η) ∈ (0, 1]
@@ -196,7 +197,7 @@ def project_gaussian_kl(
 
 
 def _step_covariance_kl(g: _Gaussians, error: Tensor) -> _Part:
-    """Project the covariance's part. Rows inside the ball, which are the most frequent, are not solved."""
+    """Project the covariance part. Rows inside the ball, which are the most frequent, need no solver."""
     chol, bound = g.chol, g.cov_bound
     with torch.no_grad():
         before = kl_of_covariances(chol, g.old_chol, g.diagonal)
@@ -218,7 +219,7 @@ def _step_covariance_kl(g: _Gaussians, error: Tensor) -> _Part:
 
 
 def solve_tilt(precision: RelativePrecision, bound: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Solve K(t) = ε on rows outside the ball; returns t, K(t) and convergence.
+    """Find the position t with K(t) = ε on rows outside the KL ball; returns t, K(t) and convergence.
 
     With δ_i = s_i − 1 = −q_i / (1 + q_i + η), a term s − 1 − log s is at most δ²/2 if s > 1, and δ²/2s if s < 1; both are
     at most q²/2η². So K(η) ≤ Σ q² / 4η², and the root lies below η₀ = √(Σ q² / 4ε). For η ≫ |q| the inequality is an
@@ -248,7 +249,7 @@ def solve_tilt(precision: RelativePrecision, bound: Tensor) -> tuple[Tensor, Ten
 
 
 def _confirm(step: _Part, measured: Tensor, bound: Tensor, error: Tensor) -> _Part:
-    """Mark a step as not converged unless its value certainly equals its bound to within `TOLERANCE`.
+    """Mark a step as not converged unless its value equals its bound to within `TOLERANCE`, rounding errors included.
 
     Args:
         measured: distance [*] of `step.value` from the old policy, taken from the value itself: rounding a factor by eps moves
@@ -302,7 +303,7 @@ def project_gaussian_wasserstein(
     scaled: bool = True,
     diagonal: bool = False,
 ) -> GaussianProjection:
-    """Project the new policy onto the squared Wasserstein-2 ball around the old one, its mean and its covariance apart.
+    """Project the new Gaussian policy within squared Wasserstein-2 bounds around the old one, for mean and covariance apart.
 
         μ̃ = μ_o + t (μ − μ_o)          t = √(ε_μ / before_mean)
         F̃ = F_o + t (F − F_o)          t = √(ε_Σ / before_cov),  Σ̃ = F̃ F̃ᵀ
@@ -410,7 +411,7 @@ def _check_gaussians(
 
 
 def broadcast_rows(name: str, **shapes: torch.Size) -> torch.Size:
-    """The common shape of leading axes, or a ValueError that lists them."""
+    """Return the common shape of leading axes. If there is none, a ValueError lists the shapes."""
     try:
         return torch.broadcast_shapes(*shapes.values())
     except RuntimeError:
@@ -424,7 +425,7 @@ def _check_floating(name: str, key: str, x: Tensor) -> None:
 
 
 def check_factor(name: str, key: str, chol: Tensor, dimension: int, diagonal: bool) -> None:
-    """Refuse a factor that is not [*, D, D] and lower triangular, or with `diagonal` not [*, D]."""
+    """Raise an error unless a factor is [*, D, D] and lower triangular, or with `diagonal` [*, D]."""
     _check_floating(name, key, chol)
     wanted = (dimension,) if diagonal else (dimension, dimension)
     if chol.shape[-len(wanted) :] != wanted:

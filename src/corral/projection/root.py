@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Root:
-    """Root of each row's function, with steps and convergence."""
+    """Root of each row's function, with the number of steps and convergence."""
 
     x: Float[Tensor, "*b"]
     converged: Bool[Tensor, "*b"]
