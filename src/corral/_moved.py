@@ -1,4 +1,4 @@
-"""Old module paths and their present ones, so that imports of released docs, settings and checkpoints keep working.
+"""Map old module paths to new ones, so that imports in released docs, settings and checkpoints keep working.
 
 This table is the one place in the library that names the lab, and nothing in it is imported before somebody asks for it.
 """
@@ -55,7 +55,7 @@ ENTRY = f"{__file__}:moved"
 """Entry in the `__path__` of packages whose modules have moved. `MovedFinder` handles it in the import system."""
 
 HOLDERS = ("corral.llm", "corral.robot", "corral.task")
-"""Packages that have not moved, but some of their modules have."""
+"""Packages that have kept their path while some of their modules have moved."""
 
 
 def new_path(name: str) -> str | None:
@@ -71,7 +71,7 @@ class MovedFinder(Loader):
     """Finder for `ENTRY` that makes an old path another name of the module at its new path."""
 
     def find_spec(self, fullname: str, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Find a spec for an old path, or for a package that holds old paths; None for any other."""
+        """Find a module spec for an old path, or for a package that holds old paths; None for any other name."""
         if fullname in HOLDERS:
             spec = PathFinder.find_spec(fullname, [entry for entry in sys.modules["corral"].__path__ if entry != ENTRY])
             assert spec is not None
@@ -96,14 +96,14 @@ class MovedFinder(Loader):
 
 
 def find_moved(entry: str) -> MovedFinder:
-    """Path hook of the import system: the finder for `ENTRY`, and for no other entry."""
+    """Path hook of the import system: return the finder for `ENTRY`, and raise ImportError for any other entry."""
     if entry != ENTRY:
         raise ImportError
     return MovedFinder()
 
 
 def install(path: list[str]) -> None:
-    """Put `ENTRY` into the `__path__` of corral, before its folder: an updated checkout may have empty folders of old packages.
+    """Put `ENTRY` first in the `__path__` of corral: an updated checkout may have empty folders of old packages.
 
     A hook for all imports would do the same, and be asked for every import of every library.
     """

@@ -85,7 +85,7 @@ def group_advantages(
 
 
 def _check_mask(mask: Tensor, completions: int, how: Advantage) -> None:
-    """Refuse a mask that whitening over tokens cannot use, or that `how` ignores."""
+    """Raise an error for a mask that whitening over tokens cannot use, or that `how` ignores."""
     require_tensors("group_advantages", mask=mask)
     if how != "reinforce++":
         raise ValueError(f"group_advantages: `mask` is what reinforce++ whitens over, and {how} reads none. Leave it out.")

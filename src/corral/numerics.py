@@ -21,7 +21,8 @@ LOG_RATIO_MAX = 20.0
 """Largest log-ratio passed to exp: a blocked token's ratio may overflow, and 0 · inf is NaN."""
 
 CERTAIN = -1e-8
-"""Largest sampled log-prob that a KL reads. A log-prob rounded to 0 in float32 would have infinite KL to any other policy."""
+"""Largest log-prob of a sampled token in a KL. A log-prob rounded to 0 in float32 would have infinite KL to any other
+policy."""
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -35,13 +36,13 @@ def common_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Convert all tensors to the highest precision among them, at least float32."""
+    """Convert all tensors to one dtype: the highest precision among them, at least float32."""
     dtype = common_dtype(*tensors)
     return tuple(x.to(dtype) for x in tensors)
 
 
 def require_tensors(where: str, **given: object) -> None:
-    """Raise a ValueError with the argument's name unless every argument is a tensor: arrays and lists are not converted."""
+    """Raise a ValueError that names the first argument that is not a tensor. Arrays and lists are not converted."""
     for name, value in given.items():
         if not isinstance(value, Tensor):
             raise ValueError(
@@ -110,7 +111,7 @@ def expm1_minus_series(x: Tensor) -> Tensor:
 
 
 def gradient_state(parameters: Iterable[Tensor]) -> tuple[bool, bool]:
-    """(all gradients are finite, all gradients are 0), or (True, False) without gradients.
+    """Return two flags: all gradients are finite, all gradients are 0. Without gradients, return (True, False).
 
     For a sharded gradient it reads this process's part. Both flags leave the device in one transfer.
     """

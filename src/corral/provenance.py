@@ -40,7 +40,7 @@ def commit() -> str | None:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to one that JSON supports."""
+    """Convert a value to one that JSON supports, for records of a run."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

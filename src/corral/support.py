@@ -1,4 +1,4 @@
-"""Sparse supports: the most likely tokens of a policy and the sampled one, with the exact mass of the tail."""
+"""Top-k tokens of a policy (its support): the most likely tokens and the sampled token, with the exact mass of the tail."""
 
 from typing import NamedTuple
 
@@ -13,9 +13,9 @@ from corral.validate import number_in
 ANCHOR_TOLERANCE = 1e-3
 """Largest difference, in nats, between an old policy's log-prob of the sampled token and its entry in the support."""
 _LOGP_MAX = 1e-3
-"""Largest log-probability that rounding can explain."""
+"""Largest log-probability that rounding errors can explain; larger values are refused."""
 _MASS_TOLERANCE, _MASS_TOLERANCE_HALF = 1e-3, 5e-2
-"""Largest error of a distribution's mass, in float32 and in half precision."""
+"""Largest allowed deviation of a distribution's mass from 1, in float32 and in half precision."""
 LEAST_LEFT = 1e-6
 """Smallest share of a tail's mass that remains after tokens have been taken out of it."""
 
@@ -29,7 +29,8 @@ def top_k_support(
     ids: Int[Tensor, "*b K"] | None = None,
     check: bool = True,
 ) -> SparseDist:
-    """Compute a support: the fewest most likely tokens that reach `mass`, at most k, and always the sampled token.
+    """Compute a policy's top-k tokens: the fewest most likely tokens that reach `mass`, at most k, and always the sampled
+    token.
 
         S = {sampled} ∪ {the first n of the ranking},   n = min(k, fewest with Σ p ≥ mass)
 
@@ -76,7 +77,7 @@ def top_k_support(
 
 
 def gather_support(logp: Float[Tensor, "*b V"], ids: Int[Tensor, "*b K"], *, check: bool = True) -> SparseDist:
-    """Evaluate another policy on a given support: its log-probabilities there, and its own tail mass.
+    """Evaluate a policy on given tokens: its log-probabilities of these tokens, and the mass of its own tail.
 
     Args:
         logp: log-probabilities of the full softmax [*, V].
@@ -96,7 +97,7 @@ def gather_support(logp: Float[Tensor, "*b V"], ids: Int[Tensor, "*b K"], *, che
 
 
 def extend_support(dist: SparseDist, ids: Int[Tensor, "*b K"], logp: Float[Tensor, "*b M"]) -> SparseDist:
-    """Extend a policy to a larger support, given its log-probabilities of the added tokens.
+    """Add tokens to a policy's support, given their log-probabilities, and take their mass out of the tail.
 
         rest′ = log(e^rest − Σ_new p)
 
@@ -125,7 +126,7 @@ def extend_support(dist: SparseDist, ids: Int[Tensor, "*b K"], logp: Float[Tenso
 def hidden_kl(
     rest_new: Float[Tensor, "*b"], max_new: Float[Tensor, "*b"], rest_old: Float[Tensor, "*b"], max_old: Float[Tensor, "*b"]
 ) -> Float[Tensor, "*b"]:
-    """Lower bound on the part of KL(new‖old) that a support hides by merging its tail into one bucket.
+    """Lower bound on the part of KL(new‖old) that is lost by merging all tokens outside the support into one category.
 
         r (q log(q/b) − q + b)          where q > b, else 0
 
@@ -141,7 +142,7 @@ def hidden_kl(
 
 @torch.no_grad()
 def tail_gap(new: Float[Tensor, "*b"], old: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
-    """Compute log (max π / max π_old) over the tokens outside a support, from both `rest_max`; 0 without a tail.
+    """Compute log (max π / max π_old) over the tokens outside the support, from both policies' `rest_max`; 0 without a tail.
 
     It is a lower bound on the largest log-ratio outside the support.
     """
@@ -149,7 +150,7 @@ def tail_gap(new: Float[Tensor, "*b"], old: Float[Tensor, "*b"]) -> Float[Tensor
 
 
 def _check_given(where: str, logp: Tensor, ids: Tensor) -> None:
-    """Refuse ids [*, K] that are not a valid support of a policy [*, V]."""
+    """Raise an error for ids [*, K] that are not a valid support of a policy [*, V]: out of range, or repeated."""
     require_tensors(where, ids=ids)
     if ids.shape[:-1] != logp.shape[:-1]:
         raise ValueError(
@@ -166,7 +167,7 @@ def choose_support(
     mass: float,
     given: Int[Tensor, "*b K"] | None = None,
 ) -> Int[Tensor, "*b slots"]:
-    """Choose the ids of a support: the sampled token or a given support, then ranked tokens until they reach `mass`."""
+    """Choose the token ids of a support: the sampled token or given tokens, then ranked tokens until they reach `mass`."""
     first = tokens.unsqueeze(-1) if given is None else given.long()
     known = (ranked.unsqueeze(-1) == first.unsqueeze(-2)).any(-1)
     ids = torch.cat([first, torch.where(_reached_before(logp, mass) | known, -1, ranked)], dim=-1)
@@ -174,7 +175,7 @@ def choose_support(
 
 
 def _gather(logp: Tensor, ids: Tensor) -> SparseDist:
-    """Evaluate a policy on a validated support."""
+    """Evaluate a policy on a support that has been validated."""
     logp = at_least_float32(logp)
     padding = ids < 0
     kept = torch.where(padding, -torch.inf, logp.gather(-1, torch.where(padding, 0, ids).long()))
@@ -186,7 +187,7 @@ def _gather(logp: Tensor, ids: Tensor) -> SparseDist:
 
 
 def rank_top_k(logp: Float[Tensor, "*b V"], k: int) -> Int[Tensor, "*b k"]:
-    """Rank the k largest entries and return their ids, largest first, ties by lower id.
+    """Return the ids of the k largest entries, largest first; on a tie the lower id comes first.
 
     `torch.topk` finds the right values, but the device decides which of several equal entries it returns, and in which order.
     So the lowest ids are taken where the k-th value equals the next one, and then all are put in order.
@@ -204,7 +205,7 @@ def rank_top_k(logp: Float[Tensor, "*b V"], k: int) -> Int[Tensor, "*b k"]:
 
 
 def _reached_before(ranked: Tensor, mass: float) -> Tensor:
-    """True where the higher-ranked tokens already reach `mass`, up to the rounding of their probabilities."""
+    """True where the more likely tokens already reach `mass`, up to the rounding of their probabilities."""
     if mass == 1.0:
         return torch.zeros_like(ranked, dtype=torch.bool)
     p = ranked.double().exp()
@@ -213,21 +214,21 @@ def _reached_before(ranked: Tensor, mass: float) -> Tensor:
 
 
 def _check_logp(where: str, logp: Tensor) -> None:
-    """Refuse tensors that cannot be log-probabilities: integers, or a single number."""
+    """Raise an error for tensors that cannot be log-probabilities: integers, or a single number."""
     require_tensors(where, logp=logp)
     if not logp.is_floating_point() or not logp.ndim:
         raise ValueError(f"{where}: `logp` holds log-probabilities [*, V]; got {logp.dtype} {list(logp.shape)}.")
 
 
 class LogpTolerance(NamedTuple):
-    """Tolerances for log-probs: the largest allowed value, and the largest error of their mass."""
+    """Tolerances for log-probs: the largest allowed value, and the largest allowed error of their total probability."""
 
     logp: float = torch.inf
     mass: float = torch.inf
 
     @classmethod
     def of(cls, *policies: Tensor | SparseDist | None) -> "LogpTolerance":
-        """Build the tolerances for policies in these precisions; the lowest precision decides."""
+        """Build the tolerances for policies by their dtypes; the lowest precision decides."""
         half = any(
             x.dtype in (torch.float16, torch.bfloat16)
             for policy in policies
@@ -238,7 +239,7 @@ class LogpTolerance(NamedTuple):
 
 
 def _check_mass(where: str, dist: SparseDist) -> None:
-    """Refuse rows whose support and tail mass do not sum to 1. NaN passes, since padding may contain it.
+    """Raise an error for rows whose support and tail do not sum to 1. NaN passes, since padding may contain it.
 
     The tolerance is that of float32, which `dist` is in, also for log-probs that were rounded to half precision before: an
     objective would refuse the support otherwise.
@@ -257,7 +258,7 @@ def _check_mass(where: str, dist: SparseDist) -> None:
 
 
 def check_ids(where: str, what: str, ids: Tensor, *, lowest: int, vocabulary: int) -> None:
-    """Refuse ids that are not integers, or lie outside `lowest` … V − 1."""
+    """Raise an error for ids that are not integers, or lie outside `lowest` … V − 1."""
     check_id_dtype(where, what, ids)
     if ids.numel() == 0 or torch.compiler.is_compiling():
         return
@@ -266,7 +267,7 @@ def check_ids(where: str, what: str, ids: Tensor, *, lowest: int, vocabulary: in
 
 
 def check_id_dtype(where: str, what: str, ids: Tensor) -> None:
-    """Refuse ids that are not integers."""
+    """Raise an error for ids that are not integers."""
     if ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{where}: `{what}` holds token ids, int64 or int32; got {ids.dtype}.")
 
@@ -282,7 +283,7 @@ def refuse_ids(where: str, what: str, low: int, high: int, *, lowest: int, vocab
 
 
 def check_unique(where: str, what: str, ids: Tensor) -> None:
-    """Refuse supports [* K] that contain a token twice; −1 may repeat."""
+    """Raise an error for supports [* K] that contain a token twice; −1 may repeat."""
     if not torch.compiler.is_compiling():
         ordered = ids.sort(-1).values
         refuse_repeats(where, what, bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any()))

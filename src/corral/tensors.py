@@ -18,7 +18,7 @@ class Tensors:
     """Record of tensors: indexing, moving and joining act on all of its tensor fields. Other fields stay as they are."""
 
     SHARED: ClassVar[tuple[str, ...]] = ()
-    """Fields without the common leading axes, such as a weight for all rows: they are moved, but not indexed."""
+    """Fields that all rows share, such as a weight, without the common leading axes. They are moved, but not indexed."""
 
     def map(self: _Record, change: Callable[[Tensor], Tensor], *, shared: bool = False) -> _Record:
         """Apply a function to every tensor field, also in nested records, and with `shared` to the fields in `SHARED`."""
@@ -29,7 +29,7 @@ class Tensors:
         return replace(self, **{name: changed(x) for name, x in vars(self).items() if shared or name not in self.SHARED})
 
     def __getitem__(self: _Record, index: Any) -> _Record:
-        """Select rows: `index` applies to every field."""
+        """Select rows: `index` applies to every tensor field."""
         return self.map(lambda x: x[index])
 
     def detach(self: _Record) -> _Record:
@@ -55,7 +55,7 @@ class Tensors:
 
 @dataclass(frozen=True, eq=False)
 class SparseDist(Tensors):
-    """Next-token distribution on a sparse support, with the exact mass of its tail.
+    """Next-token distribution on a few tokens (support: the sampled and the top-k tokens), with the exact mass of the tail.
 
     Slot 0 is the sampled token; the other slots hold the rest of the support, most likely first, ties by lower id, padding
     last. Built by :func:`corral.top_k_support`; the same support under another policy by :func:`corral.gather_support`.
@@ -64,7 +64,7 @@ class SparseDist(Tensors):
     ids: Int[Tensor, "*b K"]
     """Token ids, int64 (int32 accepted); −1 is padding, compacted to the end."""
     logp: Float[Tensor, "*b K"]
-    """Log-probabilities of the full softmax; −inf at padding."""
+    """Log-probabilities of these tokens under the full softmax; −inf at padding."""
     rest: Float[Tensor, "*b"]
     """Log mass of all tokens outside the support; −inf only if there are none."""
     rest_max: Float[Tensor, "*b"] | None = None
@@ -87,7 +87,7 @@ class SparseDist(Tensors):
             )
 
     def with_rest(self) -> Float[Tensor, "*b K_plus_rest"]:
-        """Log-probabilities with the tail as one more category [*, K + 1], which is a complete distribution."""
+        """Log-probabilities with the tail as one more category [*, K + 1], so that they form a complete distribution."""
         return at_least_float32(torch.cat([self.logp, self.rest.unsqueeze(-1)], dim=-1))
 
     def pack(self, device: torch.device | str = "cpu") -> "PackedSparseDist":
@@ -106,15 +106,15 @@ class SparseDist(Tensors):
 
 @dataclass(frozen=True, eq=False)
 class PackedSparseDist(Tensors):
-    """Packed form of :class:`SparseDist` for rollout buffers: 8 bytes per token of the support and 12 per position."""
+    """Packed form of :class:`SparseDist` for rollout buffers: 8 bytes per support token, and 12 per position."""
 
     ids: Int[Tensor, " n"]
     logp: Float[Tensor, " n"]
     rest: Float[Tensor, "*b"]
     counts: Int[Tensor, "*b"]
-    """Number of support tokens at each position; `ids` and `logp` list the positions' tokens in this order."""
+    """Number of support tokens at each position. `ids` and `logp` list the tokens of one position after another."""
     slots: int
-    """K of the packed distribution, with padding."""
+    """Number K of entries per position in the unpacked distribution, including padding."""
     rest_max: Float[Tensor, "*b"] | None = None
 
     @property
@@ -143,13 +143,13 @@ class TokenBatch(Tensors):
     logp_new: Float[Tensor, "B T"]
     """Log-probs log π of the sampled tokens under the policy in training; the gradient flows here."""
     logp_old: Float[Tensor, "B T"]
-    """Log-probs log π_old of the sampled tokens: the anchor, centre of the region and denominator of the ratio."""
+    """Log-probs log π_old of the sampled tokens under the old policy: centre of the trust region, denominator of the ratio."""
     advantages: Float[Tensor, "B T"] | Float[Tensor, " B"]
     mask: Bool[Tensor, "B T"]
     """True at tokens that are trained on."""
     dist_new: SparseDist | None = None
     dist_old: SparseDist | None = None
-    """Both policies on ONE shared support [B T K]."""
+    """Distributions of the new and the old policy on the same support (sampled and top-k tokens) [B T K]."""
     logp_rollout: Float[Tensor, "B T"] | None = None
     """Log-probs reported by the sampler, for sampler corrections and `tr/mismatch`."""
     dist_teacher: SparseDist | None = None
@@ -174,15 +174,16 @@ class ObjectiveOutput(Tensors):
     """Output of an objective: a loss per token, unreduced and 0 at masked tokens, and metrics to log."""
 
     loss: Float[Tensor, "B T"]
-    """Policy term plus regression."""
+    """Policy-gradient term plus regression of each token."""
     metrics: dict[str, Tensor]
     acted: Bool[Tensor, "B T"] | None = None
-    """True where the region acted; `tr/active_frac` is the mean. None if it is not recorded, as in a fused kernel."""
+    """True at tokens on which the trust region acted; `tr/active_frac` is the mean. None if it is not recorded, as in a fused
+    kernel."""
     kl_after: Float[Tensor, "B T"] | None = None
     """KL(projected‖old), for objectives that project."""
     regression: Float[Tensor, "B T"] | None = None
-    """Part of the loss that pulls the network back to the region. Sampler corrections weigh the policy gradient and leave this
-    part alone. None if there is none, or if a fused kernel includes it in the loss only."""
+    """Part of the loss that pulls the new policy back to the trust region. Sampler corrections weigh the policy gradient and
+    leave this part alone. None if there is none, or if a fused kernel includes it in the loss only."""
 
     def weigh(self, weights: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
         """Multiply the policy term by `weights`, such as a sampler correction, and return the loss."""
@@ -191,18 +192,18 @@ class ObjectiveOutput(Tensors):
         return torch.where(weights == 0, 0.0, (self.loss - self.regression) * weights) + self.regression
 
     def total(self, weights: Float[Tensor, "B T"], policy_weights: Float[Tensor, "B T"] | None = None) -> Float[Tensor, ""]:
-        """Compute Σ w (c · policy + regression) with w = `weights`, c = `policy_weights`; tokens with w = 0 may be NaN."""
+        """Compute Σ w (c · policy + regression), with `weights` w and `policy_weights` c; tokens with w = 0 may be NaN."""
         loss = self.loss if policy_weights is None else self.weigh(policy_weights)
         return torch.where(weights == 0, 0.0, loss * weights).sum()
 
 
 def metric_kind(name: str) -> Literal["max", "sum", "mean"]:
-    """Rule that combines a metric over several batches; means are over tokens."""
+    """Return how a metric is combined over several batches: maximum, sum, or mean over tokens."""
     return "max" if "_max" in name else "sum" if name == "tr/unconverged" else "mean"
 
 
 def join_outputs(parts: Sequence[ObjectiveOutput]) -> ObjectiveOutput:
-    """Join outputs for some unmasked tokens each [1 n] into one output [1 N]."""
+    """Join outputs for parts of the unmasked tokens, each [1 n], into one output [1 N]."""
     if len(parts) == 1:
         return parts[0]
     counts = parts[0].loss.new_tensor([float(part.loss.numel()) for part in parts])

@@ -27,7 +27,7 @@ class RewardError(UserCodeError):
 
 @contextmanager
 def run_errors(kinds: type[Exception] | tuple[type[Exception], ...] = ValueError) -> Iterator[None]:
-    """Turn errors about what a caller has given into a RunError with the same sentence."""
+    """Convert errors about invalid arguments to a RunError with the same message."""
     try:
         yield
     except kinds as error:
@@ -35,7 +35,7 @@ def run_errors(kinds: type[Exception] | tuple[type[Exception], ...] = ValueError
 
 
 def pip_install(extra: str) -> str:
-    """Commands that install an extra of corral, from the package index and in a source checkout."""
+    """Return the commands that install an extra of corral, from the package index and in a source checkout."""
     return f"pip install 'corral[{extra}]', or in a checkout pip install -e '.[{extra}]'"
 
 
@@ -50,7 +50,7 @@ _ALSO_CALLED = {
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """End of a message about an unknown name: the nearest match, and all known names."""
+    """Return the end of an error message about an unknown name: the nearest match, and all known names."""
     known = sorted(known)
     typed = str(name).lower().replace("-", "_")
     meant = [other for other in _ALSO_CALLED.get(typed, ()) if other in known][:1]
@@ -61,7 +61,7 @@ def nearest(name: object, known: Iterable[str]) -> str:
 
 
 def suggest(name: object, known: Iterable[str]) -> str:
-    """Nearest match alone, for messages in which the known names are hundreds."""
+    """Return only the nearest match, for messages in which the known names are hundreds."""
     return nearest(name, known).split(" There are:")[0]
 
 
@@ -104,7 +104,7 @@ def require(
     name: str | None = None,
     error: type[Exception] = ValueError,
 ) -> None:
-    """Raise unless each of these fields is valid: a number in a range, or one of some values.
+    """Raise an error unless each of these fields is valid: a number in a range, or one of some values.
 
         require(self, "bound", "bound_low", at_least=0, what="a divergence", note="inf switches it off")
         ValueError: dppo: `bound` is a divergence and must be ≥ 0 (inf switches it off); got -1.
@@ -157,13 +157,13 @@ def require(
 
 
 def limited(default: Any, **limits: Any) -> Any:
-    """Field of a `Checked` dataclass: its default, and the limits that `require` takes."""
+    """Declare a field of a `Checked` dataclass: its default, and the limits that `require` takes."""
     return dataclasses.field(default=default, metadata=limits)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checked:
-    """Base of settings whose fields are checked: against the limits beside their defaults, and the words of a `Literal` type.
+    """Base of settings whose fields are checked against the limits beside their defaults, and against `Literal` types.
 
     Whole numbers and None are read from a field's type. A subclass that changes a default keeps its limits.
     """
@@ -184,11 +184,11 @@ class Checked:
 
 
 _Limits = tuple[float | None, float | None]
-"""Limit that is itself allowed, and limit that is not."""
+"""One end of a number's range: an inclusive limit and an exclusive limit, at most one of them set."""
 
 
 def _condition(integer: bool, finite: bool, low: _Limits, high: _Limits) -> str:
-    """Condition in words, for messages: "is a whole number ≥ 1", "must be finite and > 0", "must lie in (0, 1]"."""
+    """Describe a condition in words, for messages: "is a whole number ≥ 1", "must be finite and > 0", "must lie in (0, 1]"."""
     (at_least, above), (at_most, below) = low, high
     least, most = at_least if above is None else above, at_most if below is None else below
     kind = "whole number" if integer else "finite number" if finite else "number"
@@ -205,7 +205,8 @@ _WORD_START = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 
 def owner_name(owner: object) -> str:
-    """Name of an object in messages: its `name`, else its class. `PPOClipConfig` becomes ppo_clip, `ProDMP` stays."""
+    """Return the name of an object for messages: its `name`, else its class. `PPOClipConfig` becomes ppo_clip,
+    `ProDMP` stays."""
     given = getattr(owner, "name", None)  # tasks have a name; most settings do not
     if isinstance(given, str):
         return given

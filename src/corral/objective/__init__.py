@@ -1,4 +1,4 @@
-"""Objectives: advantages under a trust region → a loss per token. Importing this package does not import torch."""
+"""Objectives: per-token losses from advantages, under a trust region. Importing this package does not import torch."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ class Objective:
     function: ObjectiveFunction
     config: ObjectiveConfig
     check: bool = True
-    """True refuses values that cannot be log-probabilities, such as logits or probabilities."""
+    """If True, refuse values that cannot be log-probabilities, such as logits or probabilities."""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -41,7 +41,7 @@ class Objective:
 
     @property
     def plain_on_policy(self) -> bool:
-        """True if this is certain to be the plain policy gradient at π = π_old, for any support."""
+        """True if the objective certainly equals the plain policy gradient at π = π_old, whatever the support."""
         return self.name in _BUILT_IN and self.config.plain_on_policy
 
     def __call__(self, batch: "TokenBatch") -> "ObjectiveOutput":
@@ -91,12 +91,12 @@ def objective_names() -> list[str]:
 
 
 def unknown_objective(name: object) -> str:
-    """Message about an unknown objective, with the nearest match and all names."""
+    """Return the error message about an unknown objective, with the nearest match and all names."""
     return f"there is no objective {name!r}.{nearest(name, OBJECTIVES)}"
 
 
 def register_objective(name: str, function: ObjectiveFunction, config_cls: type[ObjectiveConfig]) -> None:
-    """Register an objective of your own: trainers, engines and reports then find it by its name.
+    """Register a custom objective, so that trainers, engines and reports find it by its name.
 
     Args:
         name: what `make_objective` will call it; a name that is taken is refused.

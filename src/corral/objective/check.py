@@ -1,4 +1,4 @@
-"""Validation of a TokenBatch: shapes, dtypes, finite values, log-probs, one shared support."""
+"""Validation of a TokenBatch: shapes, dtypes, finite values, log-probs, and equal top-k tokens for all policies."""
 
 import logging
 import warnings
@@ -33,7 +33,7 @@ _LARGE_FIRST = 0.5
 
 
 class FirstCall:
-    """Warning, given once, if old and new log-probs differ on a run's first batch, before any update.
+    """Warns once if old and new log-probs differ on a run's first batch, before any update.
 
     Trainers and engines, which start on-policy, ask for this. An objective by itself, an audit or a checkup does not: there
     policies differ on purpose.
@@ -58,7 +58,7 @@ class FirstCall:
 
 
 class _Check(NamedTuple):
-    """Check of a batch: the failing tokens [B T], the message, and the value to report."""
+    """One check of a batch: the failing tokens [B T], the message, and the value to report."""
 
     bad: Tensor
     message: str
@@ -66,7 +66,7 @@ class _Check(NamedTuple):
 
 
 def check_batch(name: str, batch: TokenBatch, needs: Iterable[str], *, check: bool = True) -> None:
-    """Refuse a batch that `name` cannot compute. Values are read in one transfer, and not during compilation.
+    """Refuse a batch that the objective `name` cannot compute. Values are read in one transfer, and not during compilation.
 
     Without `check` log-probabilities may be any numbers, but not NaN or inf.
     """
@@ -139,13 +139,13 @@ def _check_shapes(name: str, batch: TokenBatch) -> None:
 
 
 def _dists(batch: TokenBatch) -> list[tuple[str, SparseDist]]:
-    """Policies of a batch that are given on a support, by field name."""
+    """Return the distributions of a batch on their support (top-k tokens), by field name."""
     given = (("dist_new", batch.dist_new), ("dist_old", batch.dist_old), ("dist_teacher", batch.dist_teacher))
     return [(field, dist) for field, dist in given if dist is not None]
 
 
 def _bad_values(batch: TokenBatch, limits: LogpTolerance) -> Iterable[_Check]:
-    """Checks of the sampled tokens; padding may have any value."""
+    """List the checks of the sampled tokens; padding may have any value."""
     mask = batch.mask
     yield _Check(~mask.any().expand_as(mask), "mask has no unmasked token, so there is nothing to train on. Skip this batch.")
     given = (("logp_new", batch.logp_new), ("logp_old", batch.logp_old), ("logp_rollout", batch.logp_rollout))
@@ -166,7 +166,7 @@ def _bad_values(batch: TokenBatch, limits: LogpTolerance) -> Iterable[_Check]:
 
 
 def _bad_supports(batch: TokenBatch, limits: LogpTolerance) -> Iterable[_Check]:
-    """Checks of both policies on one support; none for a batch with a single policy."""
+    """List the checks of both policies' distributions on their shared support; none for a batch with a single policy."""
     mask, new, old = batch.mask, batch.dist_new, batch.dist_old
     if new is None or old is None:
         return

@@ -1,4 +1,4 @@
-"""Objectives that clip a ratio: PPO's and its relatives."""
+"""Objectives that clip a probability ratio: PPO and its relatives."""
 
 import math
 
@@ -28,7 +28,7 @@ from corral.tensors import ObjectiveOutput, TokenBatch
 
 
 def ppo_clip(batch: TokenBatch, config: PPOClipConfig) -> ObjectiveOutput:
-    """Clipped surrogate of the token's ratio.
+    """PPO's clipped surrogate, with one probability ratio per token.
 
         L_t = − min(ρ_t Â_t, clip(ρ_t, 1 − ε_low, 1 + ε_high) Â_t)          ρ_t = π(a_t) / π_old(a_t)
         and with dual clip, where Â_t < 0:  L_t = − max(that minimum, c Â_t)
@@ -103,7 +103,7 @@ def aspo(batch: TokenBatch, config: ASPOConfig) -> ObjectiveOutput:
 
 
 def gspo(batch: TokenBatch, config: GSPOConfig) -> ObjectiveOutput:
-    """Clipped surrogate of the sequence ratio.
+    """PPO's clipped surrogate, with one length-normalised probability ratio per sequence.
 
         L = − min(s Â, clip(s, 1 − ε_low, 1 + ε_high) Â)          s = exp((1/|o|) Σ_t log ρ_t)
 
@@ -125,7 +125,7 @@ def gspo(batch: TokenBatch, config: GSPOConfig) -> ObjectiveOutput:
 
 
 def gmpo(batch: TokenBatch, config: GMPOConfig) -> ObjectiveOutput:
-    """Surrogate of the geometric mean of token ratios, each clipped pessimistically.
+    """Surrogate loss with the geometric mean of a sequence's token ratios, each clipped pessimistically.
 
         L = − Â exp((1/|o|) Σ_t z_t)          z_t = min(log ρ_t, ε) where Â_t > 0, max(log ρ_t, −ε) where Â_t < 0
 
@@ -148,7 +148,7 @@ def gmpo(batch: TokenBatch, config: GMPOConfig) -> ObjectiveOutput:
 
 
 def ripo(batch: TokenBatch, config: RIPOConfig) -> ObjectiveOutput:
-    """Clipped surrogate with a range of its own for every token.
+    """Clipped surrogate with a separate clip range for every token.
 
         L_t = − min(ρ_t Â_t, clip(ρ_t, 1 − ε_t, 1 + ε_t) Â_t)          ε_t = √(δ / π_old(a_t)),  ρ_t = π(a_t) / π_old(a_t)
 
@@ -176,7 +176,7 @@ _STEP = 0.05
 
 
 def bapo(batch: TokenBatch, config: BAPOConfig) -> ObjectiveOutput:
-    """Clipped surrogate whose clip range is computed anew for every call.
+    """Clipped surrogate whose clip range is adapted in every call, to balance positive and negative advantages.
 
         L_t = − min(ρ_t Â_t, clip(ρ_t, l, h) Â_t), and where Â_t < 0 at most c |Â_t|          ρ_t = π(a_t) / π_old(a_t)
         P(h) = Σ_{Â > 0} min(ρ_t, h) Â_t,   N(l) = Σ_{Â < 0} max(ρ_t, l) |Â_t|,   balanced:  (1 − ρ₀) P ≥ ρ₀ N
@@ -200,7 +200,7 @@ def bapo(batch: TokenBatch, config: BAPOConfig) -> ObjectiveOutput:
 
 
 def _find_bounds(ratio: Tensor, advantages: Tensor, config: BAPOConfig) -> tuple[Tensor, Tensor]:
-    """Find the bounds l and h. Raising l only raises N and never balances a batch, so that l is one of its two ends."""
+    """Find the clip bounds l and h that balance a batch. Raising l never does, so that l is one of its two ends."""
     steps = math.ceil((config.high_end - config.high) / _STEP - 1e-9)  # the last one may be short
     highs = ratio.new_tensor([min(config.high + _STEP * i, config.high_end) for i in range(steps + 1)])
     positive = (torch.minimum(ratio.flatten(), highs[:, None]) * advantages.clamp(min=0).flatten()).sum(-1)

@@ -23,7 +23,7 @@ NEEDS_SUPPORT = frozenset({"dist_new", "dist_old"})
 """Further fields of a batch, needed by objectives that read more than the sampled token."""
 
 _SUM_FIRST: tuple[Reduction, ...] = ("seq-mean-token-sum-norm", "seq-mean-token-sum", "token-mean", "seq-mean-token-mean")
-"""Reductions for papers that sum over a sequence. With a fixed length the gradient is equal, at the scale of a mean's."""
+"""Reductions for papers that sum over a sequence. A fixed length has the same gradient, on the scale of a mean."""
 
 _MEAN_FIRST: tuple[Reduction, ...] = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 """Reductions for papers that take the mean over a sequence, then over sequences."""
@@ -40,18 +40,18 @@ class TokenRule:
     low: float
     high: float
     cap: float | None = None
-    """Largest weight, or the dual clip's constant."""
+    """Largest importance weight of a token, or the constant of the dual clip."""
     measure: Measure = "ratio"
     """Distance that a clip, a mask or a penalty compares with `low` and `high`."""
     symmetric: bool = False
     """True for a mask that ignores the direction of the move."""
     decoupled: bool = False
-    """True if the loss is weighed by old policy over sampler."""
+    """True if the loss is weighted by the ratio of the old policy to the sampler."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectionRule:
-    """Projection onto the KL ball around the old policy with a regression onto it, for the second kernel."""
+    """Rule for the projection kernel: project onto the KL ball around the old policy, with a regression onto the result."""
 
     bound: float
     regression: float
@@ -70,13 +70,13 @@ class ObjectiveConfig(Checked):
     """
 
     anchor: ClassVar[Anchor] = "old"
-    """Policy to pass as `logp_old`: "old" is recomputed by the trainer, "rollout" is the sampler's."""
+    """Policy whose log-probs are passed as `logp_old`: "old" is recomputed by the trainer, "rollout" is the sampler's."""
 
     action: ClassVar[Action] = "clipped"
-    """Word for the effect on a token that leaves the region."""
+    """Word for what happens to a token outside the trust region, such as "clipped"."""
 
     has_region: ClassVar[bool] = True
-    """False if nothing keeps the new policy near the old one."""
+    """False if the objective has no trust region, so that nothing keeps the new policy near the old one."""
 
     corrects_sampler: ClassVar[bool] = False
     """True if the loss already weighs the old policy against the sampler, so that a correction would do so twice."""
@@ -97,22 +97,22 @@ class ObjectiveConfig(Checked):
 
     @property
     def bounds(self) -> tuple[float, float] | None:
-        """Bounds where Â < 0 and where Â > 0, in the objective's own measure; None if there are none."""
+        """Bounds for negative and for positive advantages, in the objective's own measure; None if there are none."""
         return None
 
     @property
     def kl_bound(self) -> float | None:
-        """Bound on the KL of a token, in nats; None if the region is no KL ball."""
+        """Bound on the KL of a token, in nats; None if the trust region is not a KL ball."""
         return None
 
     @property
     def support(self) -> Support:
-        """Part of the old policy that the loss reads: the sampled token alone, a top-K support, or every token."""
+        """Part of the old policy that the loss reads: the sampled token alone, the top-k tokens (support), or every token."""
         return "none"
 
     @property
     def filled_tail(self) -> float | None:
-        """Probability that each token outside the support is given; None if its tail's exact mass is kept."""
+        """Probability assigned to each token outside the support; None if the tail keeps its exact mass."""
         return None
 
     @property
@@ -128,7 +128,7 @@ class ObjectiveConfig(Checked):
 
     @property
     def plain_on_policy(self) -> bool:
-        """True if the loss is the plain policy gradient at π = π_old for any support, so that no support is needed."""
+        """True if the loss is the plain policy gradient at π = π_old, so that on-policy training needs no support."""
         return False
 
     @property

@@ -1,4 +1,4 @@
-"""Corrections for sampler mismatch: weights c from the sampler's log-probs, for any objective's policy term.
+"""Corrections for the mismatch between sampler and trainer: weights of the policy term, from the sampler's log-probs.
 
     loss = objective(batch).weigh(correction(batch))
 
@@ -100,7 +100,7 @@ class Correction:
     name: str
     config: Any
     check: bool = True
-    """True refuses values that cannot be log-probabilities, as in objectives."""
+    """If True, refuse values that cannot be log-probabilities, as in objectives."""
 
     def __call__(self, batch: TokenBatch) -> Float[Tensor, "B T"]:
         check_batch(self.name, batch, {"logp_rollout"}, check=self.check)

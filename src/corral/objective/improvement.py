@@ -87,7 +87,7 @@ def improvement_bound(
 
 
 def _at_least(name: str, value: float | None, own: Tensor, rounding: float = 0.0) -> Tensor | float:
-    """Validate `value`, or take the batch's own if it is None. A smaller value would bound nothing."""
+    """Validate `value`, or use the batch's value if it is None. With a smaller value, the bound would not hold."""
     if value is None:
         return own
     if not (number_in(value, own.item() * (1 - rounding)) and value < torch.inf):

@@ -1,4 +1,4 @@
-"""Objectives that take the gradient from some tokens: DPPO and its relatives, and rules by covariance."""
+"""Objectives that remove the gradient of some tokens: DPPO and its relatives, and masks by covariance."""
 
 import torch
 from jaxtyping import Float
@@ -60,7 +60,7 @@ def divergence(batch: TokenBatch, log_rho: Float[Tensor, "B T"], config: DPPOCon
 
 
 def _rise(batch: TokenBatch, config: DPPOConfig) -> Float[Tensor, "B T"]:
-    """Derivative dD/ds along z ← z + s (e_a − π), a step that makes the sampled token likelier.
+    """Derivative of the divergence, dD/ds, along the step z ← z + s (e_a − π) that makes the sampled token likelier.
 
     It is taken on the support, whose tail counts as one token. Then d log π_j = e_a,j − π_j − π_a + Σ_k π_k². KL(old‖new)
     changes by −Σ_j μ_j d log π_j, the total variation by ½ Σ_j sgn(π_j − μ_j) π_j d log π_j.
@@ -83,7 +83,7 @@ def _check_nothing_left(mask: Tensor, rest: Tensor) -> None:
 
 
 def cppo(batch: TokenBatch, config: CPPOConfig) -> ObjectiveOutput:
-    """Importance-weighted policy gradient inside a trust region that depends on the prefix.
+    """Importance-weighted policy gradient inside a trust region that depends on the tokens before.
 
         L_t = − m_t ρ_t Â_t          ρ_t = π(a_t) / π_old(a_t)
         m_t = 0  iff  w_t D_t > min(δ, δ + b Σ_{s<t} w_s − Σ_{s<t} w_s D_s)  and  (ρ_t − 1) Â_t > 0
@@ -110,7 +110,7 @@ def cppo(batch: TokenBatch, config: CPPOConfig) -> ObjectiveOutput:
 
 
 def _excess(moved: Tensor, mask: Tensor, config: CPPOConfig) -> Tensor:
-    """Excess of w_t D_t over its bound [B T], from D [B T]; meaningless at padding."""
+    """Excess of the weighted divergence w_t D_t over its bound [B T]; meaningless at padding."""
     place, last = mask.cumsum(-1) - 1, (mask.sum(-1, keepdim=True) - 1).clamp(min=1)
     weight = torch.where(mask, 1 - (1 - config.weight_last) * place / last, 0.0)
     spent, earned = (x.cumsum(-1) - x for x in (weight * moved, weight))  # of the tokens before
@@ -121,7 +121,7 @@ def _excess(moved: Tensor, mask: Tensor, config: CPPOConfig) -> Tensor:
 
 
 def m2po(batch: TokenBatch, config: M2POConfig) -> ObjectiveOutput:
-    """Importance-weighted policy gradient without the outliers among the tokens that have moved along their advantage.
+    """Importance-weighted policy gradient without outliers: tokens that have moved too far along their advantage.
 
         L_t = − m_t ρ_t Â_t          ρ_t = π(a_t) / π_old(a_t)
         O = {t : (ρ_t − 1) Â_t > 0};   m_t = 0 on the largest (log ρ_t)² of O, the fewest whose removal leaves a mean ≤ τ

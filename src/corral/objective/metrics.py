@@ -24,7 +24,7 @@ def masked_max(x: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tens
 
 @torch.no_grad()
 def token_kl(batch: TokenBatch) -> Float[Tensor, "B T"]:
-    """KL(new‖old) of each token on the shared support, 0 at padding.
+    """KL(new‖old) of each token on the support and the tail that both policies share, 0 at padding.
 
     Where the batch has none, KL(old‖new) of "the sampled token or any other", which is a lower bound.
     """

@@ -1,4 +1,4 @@
-"""Objectives that project a policy onto a KL ball, and regress the network onto the result."""
+"""Objectives that project a policy onto a KL ball, and train the network towards the result."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -66,7 +66,7 @@ def troll(batch: TokenBatch, config: TROLLConfig) -> ObjectiveOutput:
 
 
 def _whole(dist: SparseDist, mask: Tensor, config: TROLLConfig) -> Float[Tensor, "B T K1"]:
-    """Join the support and the tail into one distribution, up to normalisation."""
+    """Join the support and the tail into one distribution of K + 1 categories, up to normalisation."""
     if config.filled_tail is None:
         return dist.with_rest()
     assert config.vocab_size is not None

@@ -16,7 +16,7 @@ def credit(batch: TokenBatch) -> Float[Tensor, "B T"]:
 
 
 def zero_padding(x: Tensor, mask: Bool[Tensor, "B T"]) -> Tensor:
-    """Replace padding of `x` [B T] or [B T K] by 0, so that arbitrary values there reach no result and no gradient."""
+    """Replace padding of `x` [B T] or [B T K] by 0. Arbitrary values there then reach no result and no gradient."""
     return torch.where(mask if x.ndim == mask.ndim else mask[..., None], at_least_float32(x), 0.0)
 
 
@@ -26,7 +26,8 @@ def log_ratio(batch: TokenBatch) -> Float[Tensor, "B T"]:
 
 
 def sampled_kl(batch: TokenBatch) -> Float[Tensor, "B T"]:
-    """KL(old‖new) of "the sampled token or any other", 0 at padding. Any other token has at least 1e-8 in both policies."""
+    """KL(old‖new) between two categories, the sampled token and any other, 0 at padding. Any other token has at least 1e-8 in
+    both policies."""
     old, new = zero_padding(batch.logp_old, batch.mask), zero_padding(batch.logp_new, batch.mask)
     return binary_kl(old.clamp(max=CERTAIN), new.clamp(max=CERTAIN))
 
@@ -37,7 +38,7 @@ def clamp_log_ratio(log_rho: Tensor) -> Tensor:
 
 
 def capped_ratio(log_rho: Float[Tensor, "B T"], cap: float | None) -> Float[Tensor, "B T"]:
-    """Ratio ρ, or with a cap sg[min(ρ, cap)] · ρ/sg[ρ].
+    """Probability ratio ρ, or with a cap the constant weight min(ρ, cap) on the gradient of log ρ: sg[min(ρ, cap)] · ρ/sg[ρ].
 
     Clamping the ratio itself would give tokens beyond the cap no gradient at all; capping the detached weight gives them
     cap · ∇ log π. Below the cap the two are the same.
@@ -48,7 +49,7 @@ def capped_ratio(log_rho: Float[Tensor, "B T"], cap: float | None) -> Float[Tens
 
 
 def own_gradient(log_rho: Tensor) -> Tensor:
-    """Factor ρ/sg[ρ], with the value 1 and the gradient of log ρ."""
+    """Factor ρ/sg[ρ], which has the value 1 and the gradient of log ρ (sg: stop gradient)."""
     return (log_rho - log_rho.detach()).exp()
 
 

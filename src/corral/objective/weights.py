@@ -1,4 +1,4 @@
-"""Objectives without a region, and objectives that bound the weight of a token or of a sequence instead."""
+"""Objectives without a trust region, and objectives that bound the weight of a token or of a sequence instead."""
 
 import torch
 
@@ -9,7 +9,7 @@ from corral.tensors import ObjectiveOutput, TokenBatch
 
 
 def reinforce(batch: TokenBatch, config: ReinforceConfig) -> ObjectiveOutput:
-    """Importance-weighted policy gradient, unconstrained.
+    """Importance-weighted policy gradient (REINFORCE) without a trust region.
 
         L_t = − ρ_t Â_t          ρ_t = π(a_t) / π_old(a_t)
 
@@ -29,7 +29,7 @@ def reinforce(batch: TokenBatch, config: ReinforceConfig) -> ObjectiveOutput:
 
 
 def cispo(batch: TokenBatch, config: CISPOConfig) -> ObjectiveOutput:
-    """Policy gradient with a clipped weight.
+    """Policy gradient with a clipped importance weight, a constant for autograd.
 
         L_t = − sg[clip(ρ_t, low, high)] Â_t log π(a_t)          ρ_t = π(a_t) / π_old(a_t)
 
