@@ -1,4 +1,5 @@
-"""The two kinds of run, language models and robots: each has the modules `settings`, `smoke`, `prepare` and `train`."""
+"""The two kinds of training run, language models and robots: each has the modules `settings`, `smoke`, `prepare` and
+`train`."""
 
 from collections.abc import Iterable
 from importlib import import_module
@@ -11,12 +12,12 @@ Kind = Literal["llm", "robot"]
 
 
 def job_module(kind: Kind, name: str) -> Any:
-    """Import a module of this kind of run."""
+    """Import the module `name` for this kind of run."""
     return import_module(f"{__name__}.{kind}.{name}")
 
 
 def resolve(kind: Kind, recipe: str | None, config: Path | None, given: Iterable[tuple[str, Any]], *, smoke: bool) -> Any:
-    """Merge recipe, file, --smoke and flags into checked settings of a run; later sources win."""
+    """Merge a recipe, a settings file, --smoke and flags into a run's checked settings; later sources win."""
     settings = job_module(kind, "settings")
     layers = [read_recipe(recipe)] if recipe else []
     layers += [read_file(config)] if config is not None else []

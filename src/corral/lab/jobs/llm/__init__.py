@@ -1,1 +1,1 @@
-"""Runs of language models: settings, training, evaluation, export."""
+"""Training runs of language models: settings, training, evaluation, export."""

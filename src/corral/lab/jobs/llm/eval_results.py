@@ -1,4 +1,4 @@
-"""Results of `corral eval`: rows, pass@k with intervals, files and the table on the terminal."""
+"""Results of `corral eval`: rewards of completions, pass@k with confidence intervals, result files, and the printed table."""
 
 import math
 import shutil
@@ -21,11 +21,11 @@ from corral.lab.run.view import RunView
 from corral.validate import RunError
 
 RIGHT = 1.0 - 1e-6
-"""Smallest reward of a correct completion. Rewards lie in [0, 1], and values between are partial credit."""
+"""Reward from which a completion counts as correct. Rewards lie in [0, 1]; smaller ones are partial credit."""
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Unbiased estimate of the probability that at least one of k samples is correct, when `right` of `samples` were.
+    """Unbiased pass@k: the probability that at least one of k samples is correct, if `right` of `samples` were.
 
         pass@k = 1 − C(n−c, k) / C(n, k)          n samples, c right
 
@@ -47,13 +47,13 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 def ladder(samples: int) -> list[int]:
-    """Values of k that get a row: 1, 2, 4, … and the number of samples."""
+    """Values of k for which pass@k is reported: 1, 2, 4, … and the number of samples."""
     powers = [2**exponent for exponent in range(samples.bit_length()) if 2**exponent <= samples]
     return powers if powers[-1] == samples else [*powers, samples]
 
 
 def estimate(values: Sequence[float], *, draws: float = 1.0, level: float = LEVEL) -> Estimate:
-    """The mean of one value per problem with Wilson's interval for the effective number of trials.
+    """Mean of one value per problem, with Wilson's confidence interval for the effective number of trials.
 
         n_eff = max(N, (z/t)² · min(m (1−m) / (v / N), N · draws))      N problems; m, v: mean and variance of their values
 
@@ -85,7 +85,7 @@ def estimate(values: Sequence[float], *, draws: float = 1.0, level: float = LEVE
 
 
 def difference(first: Sequence[float], second: Sequence[float], level: float = LEVEL) -> Estimate:
-    """Paired difference `second` − `first` over common problems: its mean and interval.
+    """Mean paired difference `second` − `first` over the problems common to both, with its confidence interval.
 
         d' = Σd / (N+2),   v' = (Σd² + 1) / (N+2) − d'²,   interval d' ± z √(v' / (N+2))
 
@@ -108,7 +108,7 @@ def difference(first: Sequence[float], second: Sequence[float], level: float = L
 
 
 def sampled_estimates(rewards: Sequence[Sequence[float]]) -> dict[str, Estimate]:
-    """avg@n and pass@k for every k of the ladder, from n rewards per problem."""
+    """avg@n and pass@k from n rewards per problem, for every k in `ladder(n)`."""
     samples = len(rewards[0])
     rights = [sum(reward >= RIGHT for reward in row) for row in rewards]
     found = {}
@@ -134,7 +134,8 @@ class EvalFolder(LockedFolder):
         self.plan, self.parts = path / "plan.json", path / "parts"
 
     def read_result(self, plan: dict[str, Any]) -> dict[str, Any] | None:
-        """The result of a finished evaluation, or None. RunError if the folder holds another plan or other files."""
+        """Read the result of a finished evaluation, or return None. Raises RunError if the folder has another plan or other
+        files."""
         for path in (self.result, self.plan):
             if path.is_file():
                 content = read_settings(path, "an evaluation")
@@ -154,7 +155,7 @@ class EvalFolder(LockedFolder):
         raise RunError(f"{self.path} is there already and is no evaluation: choose another --out.")
 
     def open(self, content: dict[str, Any]) -> None:
-        """Lock the folder and write the plan."""
+        """Lock the evaluation's folder and write the plan."""
         with disk_errors(self.path):
             self.parts.mkdir(parents=True, exist_ok=True)
             self.hold(self.path)
@@ -162,7 +163,7 @@ class EvalFolder(LockedFolder):
             write_json(self.plan, content)
 
     def part(self, index: int) -> list[Row] | None:
-        """The completions of a batch; None if its file is missing or damaged."""
+        """Read the stored completions of one batch; None if their file is missing or damaged."""
         path = self.parts / f"{index:06}.parquet"
         try:
             return pq.read_table(path.absolute(), schema=_ROWS).to_pylist() if path.is_file() else None
@@ -170,7 +171,7 @@ class EvalFolder(LockedFolder):
             return None
 
     def add(self, index: int, rows: list[Row]) -> None:
-        """Write the completions of a batch."""
+        """Write the completions of one batch to a file."""
         _write_rows(self.parts / f"{index:06}.parquet", rows)
 
     def finish(self, rows: list[Row], result: dict[str, Any]) -> None:
@@ -186,7 +187,7 @@ def _write_rows(path: Path, rows: list[Row]) -> None:
 
 
 def _read_rows(path: Path) -> list[Row]:
-    """Read every completion of a finished evaluation."""
+    """Read every stored completion of a finished evaluation."""
     try:
         require_regular(path)
         rows: list[Row] = pq.read_table(path.absolute(), schema=_ROWS).to_pylist()
@@ -216,7 +217,7 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _rewards_by_problem(rows: Sequence[Row]) -> tuple[list[float], list[list[float]]]:
-    """Rewards by problem: the greedy completion's, and the samples' in order."""
+    """Rewards grouped by problem: the greedy completion's reward, and the samples' rewards in order."""
     count = 1 + max(row["problem"] for row in rows)
     greedy, sampled = [0.0] * count, [dict[int, float]() for _ in range(count)]
     for row in rows:
@@ -228,13 +229,13 @@ def _rewards_by_problem(rows: Sequence[Row]) -> tuple[list[float], list[list[flo
 
 
 def read_evaluation(path: Path) -> tuple[str | None, tuple[list[float], list[list[float]]]]:
-    """The hash of the problems of an evaluation, and their rewards."""
+    """Read an evaluation's rewards, and the hash of its problems."""
     problems = read_settings(path / "eval.json", "an evaluation")["settings"].get("problems_sha256")
     return problems, _rewards_by_problem(_read_rows(path / "completions.parquet"))
 
 
 def compare(first: Path, second: Path) -> dict[str, Estimate]:
-    """Compare two evaluations problem by problem. Both must have used equal problems."""
+    """Compare two evaluations problem by problem. Both must have used the same problems."""
     problems, found = zip(*map(read_evaluation, (first, second)), strict=True)
     if len(set(problems)) != 1:
         raise RunError(f"{first} and {second} asked different problems: give both the same --task, --problems and --seed.")
@@ -246,7 +247,7 @@ def compare(first: Path, second: Path) -> dict[str, Estimate]:
 
 
 def show(view: RunView, result: Mapping[str, Any], where: Path) -> None:
-    """Print the results and their folder: a table, or a sentence with the two most important results if the view is quiet."""
+    """Print the results and their folder: as a table, or as one sentence with --quiet."""
     estimates, tokens, plan = result["estimates"], result["tokens"], result["settings"]
     last = f"{result['problems']:,} problems of {plan['task']['name']}; {tokens['mean']:.0f} tokens a completion"
     last += f", {tokens['cut']:.1%} cut off at {plan['max_tokens']}" if tokens["cut"] else ""
@@ -264,7 +265,7 @@ def show(view: RunView, result: Mapping[str, Any], where: Path) -> None:
 
 
 def comparison(found: Mapping[str, Estimate], level: float) -> Table:
-    """Differences with their intervals; intervals that exclude 0 are marked."""
+    """Table of the differences between two evaluations, with confidence intervals; those that exclude 0 are marked."""
     columns = "", Column("difference", justify="right"), f"{level:.0%} interval", ""
     rows = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
     for name, one in found.items():

@@ -1,4 +1,4 @@
-"""Settings of an evaluation and its subject, a model or a run; both are checked before torch or TRL is imported."""
+"""Settings of an evaluation, and the model or run to evaluate; both are checked before torch or TRL is imported."""
 
 import shlex
 from collections.abc import Callable, Mapping
@@ -17,10 +17,10 @@ from corral.validate import RunError, limited, nearest
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 MULTI_TURN = ("environment_factory", "tool", "tools")
-"""Settings that choose the tool, functions or environment that answer within completions."""
+"""Names of the settings for multi-turn completions: tool, functions and environment."""
 
 _OF_RUN = ("task", "task_config", "instruction", *MULTI_TURN)
-"""Settings of a run that its evaluation inherits."""
+"""Names of a run's settings that its evaluation inherits."""
 
 _OF_TRAINER: dict[str, Any] = {
     "max_completion_length": int,
@@ -28,40 +28,40 @@ _OF_TRAINER: dict[str, Any] = {
     "chat_template_kwargs": dict | None,
     "bf16": bool | None,
 }
-"""Settings of a run's trainer that its evaluation inherits, with their types in config.json."""
+"""Trainer settings of a run that its evaluation inherits, each with its type in config.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model to evaluate; for a run's checkpoint also the run's own settings."""
+    """A model to evaluate, with the run's settings if the model is a run's checkpoint."""
 
     name: str
     """Name as the user gave it."""
     model: str
     """Name or path for `load_model`."""
     identity: dict[str, Any]
-    """Fingerprint that distinguishes these weights from others of equal name."""
+    """Fingerprint of the weights: it differs for other weights of the same name."""
     run: Path | None = None
     step: int | None = None
     settings: Settings | None = None
-    """Task, instruction and tools of the run; every other setting has its default."""
+    """The run's settings for task, instruction and tools; every other setting has its default."""
     trainer: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the run's trainer that an evaluation inherits."""
+    """Trainer settings of the run that an evaluation inherits."""
     complaints: tuple[str, ...] = ()
-    """Sentences on damaged newer checkpoints, if an older checkpoint had to be used."""
+    """Sentences on damaged newer checkpoints, in case an older checkpoint is used."""
 
     @property
     def half(self) -> bool:
-        """True if a GPU computes the model in bfloat16; a run's checkpoint uses the type of its training."""
+        """True if a GPU should compute the model in bfloat16; a run's checkpoint keeps the type of its training."""
         return self.trainer.get("bf16") is not False
 
     @property
     def instruction(self) -> str:
-        """The run's instruction, or the bare problem."""
+        """The run's instruction, or `{problem}` alone without a run."""
         return "{problem}" if self.settings is None else self.settings.instruction
 
     def settings_of(self, task: str) -> dict[str, Any]:
-        """The run's own settings of this task; none for another task. `unsafe_code_execution` is not inherited.
+        """The run's `task_config` if `task` is the run's task, else an empty table. `unsafe_code_execution` is never inherited.
 
         Programs that a model writes run unconfined only where the command line allows it.
         """
@@ -115,7 +115,7 @@ class EvalSettings(JobSettings):
             raise RunError(f"there is no task {self.task!r}.{nearest(self.task, TASKS)}")
 
     def find(self) -> tuple[Subject, str]:
-        """The subject of the evaluation and its task."""
+        """Find the model or run to evaluate, and the task."""
         subject = find_subject(self.model, self.checkpoint)
         task = self.task or (None if subject.settings is None else subject.settings.task)
         if task is None:
@@ -125,8 +125,8 @@ class EvalSettings(JobSettings):
         return subject, task
 
     def _refuse_unrepeated(self, subject: Subject, task: str) -> None:
-        """Refuse user code that the run's settings name and the command line does not repeat: a stranger's run may name its own
-        files."""
+        """Refuse user code that only the run's settings name: a run from elsewhere may name its own files. Flags must repeat
+        it."""
         own = {"task": task, "task_config": {**subject.settings_of(task), **self.task_config}, **self.multi_turn(subject)}
         repeated = set(named_code(vars(self)))
         missing = [code for code in named_code(own) if code not in repeated]
@@ -139,7 +139,7 @@ class EvalSettings(JobSettings):
             )
 
     def multi_turn(self, subject: Subject) -> dict[str, Any]:
-        """The tool or environment that answers within completions, and the chat template's arguments; a run's own by
+        """Settings of the tool or environment that answers within completions, and chat-template arguments; inherited by
         default."""
         given = {name: vars(self)[name] for name in MULTI_TURN if vars(self)[name] is not None}
         inherits = subject.settings is not None and not any(given.values())  # else another one takes the place of the run's

@@ -1,4 +1,5 @@
-"""Evaluation on held-out problems: settings → completions, batch by batch → rewards → estimates with intervals."""
+"""Evaluation on held-out problems: sample completions in batches, grade them, and estimate success with confidence
+intervals."""
 
 import hashlib
 import json
@@ -26,17 +27,17 @@ from corral.provenance import commit, plain, versions
 from corral.validate import RewardError, RunError, run_errors
 
 _PROCEDURAL = 512
-"""Number of held-out problems of a procedural task, which can draw any number."""
+"""Default number of held-out problems of a procedural task, which can generate any number of problems."""
 
 _BATCH_SIZES = {"transformers": 256, "vllm": 2048}
 
 _Batch = list[tuple[int, int, bool]]
-"""Indices (problem, sample, greedy) of each completion."""
+"""One (problem index, sample index, greedy or not) per completion of a batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalJob:
-    """An evaluation with every setting resolved, before a model is loaded."""
+    """A resolved evaluation: every setting has its value, and no model is loaded yet."""
 
     subject: Subject
     task: Task
@@ -49,12 +50,12 @@ class EvalJob:
     device: str
     backend: Backend
     turns: Turns
-    """The tool, functions or environment that answer within completions, if any do."""
+    """Tool, functions or environment that answer within completions, or single-turn completions."""
     how: dict[str, Any] = field(default_factory=dict)
-    """Entry of the plan for `turns` and the chat template; empty if the evaluation uses neither."""
+    """Description of `turns` and the chat template for the plan; empty if the evaluation uses neither."""
 
     def plan(self) -> dict[str, Any]:
-        """Every setting that the result depends on. Evaluations with equal plans count as one evaluation."""
+        """All settings that the result depends on. Evaluations with equal plans count as the same evaluation."""
         return plain(
             {
                 "model": self.subject.name,
@@ -75,14 +76,14 @@ class EvalJob:
         )
 
     def problems(self, tokenizer: PreTrainedTokenizerBase) -> Problems:
-        """The problems in the model's chat template and instruction."""
+        """The held-out problems as prompts, with the chat template and the instruction."""
         with run_errors():
             tools = self.turns.template(tokenizer)
         template = tools | self.how.get("chat_template_kwargs", {})
         return Problems(task=self.task, tokenizer=tokenizer, instruction=self.instruction, template=template)
 
     def batches(self) -> Iterator[_Batch]:
-        """Batches that cover each completion once: greedy completions first, then all samples of a problem together."""
+        """Split all completions into batches: first the greedy completions, then the samples, grouped by problem."""
         greedy = [(problem, 0, True) for problem in range(len(self.held_out))]
         sampled = [(problem, sample, False) for problem in range(len(self.held_out)) for sample in range(self.samples)]
         for wanted in (greedy, sampled):
@@ -91,7 +92,7 @@ class EvalJob:
 
 
 def evaluate(settings: EvalSettings, *, out: Path | str | None = None, quiet: bool = False) -> Evaluation:
-    """Run the evaluation. An incomplete one with an equal plan is resumed, and the result of a finished one is returned."""
+    """Run an evaluation, resume an unfinished one, or return a finished one's result. Only equal plans are resumed."""
     job, view = prepare_evaluation(settings), make_view(quiet=quiet)
     plan = job.plan()
     if out is None:  # beside a run's checkpoints or under evals/, named by the plan, so that the same command finds it again
@@ -119,7 +120,7 @@ def evaluate(settings: EvalSettings, *, out: Path | str | None = None, quiet: bo
 
 
 def prepare_evaluation(settings: EvalSettings) -> EvalJob:
-    """Resolve and validate everything that the settings name."""
+    """Resolve and check all settings of an evaluation, without loading the model."""
     subject, name = settings.find()
     own = subject.settings is not None and subject.settings.task == name
     device = choose_device(settings.device)
@@ -150,13 +151,13 @@ def prepare_evaluation(settings: EvalSettings) -> EvalJob:
 
 
 def default_problems(task: Task) -> int:
-    """Default number of held-out problems: all of a data set, which has `sizes`, or 512 of a procedural task."""
+    """Default number of held-out problems: all of a data set (a task with `sizes`), or 512 of a procedural task."""
     sizes = getattr(task, "sizes", None)  # (to train on, held out); no part of the protocol
     return _PROCEDURAL if sizes is None else max(1, sizes[1])
 
 
 def _run(job: EvalJob, problems: Problems, sampler: Sampler, folder: EvalFolder, view: RunView) -> dict[str, Any]:
-    """Generate and grade the missing batches, then summarise."""
+    """Generate and grade the batches not yet on disk, then summarise all of them."""
     score = verifier(job.task)
     batches = list(job.batches())
     kept = {index: part for index in range(len(batches)) if (part := folder.part(index)) is not None}
@@ -220,5 +221,5 @@ def answer_batch(job: EvalJob, problems: Problems, batch: _Batch, sampler: Sampl
 
 
 def draw_seed(seed: int, problem: int, sample: int) -> int:
-    """A 63-bit random seed for one completion, made by hashing: added seeds would give neighbours equal streams."""
+    """Random seed of one completion, 63 bits from a hash: seeds made by addition would give neighbours equal random streams."""
     return int.from_bytes(hashlib.sha256(f"{seed} {problem} {sample}".encode()).digest()[:8], "big") >> 1

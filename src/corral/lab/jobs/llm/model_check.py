@@ -1,4 +1,4 @@
-"""Checks behind `corral doctor --model NAME`: the tokenizer survives saving, and attention kernels agree with float32.
+"""Checks of `corral doctor --model NAME`: saving keeps the tokenizer, and attention kernels agree with float32.
 
 Attention kernels have been wrong on some devices, silently: for few key-value heads, for padded batches, at single lengths. A
 sampler and a trainer that share such a kernel agree with each other, so nothing in training shows it. Here a padded batch in
@@ -33,25 +33,25 @@ KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-"""Attention kernels of torch by name; None stands for torch's own choice."""
+"""Attention kernels of torch by name; None stands for torch's automatic choice."""
 PROMPTS, TOKENS = 8, 12
-"""Number of problems that are answered, and the largest number of tokens in an answer."""
+"""Number of problems to answer, and the largest number of tokens in an answer."""
 TOLERANCE = 0.1
-"""Mean KL of a token, in nats, above which something is wrong: half precision alone left .02 or
-less with Gemma on a CPU, and with it and SmolLM2 on an H200."""
+"""Mean KL per token, in nats, above which the check fails. Half precision alone gave at most .02, with Gemma on a CPU and with
+Gemma and SmolLM2 on an H200."""
 
 _FINE = "Padded batches give what float32 gives, one prompt at a time, and the tokenizer survives saving."
 
 
 class Distance(NamedTuple):
-    """KL of next tokens from float32, in nats."""
+    """KL divergence of next-token distributions from float32, in nats per token."""
 
     mean: float
     largest: float
 
     @property
     def text(self) -> str:
-        """Both distances as text."""
+        """Mean and largest KL as text."""
         return f"KL {self.mean:.1e}, at most {self.largest:.1e}"
 
 
@@ -94,7 +94,7 @@ def check_model(name: str) -> Checkup:
 
 
 def count_changed(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> int:
-    """Number of texts whose tokens change once the tokenizer is saved and loaded, as checkpoints of a run do."""
+    """Count texts whose tokens change after the tokenizer is saved and loaded again, as checkpoints do."""
     with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         again = AutoTokenizer.from_pretrained(folder)
@@ -102,7 +102,7 @@ def count_changed(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> i
 
 
 def prompts(task: Task, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Problems as token ids, the k-th without its last k tokens, so that batches are padded."""
+    """Held-out problems as token ids, of different lengths so that batches are padded: the k-th lacks its last k tokens."""
     ids: list[list[int]] = tokenizer(task.held_out_prompts(PROMPTS, seed=0))["input_ids"]
     return [row[: max(1, len(row) - place)] for place, row in enumerate(ids)]
 
@@ -115,7 +115,7 @@ def distances(
     half: torch.dtype | None,
     backend: SDPBackend | None,
 ) -> tuple[Distance, Distance]:
-    """KL from float32 of a padded batch: when it samples with a cache, and when it scores the sampled tokens."""
+    """KL divergence from float32 on a padded batch, while sampling with a KV cache, and while scoring the sampled tokens."""
     writer: Any = model  # causal models can generate; transformers' base class does not say so
     ends = end_tokens(model, tokenizer)
     how = plain_sampling(tokenizer, ends, Sampling(max_tokens=TOKENS, greedy=True))
@@ -138,7 +138,7 @@ def distances(
 
 
 def _distance(exact: Sequence[Tensor], logits: Tensor) -> Distance:
-    """KL(exact ‖ logits) over the tokens of all answers, in float64."""
+    """Mean and largest KL(exact ‖ logits) over the tokens of all answers, in float64."""
     each = []
     for row, ours in zip(exact, logits, strict=True):
         p, q = row.double().log_softmax(-1), ours[: len(row)].double().log_softmax(-1)

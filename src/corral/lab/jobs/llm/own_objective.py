@@ -1,4 +1,5 @@
-"""Objectives that a user gives by path: `file.py:function` or `module:function`, with settings in a dataclass beside it."""
+"""Loading of user objectives by path: `file.py:function` or `module:function`, with a dataclass of settings in the same
+file."""
 
 import inspect
 from collections.abc import Callable
@@ -15,7 +16,7 @@ HOW = "an objective of your own is file.py:function or module:function, a functi
 
 
 def find_objective(name: str) -> type[ObjectiveConfig]:
-    """The settings of the objective of this name. An objective given by its path is imported and registered under that path.
+    """Find an objective's settings class by name. An objective given as a path is imported and registered under that path.
 
     So everything that takes a registered name takes the path too, as long as this was called first in the process.
     """
@@ -31,7 +32,7 @@ def find_objective(name: str) -> type[ObjectiveConfig]:
 
 
 def _config_of(name: str, function: Any) -> tuple[type[ObjectiveConfig], bool]:
-    """The dataclass of the function's settings, and whether the function takes them as its second argument."""
+    """The settings dataclass of a user objective, and whether the function takes settings as its second argument."""
     if not callable(function) or isinstance(function, type):
         raise ValueError(f"{HOW}; {name!r} is {type(function).__name__}.")
     try:
@@ -61,7 +62,7 @@ def _without_config(function: Callable[[Any], "ObjectiveOutput"]) -> Callable[[A
 
 
 def try_objective(objective: Objective) -> None:
-    """Call an objective given by its path on two short completions, so that a mistake shows before a model is loaded."""
+    """Try a user objective on two short completions, so that mistakes show before a model is loaded."""
     if ":" not in objective.name:
         return
     import torch

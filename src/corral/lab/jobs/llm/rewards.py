@@ -1,4 +1,4 @@
-"""Reward functions with TRL's signature, given by name or as Python functions, with weights, and checked at every call."""
+"""Reward functions with TRL's signature, given by name or as Python functions, with weights. Every result is checked."""
 
 import asyncio
 import inspect
@@ -16,21 +16,21 @@ from corral.validate import RewardError, RunError, run_errors
 Reward = Callable[..., list[float | None]]
 
 _VERIFIER = "verifier"
-"""Name of the task's own verifier in a list of rewards."""
+"""Name that stands for the task's verifier in a list of rewards."""
 
 _HOW = "`reward` is module:function or file.py:function, with a weight module:function=0.5"
 
 _TAKEN = {"prompts", "completions", "completion_ids", "problem", "trainer_state", "log_extra", "log_metric", "environments"}
-"""Arguments that the trainer passes itself; columns must not have these names."""
+"""Names of arguments that the trainer passes to reward functions; a task's columns must not have these names."""
 
 
 def as_rewards(given: Any) -> tuple[str | Reward, ...]:
-    """Rewards in the form that settings store, from a single reward or a list. An empty list stands for the task's verifier."""
+    """Normalise a single reward or a list into a tuple of rewards. An empty tuple stands for the task's verifier."""
     return as_functions(given, _HOW)
 
 
 def as_functions(given: Any, how: str) -> tuple[str | Reward, ...]:
-    """User functions in the form that settings store, from a single function or a list. `how` describes the accepted forms."""
+    """Normalise a single user function or a list into a tuple. `how` describes the accepted forms in the error."""
     found: list[Any] = []
     for one in map(guess, given if isinstance(given, list | tuple) else [given]):  # a text may be a list in TOML
         found += [] if one is None else one if isinstance(one, list) else [one]
@@ -41,7 +41,7 @@ def as_functions(given: Any, how: str) -> tuple[str | Reward, ...]:
 
 
 def path_of(reward: str | Reward) -> str:
-    """Text form of a reward: the import path of a function, if it has a path."""
+    """Name a reward by text: `module:name` for a Python function, or the text that was given."""
     if isinstance(reward, str):
         return reward
     of = reward if hasattr(reward, "__qualname__") else type(reward)  # an instance has none, its class has
@@ -51,7 +51,7 @@ def path_of(reward: str | Reward) -> str:
 def make_rewards(
     given: Sequence[str | Reward], task: Task, weights: list[float] | None = None
 ) -> tuple[list[Reward], list[float] | None]:
-    """The checked reward functions with the task's columns, and their weights; None for the weights if all are 1.
+    """Checked reward functions that also get the task's columns, and their weights; None for the weights if all are 1.
 
     Weights stand behind the names, or beside all of them as TRL's `reward_weights`.
     """
@@ -67,7 +67,7 @@ def make_rewards(
 
 
 def check_columns(task: Task, problem: str) -> None:
-    """Refuse columns whose names clash with the trainer's own arguments."""
+    """Refuse a task's columns whose names clash with the trainer's arguments to reward functions."""
     if taken := sorted(_TAKEN & columns_of(task, [problem]).keys()):
         raise RunError(
             f"{task.name} has a column `{taken[0]}`, and reward functions get something else under that name from the trainer. "
@@ -76,7 +76,7 @@ def check_columns(task: Task, problem: str) -> None:
 
 
 def verifier(task: Task) -> Reward:
-    """The task's own verifier as a reward function."""
+    """The task's verifier as a reward function."""
 
     def score(prompts: list[Any], completions: list[Any], problem: list[str], **_: Any) -> list[Any]:
         return verify_all(task, problem, [answer_of(completion) for completion in completions])
@@ -85,7 +85,7 @@ def verifier(task: Task) -> Reward:
 
 
 def _with_checks(name: str, score: Reward, label: str | None = None) -> Reward:
-    """`score` with clear errors that name the function and the completion at fault. TRL logs the reward as `label`."""
+    """Wrap a reward function with checks: errors name the function and the completion. TRL logs the reward as `label`."""
 
     def reward(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
         try:
@@ -111,7 +111,7 @@ def _with_checks(name: str, score: Reward, label: str | None = None) -> Reward:
 
 
 def _split(text: str) -> tuple[str, float | None]:
-    """`module:function=weight` as path and weight."""
+    """Split `module:function=weight` into path and weight; the weight is None if there is none."""
     path, equals, weight = text.rpartition("=")
     if not equals:
         return text, None
@@ -125,7 +125,7 @@ def _split(text: str) -> tuple[str, float | None]:
 
 
 def _labels(rewards: Sequence[str | Reward]) -> list[str]:
-    """Labels for TRL's log: the function's name, or the whole path if two names are equal."""
+    """Short labels for TRL's log: the function's name, or the whole path if two names are equal."""
     paths = [path_of(one) for one in rewards]
     short = [path.rpartition(":")[2].rpartition(".")[2] for path in paths]
     labels = [path if Counter(short)[name] > 1 else name for path, name in zip(paths, short, strict=True)]
@@ -147,14 +147,15 @@ def _function(reward: str | Reward, label: str, task: Task) -> Reward:
     call = function
 
     def score(problem: list[str], **others: Any) -> Any:
-        """The function with the task's columns as keyword lists, as TRL passes a dataset's; they need not fit Arrow's types."""
+        """Call the reward function with the task's columns as lists. They are not in the dataset, since values may not fit
+        Arrow's types."""
         return call(problem=problem, **others | columns_of(task, problem))  # an environment's rows have them already
 
     return _with_checks(path_of(reward), score, label)
 
 
 def _call(score: Reward, **arguments: Any) -> Any:
-    """The rewards as a list, also from an `async` function. A result that is no ordered collection is returned unchanged."""
+    """Call a reward function, also an `async` one, and return its rewards as a list. Other results are returned unchanged."""
     found = score(**arguments)
     found = asyncio.run(found) if inspect.iscoroutine(found) else found
     unordered = isinstance(found, Mapping | Set | str | bytes | bytearray) or not isinstance(found, Iterable)
@@ -162,7 +163,7 @@ def _call(score: Reward, **arguments: Any) -> Any:
 
 
 def _kind(value: Any) -> str:
-    """The name of a value's type, with its article."""
+    """The name of a value's type, with an article, for errors."""
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
@@ -172,7 +173,7 @@ _LARGEST = 2.0**128 - 2.0**104
 
 
 def _finite(name: str, value: Any, completion: Any) -> float:
-    """Convert a NumPy or torch reward to a float. Returns a sentence if it is not finite, also after rounding to float32."""
+    """Convert a NumPy or torch reward to a float. Raises an error if it is not finite, also after rounding to float32."""
     try:
         number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one is torch's, for more than one element
@@ -186,7 +187,7 @@ def _finite(name: str, value: Any, completion: Any) -> float:
 
 
 def _culprit(score: Reward, prompts: list[Any], completions: list[Any], columns: Mapping[str, Any]) -> str:
-    """The first completion that fails when it is scored alone, or the first completion if none fails."""
+    """Find the completion to name in an error: the first that fails when scored alone, or else the first of all."""
     for index, completion in enumerate(completions):
         one = {key: [value[index]] if isinstance(value, list) else value for key, value in columns.items()}
         try:

@@ -1,4 +1,4 @@
-"""Samplers of an evaluation: transformers, or vLLM if it is installed."""
+"""Samplers for evaluations: transformers, or vLLM if it is installed."""
 
 import importlib
 from importlib.util import find_spec
@@ -19,7 +19,7 @@ Backend = Literal["transformers", "vllm"]
 
 
 def choose_backend(requested: str, subject: Subject, device: str, *, played: bool = False) -> Backend:
-    """Resolve the backend: `auto` is vLLM if it is installed and a GPU is used; `vllm` also runs on a CPU."""
+    """Resolve the sampler's name: `auto` is vLLM if it is installed and a GPU is used, else transformers."""
     reasons = [
         (played, "tools and environments are played with transformers here."),
         (find_spec("vllm") is None, "vLLM is not installed. Install it: pip install vllm."),
@@ -37,17 +37,17 @@ def choose_backend(requested: str, subject: Subject, device: str, *, played: boo
 
 
 def make_sampler(backend: Backend, subject: Subject, device: str) -> "Sampler":
-    """Load the model in the type of `choose_dtype`. Models built into corral are float32."""
+    """Load the model into a sampler, in the data type of `choose_dtype`. Models built into corral are float32."""
     return VllmSampler(subject, device) if backend == "vllm" else TransformersSampler(subject, device)
 
 
 def choose_dtype(subject: Subject, device: str) -> torch.dtype:
-    """bfloat16 on a GPU, unless the model is a run trained in float32. Otherwise float32."""
+    """Data type for evaluation: bfloat16 on a GPU, unless the model is a run trained in float32; otherwise float32."""
     return torch.bfloat16 if device == "cuda" and subject.half else torch.float32
 
 
 class TransformersSampler:
-    """Sampler on `generate` of transformers, with one random stream per batch, seeded by the first prompt."""
+    """Sampler that calls `generate` of transformers. Each batch has one random stream, seeded by its first prompt."""
 
     def __init__(self, subject: Subject, device: str) -> None:
         model, self.tokenizer = load_model(subject.model, choose_dtype(subject, device))
@@ -56,7 +56,7 @@ class TransformersSampler:
         set_pad_token(self.tokenizer)
 
     def start(self, room: int) -> None:
-        """Do nothing: the cache grows during generation."""
+        """Do nothing: transformers' cache grows during generation."""
 
     def complete(
         self, turns: Turns, problems: Problems, asked: list[str], seeds: list[int], sampling: Sampling
@@ -75,7 +75,7 @@ class TransformersSampler:
 
 
 class VllmSampler:
-    """Sampler on vLLM. Each prompt has its own seed, so that no draw depends on the batch size."""
+    """Sampler that calls vLLM. Each prompt has a random seed of its own, so results do not depend on the batch size."""
 
     def __init__(self, subject: Subject, device: str) -> None:
         self.name = subject.model
@@ -87,7 +87,7 @@ class VllmSampler:
             raise RunError(f"the model {self.name!r} could not be loaded: {str(error).splitlines()[0]}") from error
 
     def start(self, room: int) -> None:
-        """Start the engine for sequences of `room` tokens: the model's full length may not fit into memory."""
+        """Start vLLM for sequences of at most `room` tokens: the model's full length may not fit into memory."""
         vllm: Any = importlib.import_module("vllm")
         try:
             self.engine = vllm.LLM(model=self.name, dtype=self.dtype, seed=0, max_model_len=room)

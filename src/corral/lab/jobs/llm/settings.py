@@ -1,4 +1,4 @@
-"""Settings of a run of a language model: recipe, file and flags, checked before torch is imported."""
+"""Settings of a language-model run from recipe, file and flags, checked before torch is imported."""
 
 import ast
 import builtins
@@ -34,7 +34,7 @@ _CONFIGS = (
     ("trl", "trainer/base_config.py", "_BaseConfig"),
     ("transformers", "training_args.py", "TrainingArguments"),
 )
-"""Base classes of CorralConfig in TRL and transformers."""
+"""Base classes of CorralConfig, from which settings are read: package, module file, and class."""
 
 _ALSO_CALLED = {
     "epochs": "--num-iterations, passes over each batch of rollouts, or --steps",
@@ -54,11 +54,11 @@ _ALSO_CALLED = {
     "lora_r": "--lora.r",
     "lora_alpha": "--lora.lora_alpha",
 }
-"""Names of settings in other libraries, each with corral's flag."""
+"""Names of settings in other libraries, each with corral's flag for the same setting."""
 
 
 def refuse_unknown(key: str, known: list[str], objective: str, task: str) -> str:
-    """Error text for an unknown setting: the place where it belongs, or the nearest existing name."""
+    """Error text for an unknown setting: suggests where the setting belongs, or the nearest existing name."""
     where = "`corral explain settings` lists them all."
     if key in _ALSO_CALLED:
         return f"there is no setting `{key}`. Use {_ALSO_CALLED[key]}. {where}"
@@ -85,7 +85,8 @@ def read_rate(value: Any) -> float | str:
 
 @cache
 def trainer_types() -> dict[str, Any]:
-    """CorralConfig's settings with their types, read from source: importing TRL takes seconds. Empty without a supported TRL.
+    """Read the names and types of CorralConfig's settings from source, since importing TRL takes seconds. Empty if TRL is
+    unsupported.
 
     Its own fields precede inherited fields. A type that only TRL or transformers knows is `object`.
     """
@@ -107,7 +108,7 @@ def trainer_types() -> dict[str, Any]:
 
 
 class _Names(dict[str, Any]):
-    """Names inside a type's text: Python's built-in names, names of `typing`, and `object` for any other name."""
+    """Namespace to evaluate a type's text: Python's built-in names, names of `typing`, and `object` for any other name."""
 
     def __missing__(self, name: str) -> Any:
         return vars(builtins).get(name) or vars(typing).get(name, object)
@@ -128,7 +129,7 @@ def class_fields(path: Path) -> dict[str, dict[str, str]]:
 
 
 _PACKAGES = {"use_vllm": "vllm", "deepspeed": "deepspeed"}
-"""Settings of TRL, and the packages that they need."""
+"""TRL settings that need a further package, with the package's name."""
 
 
 def check_packages(settings: "Settings") -> None:
@@ -138,7 +139,7 @@ def check_packages(settings: "Settings") -> None:
 
 
 def missing_packages(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Sentences on packages that settings of the run or of TRL need and that are not installed."""
+    """Sentences on packages that the run's settings or TRL's settings need and that are not installed."""
     reports = [(f"report_to={name}", name) for name in settings["report_to"].split(",") if name in TRACKERS]
     asked = [(key, package) for key, package in _PACKAGES.items() if settings.get(key)]
     for setting, package in reports + asked:
@@ -146,7 +147,7 @@ def missing_packages(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 TABLES = ("objective_config", "task_config", "lora")
-"""Settings that are tables: layers merge into them key by key."""
+"""Settings that are tables: a later source changes single keys of a table."""
 
 DECIDED = {
     "output_dir": "--out",
@@ -168,7 +169,7 @@ DECIDED = {
     "push_to_hub": "`corral export RUN --out DIR`, then `hf upload NAME DIR`",
     "ignore_data_skip": "nothing: a resumed run continues where it stopped",
 }
-"""Settings of TRL's that a run decides itself, and what to use instead."""
+"""TRL settings that users cannot change because the run decides them, each with what to use instead."""
 
 _CLIP = "--objective ppo_clip --set objective_config.clip_low=0.2 --set objective_config.clip_high=0.2"
 _OF_OBJECTIVES = {
@@ -177,7 +178,7 @@ _OF_OBJECTIVES = {
     "delta": "--objective dual_clip --set objective_config.dual_clip=3",
     "importance_sampling_level": "--objective gspo, or --objective troll --set objective_config.level=sequence",
 }
-"""Settings of TRL's own loss, and the flags that replace them."""
+"""TRL settings for its built-in losses, each with the corral flag to use instead."""
 
 
 ONE_OF_TOOLS = "`tool` writes into a text, `tools` and `environment_factory` are called by a chat model: use one or the other."
@@ -185,7 +186,7 @@ ONE_OF_TOOLS = "`tool` writes into a text, `tools` and `environment_factory` are
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(RunSettings):
-    """Settings of a run of a language model. Those of CorralConfig, and so of TRL's GRPOConfig, are in `trainer`."""
+    """Settings of a language-model run. Settings of CorralConfig, and so of TRL's GRPOConfig, are in `trainer`."""
 
     model: str = "tiny"
     """Model to train: `tiny` or `tiny-sums` (embedded), `smollm2` or `gemma` (after `make smollm2`, `make gemma`), or a folder
@@ -263,14 +264,14 @@ class Settings(RunSettings):
             )
 
     def flat(self) -> dict[str, Any]:
-        """All settings as in a file: keys of the run and the trainer side by side."""
+        """All settings in one flat table, as in a settings file: keys of the run and of the trainer together."""
         paths: dict[str, Any] = {name: tuple(map(path_of, vars(self)[name])) for name in ("reward", "tools")}
         own = dataclasses.asdict(dataclasses.replace(self, environment_factory=path_of(self.environment_factory), **paths))
         return own | own.pop("trainer")
 
 
 def resolve(layers: Iterable[Mapping[str, Any]]) -> Settings:
-    """Merge layers key by key and check every name and type; later layers win.
+    """Merge settings from several sources and check every name and type; later sources win key by key.
 
     A layer that changes the objective or task drops its earlier settings. A reduction that came before the objective holds
     only if it is one of that objective's own. What is wrong is said before torch and TRL are imported.
@@ -314,7 +315,8 @@ def resolve(layers: Iterable[Mapping[str, Any]]) -> Settings:
 
 
 def _imported_types() -> dict[str, Any]:
-    """CorralConfig's settings with their types, where they cannot be read from source. An unsupported TRL is refused."""
+    """Names and types of CorralConfig's settings by importing TRL, if they cannot be read from source. Refuses an unsupported
+    TRL."""
     from corral.trl.config import CorralConfig
 
     known, hints = fields(CorralConfig), get_type_hints(CorralConfig)

@@ -1,4 +1,4 @@
-"""Layers of `--smoke`: any recipe in seconds, with a random model over bytes, two steps, and no network."""
+"""Settings for `--smoke`: run any recipe in seconds, with a random byte-level model, two steps, and no network."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ TASK_CONFIG: dict[str, dict[str, Any]] = {
     "words": {"path": str(_DATA / "words")},
     "dapo_math": {"path": str(_DATA / "dapo_math.jsonl"), "held_out": 0.3},
 }
-"""Packaged problems in the shape of data sets that would be downloaded."""
+"""Settings of tasks for `--smoke`: packaged problems in the format of the data sets that would be downloaded."""
 
 
 _TRAINING: dict[str, Any] = {
@@ -36,7 +36,7 @@ _TRAINING: dict[str, Any] = {
     # A random model is never right, and groups without differences give no gradient. Success is still the task's own verdict.
     "reward": "corral.lab.jobs.llm.smoke:letters",
 }
-"""Settings that --smoke changes in a recipe; objective, reduction, instruction and verifier stay."""
+"""Settings that `--smoke` changes in a recipe; objective, reduction, instruction and verifier stay the same."""
 
 
 EVALUATION: dict[str, Any] = {
@@ -48,16 +48,16 @@ EVALUATION: dict[str, Any] = {
     "batch_size": 2,
     "max_tokens": 8,
 }
-"""Settings that --smoke changes in `corral eval`."""
+"""Settings that `--smoke` changes in `corral eval`."""
 
 
 def smoke_layers(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Layers of --smoke on top of a recipe and a file: small numbers, and packaged problems for the chosen task."""
+    """Settings that `--smoke` adds on top of a recipe and a file: small numbers, and packaged problems for the chosen task."""
     task = next((layer["task"] for layer in reversed(layers) if "task" in layer), "countdown")
     return [_TRAINING, {"task": task, "task_config": TASK_CONFIG.get(str(task), {})}]
 
 
 def letters(completions: list[Any], **_: Any) -> list[float]:
-    """The share of letters in a completion: a reward that a random model gets in part."""
+    """Reward the share of letters in a completion: a random model gets part of this reward."""
     texts = [text_of(completion) for completion in completions]
     return [sum(map(str.isalpha, text)) / max(len(text), 1) for text in texts]

@@ -1,4 +1,4 @@
-"""Training runs of language models: from settings to model, task and trainer, in a resumable run folder."""
+"""Training runs of language models: build model, task and trainer from settings, and train in a resumable run folder."""
 
 import os
 import sys
@@ -37,7 +37,7 @@ def train(
     smoke: bool = False,
     verbose: bool = False,
 ) -> Outcome:
-    """Train a new run in `out` or in a new folder under runs/, with `smoke` under smoke-runs/."""
+    """Train a new run in the folder `out`, or in a new folder under runs/ (under smoke-runs/ with `smoke`)."""
     given = settings if isinstance(settings, Settings) else resolve([settings])
     label = f"{given.task}-{given.objective}-{given.seed}"
     return life.train(ModelRun(given, is_new=True), label, out=out, quiet=quiet, smoke=smoke, verbose=verbose)
@@ -56,7 +56,7 @@ def resume(
     changed_data: bool = False,
     verbose: bool = False,
 ) -> Outcome:
-    """Resume the run in `path` from its last whole checkpoint; later steps are repeated, bit for bit.
+    """Resume the run in `path` from its last intact checkpoint; steps after that checkpoint are repeated, bit for bit.
 
     Args:
         changed_data: resume although the data are not those that the run began with.
@@ -80,7 +80,7 @@ def resume(
 
 
 class ModelRun(Job):
-    """A run of a language model, with TRL's training loop inside."""
+    """A training run of a language model, with TRL's training loop inside."""
 
     length, beside, pace, completions = "steps", "greedy", ("num_tokens", "tokens_per_second"), True
     settings: Settings
@@ -109,7 +109,7 @@ class ModelRun(Job):
             yield f"using what the run's own settings name: {', '.join(code)}"
 
     def check_changes(self, content: Mapping[str, Any], done: int, path: Path, view: RunView) -> dict[str, Any]:
-        """Compare the data with the digests in config.json, if the run has any."""
+        """Compare the data with the digests in config.json, if there are any."""
         if "data" not in content:
             view.warn("config.json has no digest of the run's data: whether they have changed is unknown.")
             return {}
@@ -131,7 +131,7 @@ class ModelRun(Job):
         return shared
 
     def fit(self, record: Recorder) -> None:
-        """Build the trainer and let it train."""
+        """Build the trainer and train."""
         if is_alone_by_mistake():
             record.view.warn(ALONE)
         checkpoint = record.checkpoint
@@ -151,7 +151,7 @@ class ModelRun(Job):
 
 @contextmanager
 def _tensorboard_in(where: Path) -> Iterator[None]:
-    """Write TensorBoard's files into the run folder, through transformers' environment variable."""
+    """Direct TensorBoard's files into the run folder, through the environment variable that transformers reads."""
     key = "TENSORBOARD_LOGGING_DIR"
     given = os.environ.get(key)
     os.environ[key] = given or str(where / "tensorboard")
@@ -164,7 +164,7 @@ def _tensorboard_in(where: Path) -> Iterator[None]:
 def banner(
     settings: Settings, trainer: RunTrainer, where: Path, chosen: Iterable[str] = (), verbose: bool = False
 ) -> list[tuple[str, str]]:
-    """The heading of a run: (name, sentence) of each line. Settings at their defaults are shown with `verbose` alone.
+    """Heading of a run as (name, sentence) lines. Settings at their defaults are shown only with `verbose`.
 
     Args:
         chosen: sentences about settings that were chosen automatically.
@@ -215,7 +215,7 @@ def banner(
 
 
 def _support(trainer: RunTrainer) -> str:
-    """Description of the support on which the objective computes."""
+    """Describe the tokens on which the objective compares distributions, such as the top-k tokens."""
     if not trainer.needs_support:
         return "none: this objective looks at the sampled token alone"
     if trainer.own_support.top_k == sys.maxsize:
@@ -230,7 +230,7 @@ def _support(trainer: RunTrainer) -> str:
 
 
 def _device(trainer: RunTrainer, verbose: bool) -> str:
-    """Description of the device, and with `verbose` of the head and the package versions."""
+    """Describe the device, and with `verbose` also the LM-head implementation and the package versions."""
     kind = trainer.accelerator.device
     name = torch.cuda.get_device_name(kind) if kind.type == "cuda" else count(torch.get_num_threads(), "thread")
     processes = f", {trainer.accelerator.num_processes} processes" if trainer.accelerator.num_processes > 1 else ""
@@ -243,7 +243,7 @@ def _device(trainer: RunTrainer, verbose: bool) -> str:
 
 
 def why_inactive(trainer: RunTrainer) -> str | None:
-    """The reason why the trust region can never be active, or None."""
+    """Reason why the trust region can never be active with these settings, or None."""
     config = trainer.objective.config
     if not config.has_region:
         return f"{trainer.objective.name} has no trust region."
@@ -258,7 +258,7 @@ def why_inactive(trainer: RunTrainer) -> str | None:
 
 
 def _short(counts: Iterable[int]) -> str:
-    """A sum of counts with its unit: 928 k, 1.5 B."""
+    """Format the sum of counts with a unit: 928 k, 1.5 B."""
     count = sum(counts)
     for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if count >= size:

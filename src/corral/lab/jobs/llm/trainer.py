@@ -1,4 +1,5 @@
-"""The trainer of `corral train`: CorralTrainer with a run folder, held-out success, a guard and sampled completions."""
+"""Trainer of `corral train`: a CorralTrainer with a run folder, success on held-out problems, a guard and sampled
+completions."""
 
 import logging
 import math
@@ -43,18 +44,18 @@ from corral.trl.trainer import CorralTrainer
 from corral.validate import RewardError, RunError, run_errors
 
 _COMPLETIONS = 4
-"""Number of completions kept per step."""
+"""Number of completions stored per step in tokens.parquet."""
 
 _LONGEST = 1024
-"""Number of tokens kept per completion."""
+"""Number of tokens stored per completion in tokens.parquet."""
 
 _BUDGET = 200_000
-"""Number of tokens kept per run; above it, every second step is dropped."""
+"""Number of tokens stored per run in tokens.parquet; beyond it, every second step is dropped."""
 
 
 @dataclass(frozen=True, eq=False)
 class CompletionSample(Tensors):
-    """The first completions of a batch."""
+    """The first completions of a batch, with their rewards, for tokens.parquet."""
 
     batch: TokenBatch
     ids: Int[Tensor, "B T"]
@@ -62,7 +63,7 @@ class CompletionSample(Tensors):
 
     @classmethod
     def of(cls, batch: TokenBatch, ids: Tensor, rewards: Tensor | None, count: int = _COMPLETIONS) -> "CompletionSample":
-        """Copy completions without gradients, so that the memory of the others is freed."""
+        """Copy the first `count` completions without gradients, so that the memory of the other completions is freed."""
         return cls(batch, ids, rewards).map(lambda x: x[:count].detach().clone())
 
 
@@ -70,7 +71,7 @@ class CompletionSample(Tensors):
 def token_rows(
     sample: CompletionSample, objective: Objective, tokenizer: PreTrainedTokenizerBase, **about: Any
 ) -> list[dict[str, Any]]:
-    """Rows of tokens.parquet, one per completion with unmasked tokens. `about` is equal in all rows.
+    """Build the rows of tokens.parquet, one per completion with unmasked tokens. `about` holds columns equal in all rows.
 
     The objective is evaluated again on the batch that it had in training; one that returns no `acted` gives no rows.
     """
@@ -101,7 +102,7 @@ def token_rows(
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """Each token decoded alone, with the leading blank that SentencePiece drops restored."""
+    """Decode each token alone, and restore the leading blank that SentencePiece drops."""
     names = tokenizer.convert_ids_to_tokens(list(ids))
     texts = tokenizer.batch_decode([[token] for token in ids])
     return [
@@ -111,7 +112,7 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[
 
 
 def thin_rows(rows: list[dict[str, Any]], more: list[dict[str, Any]], budget: int = _BUDGET) -> list[dict[str, Any]]:
-    """`rows` and `more`, reduced to every 2nd, 4th, … step until at most `budget` tokens remain.
+    """Join `rows` and `more`, and keep only every 2nd, 4th, … step until at most `budget` tokens remain.
 
     How far `rows` were thinned shows in their steps, so a resumed run keeps what it would have kept without the break.
     """
@@ -136,10 +137,10 @@ class GuardCallback(Guard, TrainerCallback):
     loss_is_finite = True
     """True if every loss since the last update was finite. RunTrainer writes this field."""
     zero_gradients = 0
-    """Number of successive updates, up to the last, whose gradient was exactly 0."""
+    """Number of successive updates, up to the newest, whose gradient was exactly 0."""
 
     def restore(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Restore the state after these lines of metrics."""
+        """Restore the guard's state from the lines of metrics of a resumed run."""
         for line in lines:
             super().restore([line])
             self.zero_gradients = line.get("zero_gradients", 0)
@@ -147,7 +148,7 @@ class GuardCallback(Guard, TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Skip a non-finite update. Gradient clipping has spread any NaN by now, and fp16's scaler skips such steps itself."""
+        """Skip a non-finite update. Gradient clipping has spread any NaN by now; fp16's scaler skips such updates by itself."""
         if self.mode == "off" or args.fp16:
             return
         model: nn.Module = kwargs["model"]
@@ -160,7 +161,7 @@ class GuardCallback(Guard, TrainerCallback):
             drop_gradients(model.parameters())
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Watch a line of metrics; with mode="stop" a collapse ends the run with a checkpoint."""
+        """Check a line of metrics for a collapse; with mode="stop" a collapse ends the run with a checkpoint."""
         logs: dict[str, Any] = kwargs["logs"]
         if self.mode == "off" or "loss" not in logs:
             return
@@ -170,7 +171,7 @@ class GuardCallback(Guard, TrainerCallback):
 
 
 def cannot_resume(checkpoint: str, error: Exception) -> RunError:
-    """Error text for a checkpoint whose files cannot be loaded because they and the manifest were changed."""
+    """Error text for a checkpoint that matches its manifest but cannot be loaded, because both were changed."""
     reason = (str(error).splitlines() or [""])[0]
     return RunError(
         f"{checkpoint} cannot be resumed from, though it matches its manifest: {type(error).__name__}: {reason} Remove that "
@@ -179,11 +180,11 @@ def cannot_resume(checkpoint: str, error: Exception) -> RunError:
 
 
 _NOT_MEASURED = {"success": None, "greedy": None, "reward": None}
-"""Columns present in every line, also when success was not measured."""
+"""Columns present in every line of metrics, even without a measurement of success."""
 
 
 class RunTrainer(CorralTrainer, TrainerCallback):
-    """CorralTrainer that measures held-out success and writes checkpoints into a run folder atomically."""
+    """CorralTrainer that measures success on held-out problems and writes checkpoints into a run folder atomically."""
 
     processing_class: PreTrainedTokenizerBase
     max_completion_length: int
@@ -191,9 +192,9 @@ class RunTrainer(CorralTrainer, TrainerCallback):
     def __init__(self, parts: Parts, record: Recorder, guard: GuardCallback) -> None:
         self.parts, self.record, self.guard = parts, record, guard
         self._sample: tuple[CompletionSample, Objective] | None = None
-        """Completions of a step's last update, stored for tokens.parquet until the step's line is written."""
+        """Completions of a step's last update, stored until tokens.parquet gets its rows with the step's line of metrics."""
         self._drawn: list[tuple[list[int], list[int]]] = []
-        """Prompts and completions of a few held-out samples, while success is measured."""
+        """Prompts and completions of a few held-out samples, collected while success is measured."""
         parts.config.output_dir = str(record.path / "checkpoints")
         os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # of several turns; tests run every release
         set_seed(parts.settings.seed)  # TRL does that too, but an adapter is drawn before
@@ -226,7 +227,7 @@ class RunTrainer(CorralTrainer, TrainerCallback):
 
     @property
     def updates_per_step(self) -> int:
-        """Number of updates until a batch of rollouts and an update end together."""
+        """Updates per corral step: the fewest after which a batch of rollouts and an update end together."""
         return updates_per_step(self.args)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -235,7 +236,7 @@ class RunTrainer(CorralTrainer, TrainerCallback):
         return loss
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Store rewards in TRL's buffer of rollouts, for the rows of tokens.parquet."""
+        """Generate completions, and store their rewards in TRL's rollout buffer for tokens.parquet."""
         if self.parts.settings.environment_factory:  # its `reset` reads the task's columns too
             columns = columns_of(self.parts.problems.task, [row["problem"] for row in inputs])
             inputs = [{**{name: column[i] for name, column in columns.items()}, **row} for i, row in enumerate(inputs)]
@@ -254,7 +255,7 @@ class RunTrainer(CorralTrainer, TrainerCallback):
             self._sample = CompletionSample.of(batch, inputs["completion_ids"], inputs["corral_reward"]), objective
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write no model card: config.json holds its content, and TRL does not write the card atomically."""
+        """Write no model card: config.json has this information, and TRL's file would not be written atomically."""
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self.record.path / "checkpoints" / ".writing")
@@ -280,7 +281,8 @@ class RunTrainer(CorralTrainer, TrainerCallback):
             self.accelerator.wait_for_everyone()
 
     def measure(self) -> dict[str, float]:
-        """Success on the held-out problems, sampled at temperature 1 and greedily. The random state is restored afterwards."""
+        """Measure success on held-out problems, sampled at temperature 1 and greedily, and restore the random state
+        afterwards."""
         parts, process = self.parts, self.accelerator
         mine = parts.held_out[process.process_index :: process.num_processes]
         devices = [process.device] if process.device.type == "cuda" else []
@@ -308,7 +310,7 @@ class RunTrainer(CorralTrainer, TrainerCallback):
         return found | self.deployed.certify_held_out(drawn[:count])
 
     def _scores(self, model: Any, problems: list[str], greedy: bool) -> Iterator[float]:
-        """Rewards of one completion per problem. All processes generate equally often, as a sharded model requires."""
+        """Rewards of one completion per problem. All processes generate equally often, since a sharded model requires it."""
         parts, size = self.parts, self.parts.settings.eval_batch_size
         if is_sharded(self) and type(parts.turns) is not OneTurn:
             raise RunError("a tool is asked as often as a process needs it, and a sharded model generates in step. Use DDP.")
@@ -349,7 +351,7 @@ class RunTrainer(CorralTrainer, TrainerCallback):
         self.record.patient = True
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Act at the end of a corral step: TRL calls every update a step, and a corral step has `updates_per_step` of them."""
+        """End a corral step: TRL calls every update a step, and a corral step has `updates_per_step` updates."""
         step, within = divmod(state.global_step, self.updates_per_step)
         if within:
             return
@@ -362,7 +364,7 @@ class RunTrainer(CorralTrainer, TrainerCallback):
             self.record.interrupted = control.should_save = control.should_training_stop = True
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write one line of metrics per step, after the guard has read it, and sample completions."""
+        """Write one line of metrics per step after the guard's check, and sample completions."""
         logs: dict[str, Any] = kwargs["logs"]
         if "loss" not in logs:
             return

@@ -1,4 +1,4 @@
-"""Completions of several turns: tool calls, environments, and the transcript that is graded."""
+"""Multi-turn completions: tool calls, environments, and the transcript that is graded."""
 
 import asyncio
 import inspect
@@ -38,24 +38,24 @@ if TYPE_CHECKING:
 
 @dataclass
 class Dialogue:
-    """One completion: its tokens, a mask of the model's own tokens, and their log-probs if known."""
+    """A completion of one or several turns: tokens, a mask of the tokens that the model wrote, and their log-probs if known."""
 
     problem: str
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
     own: list[int] = field(default_factory=list)
-    """1 for a token of the model, 0 for a token of the tool."""
+    """Mask: 1 for a token that the model wrote, 0 for a token of the tool."""
     logps: list[float] = field(default_factory=list)
     replies: int = 0
     over: bool = False
     ended: bool = False
-    """False if the completion was cut off at the largest length, in an evaluation."""
+    """False if the evaluation's length limit cut the completion off."""
     answer: str = ""
-    """Text that is graded."""
+    """The text to grade."""
     transcript: str = ""
-    """Text that is shown, including answers of tools."""
+    """The text to show, including answers of tools."""
     reward: float | None = None
-    """Reward from the environment, for an environment that gives rewards."""
+    """Reward from the environment, if the environment gives rewards."""
 
     def add(self, tokens: Sequence[int], logps: Sequence[float] | None = None, *, own: bool = True) -> None:
         """Append tokens of the model, with log-probs if known, or tokens of the tool."""
@@ -66,18 +66,18 @@ class Dialogue:
 
 @dataclass(frozen=True)
 class OneTurn:
-    """Completions of a single turn, which nothing answers."""
+    """Single-turn completions, without a tool or environment."""
 
     def template(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """No arguments of the chat template: no template supports tools in a text."""
+        """Arguments of the chat template: none without tools."""
         return {}
 
     def trainer_arguments(self) -> dict[str, Any]:
-        """No arguments: TRL samples by itself."""
+        """Arguments of GRPOTrainer: none, since TRL samples single turns by itself."""
         return {}
 
     def write(self, model: PreTrainedModel, problems: Problems, asked: Sequence[str], sampling: Sampling) -> list[Dialogue]:
-        """The tokens of one completion per problem."""
+        """Generate the tokens of one completion per problem."""
         prompts = problems.tokens(asked)
         found = [Dialogue(problem, prompt) for problem, prompt in zip(asked, prompts, strict=True)]
         for one, tokens in zip(found, generate(model, problems.tokenizer, prompts, sampling), strict=True):
@@ -85,7 +85,7 @@ class OneTurn:
         return found
 
     def play(self, model: PreTrainedModel, problems: Problems, asked: Sequence[str], sampling: Sampling) -> list[Dialogue]:
-        """One completion per problem; all of its text is graded."""
+        """Generate one completion per problem; its whole text is graded."""
         found = self.write(model, problems, asked, sampling)
         for one in found:
             one.answer = one.transcript = str(problems.tokenizer.decode(one.tokens, skip_special_tokens=True))
@@ -94,7 +94,7 @@ class OneTurn:
 
 @dataclass(frozen=True)
 class TextTool(OneTurn):
-    """A `Tool` that writes into the text of any model after the model has written one of its stop strings."""
+    """A `Tool` for text: answers within a completion, whenever the model has written one of the tool's stop strings."""
 
     tool: Tool
 
@@ -103,7 +103,7 @@ class TextTool(OneTurn):
         return {"rollout_func": rollout}
 
     def write(self, model: PreTrainedModel, problems: Problems, asked: Sequence[str], sampling: Sampling) -> list[Dialogue]:
-        """The tokens of one completion per problem, of the model and the tool."""
+        """Generate the tokens of one completion per problem, including the tool's tokens."""
         return converse(model, problems.tokenizer, asked, problems.tokens(asked), self.tool, sampling)
 
 
@@ -116,7 +116,7 @@ def converse(
     tool: Tool,
     sampling: Sampling,
 ) -> list[Dialogue]:
-    """One completion per prompt, of at most `max_tokens` tokens from model and tool together."""
+    """Generate one completion per prompt with a tool, of at most `max_tokens` tokens from model and tool together."""
     found = [Dialogue(problem, prompt) for problem, prompt in zip(problems, prompts, strict=True)]
     ends, max_tokens = end_tokens(model, tokenizer), sampling.max_tokens
     writer: Any = model  # causal models can generate; transformers' base class does not say so
@@ -142,7 +142,7 @@ def converse(
 
 
 def _answer(one: Dialogue, tokenizer: PreTrainedTokenizerBase, tool: Tool, max_tokens: int, ends: set[int]) -> None:
-    """Let the tool answer; writes into `one`."""
+    """Append the tool's answer to the completion `one`."""
     text = str(tokenizer.decode(one.tokens, skip_special_tokens=True))
     try:
         reply = tool.reply(one.problem, text)
@@ -161,13 +161,13 @@ def _answer(one: Dialogue, tokenizer: PreTrainedTokenizerBase, tool: Tool, max_t
 
 
 class _Stops(StoppingCriteria):
-    """Stopping criterion that ends a row after a stop string."""
+    """Stopping criterion of transformers that ends a completion after a stop string."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], start: int) -> None:
         self.tokenizer, self.stops, self.start = tokenizer, stops, start
         self.tail = max(map(len, stops)) + 4  # a token has a letter at least, but for parts of one
         self.lengths: dict[int, int] = {}
-        """Number of tokens that each row had when it stopped."""
+        """Number of tokens in each row of the batch when a stop string appeared."""
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         written = input_ids[:, self.start :]
@@ -181,7 +181,7 @@ class _Stops(StoppingCriteria):
 
 
 def rollout(prompts: list[Any], trainer: "RunTrainer") -> dict[str, Any]:
-    """TRL's rollout_func: completions with the run's tool, sampled from the trainer's policy."""
+    """TRL's `rollout_func`: sample completions from the trainer's policy, with the run's tool."""
     parts = trainer.parts
     assert isinstance(parts.turns, TextTool)
     problems = [parts.problem_of[str(prompt)] for prompt in prompts]
@@ -202,7 +202,7 @@ def rollout(prompts: list[Any], trainer: "RunTrainer") -> dict[str, Any]:
 _Function = Callable[..., Any]
 
 _RESERVED = ("reset", "get_reward")
-"""Methods of an environment that are not tools."""
+"""Methods of an environment that are never offered as tools."""
 
 _HOW_TOOLS = "`tools` are module:function or file.py:function"
 _HOW_ENVIRONMENT = "`environment_factory` is module:Class or file.py:Class"
@@ -211,7 +211,7 @@ _HOW_ENVIRONMENT = "`environment_factory` is module:Class or file.py:Class"
 def make_turns(
     tool: str, tools: Sequence[str | _Function], environment_factory: str | _Function, max_turns: int | None = None
 ) -> "Turns":
-    """Build the tool, functions or environment that settings name, or a single turn if they name none."""
+    """Build the tool, functions or environment that the settings name, or single turns if they name none."""
     if tool:
         return TextTool(make_tool(tool))
     if not tools and not environment_factory:
@@ -222,7 +222,7 @@ def make_turns(
 
 
 def _function(given: str | _Function) -> _Function:
-    """Import a tool function; the model reads its signature and docstring."""
+    """Import a tool function; its signature and docstring become part of the prompt."""
     found = by_path(given, _HOW_TOOLS) if isinstance(given, str) else given
     if not callable(found) or isinstance(found, type):
         raise ValueError(f"{_HOW_TOOLS}, and {given!r} is {type(found).__name__}, not a function.")
@@ -243,14 +243,14 @@ def _check_schema(function: _Function, name: str) -> None:
 
 @dataclass
 class FunctionCalls:
-    """Tool functions and environments for a chat model; each completion has an environment of its own."""
+    """Tool functions and environments for a chat model; every completion gets its own environment."""
 
     functions: list[_Function]
     factory: Callable[[], Any] | None = None
     max_turns: int = sys.maxsize
-    """Largest number of answers within a completion; TRL's `max_tool_calling_iterations`."""
+    """Largest number of tool answers within a completion; TRL's `max_tool_calling_iterations`."""
     _pool: list[Any] = field(default_factory=list)
-    """Environments for reuse; each is reset first."""
+    """Environments that are reused between batches; each is reset before use."""
 
     def __post_init__(self) -> None:
         if self.factory is None:
@@ -279,11 +279,12 @@ class FunctionCalls:
 
     @property
     def pays(self) -> bool:
-        """True if the environment gives rewards of its own."""
+        """True if the environment gives rewards itself."""
         return bool(self._pool) and callable(getattr(self._pool[0], "get_reward", None))
 
     def template(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Tools and the template with which TRL renders them; writes into `tokenizer` how tool calls are parsed."""
+        """Arguments of the chat template: the tools, and TRL's template for them. Also sets the tokenizer's parser of tool
+        calls."""
         if not chat_template_utils.supports_tool_calling(tokenizer):
             raise ValueError(
                 "`tools` and `environment_factory` need a chat model whose template has tool calls, such as Qwen/Qwen3-0.6B, "
@@ -295,12 +296,12 @@ class FunctionCalls:
         return {"tools": [*self.functions, *(_methods(self._pool[0]) if self._pool else [])] or None, **own}
 
     def trainer_arguments(self) -> dict[str, Any]:
-        """Arguments `tools` and `environment_factory` of TRL."""
+        """Arguments of GRPOTrainer: TRL's `tools` and `environment_factory`."""
         return {"tools": self.functions or None, "environment_factory": self.factory}
 
     @torch.no_grad()
     def play(self, model: PreTrainedModel, problems: Problems, asked: Sequence[str], sampling: Sampling) -> list[Dialogue]:
-        """One completion per problem. The model's last message is graded, or the environment gives the reward."""
+        """Generate one completion per problem. The model's last message is graded, unless the environment gives the reward."""
         chats = [_Chat(self, problems, model, sampling.max_tokens, environment) for environment in self._draw(len(asked))]
         columns = columns_of(problems.task, asked)
         for row, (chat, problem) in enumerate(zip(chats, asked, strict=True)):
@@ -314,7 +315,7 @@ class FunctionCalls:
         return [chat.end() for chat in chats]
 
     def _draw(self, count: int) -> list[Any]:
-        """One environment per completion, or None for each if the run has no environment."""
+        """Take one environment per completion from the pool, or None for each if the run has no environment."""
         if self.factory is None:
             return [None] * count
         while len(self._pool) < count:
@@ -323,12 +324,12 @@ class FunctionCalls:
 
 
 Turns = OneTurn | FunctionCalls
-"""Completions of one or several turns. `template` has arguments for the chat template, `trainer_arguments` has those of
-GRPOTrainer for the training, and `play` gives a completion per problem."""
+"""How completions are played, in one or several turns: `template` has arguments for the chat template, `trainer_arguments`
+arguments of GRPOTrainer, and `play` generates one completion per problem."""
 
 
 class _Chat:
-    """A completion in progress."""
+    """A chat in progress: one completion with its tool calls and environment."""
 
     def __init__(
         self, calls: FunctionCalls, problems: Problems, model: PreTrainedModel, longest: int, environment: Any
@@ -340,11 +341,11 @@ class _Chat:
 
     @property
     def read(self) -> list[int]:
-        """All tokens that the model has read and written."""
+        """All tokens of the chat so far: prompt, model and tools."""
         return self.dialogue.prompt + self.dialogue.tokens
 
     def begin(self, problem: str, columns: Mapping[str, Any]) -> None:
-        """Begin with the prompt and the environment's addition to it."""
+        """Begin with the prompt, and the text that the environment adds to it."""
         prompt = self.problems.prompt(problem)
         if self.environment is not None:
             row = {**columns, "prompt": prompt, "problem": problem}
@@ -355,7 +356,7 @@ class _Chat:
         self.dialogue = Dialogue(problem, self.problems.tokenise([prompt])[0])
 
     def take(self, tokens: list[int]) -> None:
-        """Add the model's next message and the results of its calls."""
+        """Add the model's next message and the results of its tool calls."""
         one, before = self.dialogue, self.read
         tokens = tokens[: self.longest - len(one.tokens)]
         one.add(tokens)
@@ -376,7 +377,7 @@ class _Chat:
         self.messages += results
 
     def end(self) -> Dialogue:
-        """The finished completion with its texts and the environment's reward."""
+        """Return the finished completion with its texts and the environment's reward."""
         self.dialogue.answer, self.dialogue.transcript = answer_of(self.messages), transcript(self.messages)
         if self.calls.pays:
             self.dialogue.reward = float(self._ask("get_reward"))
@@ -390,7 +391,7 @@ class _Chat:
             raise RewardError(f"{name} raised {type(error).__name__}: {error}. {transcript(self.messages)!r}") from error
 
     def _result(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Result of one tool call. Errors are passed to the model, whose arguments may be wrong."""
+        """Run one tool call. An error becomes the call's result, since the model's arguments may be wrong."""
         function = request.get("function", request)
         name = function["name"]
         try:
@@ -402,7 +403,7 @@ class _Chat:
         return {"name": name, "content": result if isinstance(result, list) else str(result)}  # parts of a message are a list
 
     def _rendered(self, results: list[dict[str, Any]]) -> list[int]:
-        """Tokens between the model's message and its next one: the template's rendering of tool results."""
+        """Tokens between two messages of the model: tool results as the chat template renders them."""
         tokenizer: Any = self.problems.tokenizer  # transformers types its templates by a dozen unions
         how = {key: value for key, value in self.problems.template.items() if key != "tools"} | {"return_dict": False}
         call = {"type": "function", "function": {"name": results[0]["name"], "arguments": {}}}
@@ -417,13 +418,13 @@ class _Chat:
 
 
 def _methods(environment: Any) -> list[_Function]:
-    """Public methods of the class, which the model may call."""
+    """Public methods of an environment, which the model may call as tools."""
     named = inspect.getmembers(type(environment), predicate=inspect.isfunction) if environment is not None else []
     return [getattr(environment, name) for name, _ in named if name not in _RESERVED and not name.startswith("_")]
 
 
 def _wait(result: Any) -> Any:
-    """A tool's result, also from an `async` function."""
+    """Return a tool's result; await it if the tool is `async`."""
     return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 
@@ -445,11 +446,11 @@ def _teach_parsing(tokenizer: Any) -> None:
 
 
 _PARSE_ARGUMENTS = inspect.signature(chat_template_utils.parse_response).parameters
-"""Parameters of TRL's response parser: some releases lack the prefix and the tools."""
+"""Parameter names of TRL's response parser: some releases lack the prefix and the tools."""
 
 
 def _parse(problems: Problems, tokens: list[int], before: list[int]) -> dict[str, Any]:
-    """The model's response as a message with its tool calls."""
+    """Parse the model's response into a message with its tool calls."""
     more = {"prefix": before, "tools": problems.template.get("tools")}
     known: dict[str, Any] = {name: value for name, value in more.items() if name in _PARSE_ARGUMENTS}
     return chat_template_utils.parse_response(problems.tokenizer, tokens, **known)

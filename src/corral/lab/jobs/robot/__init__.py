@@ -1,1 +1,1 @@
-"""Runs of robots: settings, training, evaluation, export."""
+"""Training runs of robots: settings, training, evaluation, export."""

@@ -1,4 +1,4 @@
-"""Evaluation of robots on held-out contexts: return, success and smoothness of motion, in training and of a finished run."""
+"""Evaluation of robot policies on held-out contexts, during and after training: return, success and smoothness of motion."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -29,23 +29,24 @@ from corral.validate import RunError
 MOVED = 32
 """Number of contexts on which smoothness and exploration are measured during training."""
 LAG = 0.1
-"""Seconds of lag in the autocorrelation of exploration."""
+"""Time lag, in seconds, of the autocorrelation of exploration noise."""
 _SHORTEST = 4
-"""Smallest number of steps for which a jerk is defined."""
+"""Smallest number of steps in an episode for which a jerk is defined."""
 _RESAMPLES = 2000
 """Number of bootstrap resamples."""
 _FILM_EPISODES = 3
 """Number of episodes in a film."""
 _SMOOTHNESS = {"jerk": "jerk (LDJ)", "spectrum": "spectrum (SPARC)", "torque_rate": "torque rate"}
-"""Names of the measures of smoothness in a table."""
+"""Smoothness measures by key, with their names in tables."""
 WAYS = ("mean", "exploring")
-"""Two ways to play: without exploration, and as in training."""
+"""Two ways to play an episode: without exploration, and with the exploration of training."""
 _PADDING = 16
-"""Zeros appended to a motion, in multiples of its length: they resolve the arc of the spectrum to a per mille."""
+"""Length of the zeros appended to a motion, in multiples of its length: they resolve the spectrum's arc length to a per
+mille."""
 
 
 def log_dimensionless_jerk(velocities: Array, dt: float) -> Array:
-    """Negative logarithm of the squared jerk, made independent of duration and size; nearer to 0 is smoother.
+    """Log dimensionless jerk: −log of the squared jerk, independent of a motion's duration and size. Nearer to 0 is smoother.
 
         LDJ = − log( (duration³ / peak²) ∫ ‖v̈‖² dt )          peak = max ‖v‖
 
@@ -67,7 +68,7 @@ def log_dimensionless_jerk(velocities: Array, dt: float) -> Array:
 
 
 def spectral_arc_length(velocities: Array, dt: float, *, cutoff: float = 10.0, threshold: float = 0.05) -> Array:
-    """Negative arc length of the speed's normalised spectrum up to where it has faded; nearer to 0 is smoother.
+    """Spectral arc length: minus the length of the speed's normalised amplitude spectrum. Nearer to 0 is smoother.
 
         SPARC = − ∫₀^ω_c √( 1/ω_c² + (dV̂/dω)² ) dω          V̂ = |V(ω)| / V(0)
         ω_c: the highest frequency at most `cutoff` where V̂ ≥ `threshold`
@@ -97,12 +98,12 @@ def spectral_arc_length(velocities: Array, dt: float, *, cutoff: float = 10.0, t
 
 
 def torque_rate(actions: Array, dt: float) -> Array:
-    """Mean ‖Δu‖ / Δt [*] of actions [* T D], a measure of wear on motors and gears."""
+    """Mean rate of torque change ‖Δu‖ / Δt [*] of actions [* T D]: a measure of wear on motors and gears."""
     return np.asarray(np.linalg.norm(np.diff(actions, axis=-2), axis=-1).mean(-1) / dt)
 
 
 def lag_autocorrelation(deviations: Array, lag: int) -> float:
-    """Correlation of the exploration with itself `lag` steps later, over episodes, times and joints.
+    """Correlation of exploration noise with itself `lag` steps later, over episodes, times and joints.
 
         Σ x_t x_{t+lag} / √( Σ x_t² Σ x_{t+lag}² )
 
@@ -118,7 +119,7 @@ def lag_autocorrelation(deviations: Array, lag: int) -> float:
 
 
 def measure(agent: Any, environment: Environment, contexts: int) -> dict[str, float | None]:
-    """Measurements for one line of metrics, on the held-out contexts common to all runs and algorithms.
+    """Measure a policy for one line of metrics, on held-out contexts common to all runs and algorithms.
 
     Args:
         agent: a `Learner` or a `Baseline`.
@@ -145,7 +146,8 @@ def measure(agent: Any, environment: Environment, contexts: int) -> dict[str, fl
 
 
 def smoothness(episodes: Episodes, environment: Environment, count: int | None = None) -> dict[str, Array]:
-    """Three measures for each of the first `count` episodes that lasted and moved; nearer to 0 is smoother."""
+    """Three smoothness measures for each of the first `count` episodes that are long enough and move. Nearer to 0 is
+    smoother."""
     velocities = episodes.observations[:count, 1:, slice(*environment.tracking.velocities)].numpy()
     found: dict[str, list[float]] = {name: [] for name in _SMOOTHNESS}
     for speeds, actions, mask in zip(velocities, episodes.actions[:count].numpy(), episodes.mask[:count], strict=True):
@@ -179,7 +181,7 @@ def autocorrelation(exploring: Episodes, mean: Episodes, environment: Environmen
 def evaluate(
     run: Path, *, episodes: int = 256, checkpoint: str = "latest", out: Path | None = None, video: Path | None = None
 ) -> Evaluation:
-    """Play episodes from a checkpoint, with and without exploration, on the held-out contexts common to all runs."""
+    """Evaluate a checkpoint on held-out contexts common to all runs, with and without exploration."""
     if episodes < 1:
         raise RunError(f"`episodes` must be at least 1; got {episodes}.")
     if video is not None:
@@ -218,7 +220,8 @@ def evaluate(
 
 
 def _estimates(episodes: Episodes, environment: Environment) -> dict[str, dict[str, float | None]]:
-    """Estimates of every number with intervals over contexts. A smoothness nearer to 0 is smoother, whatever its sign.
+    """Estimate every measured number, with confidence intervals over contexts. Smoothness may have either sign; nearer to 0 is
+    smoother.
 
     Returns are means; smoothness is a median, since one episode at rest would spoil a mean. Success is left out where the
     environment does not say it. Episodes that ended early are smooth up to their end.
@@ -236,7 +239,7 @@ def _estimates(episodes: Episodes, environment: Environment) -> dict[str, dict[s
 
 
 def bootstrap(values: Array, statistic: Callable[..., Any], level: float = LEVEL) -> Estimate:
-    """A statistic of independent values and its percentile bootstrap interval, from a fixed random seed.
+    """Compute a statistic of independent values and its percentile bootstrap interval, with a fixed random seed.
 
     One value has no interval: it is all that can be drawn, and a width of 0 would say that it is certain.
     """
@@ -248,7 +251,7 @@ def bootstrap(values: Array, statistic: Callable[..., Any], level: float = LEVEL
 
 
 def check_video(path: Path) -> None:
-    """Raise a RunError for a film that could not be written, before hours of episodes."""
+    """Refuse a film that cannot be written, before hours of episodes are played."""
     if path.suffix not in (".gif", ".mp4") or not path.parent.is_dir():
         raise RunError(f"--video is a file in a folder that is there, and ends in .gif or .mp4; got {path}.")
     try:
@@ -283,7 +286,7 @@ def show(result: Mapping[str, Any], where: Path, video: Path | None, *, quiet: b
 
 
 def _cells(one: Mapping[str, Any] | None) -> tuple[str, str]:
-    """An estimate and its interval as text; a single episode gives no interval."""
+    """An estimate and its confidence interval as table cells; a single episode gives no interval."""
     if one is None:
         return "–", ""
     interval = "–" if one["low"] is None else f"{number(one['low'])} … {number(one['high'])}"

@@ -1,4 +1,4 @@
-"""Export of a trained policy to a file that NumPy alone can read, with its plans checked against the joints' limits."""
+"""Export of a trained policy to a file for NumPy alone; its planned motions are checked against the joints' limits."""
 
 import io
 import json
@@ -22,7 +22,7 @@ from corral.robot.tracking import Array
 from corral.validate import RunError
 
 _Bound = float | Sequence[float]
-"""A number for all joints, or a number for each joint."""
+"""Limit of a quantity: one number for all joints, or one per joint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class JointLimits:
     """Largest absolute acceleration, per second squared."""
 
     def array(self, dof: int) -> Array:
-        """Smallest and largest value of each quantity and joint [3 2 D]."""
+        """Smallest and largest position, velocity and acceleration of each joint [3 2 D]."""
         pairs = [self.position, *((-np.asarray(x), x) for x in (self.velocity, self.acceleration))]
         try:
             out = np.array([[np.broadcast_to(np.asarray(x, float), dof) for x in pair] for pair in pairs])
@@ -53,7 +53,7 @@ class JointLimits:
 def export_policy(
     learner: Learner, path: str | Path, *, contexts: Array | None = None, limits: JointLimits | None = None, refuse: bool = True
 ) -> list[str]:
-    """Write a policy's mean plans, as a function of the context, to `path`.npz, with a loader `path`.py beside it.
+    """Write a policy's mean plan as a function of the context to `path`.npz, with a loader `path`.py beside it.
 
     Nothing is written if a plan for one of `contexts` leaves the limits, unless `refuse` is False. The file carries the
     limits either way, and its loader refuses every plan beyond them.
@@ -89,7 +89,7 @@ def export_policy(
 
 
 def export_run(run: Path, path: Path, *, checkpoint: str = "latest") -> int:
-    """Export a run's checkpoint without joint limits, as .npz or as .pt2, and return the checkpoint's step."""
+    """Export a run's checkpoint as .npz or .pt2, without joint limits, and return the checkpoint's step."""
     with restored(run, checkpoint) as (settings, agent, chosen, _):
         if settings.algorithm not in EPISODIC:
             raise RunError(
@@ -104,7 +104,7 @@ def export_run(run: Path, path: Path, *, checkpoint: str = "latest") -> int:
 
 
 class _Program(nn.Module):
-    """Contexts [E O] → positions, velocities and accelerations [3 E T D], as the exported arrays have them."""
+    """Module that computes positions, velocities and accelerations [3 E T D] from contexts [E O], as the .npz loader does."""
 
     def __init__(self, policy: exported.ExportedPolicy) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def export_program(learner: Learner, path: str | Path) -> None:
 
 
 def _archive(learner: Learner, limits: Array) -> bytes:
-    """The policy's network, its trajectory's tables and these limits as the content of an .npz file, in float64."""
+    """Content of the .npz file in float64: the policy's network, its trajectory as linear maps, and joint limits."""
     if learner.planner.count > 1:
         raise ValueError(
             f"export_policy: a file holds one plan per episode, and this policy plans anew every {learner.planner.every} "
@@ -177,7 +177,7 @@ def _archive(learner: Learner, limits: Array) -> bytes:
 
 
 def tables(prodmp: ProDMP, times: Tensor) -> tuple[Tensor, Tensor]:
-    """Linear maps from parameters [3 T M] and start state [3 T 2] to position, velocity and acceleration.
+    """Linear maps from parameters [3 T M] and start state [3 T 2] to positions, velocities and accelerations.
 
     Acceleration is the derivative of the velocity's columns, each of which depends on its own time alone.
     """

@@ -1,4 +1,4 @@
-"""A trained policy as a single .npz file and this loader, which needs NumPy alone and is copied next to every export.
+"""Loader for a policy exported as a single .npz file. It needs only NumPy, and is copied next to every export.
 
     from POLICY import load                       # POLICY.py and POLICY.npz lie side by side
     plan = load("POLICY.npz")
@@ -26,23 +26,23 @@ _ORDERS = ("position", "velocity", "acceleration")
 
 @dataclass(frozen=True)
 class ExportedPolicy:
-    """Context → trajectory: a small network, then a product with two tables."""
+    """A policy that maps a context to a trajectory: a small network, then two linear maps."""
 
     about: dict[str, Any]
     """Settings of the trajectory and the controller, and other metadata."""
     layers: list[tuple[Any, Any]]
-    """Weights [out in] and biases [out]."""
+    """The network's layers: weights [out in] and biases [out]."""
     times: Any
-    """Times in seconds [T]."""
+    """Times of the planned steps, in seconds [T]."""
     basis: Any
-    """Linear map from parameters to position, velocity and acceleration [3 T M]."""
+    """Linear map from trajectory parameters to position, velocity and acceleration [3 T M]."""
     start: Any
     """Linear map from the joints' initial position and velocity to position, velocity and acceleration [3 T 2]."""
     limits: Any
     """Smallest and largest position, velocity and acceleration of each joint [3 2 D]; infinite if unlimited."""
 
     def parameters(self, context: Any) -> Any:
-        """The network's output [* W]."""
+        """Trajectory parameters [* W]: the network's output for a context."""
         x = np.asarray(context, np.float64)
         if x.shape[-1:] != self.layers[0][0].shape[1:]:
             raise ValueError(f"plan: a context has {self.layers[0][0].shape[1]} numbers; got {x.shape}.")
@@ -51,7 +51,7 @@ class ExportedPolicy:
         return x @ self.layers[-1][0].T + self.layers[-1][1]
 
     def unchecked(self, context: Any) -> Any:
-        """Positions, velocities and accelerations [3 * T D], not checked against the limits."""
+        """Plan positions, velocities and accelerations [3 * T D] without checking the limits."""
         context = np.asarray(context, np.float64)
         state = [context[..., slice(*self.about[key])] for key in ("joints", "velocities")]
         params = self.parameters(context)
@@ -60,7 +60,7 @@ class ExportedPolicy:
         return plan + np.einsum("kts,...ds->k...td", self.start, np.stack(state, -1))
 
     def violations(self, context: Any) -> list[str]:
-        """Sentences on quantities that exceed their limits; empty if there are none."""
+        """Sentences on quantities beyond their limits; empty if there are none."""
         plan, found = self.unchecked(context), []
         for order, name in enumerate(_ORDERS):
             worst = plan[order].reshape(-1, plan.shape[-1])
@@ -71,7 +71,7 @@ class ExportedPolicy:
         return found
 
     def __call__(self, context: Any) -> Any:
-        """Positions, velocities and accelerations [3 * T D]; refuses a plan beyond the limits."""
+        """Plan positions, velocities and accelerations [3 * T D], and refuse a plan beyond the limits."""
         found = self.violations(context)
         if found:
             raise ValueError("plan: beyond the limits. " + "; ".join(found) + ".")

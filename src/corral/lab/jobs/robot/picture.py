@@ -1,4 +1,4 @@
-"""Films of episodes, with captions."""
+"""Films of a robot's episodes, with captions."""
 
 import os
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ except ImportError as error:
 _Image = NDArray[np.uint8]
 
 _BAR = 32
-"""Pixels below a film's pictures for the caption."""
+"""Height of the caption below each picture of a film, in pixels."""
 _BLOCK = 16
-"""Divisor of a film's width and height in pixels, without which an encoder would stretch the picture."""
+"""Divisor of a film's width and height in pixels: without it, the video encoder would stretch the picture."""
 _FPS = 25
-"""Approximate pictures per second: a GIF counts hundredths of a second, and players slow down very short delays."""
+"""Approximate pictures per second. GIF delays are in hundredths of a second, and players slow down very short delays."""
 _HOLD = 0.8
 """Seconds for which a film shows an episode's outcome."""
 
@@ -81,7 +81,7 @@ def render_video(
 
 
 def caption(picture: Any, words: str, marks: str = "", success: bool | None = None) -> _Image:
-    """A picture [Y X 3] with a caption below: text, the meaning of marks, and at the end success or failure."""
+    """Add a caption below a picture [Y X 3]: text, a legend of marks, and at the end success or failure."""
     image = np.asarray(picture)
     height, width = image.shape[:2]
     size = (-(-width // _BLOCK) * _BLOCK, -(-(height + _BAR) // _BLOCK) * _BLOCK)

@@ -1,4 +1,4 @@
-"""Preparation of a robot's run: environments and learner, checked before anything is written. Also `--dry-run`."""
+"""Preparation of a robot's run: environments and learner, checked before any file is written. Also `--dry-run`."""
 
 import importlib
 import inspect
@@ -32,7 +32,7 @@ from corral.robot.tracking import Tracking
 from corral.validate import RunError, nearest, suggest
 
 STATE = "state.pt"
-"""Name of a checkpoint's file with the learner's state."""
+"""File name of the learner's state in a checkpoint."""
 
 EPISODIC: dict[str, tuple[type[Learner], type]] = {
     "tce": (TCE, TCEConfig),
@@ -46,7 +46,7 @@ optimizers and config."""
 
 
 def prepare(settings: Settings) -> Agent:
-    """Build the environments and the learner that the settings name, and refuse wrong settings."""
+    """Build the environments and the learner from settings, and refuse wrong settings."""
     environment = find_environment(settings)
     try:
         config, planned = learner_config(settings), settings.algorithm in EPISODIC
@@ -72,7 +72,7 @@ def prepare(settings: Settings) -> Agent:
 
 
 def restore(agent: Agent, checkpoint: Checkpoint) -> None:
-    """Load a checkpoint's state into the learner, or raise a RunError if it does not fit. No code in the file is run."""
+    """Load a checkpoint's state into the learner, or raise a RunError if it does not fit. Code in the file is never run."""
     try:
         agent.restore(torch.load(checkpoint.path / STATE, weights_only=True, map_location="cpu"))
     except Exception as error:  # pickle, torch, zip files and NumPy have one each
@@ -85,7 +85,7 @@ def restore(agent: Agent, checkpoint: Checkpoint) -> None:
 
 @contextmanager
 def restored(run: Path, checkpoint: str) -> Iterator[tuple[Settings, Agent, Checkpoint, list[str]]]:
-    """A run's settings, its learner restored without a GPU, the checkpoint, and why newer checkpoints are not used."""
+    """Load a run on the CPU: its settings, its learner, the checkpoint, and reasons why newer checkpoints are not used."""
     folder = RunFolder.open(run, write=False)
     settings = resolve([folder.read_config()["settings"]])
     chosen, complaints = choose_checkpoint(folder, checkpoint)
@@ -99,7 +99,8 @@ def restored(run: Path, checkpoint: str) -> Iterator[tuple[Settings, Agent, Chec
 
 
 def find_environment(settings: Settings) -> Environment:
-    """The environment that the settings name: one of corral's, or any other with a table `tracking`; settings are checked."""
+    """Find the environment that the settings name, with checked settings: one of corral's, or any other with a `tracking`
+    table."""
     name, table = settings.environment, settings.tracking
     if name not in ENVIRONMENTS:
         if ":" not in name and (name.startswith("corral/") or (not table and name not in registry)):
@@ -117,7 +118,7 @@ def find_environment(settings: Settings) -> Environment:
 
 @lru_cache(maxsize=8)
 def _own_environment(name: str, table: str, config: str, simulator: str) -> Environment:
-    """An environment that is not corral's, by its settings as JSON. It is made once to be looked at."""
+    """Describe an environment from outside corral by its settings as JSON. Makes one instance to read its properties."""
     if simulator != "mujoco":
         raise RunError(f"simulator={simulator!r} plays hopper jump and box pushing alone, not {name}. Leave it at 'mujoco'.")
     read = json.loads(table)
@@ -130,7 +131,7 @@ def _own_environment(name: str, table: str, config: str, simulator: str) -> Envi
 
 
 def check_environment_config(environment: Environment, given: Mapping[str, Any]) -> None:
-    """Refuse settings that the environment lacks: Gymnasium and vectorised environments report them late or never."""
+    """Refuse settings that the environment does not have: Gymnasium and vectorised environments report them late or never."""
     name = environment.entry_point.rpartition(":")[2]
     module, _, maker = (environment.vector_entry_point or environment.entry_point).partition(":")
     try:
@@ -144,19 +145,19 @@ def check_environment_config(environment: Environment, given: Mapping[str, Any])
 
 
 def config_class(algorithm: str) -> type:
-    """The class of an algorithm's settings: TCEConfig, BBRLConfig, TopERLConfig or BaselineConfig."""
+    """Settings class of an algorithm: TCEConfig, BBRLConfig, TopERLConfig or BaselineConfig."""
     return EPISODIC[algorithm][1] if algorithm in EPISODIC else BaselineConfig
 
 
 def learner_config(settings: Settings) -> Any:
-    """The algorithm's settings, each checked."""
+    """Build the algorithm's settings object, with every value checked."""
     config_cls = config_class(settings.algorithm)
     given = coerce_fields(settings.algorithm, config_cls, settings.learner, without=["iterations"])
     return config_cls(iterations=settings.iterations, **given)
 
 
 def _simulator(settings: Settings) -> Any:
-    """The physics engine used in MuJoCo's place, imported only if it was chosen."""
+    """Factory of the GPU physics engine, imported only if the settings choose it; None for MuJoCo."""
     if settings.simulator == "mujoco":
         return None
     if settings.algorithm not in EPISODIC:
@@ -170,12 +171,12 @@ def _simulator(settings: Settings) -> Any:
 
 
 def parameters(agent: Agent) -> int:
-    """Number of trained parameters."""
+    """Number of trainable parameters."""
     return sum(p.numel() for network in agent.networks.values() for p in network.parameters() if p.requires_grad)
 
 
 def describe(settings: Settings, agent: Agent) -> dict[str, Any]:
-    """The content of config.json."""
+    """Content of config.json for a new run."""
     environment = find_environment(settings)
     planned = isinstance(agent, Learner)
     controlled = planned or agent.config.controller_span is not None
@@ -200,7 +201,7 @@ def describe(settings: Settings, agent: Agent) -> dict[str, Any]:
 
 
 def model_name(settings: Settings) -> str:
-    """The policy class, as config.json names it."""
+    """Name of the policy's class, for config.json."""
     return "gaussian-prodmp" if settings.algorithm in EPISODIC else "gaussian-mlp"
 
 
@@ -211,11 +212,11 @@ _SOME_BASELINES = {
     "noise_colour": ("pink",),
     **dict.fromkeys(("projection", "mean_bound", "cov_bound", "regression", "deployed_bound"), ("trpl",)),
 }
-"""Settings that only some baselines read, each with the words in those baselines' names."""
+"""Settings that apply to some baselines only, each with the name parts of those baselines."""
 
 
 def used_by(algorithm: str) -> set[str]:
-    """Names of the `learner` settings that an algorithm reads."""
+    """Names of the `learner` settings that have an effect on an algorithm."""
     names = {item.name for item in fields(config_class(algorithm))}
     if algorithm in EPISODIC:
         return names
@@ -223,7 +224,7 @@ def used_by(algorithm: str) -> set[str]:
 
 
 def check_used(settings: Settings) -> None:
-    """Refuse a new run with settings of another algorithm, or of an event that the environment does not report.
+    """Refuse a new run with settings for another algorithm, or for an event that the environment does not report.
 
     Only new ones: a folder from before this was refused can still be resumed and evaluated. A name that no algorithm has is
     left to `prepare`, which names the nearest.
@@ -245,7 +246,7 @@ def check_used(settings: Settings) -> None:
 
 
 def rehearse(settings: Settings) -> list[str]:
-    """Lines of a TOML file with these settings, after comments about the episodes and the networks."""
+    """Lines that `--dry-run` prints: settings as TOML, after comments about episodes and networks."""
     check_used(settings)
     agent = prepare(settings)
     try:

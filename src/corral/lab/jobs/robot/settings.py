@@ -1,4 +1,4 @@
-"""Settings of a robot's run: layers from recipe, file and flags, with every key and type checked."""
+"""Settings of a robot's run from recipe, file and flags, with every name and type checked."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ _Algorithm = Literal[
 ALGORITHMS: tuple[str, ...] = get_args(_Algorithm)
 
 TABLES = ("environment_config", "tracking", "prodmp", "learner")
-"""Settings that are tables: layers merge into them key by key. The command line imports this name for either kind of run."""
+"""Settings that are tables: a later source changes single keys. The command line imports this name for either kind of run."""
 
 _OF_THE_CRITIC = {f"learner.critic_{name}" for name in ("epochs", "rate", "hidden", "dtype", "inputs")}
 _OF_THE_CRITIC |= {"learner.lam", "learner.normalise_critic"}
@@ -24,7 +24,8 @@ AS_PUBLISHED: dict[str, dict[str, Any]] = {
     "tce": {"closing_segment": False, "common_jitter": True, "floor_in_region": False},
     "bbrl": {"floor_in_region": False},
 }
-"""Settings of `learner` that a layer with `as_published = true` has first: published rules where ours differ (docs/tce.md)."""
+"""Values of `learner` that `as_published = true` sets first: the published rules where corral's defaults differ
+(docs/tce.md)."""
 
 _ELSEWHERE = {
     "steps": "iterations",
@@ -35,7 +36,7 @@ _ELSEWHERE = {
     "model": "prodmp and learner",
     "learning_rate": "learner.policy_rate, learner.critic_rate or, for baselines, learner.rate",
 }
-"""Settings of language models, each with its counterpart for robots."""
+"""Language-model settings that robots lack, each with the robot setting to use instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +82,13 @@ class Settings(RunSettings):
             raise RunError("`prodmp.dof` is decided by the environment's joints: leave it out.")
 
     def flat(self) -> dict[str, Any]:
-        """All settings as in a file."""
+        """All settings in one flat table, as in a settings file."""
         return dataclasses.asdict(self)
 
 
 def resolve(layers: Sequence[Mapping[str, Any]]) -> Settings:
-    """Merge layers; later layers win. A table named after the chosen algorithm, such as [bbrl], is merged into [learner].
+    """Merge settings from several sources; later sources win. A table named after the algorithm, such as [bbrl], goes into
+    [learner].
 
     So one recipe serves every algorithm: [learner] holds what they share, and each has a table of its own.
     """
@@ -110,7 +112,7 @@ def resolve(layers: Sequence[Mapping[str, Any]]) -> Settings:
 
 
 def check_flags(settings: Settings, given: Mapping[str, Any]) -> None:
-    """Refuse flags on the command line, the layer `given`, that a run with these settings would never read.
+    """Refuse command-line flags (`given`) that have no effect on a run with these settings.
 
     A recipe or a file serves several algorithms and ways to run them, so it may hold such things; a flag means this run.
     """
@@ -135,7 +137,7 @@ def check_flags(settings: Settings, given: Mapping[str, Any]) -> None:
 
 
 def coerce_fields(owner: str, config_cls: type, given: Mapping[str, Any], *, without: Iterable[str] = ()) -> dict[str, Any]:
-    """Settings of a dataclass, converted to their types. Unknown names are refused, and lists become tuples."""
+    """Convert values to the types of a dataclass's fields. Unknown names are refused, and lists become tuples."""
     known = [item.name for item in dataclasses.fields(config_cls) if item.name not in without]
     hints, out = get_type_hints(config_cls), {}
     for key, value in given.items():

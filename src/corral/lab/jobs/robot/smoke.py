@@ -1,4 +1,4 @@
-"""Layers of `--smoke`: any recipe in seconds, with two steps and as few episodes and updates as possible."""
+"""Settings for `--smoke`: run any robot recipe in seconds, with two steps and as few episodes and updates as possible."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,12 +21,12 @@ TRAINING: dict[str, Any] = {
     "sb3-ppo-pink": _PPO,
     "sb3-trpl": _PPO,
 }
-"""Settings that --smoke changes in a recipe. Environment, trajectory, bounds and networks stay unchanged."""
+"""Settings that `--smoke` changes in a recipe. Environment, trajectory, bounds and networks stay the same."""
 
 EPISODES = 4
-"""Number of episodes that --smoke plays in `corral eval`."""
+"""Number of episodes that `corral eval --smoke` plays."""
 
 
 def smoke_layers(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The layers of settings that --smoke adds to a recipe and a file."""
+    """Settings that `--smoke` adds on top of a recipe and a file, which are `layers`."""
     return [TRAINING]

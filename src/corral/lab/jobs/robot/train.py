@@ -1,4 +1,4 @@
-"""Training runs of robots: from settings to environments and a learner, in a resumable run folder."""
+"""Training runs of robots: build environments and a learner from settings, and train in a resumable run folder."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -23,11 +23,11 @@ from corral.numerics import drop_gradients, gradient_state
 from corral.robot.learner import Learner
 
 LIMITS = CollapseLimits(kl=10.0)
-"""Limits of collapse with KL per plan instead of per token: a healthy BBRL begins at .6 before its projection."""
+"""Thresholds of collapse for robots. KL is per plan, not per token: a healthy BBRL run begins at .6 before its projection."""
 
 _WATCHED = ("success", "tr/kl_before", "std", "skipped")
-"""Metrics that show a collapse. Entropy is replaced by the mean standard deviation: the entropy of a density has no zero, and
-is negative in healthy runs."""
+"""Metrics in which the guard looks for a collapse. The mean standard deviation replaces entropy: the entropy of a density has
+no zero, and is negative in healthy runs."""
 
 
 def train(
@@ -38,7 +38,7 @@ def train(
     smoke: bool = False,
     verbose: bool = False,
 ) -> Outcome:
-    """Train a new run in `out` or in a new folder under runs/, with `smoke` under smoke-runs/."""
+    """Train a new run in the folder `out`, or in a new folder under runs/ (under smoke-runs/ with `smoke`)."""
     settings = settings if isinstance(settings, Settings) else resolve([settings])
     check_used(settings)
     name = re.sub(r"-v\d+$", "", re.split("[/:]", settings.environment)[-1])
@@ -56,7 +56,7 @@ def resume(
     simulator: str | None = None,
     verbose: bool = False,
 ) -> Outcome:
-    """Resume the run in `path` from its last whole checkpoint; later steps are repeated, bit for bit.
+    """Resume the run in `path` from its last intact checkpoint; steps after that checkpoint are repeated, bit for bit.
 
     `iterations` gives it a new end; rates and bounds that change over a run follow the schedule of that length. Another
     `simulator` plays the plans from here on: a run that began on a GPU goes on without one.
@@ -71,7 +71,7 @@ def resume(
 
 
 class RobotRun(Job):
-    """A run of a robot: the learner's steps, evaluations and checkpoints."""
+    """A robot's training run: the learner's steps, evaluations and checkpoints."""
 
     length, beside, pace = "iterations", "return", ("env_steps", "steps_per_second")
     settings: Settings
@@ -93,7 +93,7 @@ class RobotRun(Job):
         return describe(self.settings, self.agent)
 
     def check_changes(self, content: Mapping[str, Any], done: int, path: Path, view: RunView) -> dict[str, Any]:
-        """Record a change of simulator, from which on the numbers differ."""
+        """Record a change of simulator on resuming: from then on, the numbers differ."""
         if self.settings.simulator == content["settings"].get("simulator", Settings.simulator):  # older runs may not have it
             return {}
         return life.changed_setting(content, "simulator", self.settings.simulator, done, "simulated")
@@ -131,11 +131,11 @@ class RobotRun(Job):
         return stop
 
     def measure(self) -> dict[str, float | None]:
-        """Evaluate the policy on held-out contexts. Random generators of training are not used."""
+        """Evaluate the policy on held-out contexts. The random generators of training stay unchanged."""
         return measure(self.agent, find_environment(self.settings), self.settings.eval_size)
 
     def add(self, line: dict[str, Any]) -> None:
-        """Pass one line of metrics to the guard, to the record, then to the trackers."""
+        """Check a line of metrics with the guard, record it, and send it to the trackers."""
         self.record.guard.observe(line)
         self.record.add(line)
         self.track(line)
@@ -151,7 +151,7 @@ class RobotRun(Job):
             folder.publish(name, step, self.settings.keep_checkpoints)
 
     def check_update(self, name: str, optimizer: torch.optim.Optimizer) -> None:
-        """Skip an update with a non-finite gradient: optimizers change nothing without gradients.
+        """Skip an update with a non-finite gradient by deleting the gradients: optimizers then change nothing.
 
         An update that a CUDA graph captures is not checked: it cannot ask the host, and its replays run no hooks. GraphedSAC
         checks its networks after them.
@@ -175,12 +175,12 @@ def is_captured() -> bool:
 
 
 def select_watched(line: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics of a line that the guard watches."""
+    """Select and rename the metrics in which the guard looks for a collapse."""
     return {key: line[key] for key in _WATCHED if key in line}
 
 
 def banner(settings: Settings, agent: Agent, where: Path, verbose: bool = False) -> list[tuple[str, str]]:
-    """The heading of a run: names and sentences in display order. Settings at their defaults are shown with `verbose` alone."""
+    """Heading of a run as (name, sentence) lines. Settings at their defaults are shown only with `verbose`."""
     environment, config, learns_plans = find_environment(settings), agent.config, isinstance(agent, Learner)
     options = ", ".join(f"{key}={value}" for key, value in settings.environment_config.items())
     given = {key: value for key, value in changed_fields(config).items() if key in settings.learner}
