@@ -1,1 +1,1 @@
-"""Everything behind the `corral` command: runs, tasks, comparisons, audits and reports. The library never imports it."""
+"""Code behind the `corral` command: runs, tasks, comparisons, audits and reports. The library itself never imports it."""

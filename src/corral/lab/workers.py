@@ -1,4 +1,4 @@
-"""A pool of worker processes: jobs go to idle workers, dead or hung workers are replaced, and results keep their order."""
+"""Pool of worker processes: idle workers take jobs, dead or hung workers are replaced, and results keep their order."""
 
 import atexit
 import contextlib
@@ -14,11 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 EXIT_SECONDS = 2.0
-"""Seconds in which a process may end by itself, and within which a killed one has gone."""
+"""Seconds in which a process may exit by itself, and within which a killed process must be gone."""
 
 
 class WorkerLost(RuntimeError):
-    """Raised when a worker process has died or hangs; `hung` is True if it hangs."""
+    """Raised when a worker process has died or hangs; `hung` is True for a worker that hangs."""
 
     def __init__(self, message: str, *, hung: bool) -> None:
         super().__init__(message)
@@ -26,7 +26,7 @@ class WorkerLost(RuntimeError):
 
 
 class WorkerProcess:
-    """A process that does one job at a time for one thread, and the socket to it. It leads a process group of its own.
+    """A worker process that does one job at a time, and the socket to it. It leads its own process group.
 
     A job that the process cannot do to its end raises WorkerLost.
     """
@@ -35,14 +35,14 @@ class WorkerProcess:
     control: socket.socket
 
     def kill(self) -> None:
-        """Kill the process and what it started at once."""
+        """Kill the process and its process group at once."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):  # a process that the kernel itself holds dies when it can
             self.process.wait(EXIT_SECONDS)
 
     def close(self) -> None:
-        """End the process, which leaves when its socket is shut down, and wait until it has gone."""
+        """Shut down the socket, which ends the process, and wait for its exit."""
         with contextlib.suppress(OSError):
             self.control.shutdown(socket.SHUT_RDWR)  # it sees this even if a forked process has the socket too
         try:
@@ -58,7 +58,7 @@ _Pool = TypeVar("_Pool", bound="WorkerPool[Any]")
 
 
 class WorkerPool(ABC, Generic[_Worker]):
-    """Pool of equal workers, each started on first use and usable from any thread. A context manager.
+    """Pool of identical worker processes, each started on first use and usable from any thread. A context manager.
 
     Args:
         size: jobs of `map` at a time, whoever calls it.
@@ -76,15 +76,16 @@ class WorkerPool(ABC, Generic[_Worker]):
 
     @abstractmethod
     def _start(self) -> _Worker:
-        """Start a new worker."""
+        """Start a worker process."""
 
     def map(self, function: Callable[..., _Result], *items: Sequence[Any]) -> list[_Result]:
-        """Results of `function` for every item, in order, on the pool's threads. `function` may call `use` but not `map`."""
+        """Apply `function` to every item on the pool's threads; results are in order. `function` may call `use` but not
+        `map`."""
         self._check()
         return list(self._threads.map(function, *items))  # on an error, or Ctrl-C here, it cancels what has not begun
 
     def use(self, job: Callable[..., _Result], count: int = 1) -> _Result:
-        """Result of `job(*workers)` with `count` workers, computed in the calling thread.
+        """Run `job(*workers)` with `count` workers in the calling thread, and return its result.
 
         Where one died the job is done once more, on other workers, since it may not have been its fault. WorkerLost where one
         died again, or hung.
@@ -112,8 +113,8 @@ class WorkerPool(ABC, Generic[_Worker]):
         return result
 
     def _check(self) -> None:
-        """Refuse a closed pool, and a pool inherited by a forked process, which lacks its threads and copies its locks as they
-        were."""
+        """Refuse a closed pool, and a pool inherited by a forked process, which lacks the threads and copies the locks'
+        states."""
         if self._owner != os.getpid():
             raise RuntimeError("pool: it belongs to the process that opened it; open another one after a fork.")
         if self._closed:
@@ -134,8 +135,8 @@ class WorkerPool(ABC, Generic[_Worker]):
         worker.close()
 
     def close(self) -> None:
-        """Wait for running jobs, bounded by their time limits, and end every worker. Does nothing twice or in a forked
-        process."""
+        """Wait for running jobs, bounded by their time limits, and end every worker. A second call, or one in a fork, does
+        nothing."""
         if self._owner != os.getpid():
             return
         with self._lock:

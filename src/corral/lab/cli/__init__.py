@@ -34,18 +34,18 @@ COMMANDS = {
     "explain": "what an objective, a recipe, a task, an algorithm or a setting is",
     "doctor": "what is installed, what is supported, what is missing and how to get it",
 }
-"""Commands with their help texts. Each command is a module here with `add_arguments(parser)` and `run(arguments)`, imported on
-use."""
+"""Commands with their help texts. Each command is a module in this folder with `add_arguments(parser)` and `run(arguments)`,
+imported on use."""
 
 _OPEN = ("train", "compare", "leaderboard", "bench")
-"""Commands whose `run(arguments, rest)` takes further words: any setting of a run is a flag."""
+"""Commands whose `run(arguments, rest)` also takes unparsed words, since any setting of a run is a flag."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser that refuses in one sentence; argparse would print the whole usage first."""
+    """Argument parser that reports an error in one sentence; argparse would print the whole usage first."""
 
     names: Callable[[], str] | None = None
-    """Computes the end of the help, which takes imports that nothing else needs."""
+    """Function that makes the end of the help text. It is called only on --help, since its imports take long."""
 
     def format_help(self) -> str:
         return super().format_help() + (self.names() if self.names is not None else "")
@@ -56,7 +56,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0 fine, 1 failed, 2 not understood, 130 interrupted."""
+    """Run a command line and return the exit status: 0 fine, 1 failed, 2 not understood, 130 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = _Parser(
         prog="corral",
@@ -111,12 +111,12 @@ def refuse(sentence: str, status: int = 2) -> int:
 
 
 def say(*lines: str) -> None:
-    """Print lines on stdout without markup: names and paths may contain any character."""
+    """Print lines on stdout without markup, since names and paths may contain any character."""
     sys.stdout.write("".join(f"{visible(line)}\n" for line in lines))
 
 
 def given_flags(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Values of the flags that were given, by the names of their settings: --top-p becomes top_p."""
+    """Values of the flags that were given, by setting name: --top-p becomes top_p."""
     values = {name.replace("-", "_"): vars(arguments)[name.replace("-", "_")] for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -132,11 +132,12 @@ _NEEDED: dict[Kind, tuple[str, ...]] = {
     "llm": ("transformers", "trl", "accelerate", "rich"),
     "robot": ("gymnasium", "mujoco", "rich", "pyarrow"),
 }
-"""Packages that training of each kind requires."""
+"""Packages required for training, by kind of run."""
 
 
 def kind_of(arguments: argparse.Namespace) -> Kind:
-    """Kind of run for these flags, from the run's settings, the recipe's folder, or an `environment` in the file."""
+    """Find the kind of run (llm or robot) for these flags: from the run, the recipe's folder, or an `environment` in the
+    file."""
     if arguments.resume is not None:
         return kind_of_run(arguments.resume)
     if arguments.recipe is not None:
@@ -148,12 +149,12 @@ def kind_of(arguments: argparse.Namespace) -> Kind:
 
 
 def recipe_of(arguments: argparse.Namespace) -> str | None:
-    """The recipe that flags ask for: the demo, unless a file or an environment says what to learn."""
+    """Choose the recipe: the flag --recipe, or the demo if neither a file nor an environment is given."""
     return arguments.recipe or (None if arguments.config or arguments.environment else "demo")
 
 
 def kind_of_run(path: Path) -> Kind:
-    """The kind of the run in this folder; "llm" if it is no run."""
+    """Kind of the run in a folder, llm or robot; "llm" if the folder holds no run."""
     try:
         content = read_json(path / "config.json")
         return "robot" if "environment" in content["settings"] else "llm"
@@ -162,5 +163,5 @@ def kind_of_run(path: Path) -> Kind:
 
 
 def check_kind(kind: Kind, what: str) -> None:
-    """Raise a RunError if a package is missing for `what`, such as "training"."""
+    """Raise a RunError if a package is missing for `what`, such as "training", with this kind of run."""
     check_installed(f"{what} needs", _NEEDED[kind], kind)

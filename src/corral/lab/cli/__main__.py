@@ -1,4 +1,4 @@
-"""Entry point for `python -m corral.lab.cli`, and so for `accelerate launch -m corral.lab.cli`."""
+"""Entry point for `python -m corral.lab.cli`, which `accelerate launch -m corral.lab.cli` uses too."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Command `corral audit`: audit the clipping in a dump, a run or the folder of an audit."""
+"""Command `corral audit`: measure which tokens clipping blocks in a dump, a run or two models, or show a stored audit."""
 
 import argparse
 import json
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from corral.lab.audit.tally import Audit
 
 _BEYOND = 3
-"""Exit status if a number is beyond its limit in --fail-above or --fail-if."""
+"""Exit status if a number exceeds its limit in --fail-above or --fail-if."""
 
 _NEEDED = ("numpy", "pandas", "pyarrow", "rich", "jinja2")
-"""Packages that showing an audit needs; comparing models needs more."""
+"""Packages needed to show an audit; comparing models needs more."""
 
 _INTERVAL = 10.0
-"""Seconds between two polls of the files."""
+"""Seconds between two polls of the files with --live."""
 
 _LISTED = 8
 """Largest number of blocked tokens listed in a terminal; the page has more."""
 
 wait: Callable[[float], object] = time.sleep
-"""Function that waits between polls; tests replace it."""
+"""Function that waits between two polls; tests replace it."""
 
 _MODEL_FLAGS = {
     "task": "what to ask; by default a run's own task",
@@ -61,7 +61,7 @@ _TAKEN: dict[str, Sequence[str]] = {
     "two models are compared": (*_RULES, *_SETTINGS, "old", "new", "out"),
     "--live loads no model": (*_RULES, "tokenizer"),
 }
-"""Kinds of input, each with its flags besides the flags of the output."""
+"""Flags that each kind of input accepts, besides the output flags. The keys are parts of error sentences."""
 
 _OUTPUT = ("path", "page", "json", "fail_above", "fail_if", "live", "interval", "quiet")
 
@@ -123,7 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure models, unless there is an audit already, and show the result."""
+    """Run the audit, or read a stored one, and show the result."""
     check_installed("audits need", _NEEDED, "report")
     _check_files(arguments)
     _check_live(arguments)
@@ -153,7 +153,7 @@ def _check_files(arguments: argparse.Namespace) -> None:
 
 
 def _check_live(arguments: argparse.Namespace) -> None:
-    """Refuse `--live` for input that cannot be followed."""
+    """Refuse `--live` for input that does not grow."""
     interval, path = arguments.interval, arguments.path
     if interval is not None and not arguments.live:
         raise RunError("--interval is the time between two looks of --live, which is not given.")
@@ -172,7 +172,7 @@ def _check_live(arguments: argparse.Namespace) -> None:
 
 
 def _refuse_others(arguments: argparse.Namespace, kind: str) -> None:
-    """Refuse flags that a kind of audit does not take; `kind` is a key of `_TAKEN`."""
+    """Refuse flags that this kind of input does not accept; `kind` is a key of `_TAKEN`."""
     taken = {name.replace("-", "_") for name in (*_OUTPUT, *_TAKEN[kind])}
     for name, value in vars(arguments).items():
         if name not in taken and value not in (None, [], False):
@@ -181,7 +181,7 @@ def _refuse_others(arguments: argparse.Namespace, kind: str) -> None:
 
 
 def _measure(arguments: argparse.Namespace) -> "tuple[Audit, Path]":
-    """Compute the audit for the arguments, and the path of its page."""
+    """Compute the audit that the arguments describe, and choose the path of its page."""
     from corral.lab.audit.dump import find_dump
 
     path: Path | None = arguments.path
@@ -196,7 +196,7 @@ def _measure(arguments: argparse.Namespace) -> "tuple[Audit, Path]":
 
 
 def _read_folder(folder: Path) -> "tuple[Audit, Path]":
-    """Read the audit in a folder, and the path of its page."""
+    """Read a stored audit from its folder, and choose the path of its page."""
     from corral.lab.audit.folder import read_audit
     from corral.lab.audit.tally import audit_table
 
@@ -204,7 +204,7 @@ def _read_folder(folder: Path) -> "tuple[Audit, Path]":
 
 
 def _reader(arguments: argparse.Namespace, *, growing: bool = False) -> "Callable[[], tuple[Audit, Path] | None]":
-    """Build a function that returns the current audit and its page, or None if it grows and has no new data.
+    """Build a function that returns the current audit and its page; for growing files it returns None without new data.
 
     A dump, or an audit's folder: which of them is decided at every look, as either may still have to appear.
     """
@@ -259,7 +259,7 @@ def _label(name: str, most: int) -> str:
 
 
 def _rescore(dump: "Dump", arguments: argparse.Namespace) -> Path:
-    """Rescore the texts of a dump under the two models of --model, and return the folder of the audit."""
+    """Rescore the texts of a dump under the two models given by --model, and return the audit's folder."""
     _refuse_others(arguments, "{path} holds logged texts")
     names, rules = arguments.model, _rules(arguments)
     if len(names) != 2:
@@ -279,7 +279,7 @@ def _rescore(dump: "Dump", arguments: argparse.Namespace) -> Path:
 
 
 def _audit_models(arguments: argparse.Namespace) -> Path:
-    """Compare saved weights, and return the folder of the result."""
+    """Audit two models or a run's checkpoints, and return the audit's folder."""
     path, old, new = arguments.path, arguments.old, arguments.new
     if path is None and (old is None or new is None):
         raise RunError("audit takes an audit's folder, a dump, a run's folder, or --old MODEL --new MODEL --task TASK.")
@@ -301,7 +301,7 @@ def _audit_models(arguments: argparse.Namespace) -> Path:
 
 
 def _rules(arguments: argparse.Namespace) -> "Rules":
-    """Rules to audit."""
+    """Clipping rules to audit, from the flags."""
     from corral.lab.audit.rules import Rules
     from corral.objective import make_objective
 
@@ -320,7 +320,7 @@ def _rules(arguments: argparse.Namespace) -> "Rules":
 
 @contextmanager
 def _progress_bar(total: int, *, quiet: bool) -> Iterator[Callable[[int], object]]:
-    """Context with a progress bar on stderr, if that is a terminal; gives a function for the number of bytes read."""
+    """Context with a progress bar on stderr, if stderr is a terminal; yields a function to report the bytes read."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     from corral.lab.run.view import PatientConsole
@@ -332,7 +332,7 @@ def _progress_bar(total: int, *, quiet: bool) -> Iterator[Callable[[int], object
 
 
 def _publish(audit: "Audit", page: Path, arguments: argparse.Namespace, live: float | None = None) -> str:
-    """Write the page and the file of --json; returns a sentence about the page's path."""
+    """Write the page and the --json file, and return a sentence with the page's path."""
     from corral.lab.audit.page import write_page
 
     page = arguments.page or page
@@ -343,7 +343,7 @@ def _publish(audit: "Audit", page: Path, arguments: argparse.Namespace, live: fl
 
 
 def _finish(audit: "Audit", page: Path, arguments: argparse.Namespace) -> int:
-    """Write page, JSON and terminal output; returns 0, or 3 with a message for each limit that is exceeded."""
+    """Write page, JSON and terminal output. Returns 0, or 3 after printing each limit that is exceeded."""
     last = _publish(audit, page, arguments)
     if arguments.json == "-":
         sys.stdout.write(json.dumps(plain(audit.as_dict()), indent=2, allow_nan=False) + "\n")
@@ -353,7 +353,7 @@ def _finish(audit: "Audit", page: Path, arguments: argparse.Namespace) -> int:
 
 
 def _show(audit: "Audit", last: str, *, quiet: bool) -> None:
-    """Print the sentences, the page's tables with fewer columns unless quiet, and the path of the page."""
+    """Print an audit in the terminal: its findings as sentences, tables (unless quiet), and the path of the page."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -364,7 +364,7 @@ def _show(audit: "Audit", last: str, *, quiet: bool) -> None:
     console = PatientConsole()
 
     def print_table(rows: Sequence[Mapping[str, Any]], *left_out: str, caption: str | None = None) -> None:
-        """Print rows of texts as a table without some of their columns."""
+        """Print rows of texts as a table, without the columns in `left_out`."""
         table = Table(box=box.SIMPLE_HEAD, caption=caption, pad_edge=False)
         headings = [heading for heading in rows[0] if heading not in left_out] if rows else []
         for place, heading in enumerate(headings):
@@ -393,7 +393,7 @@ def _show(audit: "Audit", last: str, *, quiet: bool) -> None:
 
 
 def _limits(arguments: argparse.Namespace) -> "list[Limit]":
-    """The limits of --fail-above and --fail-if."""
+    """Parse the limits in --fail-above and --fail-if."""
     from corral.lab.audit.limits import Limit, read_limit
 
     above = arguments.fail_above
@@ -401,7 +401,7 @@ def _limits(arguments: argparse.Namespace) -> "list[Limit]":
 
 
 def _follow(arguments: argparse.Namespace) -> int:
-    """Poll until Ctrl-C, then show the audit; returns the exit status."""
+    """Poll the files until Ctrl-C, then show the audit; returns the exit status."""
     from corral.lab.audit.folder import NothingYet
 
     interval: float = arguments.interval or _INTERVAL
@@ -429,7 +429,7 @@ def _follow(arguments: argparse.Namespace) -> int:
 
 
 def _status(audit: "Audit") -> str:
-    """Training progress and the audit's findings, in 80 columns for a terminal."""
+    """Line of at most 80 columns with training progress and the audit's findings, for --live."""
     from corral.lab.audit.words import percent
 
     ball = audit.verdicts["clipped"]["kl"]
@@ -440,7 +440,7 @@ def _status(audit: "Audit") -> str:
 
 @contextmanager
 def _status_line(*, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Status line that is overwritten in a terminal; elsewhere a new line after each change."""
+    """Context for a status line: overwritten in a terminal, elsewhere printed anew after each change."""
     from rich.live import Live
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""Command `corral bench NAME`: repeat a benchmark on this machine, from a source checkout."""
+"""Command `corral bench NAME`: run one of the repository's benchmarks on this machine, from a source checkout."""
 
 import argparse
 import subprocess
@@ -14,7 +14,7 @@ BENCHMARKS = {
     "update": ("update.py", "old pass and updates of a trainer: stock TRL against corral padded, packed and compiled"),
     "projection": ("projection_steps.py", "the KL projection: evaluations, time and accuracy against bracketing"),
 }
-"""Name → script, and its description."""
+"""Benchmarks by name, each with its script and a description."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Run the script in a process of its own; returns its exit status."""
+    """Run the benchmark's script in a new process and return its exit status."""
     if arguments.name is None:
         sys.stdout.write("".join(f"{name:<12} {what}\n" for name, (_, what) in BENCHMARKS.items()))
         return 0

@@ -1,4 +1,4 @@
-"""Command `corral compare`: contestants, seeds and a sweep, with all settings of `corral train`."""
+"""Command `corral compare`: train several objectives or algorithms with several seeds, and compare the results."""
 
 import argparse
 import importlib
@@ -33,10 +33,10 @@ Without --recipe and --config, the recipe is `demo`. Ctrl-C stops after the step
 """
 
 _EXAMPLE: dict[Kind, str] = {"llm": "ppo_clip,troll", "robot": "tce,bbrl"}
-"""Suggested contestants for a first comparison."""
+"""Example of objectives or algorithms to compare, for error messages."""
 
 _SINGULAR = ("objective", "algorithm")
-"""Flags of `corral train` with a plural form in this command."""
+"""Flags of `corral train` that have a plural form here: --objectives, --algorithms."""
 
 _RESUME_FLAGS = "--jobs, --engine, --stall, --retry-failed, --dry-run and --quiet"
 """Flags that can change when a comparison is resumed."""
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Run a comparison; the exit status is 0 if every run ended well."""
+    """Run a comparison; the exit status is 0 if every training run ended well."""
     check_installed("comparisons need", NEEDED, "report")
     if importlib.util.find_spec("rich") is None:  # of either kind, and looked for before it is known which one learns
         more = f"{pip_install('llm')}. For robots the extra is robot"
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _compare(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Build a new comparison, or load one to resume."""
+    """Create the comparison, or load the one to resume."""
     resuming = arguments.resume is not None
     comparison = _saved_comparison(arguments, rest) if resuming else _new_comparison(arguments, rest)
     # With statistics and figures: only now, when the names on the command line are known to be right.
@@ -122,7 +122,7 @@ def _compare(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _say_imports(comparison: Any, config: Path | None) -> None:
-    """Print the user code that a resumed comparison is about to import from its folder."""
+    """Print the user code that a resumed comparison will import from its folder."""
     from corral.lab.jobs.llm.settings import named_code
 
     settings = importlib.import_module(f"corral.lab.jobs.{comparison.plan.kind}.settings")
@@ -138,7 +138,7 @@ def _say_imports(comparison: Any, config: Path | None) -> None:
 
 
 def _new_comparison(arguments: argparse.Namespace, rest: list[str]) -> Any:
-    """Build the comparison that the command line describes, before it begins."""
+    """Build the comparison that the command line describes, without starting it."""
     if arguments.retry_failed:
         raise RunError("--retry-failed goes with --resume DIR.")
     _take_from_recipe(arguments)
@@ -172,7 +172,7 @@ def _new_comparison(arguments: argparse.Namespace, rest: list[str]) -> Any:
 
 
 def _take_from_recipe(arguments: argparse.Namespace) -> None:
-    """Fill `arguments` from the recipe's table `[compare]`, where no flag is given: contestants, sweep, seeds."""
+    """Take contestants, sweep and seeds from the recipe's table `[compare]`, unless flags give them."""
     from corral.lab.run.settings import COMPARE, coerce, read_file
 
     found = recipes().get(arguments.recipe)
@@ -187,7 +187,7 @@ def _take_from_recipe(arguments: argparse.Namespace) -> None:
 
 
 def _contestants(kind: Kind, arguments: argparse.Namespace) -> tuple[str, ...]:
-    """Parse the contestants; a RunError for a wrong flag or an unknown name."""
+    """Parse the objectives or algorithms to compare; raises RunError for a wrong flag or an unknown name."""
     objectives, algorithms = arguments.objectives, arguments.algorithms
     what, given, other = ("objective", objectives, algorithms) if kind == "llm" else ("algorithm", algorithms, objectives)
     # Objectives that an imported package has registered are among them.
@@ -213,7 +213,7 @@ def _contestants(kind: Kind, arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _check_names(kind: Kind, arguments: argparse.Namespace, given: Mapping[str, Any]) -> None:
-    """Refuse unknown settings before torch and statistics are imported. A contestant's own are checked with it."""
+    """Refuse unknown settings before torch and statistics are imported. Settings of a single contestant are checked later."""
     settings = importlib.import_module(f"corral.lab.jobs.{kind}.settings")
     layer = nested(given.items(), settings.TABLES)
     recipe = recipe_of(arguments)
@@ -223,7 +223,7 @@ def _check_names(kind: Kind, arguments: argparse.Namespace, given: Mapping[str, 
 
 
 def _split_names(given: str) -> tuple[str, ...]:
-    """Split contestants at commas; `troll:bound=0.1` becomes `troll bound=0.1`, its name in reports.
+    """Split contestants at commas. `troll:bound=0.1` becomes `troll bound=0.1`, its name in reports.
 
     An objective of the user's own keeps the colon of its path: `mine.py:loss:scale=2` becomes `mine.py:loss scale=2`.
     """
@@ -237,7 +237,7 @@ def _split_names(given: str) -> tuple[str, ...]:
 
 
 def _training(arguments: argparse.Namespace, rest: list[str]) -> tuple[Any, int]:
-    """Shared settings of all runs, and the first seed."""
+    """Settings shared by all training runs, and the first random seed."""
     from corral.lab.compare.plan import Training
     from corral.lab.run.settings import coerce
 
@@ -260,7 +260,7 @@ def _training(arguments: argparse.Namespace, rest: list[str]) -> tuple[Any, int]
 
 
 def _saved_comparison(arguments: argparse.Namespace, rest: list[str]) -> Any:
-    """Load the comparison in a folder. Further flags must repeat its original ones."""
+    """Load the stored comparison to resume. Other flags must repeat its original values."""
     from corral.lab.compare.record import list_differences, read
 
     comparison = read(arguments.resume)
@@ -277,7 +277,7 @@ def _saved_comparison(arguments: argparse.Namespace, rest: list[str]) -> Any:
 
 
 def _repeated_flags(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    """Flags that determine the runs and were given again, by the names in `Comparison.flags`."""
+    """Flags that determine the runs and are given with --resume, by their names in `Comparison.flags`."""
     from corral.lab.compare.plan import parse_sweeps
 
     names = arguments.objectives or arguments.algorithms
@@ -290,7 +290,7 @@ def _repeated_flags(arguments: argparse.Namespace, rest: list[str]) -> dict[str,
 
 
 def _check_installed(kind: Kind) -> None:
-    """Raise a RunError if a package is missing; silences the libraries."""
+    """Raise a RunError if a package for training is missing, and silence the libraries."""
     check_kind(kind, "training")
     if kind == "llm":
         quiet_libraries()

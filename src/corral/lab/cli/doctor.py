@@ -1,4 +1,4 @@
-"""Command `corral doctor`: installed packages, supported releases, and how to get missing packages."""
+"""Command `corral doctor`: check installed packages against supported releases, and suggest how to install missing ones."""
 
 import argparse
 import importlib
@@ -24,12 +24,12 @@ from corral.validate import RunError, pip_install
 
 _PACKAGE = Path(__file__).parents[2]
 _KINDS = {"language models": "llm", "robots": "robot"}
-"""Kinds of training, and the extra that each needs."""
+"""Kinds of training, each with the pip extra that it needs."""
 _TELLTALE = {
     "language models": ("trl", "transformers", "accelerate", "peft"),
     "robots": ("gymnasium", "mujoco", "stable-baselines3"),
 }
-"""Packages that are only installed on purpose: if one is present, a missing package of its kind is an error."""
+"""Packages that show which kind of training was installed: with one of them, a missing package of its kind is an error."""
 _OPTIONAL = {
     "tensorboard": "--report-to tensorboard: pip install tensorboard",
     "wandb": "--report-to wandb: pip install wandb",
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the checks; the status is 1 if `corral train` cannot run or an installed kind is incomplete."""
+    """Print the checks. The status is 1 if `corral train` cannot run or the packages of an installed kind are incomplete."""
     if arguments.engine is not None or arguments.model is not None:
         return _run_checkup(arguments)
     trouble: list[str] = []
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run_checkup(arguments: argparse.Namespace) -> int:
-    """Print the check of an engine or a model; the status is 1 if something is wrong."""
+    """Print the check of an engine (--engine) or a model (--model); the status is 1 if something is wrong."""
     try:
         if arguments.model is None:
             found = run_checkup(arguments.engine)
@@ -94,7 +94,7 @@ def _run_checkup(arguments: argparse.Namespace) -> int:
 
 
 def requirements(extra: str | None) -> dict[str, str]:
-    """Packages that corral itself or one of its extras needs, with their supported releases, from corral's metadata."""
+    """Packages that corral or its extras need, with their supported releases, from corral's metadata."""
     try:
         listed = requires("corral") or []
     except PackageNotFoundError:
@@ -112,7 +112,7 @@ def installed_version(name: str) -> str | None:
 
 
 def _check_package(name: str, wanted: str, remedy: str, trouble: list[str]) -> tuple[str, str]:
-    """Version of a package, and the problem with it, if any."""
+    """Installed version of a package, and what is wrong with it, if anything."""
     have = installed_version(name)
     if have is None:
         trouble.append(f"{name}{wanted}: {remedy}")
@@ -133,7 +133,7 @@ def _check_package(name: str, wanted: str, remedy: str, trouble: list[str]) -> t
 
 
 def _device() -> tuple[str, str]:
-    """The device that training would run on, and what it consists of."""
+    """Device that training would use, with the GPUs' names or the number of cores."""
     if torch.cuda.is_available():
         names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
         return "cuda", f"{torch.cuda.device_count()} × {', '.join(sorted(names))}"
@@ -142,7 +142,7 @@ def _device() -> tuple[str, str]:
 
 
 def sandbox() -> tuple[str, str, str]:
-    """Sandbox for a model's programs, and its memory limit."""
+    """Check the sandbox for model-written programs: its backend and its memory limit."""
     try:
         backend = available_backend()
     except SandboxUnavailable as error:
@@ -151,7 +151,7 @@ def sandbox() -> tuple[str, str, str]:
 
 
 def _embedded_model(name: str, trouble: list[str]) -> tuple[str, str]:
-    """Presence and size of an embedded model's weights."""
+    """Check whether an embedded model's weights exist, and their size."""
     folder = _PACKAGE / "lab" / "models" / name
     if (folder / "model.safetensors").is_file():
         return name, f"{(folder / 'model.safetensors').stat().st_size / 1e6:.1f} MB"

@@ -1,4 +1,4 @@
-"""`corral eval`: evaluate a run or a model on held-out problems or episodes."""
+"""Command `corral eval`: evaluate a run or a model on held-out problems or episodes."""
 
 import argparse
 from collections.abc import Iterable
@@ -34,7 +34,7 @@ Interrupted, the same command resumes. Finished, it shows the results.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags."""
+    """Add the flags of the command."""
     parser.epilog = _EPILOG
     parser.add_argument("model", metavar="RUN|MODEL", nargs="?", help="a run's folder, or tiny, smollm2, a folder, a hub id")
     for name, what in FLAGS.items():
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Evaluate a run of either kind, or a model."""
+    """Evaluate a run of a language model or robot, or a model."""
     kind = "llm" if arguments.model is None else kind_of_run(Path(arguments.model))
     check_kind(kind, "evaluating")
     try:
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _evaluate_robot(arguments: argparse.Namespace) -> None:
-    """Evaluate a robot's run: episodes, a table, and a video if requested."""
+    """Evaluate a robot's run: play episodes, print a table, and film a video if requested."""
     from corral.lab.jobs.robot.evaluate import evaluate, show
     from corral.lab.jobs.robot.smoke import EPISODES
 
@@ -87,7 +87,7 @@ def _evaluate_robot(arguments: argparse.Namespace) -> None:
 
 
 def _evaluate_model(arguments: argparse.Namespace) -> None:
-    """Evaluate a language model by the flags, and compare the result if requested."""
+    """Evaluate a language model with the settings in the flags, and compare the result with another if requested."""
     settings = _settings(arguments)
     settings.find()  # what is not there is said before torch is imported
     quiet_libraries()
@@ -104,7 +104,7 @@ def _evaluate_model(arguments: argparse.Namespace) -> None:
 
 
 def eval_settings(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Settings of an evaluation from the flags, in their types; the task's own are in `task_config`."""
+    """Convert flags into typed settings of an evaluation; settings of the task go into `task_config`."""
     from corral.lab.jobs.llm.eval_settings import EvalSettings
     from corral.lab.jobs.llm.settings import FUNCTIONS, TABLES
 
@@ -124,7 +124,7 @@ def eval_settings(arguments: argparse.Namespace, names: Iterable[str]) -> dict[s
 
 
 def _settings(arguments: argparse.Namespace) -> Any:
-    """The flags as settings of an evaluation."""
+    """Build the evaluation's settings from the flags."""
     from corral.lab.jobs.llm.eval_settings import EvalSettings
 
     for name in given_flags(arguments, ("episodes", "video")):

@@ -26,18 +26,18 @@ _LEARNERS = {
     "bbrl": ("robot.bbrl", "BBRL", "BBRLConfig"),
     "top_erl": ("robot.top_erl", "TopERL", "TopERLConfig"),
 }
-"""Module, class and settings of robot algorithms; all others are step-based baselines."""
+"""Robot algorithms, each with its module, class and settings class. Other names are step-based baselines."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the name."""
+    """Add the argument NAME."""
     parser.add_argument(
         "name", metavar="NAME", nargs="?", help="an objective, recipe, task, algorithm or setting; `settings` for all of them"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the explanations of everything that has this name: `countdown` is a recipe and a task."""
+    """Print every explanation of a name; some names have several: `countdown` is a recipe and a task."""
     if arguments.name is None:
         sys.stdout.write(_listing())
         return 0
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _explanations(name: str) -> Iterator[Sequence[str]]:
-    """Explanations of a name, each in parts that an empty line separates."""
+    """Yield the explanations of a name, each as parts to print with empty lines between."""
     if name in OBJECTIVES or name in CORRECTIONS:
         yield _objective(name)
     if name in recipes():  # its comments explain it
@@ -80,7 +80,7 @@ def _explanations(name: str) -> Iterator[Sequence[str]]:
 
 
 def _objective(name: str) -> Sequence[str]:
-    """An objective or a correction: docstring, settings, needs and where to read on."""
+    """Explain an objective or a correction: docstring, settings, requirements and further reading."""
     is_objective = name in OBJECTIVES
     function, config_cls = (objective_function(name), OBJECTIVES[name][1]) if is_objective else CORRECTIONS[name]
     words = _own_doc(config_cls)
@@ -93,32 +93,32 @@ def _objective(name: str) -> Sequence[str]:
 
 
 def _own_doc(config_cls: type) -> str:
-    """The docstring of a settings class, or an empty text: a dataclass without one has its signature there."""
+    """The docstring of a settings class, or "" if it has none: Python fills in a dataclass's signature."""
     doc = vars(config_cls)["__doc__"]
     return "" if doc.startswith(f"{config_cls.__name__}(") else inspect.cleandoc(doc)
 
 
 def _objective_line(name: str) -> str:
-    """The sentence on an objective in the listing. Objectives that share a function differ in their settings' words alone."""
+    """Description of an objective in the list of names. Objectives that share a function get their settings class's text."""
     entry, config_cls = OBJECTIVES[name]
     shared = sum(other == entry for other, _ in OBJECTIVES.values()) > 1
     return (_own_doc(config_cls) if shared else "") or inspect.getdoc(objective_function(name)) or ""
 
 
 def _own_settings() -> dict[str, str]:
-    """Own settings of a language-model run with their meanings; TRL's are not included."""
+    """Texts of corral's settings for a language-model run, by name; TRL's settings are not included."""
     from corral.lab.jobs.llm.settings import Settings
 
     return {name: text for name, text in field_docs(Settings).items() if name != "trainer"}
 
 
 def _setting(name: str, title: str, words: str) -> Sequence[str]:
-    """Explain a setting, with its flag."""
+    """Explain a setting and its flag."""
     return f"{title}\n", f"{textwrap.fill(words, 110)}\n", f"use it   corral train --{name.replace('_', '-')} VALUE\n"
 
 
 def _all_settings() -> Sequence[str]:
-    """Every setting of a run, and the names of TRL's."""
+    """Explain every setting of a run, and list the names of TRL's settings."""
     from corral.lab.jobs.llm.settings import DECIDED, Settings, trainer_types
     from corral.lab.run.text import columns
 
@@ -131,7 +131,7 @@ def _all_settings() -> Sequence[str]:
 
 
 def _trainer_setting(name: str) -> Iterator[Sequence[str]]:
-    """A setting of CorralConfig, by TRL's and transformers' own words."""
+    """Explain a setting of CorralConfig, with the help text that corral, TRL or transformers gives it."""
     from corral.lab.jobs.llm.settings import trainer_types
 
     if name not in trainer_types():
@@ -144,7 +144,7 @@ def _trainer_setting(name: str) -> Iterator[Sequence[str]]:
 
 
 def _listing() -> str:
-    """The list of all names, each with the first line of its description."""
+    """List all names, each with the first line of its description."""
     registries: dict[str, dict[str, str | None]] = {
         "objectives": {name: _objective_line(name) for name in objective_names()},
         "corrections": {name: inspect.getdoc(function) for name, (function, _) in CORRECTIONS.items()},
@@ -161,14 +161,14 @@ def _listing() -> str:
 
 
 def _body(documented: Any) -> str:
-    """Sentence, formula and reference of a docstring, without its Args and Returns, which are for programmers."""
+    """Description, formula and reference from a docstring, without the sections Args and Returns."""
     return (
         re.sub(r"^(?:Args|Returns):\n(?:(?: .*)?\n)*", "", f"{inspect.getdoc(documented) or ''}\n", flags=re.M).rstrip() + "\n"
     )
 
 
 def _settings(config_cls: type, only: Container[str] | None = None, title: str = "settings") -> str:
-    """Each setting with its default and what it means."""
+    """List settings with their defaults and texts."""
     meanings, rows = field_docs(config_cls), []
     for field in dataclasses.fields(config_cls) if dataclasses.is_dataclass(config_cls) else ():
         if only is None or field.name in only:
@@ -178,12 +178,12 @@ def _settings(config_cls: type, only: Container[str] | None = None, title: str =
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
-    """A setting's default value, made by its factory if it has one."""
+    """Default value of a setting, made by its factory if it has one."""
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def field_docs(config_cls: type) -> dict[str, str]:
-    """Docstrings of the fields of a class and its bases, read from their source."""
+    """Texts under the fields of a class and its bases, read from source."""
     found = dict[str, str]()
     for cls in reversed(config_cls.__mro__[:-1]):
         try:

@@ -1,4 +1,4 @@
-"""Command `corral explore`: write a page with a policy to drag and the trust regions around it."""
+"""Command `corral explore`: write a page that shows trust regions around a policy that can be dragged with the mouse."""
 
 import argparse
 from pathlib import Path
@@ -10,13 +10,13 @@ from corral.lab.report.html import write_document
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the path of the page, and --open."""
+    """Add the argument for the page's path, and --open."""
     parser.add_argument("--out", metavar="PAGE", type=Path, default=Path("explore.html"), help="default: explore.html, here")
     parser.add_argument("--open", action="store_true", help="then open the page in the default browser")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the page atomically."""
+    """Write the page to its path atomically."""
     write_document(explore_page(), arguments.out)
     say(f"{arguments.out}: open it in a browser; it needs nothing else.")
     if arguments.open and (problem := open_page(arguments.out)):

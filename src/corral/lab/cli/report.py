@@ -1,4 +1,4 @@
-"""Command `corral report DIR… --out page.html`: write a page about runs."""
+"""Command `corral report DIR… --out page.html`: write a page that compares runs."""
 
 import argparse
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 from corral.lab.cli import check_installed, say
 
 NEEDED = ("rliable", "pandas", "pyarrow", "scipy", "jinja2")
-"""Packages that statistics and pages require."""
+"""Packages needed for statistics and pages."""
 
 _EPILOG = """
 DIR is a run's folder, or a folder that holds runs; several are shown together.
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def open_page(page: Path) -> str:
-    """Open a page in the default browser, and return an empty text, or the reason why none was opened."""
+    """Open a page in the default browser. Returns "", or the reason why no browser opened."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):  # in a batch job a browser for text would wait for keys forever
         return f"--open works in a terminal alone, so no browser was started. The page is {page}."
     if webbrowser.open(page.resolve().as_uri()):
@@ -42,7 +42,7 @@ def open_page(page: Path) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the page and the exports, then print the findings and their path."""
+    """Write the page and the exported files, then print the findings and the paths."""
     check_installed("reports need", NEEDED, "report")
     from corral.lab.report.content import make_report
     from corral.lab.report.export import export

@@ -32,7 +32,7 @@ FLAGS = {
     "guard": "on a collapse: warn, stop or off",
     "report-to": "none, tensorboard, wandb, trackio, or several of them with commas between",
 }
-"""Settings whose flag is listed in the help. Every other setting has a flag too, or uses --set."""
+"""Settings whose flags are listed in the help. Every other setting has a flag too, or can be given with --set."""
 
 _EPILOG = """
 Any setting can be given as a flag or with --set: --num-generations 16, --set objective_config.bound=0.1.
@@ -53,7 +53,7 @@ _RESUME_SETTINGS: dict[Kind, tuple[str, ...]] = {
     "llm": ("guard", "report_to", "steps"),
     "robot": ("guard", "iterations", "report_to", "simulator"),
 }
-"""Settings that can change when a run is resumed."""
+"""Settings that can be changed when a run is resumed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_setting_flags(parser: argparse.ArgumentParser, flags: Mapping[str, str]) -> None:
-    """Add the sources of settings: a recipe, a file, `flags` with their help, rewards, and --set for all others."""
+    """Add the flags for settings: a recipe, a file, `flags` with their help, rewards, and --set for all others."""
     parser.add_argument("--recipe", metavar="NAME", help="settings that ship with corral")
     parser.add_argument("--config", metavar="FILE", type=Path, help="settings in a TOML or YAML file")
     for name, what in flags.items():
@@ -85,14 +85,14 @@ def add_setting_flags(parser: argparse.ArgumentParser, flags: Mapping[str, str])
 
 
 def _names() -> str:
-    """Names of recipes and tasks, for the help."""
+    """Names of recipes and tasks, to print below the help."""
     from corral.lab.tasks import names
 
     return f"\nrecipes:\n{columns(recipes(studies=False))}\ntasks:\n{columns(names())}\n"
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Train, resume, or rehearse with --dry-run; the exit status describes the end of the run."""
+    """Train or resume a run, or print the plan with --dry-run; returns the exit status."""
     try:
         kind = kind_of(arguments)
         check_kind(kind, "training")
@@ -125,7 +125,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _resume(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    """Resume with the run's own settings. Only its length, and settings without effect on its course, can change."""
+    """Resume a run with its stored settings. Only its length, and settings that do not change the training, can be changed."""
     given = dict(given_settings(arguments, rest))
     changes = {key: given.pop(key, None) for key in _RESUME_SETTINGS[kind]}
     others = ("recipe", "config", "out", "smoke", "dry_run", "unsafe_code_execution")
@@ -147,7 +147,7 @@ def _resume(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> dict[
 
 
 def given_settings(arguments: argparse.Namespace, rest: list[str]) -> list[tuple[str, Any]]:
-    """Collect the settings on the command line, in order: named flags, --set, other flags, all rewards, all tools."""
+    """Collect settings from the command line in order: named flags, --set, other flags, rewards, tools."""
     pairs = [*given_flags(arguments, FLAGS).items()]
     for text in arguments.set:
         key, equals, value = text.partition("=")
@@ -171,7 +171,7 @@ def given_settings(arguments: argparse.Namespace, rest: list[str]) -> list[tuple
 
 
 def quiet_libraries() -> None:
-    """Silence telemetry, progress bars, and remarks of libraries below a warning: the view prints the important parts."""
+    """Silence telemetry, progress bars, and library messages below the level of a warning."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from transformers.utils import logging as transformers_logging

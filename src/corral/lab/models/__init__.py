@@ -1,4 +1,4 @@
-"""Models by name: the embedded ones, packaged ones, folders, and the hub."""
+"""Models by name: embedded in corral, from packages, from folders, and from the hub."""
 
 EMBEDDED = ("tiny", "tiny-sums")
 """Names of the models that ship with corral, each in a folder of that name beside this file."""

@@ -1,4 +1,4 @@
-"""Loading of models: the embedded models, SmolLM2 or Gemma from their packages, a folder, or the hub."""
+"""Loading of language models: embedded in corral, SmolLM2 or Gemma from packages, from a folder, or from the hub."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ _Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 
 def load_model(name: str, dtype: torch.dtype = torch.float32) -> _Loaded:
-    """Load a causal LM and its tokenizer by a name of `BUILT_IN`, or by one that transformers resolves.
+    """Load a causal LM and its tokenizer: by a name in `BUILT_IN`, a folder, or a name on the hub.
 
     Weights of a folder or the hub come in `dtype`, and those of a built-in model in float32. An adapter comes inside its
     base model.
@@ -34,7 +34,7 @@ def load_model(name: str, dtype: torch.dtype = torch.float32) -> _Loaded:
 def load_trainable(
     name: str, dtype: torch.dtype = torch.float32
 ) -> tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]:
-    """Load a model for training. An adapter, which transformers alone would freeze, becomes a trainable PeftModel."""
+    """Load a model for training. An adapter becomes a trainable PeftModel; transformers alone would freeze it."""
     if name == "smoke":
         return build_smoke()
     if name in EMBEDDED:
@@ -74,7 +74,7 @@ def _not_loaded(name: str, error: Exception) -> RunError:
 
 
 def load_skeleton(name: str) -> _Loaded:
-    """Load a model without weights, on torch's `meta` device, and its tokenizer. No weights are downloaded."""
+    """Load a model's structure without weights, on torch's `meta` device, and its tokenizer. No weights are downloaded."""
     if name in PACKAGED:
         return load_packaged_skeleton(name)
     if name in BUILT_IN:
@@ -92,16 +92,16 @@ def load_skeleton(name: str) -> _Loaded:
 
 
 def is_local(name: str) -> bool:
-    """Return True if this model is part of corral or of a package, or lies in a folder."""
+    """Return True if a model is part of corral or of an installed package, or lies in a folder."""
     return name in BUILT_IN or Path(name).exists()
 
 
 NO_CODE = {"trust_remote_code": False}
-"""Arguments for loading any model or tokenizer: Python files beside the weights are not imported, without a prompt."""
+"""Arguments for loading any model or tokenizer: never import Python files beside the weights, and never ask."""
 
 
 def _where(name: str) -> dict[str, Any]:
-    """Arguments that limit loading to the cache if the hub cannot be reached: libraries would retry for a minute."""
+    """Arguments that limit loading to the cache if the hub cannot be reached; otherwise libraries retry for a minute."""
     if is_local(name) or not name or name.startswith((".", "/", "~")):
         return {}
     try:
@@ -114,14 +114,14 @@ def _where(name: str) -> dict[str, Any]:
 
 
 def _base_of_adapter(name: str, where: dict[str, Any]) -> str | None:
-    """The base model of an adapter in a folder or on the hub; None if `name` is a whole model."""
+    """Base model of an adapter in a folder or on the hub; None if `name` is a whole model."""
     file = find_adapter_config_file(name, **where)
     base = None if file is None else adapter_base(Path(file).parent)  # transformers puts an adapter into a whole model too
     return None if Path(name, "config.json").is_file() else base
 
 
 def adapter_base(folder: Path) -> str:
-    """The base model of the adapter in this folder; a ValueError if its file names none, or names code."""
+    """Base model of the adapter in a folder; raises ValueError if its config names no base model, or names code."""
     content = read_json(folder / "adapter_config.json")
     base = content.get("base_model_name_or_path") if isinstance(content, dict) else None
     if not isinstance(base, str) or not base:
@@ -134,7 +134,7 @@ def adapter_base(folder: Path) -> str:
 
 
 def choose_device(requested: str) -> str:
-    """Resolve a device name: `auto` is the GPU if there is one."""
+    """Resolve a device name: `auto` is the GPU if there is one, else the CPU."""
     there = torch.cuda.is_available()
     if requested == "cuda" and not there:
         raise RunError("device='cuda', but torch finds no GPU. `corral doctor` says what it finds.")

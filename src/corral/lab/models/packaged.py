@@ -1,4 +1,4 @@
-"""Pretrained models in packages as GGUF files: SmolLM2-135M-Instruct and Gemma-3-270M, loaded offline and dequantised."""
+"""Pretrained models from pip packages: SmolLM2-135M-Instruct and Gemma-3-270M as GGUF, loaded offline and dequantised."""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -20,17 +20,17 @@ from corral.validate import RunError
 
 @dataclass(frozen=True, kw_only=True)
 class PackagedModel:
-    """The file of a packaged model, and the command that installs it."""
+    """A packaged model: its file in the package, and the command that installs the package."""
 
     title: str
     package: str
     file: str
-    """Path inside the package's folder."""
+    """Path of the GGUF file inside the package's folder."""
     make: str
     """Make target that installs the package."""
     megabytes: int
     begins: bool = False
-    """True if texts begin with <bos>, which the tokenizer built from the file leaves out."""
+    """True if texts begin with <bos>, which the tokenizer built from the GGUF file leaves out."""
 
 
 PACKAGED = {
@@ -50,15 +50,15 @@ PACKAGED = {
         begins=True,
     ),
 }
-"""Packaged models by their names for `--model`. Gemma is a base model under Gemma's terms of use, joined by `make gemma`."""
+"""Packaged models by their names for `--model`. Gemma is a base model under Gemma's terms of use; `make gemma` installs it."""
 
 
 SENTENCE, TOKENS = "A shelf holds many books.", 6
-"""A test sentence, and its number of tokens with every packaged model."""
+"""A test sentence for tokenizers, and its number of tokens with every packaged model."""
 
 
 def is_installed(name: str) -> bool:
-    """Return True if a packaged model is installed."""
+    """Return True if the packaged model `name` is installed."""
     try:
         _find_folder(PACKAGED[name])
     except RunError:
@@ -67,7 +67,7 @@ def is_installed(name: str) -> bool:
 
 
 def load_packaged(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the model, stored with about four bits per weight, in float32, and its tokenizer.
+    """Load a packaged model in float32, from about four bits per weight in its file, and its tokenizer.
 
     Weights are rounded to bfloat16, in which these models were published. As dequantised, one in twelve lies halfway between
     two of its numbers: under bfloat16 autocast all of those would jump at the first update, however small.
@@ -88,7 +88,8 @@ def load_packaged(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def load_packaged_skeleton(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a packaged model without weights, on torch's `meta` device, and its tokenizer. Nothing is dequantised."""
+    """Load a packaged model's structure without weights, on torch's `meta` device, and its tokenizer. Nothing is
+    dequantised."""
     about = PACKAGED[name]
     folder = _find_folder(about)
     config = AutoConfig.from_pretrained(folder, gguf_file=about.file)
@@ -97,7 +98,7 @@ def load_packaged_skeleton(name: str) -> tuple[PreTrainedModel, PreTrainedTokeni
 
 
 def _find_folder(about: PackagedModel) -> Path:
-    """The package's folder; a RunError with the install command if it is missing."""
+    """Find the folder of a model's package; raises RunError with the install command if it is missing."""
     spec = find_spec(about.package)  # found, never imported: SmolLM2's would ask for llama.cpp
     folder = Path(spec.submodule_search_locations[0]) if spec is not None and spec.submodule_search_locations else None
     if folder is None or not (folder / about.file).is_file():
@@ -117,7 +118,7 @@ def _load_tokenizer(about: PackagedModel, folder: Path, config: PreTrainedConfig
 
 
 def _check_words(tokenizer: PreTrainedTokenizerBase, about: PackagedModel) -> None:
-    """Refuse a tokenizer that splits words differently than in the model's training.
+    """Refuse a tokenizer that splits words differently than the tokenizer the model was trained with.
 
     transformers 5.17 reads Gemma's file so, and saved and loaded again it knows single letters alone: nothing fails, or learns.
     """
@@ -130,7 +131,7 @@ def _check_words(tokenizer: PreTrainedTokenizerBase, about: PackagedModel) -> No
 
 
 def _name_ends(tokenizer: PreTrainedTokenizerBase, end: int | list[int]) -> None:
-    """Set the tokenizer's end-of-sequence token to the file's, and add a padding token if there is none.
+    """Set the tokenizer's end-of-sequence token as in the GGUF file, and add a padding token if there is none.
 
     transformers 5.17 takes SmolLM2's <|im_start|> for the end: completions would go on behind <|im_end|>, and never end.
     """

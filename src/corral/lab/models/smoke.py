@@ -1,4 +1,4 @@
-"""The random model over bytes for `--smoke`: seven thousand weights and a chat template."""
+"""A byte-level model with seven thousand random weights and a chat template, for `--smoke`."""
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -13,11 +13,11 @@ TEMPLATE = (
     "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""ChatML template with tool calls, as in the models of the recipes."""
+"""ChatML template with tool calls, like those of the models in the recipes."""
 
 
 def build_smoke() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
-    """Build a Llama over bytes with seven thousand fixed random weights."""
+    """Build a byte-level Llama with seven thousand random weights, equal at every call."""
     tokenizer = build_byte_tokenizer()
     start = tokenizer.get_vocab()[_START]
     ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": start, "eos_token_id": tokenizer.eos_token_id}
@@ -41,7 +41,7 @@ def build_smoke() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
 
 
 def build_byte_tokenizer() -> PreTrainedTokenizerBase:
-    """Build a tokenizer with one token per UTF-8 byte, which encodes any text without loss, and with a chat template."""
+    """Build a tokenizer with one token per UTF-8 byte and a chat template. It encodes any text without loss."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate((*_SPECIAL, *alphabet))}
     backend = Tokenizer(models.BPE(vocabulary, merges=[]))

@@ -15,16 +15,16 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, LlamaForCa
 from corral.lab.models import EMBEDDED
 
 FOLDERS = {name: Path(__file__).parent / name for name in EMBEDDED}
-"""Folders of the shipped models in the format of `save_pretrained`; scripts/warm_start.py makes their weights."""
+"""Folders of the embedded models in the format of `save_pretrained`; scripts/warm_start.py makes their weights."""
 
 TINY_FOLDER = FOLDERS["tiny"]
-"""Folder of the model that `load_tiny()` loads, and of the tokenizer of both."""
+"""Folder of the default model of `load_tiny()`, and of the tokenizer of both embedded models."""
 
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
 
 def load_tiny(name: str = "tiny") -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
-    """Load a warm-started model in float32 and its tokenizer from the package itself, without network or cache."""
+    """Load an embedded, warm-started model in float32 and its tokenizer, without network or cache."""
     folder = FOLDERS[name]
     missing = [file for file in FILES if not (folder / file).is_file()]
     if missing:
@@ -42,7 +42,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def build_tiny(seed: int) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
-    """Build the same model with 0.93 M random weights, and its tokenizer. The global random state is unchanged."""
+    """Build the embedded models' architecture with 0.93 M random weights, and its tokenizer. The global random state is
+    unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(AutoConfig.from_pretrained(TINY_FOLDER, local_files_only=True))

@@ -1,1 +1,1 @@
-"""A run of a language model or a robot: its folder, settings, view, and guard against collapse."""
+"""A training run of a language model or a robot: its folder, settings, terminal output, and guard against collapse."""

@@ -1,4 +1,4 @@
-"""Atomic file writes, folder locks, and disk errors in sentences."""
+"""Atomic file writes, folder locks, and sentences for disk errors."""
 
 import errno
 import fcntl
@@ -17,19 +17,19 @@ from corral.validate import RunError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
-"""Errors of a path that may not be read or written."""
+"""Operating-system errors for a path that may not be read or written."""
 
 
 _MOST = 2**28
-"""Largest number of bytes read from a file of settings or results; no run writes more."""
+"""Largest size in bytes of a settings or results file to read; no run writes larger ones."""
 
 
 MOST_METRICS = 2**32
-"""Largest number of bytes read from metrics.jsonl: enough for a million steps."""
+"""Largest size in bytes of a metrics.jsonl to read: enough for a million steps."""
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file atomically: `write` fills a temporary file beside `path`, which is synced and then renamed."""
+    """Write a file atomically: `write` fills a temporary file beside `path`, which is synced to disk and then renamed."""
     if "\0" in str(path):
         raise RunError(f"{str(path)!r} is no file's name.")
     beside = path.absolute().with_name(f".{path.name[:200]}.{os.getpid()}.part")  # pyarrow takes `a:b/c` for a URI
@@ -55,7 +55,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def append_line(path: Path, content: dict[str, Any]) -> None:
-    """Append one line of JSON with a single write; after a failure, the file is truncated to its old length."""
+    """Append one line of JSON in a single write; if it fails, the file is cut back to its old length."""
     data = (json.dumps(plain(content), allow_nan=False) + "\n").encode()
     with disk_errors(path):
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -73,7 +73,7 @@ def append_line(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_regular(path: Path, most: int = _MOST) -> bytes:
-    """The content of a regular file; ValueError for a pipe, a device, or a file of more than `most` bytes.
+    """Read a regular file; raises ValueError for a pipe, a device, or a file of more than `most` bytes.
 
     A stranger's run may have a pipe or a link to a device under any name, and reading one may never end.
     """
@@ -88,13 +88,13 @@ def read_regular(path: Path, most: int = _MOST) -> bytes:
 
 
 def require_regular(path: Path) -> None:
-    """Raise a ValueError if the path exists and is not a regular file, before another library opens it."""
+    """Refuse a path that exists but is not a regular file, before another library opens it. Raises ValueError."""
     if path.exists() and not path.is_file():
         raise ValueError("it is not a regular file.")
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file; ValueError or OSError if it cannot be read."""
+    """Read a JSON file; raises ValueError or OSError if it cannot be read."""
     try:
         return json.loads(read_regular(path))
     except RecursionError:
@@ -102,7 +102,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_settings(path: Path, writer: str) -> dict[str, Any]:
-    """The content of a JSON file of settings; a RunError if it lacks the structure that `writer`, such as a run, writes."""
+    """Read a JSON file of settings; raises RunError if it lacks the structure of a file written by `writer`, such as a run."""
     try:
         content = read_json(path)
     except (OSError, ValueError) as error:
@@ -128,14 +128,14 @@ def digest(path: Path) -> str:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and all its causes."""
+    """Yield an error and all its causes."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Return True if this error or a cause of it means a full disk or a file beyond its size limit.
+    """Return True if the error or one of its causes means a full disk or a file beyond its size limit.
 
     torch.save raises only about a wrong file position.
     """
@@ -148,14 +148,14 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 
 def is_too_large(error: BaseException | None) -> bool:
-    """Return True if this error or a cause of it means a file beyond its size limit."""
+    """Return True if the error or one of its causes means a file beyond its size limit."""
     found = ((isinstance(one, OSError) and one.errno == errno.EFBIG) or "File too large" in str(one) for one in _causes(error))
     return any(found)
 
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn a disk error while `path` is written into a RunError with advice."""
+    """Context that turns a disk error while writing `path` into a RunError with advice."""
     try:
         yield
     except RunError:
@@ -167,7 +167,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def disk_sentence(error: BaseException, path: Path) -> str:
-    """A sentence on a disk error, with advice."""
+    """Describe a disk error in a sentence, with advice."""
     if is_too_large(error):
         return f"{path} could not be written: it is beyond the limit on the size of a file (ulimit -f). Raise it, then resume."
     if is_disk_full(error):
@@ -180,7 +180,7 @@ def disk_sentence(error: BaseException, path: Path) -> str:
 
 
 def lock(folder: Path) -> int:
-    """Lock a folder exclusively; the system releases the lock when the process ends for any reason."""
+    """Lock a folder exclusively. The lock ends with the process, however it ends."""
     file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -191,7 +191,7 @@ def lock(folder: Path) -> int:
 
 
 class LockedFolder:
-    """A folder with a single writing process: the base class for folders of runs, audits and comparisons."""
+    """Base class of folders for runs, audits and comparisons: only one process at a time can write."""
 
     _lock: int | None = None
 

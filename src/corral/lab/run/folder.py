@@ -1,4 +1,4 @@
-"""Run folders: config, metrics, completions and checkpoints, each written atomically, and the choice of a checkpoint."""
+"""Run folders: atomic writes of config, metrics, completions and checkpoints, and the choice of a checkpoint to load."""
 
 import contextlib
 import json
@@ -34,10 +34,10 @@ from corral.validate import RunError
 Stopped = Literal["finished", "interrupted", "collapsed", "failed"]
 
 LOG = "log.txt"
-"""Name of the file in a run's folder to which `corral compare` writes the output of its processes."""
+"""File name in a run's folder for the output of processes that `corral compare` starts."""
 
 _INFINITE = {"inf": float("inf"), "-inf": float("-inf")}
-"""Text in metrics.jsonl for numbers that JSON lacks."""
+"""Texts in metrics.jsonl for infinite numbers, which JSON lacks."""
 
 
 _COMPLETIONS = pa.schema(
@@ -55,18 +55,18 @@ TOKENS = pa.schema(
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was written completely."""
+    """A checkpoint on disk that was written completely."""
 
     path: Path
     step: int
 
     def files(self) -> dict[str, tuple[int, str]]:
-        """Size and digest of the checkpoint's files by name."""
+        """Size and digest of each file in the checkpoint, by file name."""
         return _read_manifest(self.path)[1]
 
 
 class RunFolder(LockedFolder):
-    """The files of one run. Only this class writes them, and only the main process opens them for writing."""
+    """Files of a run. No other class writes them, and only the main process opens them for writing."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -74,12 +74,13 @@ class RunFolder(LockedFolder):
         self.completions, self.checkpoints = path / "completions.parquet", path / "checkpoints"
         self.tokens, self.writing = path / "tokens.parquet", self.checkpoints / ".writing"
         self.tokens_kept: list[dict[str, Any]] = []
-        """Rows of tokens.parquet in memory; they are written together with the completions."""
+        """Rows of tokens.parquet in memory, written together with the completions."""
         self._rows: list[dict[str, Any]] = []
 
     @classmethod
     def create(cls, out: Path | str | None, label: str, *, smoke: bool = False) -> "RunFolder":
-        """Create a run folder: `out`, which must be new or hold a log alone, or one under runs/ named by the time and `label`.
+        """Create a run folder: `out`, which must be new or hold only a log, or a new folder under runs/ named by time and
+        `label`.
 
         Smoke runs are apart, under smoke-runs/: a report on runs/ is not to count them.
         """
@@ -96,7 +97,7 @@ class RunFolder(LockedFolder):
 
     @classmethod
     def open(cls, path: Path, *, write: bool = True) -> "RunFolder":
-        """Open an existing run, to resume it or to read it."""
+        """Open an existing run folder, for reading or to resume the run."""
         folder = cls(path)
         if not folder.config.is_file():
             raise RunError(f"{path} is no run: it has no config.json. --resume takes the folder that `corral train` printed.")
@@ -107,7 +108,7 @@ class RunFolder(LockedFolder):
         return folder
 
     def write_config(self, content: dict[str, Any]) -> None:
-        """Write config.json: resolved settings, versions and the commit."""
+        """Write config.json: the run's settings, versions and git commit."""
         write_json(self.config, content | {"versions": versions(), "commit": commit()})
 
     def write_summary(self, content: dict[str, Any]) -> None:
@@ -115,15 +116,15 @@ class RunFolder(LockedFolder):
         write_json(self.summary, content)
 
     def read_config(self) -> dict[str, Any]:
-        """The content of config.json."""
+        """Read config.json."""
         return read_settings(self.config, "a run")
 
     def append(self, line: dict[str, Any]) -> None:
-        """Append a line of metrics."""
+        """Append a line to metrics.jsonl."""
         append_line(self.metrics, line)
 
     def lines(self) -> list[dict[str, Any]]:
-        """Every complete line of metrics."""
+        """Read all complete lines of metrics.jsonl."""
         if not self.metrics.exists():
             return []
         try:
@@ -140,7 +141,7 @@ class RunFolder(LockedFolder):
         return lines
 
     def cut_back(self, step: int) -> list[dict[str, Any]]:
-        """Drop metrics and completions after `step`, which a resumed run repeats, and return the remaining lines."""
+        """Drop metrics and completions after `step`, since a resumed run repeats those steps. Returns the remaining lines."""
         lines = [line for line in self.lines() if line["step"] <= step]
         text = "".join(json.dumps(plain(line)) + "\n" for line in lines)
         write_whole(self.metrics, lambda beside: beside.write_text(text))
@@ -153,7 +154,7 @@ class RunFolder(LockedFolder):
         self._rows += rows
 
     def write_completions(self) -> None:
-        """Write all stored completions, with their tokens if stored."""
+        """Write all stored completions, and their tokens if tokens are stored."""
         tables = {self.completions: pa.Table.from_pylist(self._rows, schema=_COMPLETIONS)}
         if self.tokens_kept or self.tokens.exists():  # after a resume from an earlier step there may be none any more
             tables[self.tokens] = pa.Table.from_pylist(self.tokens_kept, schema=TOKENS)
@@ -161,7 +162,8 @@ class RunFolder(LockedFolder):
             write_whole(path, partial(pq.write_table, table))
 
     def publish(self, name: str, step: int, keep: int) -> None:
-        """Give the checkpoint in `writing` its manifest and final name, and remove all but the `keep` newest."""
+        """Publish the checkpoint in `writing`: write its manifest, rename it to `name`, and remove all but the `keep`
+        newest."""
         source, target = self.writing / name, self.checkpoints / name
         files = sorted(path for path in source.rglob("*") if path.is_file())
         listed = {str(path.relative_to(source)): {"bytes": path.stat().st_size, "sha256": digest(path)} for path in files}
@@ -176,11 +178,11 @@ class RunFolder(LockedFolder):
             shutil.rmtree(old, ignore_errors=True)
 
     def drop_unfinished(self) -> None:
-        """Remove an incomplete checkpoint."""
+        """Remove a checkpoint that was not written completely."""
         shutil.rmtree(self.writing, ignore_errors=True)
 
     def last_whole_checkpoint(self) -> tuple[Checkpoint | None, list[str]]:
-        """The newest checkpoint that matches its manifest, and why newer checkpoints are not used."""
+        """Find the newest checkpoint that matches its manifest, and the reasons why newer checkpoints are not used."""
         complaints: list[str] = []
         for path in self.checkpoint_paths():
             why = damage(path)
@@ -190,7 +192,7 @@ class RunFolder(LockedFolder):
         return None, complaints
 
     def whole_checkpoints(self) -> dict[int, Checkpoint]:
-        """Every checkpoint that matches its manifest, by step."""
+        """All checkpoints that match their manifests, by step."""
         whole = [Checkpoint(path, _read_manifest(path)[0]) for path in self.checkpoint_paths() if damage(path) is None]
         return {found.step: found for found in whole}
 
@@ -201,13 +203,13 @@ class RunFolder(LockedFolder):
 
 
 def default_name(label: str, *, smoke: bool = False) -> Path:
-    """Default folder runs/TIME-label, in characters safe for file systems and shells, which a task's name may lack."""
+    """Default folder runs/TIME-label. Characters of the label that are unsafe for file systems and shells are replaced."""
     name = re.sub(r"[^\w.+-]+", "-", f"{time.strftime('%Y%m%d-%H%M%S')}-{label}", flags=re.ASCII)
     return Path("smoke-runs" if smoke else "runs") / name
 
 
 def _rows_until(path: Path, step: int) -> list[dict[str, Any]]:
-    """The rows of a parquet file up to a step."""
+    """Read the rows of a parquet file whose `step` is at most `step`."""
     if path.exists():
         with contextlib.suppress(
             pa.ArrowException, OSError, ValueError
@@ -218,7 +220,7 @@ def _rows_until(path: Path, step: int) -> list[dict[str, Any]]:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """Sentence on damaged files of a checkpoint, or None if all are intact."""
+    """Describe damaged files of a checkpoint in a sentence; None if all files are intact."""
     try:
         _, files = _read_manifest(checkpoint)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -242,7 +244,7 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def _read_manifest(checkpoint: Path) -> tuple[int, dict[str, tuple[int, str]]]:
-    """The step of a checkpoint, and size and digest of its files by name. Raises an error if the manifest is malformed."""
+    """Read a checkpoint's step, and the size and digest of each file by name. Raises an error if the manifest is malformed."""
     manifest = read_json(checkpoint / "manifest.json")
     if type(manifest["step"]) is not int or not 0 <= manifest["step"] <= 2**53:
         raise ValueError("the step is no number of a step.")
@@ -250,7 +252,7 @@ def _read_manifest(checkpoint: Path) -> tuple[int, dict[str, tuple[int, str]]]:
 
 
 def _unused(path: Path) -> Path:
-    """The path, or the first free name among path-2, path-3, …; it is created at once to exclude other processes."""
+    """Create `path`, or the first of path-2, path-3, … that does not exist. Creating it keeps other processes out."""
     for count in range(1, 1000):
         candidate = path if count == 1 else path.with_name(f"{path.name}-{count}")
         with contextlib.suppress(FileExistsError):
@@ -260,7 +262,7 @@ def _unused(path: Path) -> Path:
 
 
 def choose_checkpoint(folder: RunFolder, which: str) -> tuple[Checkpoint, list[str]]:
-    """Choose a checkpoint: `latest` intact, `best` by measured success, or the number of a step."""
+    """Choose an intact checkpoint of a run: `latest`, `best` by measured success, or the number of a step."""
     if which == "latest":
         newest, complaints = folder.last_whole_checkpoint()
         if newest is None:
@@ -283,7 +285,7 @@ def choose_checkpoint(folder: RunFolder, which: str) -> tuple[Checkpoint, list[s
 
 
 def read_run(path: Path) -> dict[str, Any] | None:
-    """The content of config.json in the folder of a language model's run; None if the folder is no such run."""
+    """Read config.json of a language model's run; None if the folder holds no such run."""
     try:
         content = read_json(path / "config.json")
     except (OSError, ValueError):

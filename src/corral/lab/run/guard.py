@@ -1,4 +1,4 @@
-"""Guard of a run: skips non-finite updates and detects a collapse."""
+"""Guard of a training run: skips non-finite updates and detects a collapse."""
 
 import logging
 import math
@@ -11,57 +11,60 @@ from corral.lab.run.settings import GuardMode
 
 @dataclass(frozen=True, kw_only=True)
 class CollapseLimits:
-    """Thresholds of collapse. A threshold must be exceeded on `patience` successive lines, so that an odd batch is ignored."""
+    """Thresholds of collapse. A threshold counts once `patience` successive lines of metrics exceed it, to ignore an odd
+    batch."""
 
     success_share: float = 0.5
-    """Success below this share of its best counts as a collapse, if it also fell by `success_margin`."""
+    """Success below this share of the run's best success is a collapse, if success also fell by `success_margin`."""
     success_margin: float = 0.1
-    """Smallest fall of success that counts as a collapse. Smaller differences are noise."""
+    """Smallest fall of success that can count as a collapse. Smaller falls are noise."""
     entropy_share: float = 0.01
-    """Entropy, or a Gaussian's standard deviation, below this share of its best is a collapse. Healthy runs lose nine tenths
-    of it and more."""
+    """Entropy, or a Gaussian's standard deviation, below this share of the run's best value is a collapse. Healthy runs lose
+    nine tenths of it and more."""
     kl: float = 1.0
-    """Mean KL to the old policy, in nats per token, beyond every usual trust region."""
+    """Largest mean KL to the old policy, in nats per token. It lies beyond every usual trust region."""
     reference_kl: float = 10.0
-    """Mean KL to the reference model, in nats per token, if there is a reference."""
+    """Largest mean KL to the reference model, in nats per token, for runs with a reference model."""
     ess: float = 0.7
-    """Effective sample size, as a share of the tokens, below which a few ratios decide an update: one line is enough. In the
-    demo `troll` stays above .97; `reinforce` at five times the learning rate starts with .62 and has collapsed at step 4."""
+    """Smallest effective sample size, as a share of the tokens. Below it, a few importance ratios decide an update, and one
+    line is enough. In the demo `troll` stays above .97; `reinforce` at five times the learning rate starts with .62 and has
+    collapsed at step 4."""
     equal_share: float = 0.9
-    """Share of groups with equal rewards above which most samples are wasted."""
+    """Share of groups with equal rewards, above which most samples are wasted."""
     solved: float = 0.9
     """Success above which a confident policy and equal rewards are normal."""
     patience: int = 3
-    """Successive lines before success, entropy or KL counts as a collapse. For success these are measurements, not steps."""
+    """Successive lines of metrics before success, entropy or KL counts as a collapse. Success is counted in measurements, not
+    steps."""
     truncated_patience: int = 10
-    """Successive steps in which every completion was cut off."""
+    """Successive steps with every completion cut off, before the guard warns."""
     equal_patience: int = 20
-    """Successive steps with equal rewards in nearly all groups, hence with nothing to learn."""
+    """Successive steps with equal rewards in nearly all groups, and so nothing to learn, before the guard reacts."""
     skipped_patience: int = 10
-    """Successive skipped updates."""
+    """Successive skipped updates before they count as a collapse."""
     zero_patience: int = 10
-    """Successive updates with a gradient of exactly 0 although rewards differ."""
+    """Successive updates with a gradient of exactly 0 although rewards differ, before the guard warns."""
 
 
 class _Finding(NamedTuple):
-    """A finding: a sentence with advice, and whether it is a collapse or only a warning."""
+    """A symptom found in the metrics: a sentence with advice, and whether it is a collapse or only a warning."""
 
     sentence: str
     collapse: bool = True
 
 
 class CollapseWatch:
-    """Detector of collapse in lines of metrics. Equal lines always give equal sentences."""
+    """Detect collapse from lines of metrics. The same lines always give the same sentences."""
 
     def __init__(self, limits: CollapseLimits) -> None:
         self.limits = limits
         self.best: dict[str, float] = {}
         self.runs: dict[str, int] = {}
         self.newest: dict[str, float] = {}
-        """Newest values of success and of equal rewards, which some lines lack."""
+        """Newest values of success and of equal rewards, since some lines lack them."""
 
     def observe(self, line: Mapping[str, Any]) -> list[_Finding]:
-        """Findings of this line of metrics. Each kind is reported once until the run has recovered."""
+        """Return symptoms in this line of metrics. Each kind is reported once, until the run has recovered."""
         return list(self._find(line))
 
     def _find(self, line: Mapping[str, Any]) -> Iterator[_Finding]:
@@ -129,7 +132,7 @@ class CollapseWatch:
             )
 
     def _lasts(self, key: str, bad: bool, patience: int) -> bool:
-        """Return True once the condition has lasted `patience` times in a row."""
+        """Return True once a condition has held `patience` times in a row."""
         self.runs[key] = self.runs.get(key, 0) + 1 if bad else 0
         return self.runs[key] == patience
 
@@ -157,17 +160,18 @@ class Guard:
         self.collapsed: str | None = None
         """Reason why the run was stopped, or None."""
         self.news: list[str] = []
-        """Warnings since they were last fetched."""
+        """Warnings that are not yet written to a line of metrics."""
         self._skipped_in_a_row = 0
 
     def restore(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Restore the state after these lines of metrics, to resume a run."""
+        """Restore the guard's state from the lines of metrics of a resumed run."""
         for line in lines:
             self.watch.observe(self.select(line))
             self.skipped = line.get("skipped", self.skipped)
 
     def judge(self, update: str, *, poisoned: str | None) -> None:
-        """Judge an update before it is made; `poisoned` names its non-finite parts. The caller skips the update."""
+        """Judge an update before the optimizer's step. `poisoned` names its non-finite part; the caller then skips the
+        update."""
         if poisoned is None:
             self._skipped_in_a_row = 0
             return
@@ -179,7 +183,7 @@ class Guard:
             self._collapse(f"{self._skipped_in_a_row} updates in a row had to be skipped: nothing is being learned.")
 
     def observe(self, line: Mapping[str, Any]) -> None:
-        """Check a line of metrics for a collapse."""
+        """Check a line of metrics for a collapse, and warn or stop the run."""
         if self.mode != "off":
             for finding in self.watch.observe(self.select(line)):
                 (self._collapse if finding.collapse else self.tell)(finding.sentence)

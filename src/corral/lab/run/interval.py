@@ -9,7 +9,7 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Estimate:
-    """An estimate and its confidence interval at LEVEL; None for a bound that cannot be computed."""
+    """An estimate and its confidence interval at LEVEL. A bound that cannot be computed is None."""
 
     value: float
     low: float | None

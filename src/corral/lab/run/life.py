@@ -1,4 +1,4 @@
-"""The life of a run of either kind: begin or resume, record, and end with a summary."""
+"""The course of a run of either kind: begin or resume, train and record, end with a summary."""
 
 import shlex
 import signal
@@ -30,7 +30,7 @@ STOPPING = "Stopping after this step, with a checkpoint. Once more to stop at on
 
 @dataclass(frozen=True)
 class Outcome:
-    """The folder of a finished run and the content of its summary.json."""
+    """Result of a finished run: its folder and the content of its summary.json."""
 
     path: Path
     summary: dict[str, Any]
@@ -38,7 +38,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The folder of an evaluation and the content of its eval.json."""
+    """Result of an evaluation: its folder and the content of its eval.json."""
 
     path: Path
     result: dict[str, Any]
@@ -46,10 +46,10 @@ class Evaluation:
 
 @runtime_checkable
 class StopListener(Protocol):
-    """Listener that shows the arrival of a signal."""
+    """Interface of objects that announce a signal, such as Ctrl-C, as soon as it arrives."""
 
     def stopping(self, sentence: str) -> None:
-        """Called from the signal's handler, where any work, even the writing of a line, may be half done."""
+        """Called from the signal's handler, so other code, such as writing a line, may be interrupted in the middle."""
 
 
 @dataclass(kw_only=True)
@@ -59,11 +59,12 @@ class Interruptible:
     view: StopListener
     interrupted: bool = False
     patient: bool = False
-    """True if a signal waits for the end of the step; before training a signal stops the job at once."""
+    """True if a signal waits for the end of the step, during training. Before training, a signal stops the job at once."""
 
     @contextmanager
     def stop_on_signals(self) -> Iterator[None]:
-        """Let Ctrl-C or SIGTERM end the run with a checkpoint after the current step; a second signal ends it at once."""
+        """Context in which Ctrl-C or SIGTERM ends the run with a checkpoint after the current step; a second signal ends it at
+        once."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -84,7 +85,7 @@ class Interruptible:
 
 @dataclass(kw_only=True)
 class Recorder(Interruptible):
-    """The record of a run in progress: folder, lines of metrics, guard, view and signals.
+    """Records a run in progress: run folder, lines of metrics, guard, terminal output and signals.
 
     A job calls `begin` once, `add` for every line of metrics, and `saving` around every checkpoint.
     """
@@ -96,7 +97,7 @@ class Recorder(Interruptible):
     folder: RunFolder | None
     """The run's files, or None outside the main process."""
     lines: _Lines
-    """Lines of metrics, including the lines kept at a resume."""
+    """Lines of metrics, including those from before the run was resumed."""
     checkpoint: Checkpoint | None = None
     """The checkpoint that the run resumes from."""
 
@@ -112,11 +113,11 @@ class Recorder(Interruptible):
         self.view.begin(banner, self.steps, self.checkpoint.step if self.checkpoint is not None else 0)
 
     def is_due(self, step: int, every: int) -> bool:
-        """Return True at every `every`-th step and at the last step."""
+        """Return True at every multiple of `every` and at the last step."""
         return step % every == 0 or step == self.steps
 
     def add(self, line: dict[str, Any]) -> None:
-        """Add time, pace, skipped updates and the guard's warnings to a line of metrics; then write and show the line."""
+        """Add time, pace, skipped updates and warnings to a line of metrics, then write and show it."""
         line["seconds"] = time.monotonic() - self.started
         if self.lines:
             (counter, pace), before = self.job.pace, self.lines[-1]
@@ -131,7 +132,7 @@ class Recorder(Interruptible):
 
     @contextmanager
     def saving(self, path: Path) -> Iterator[None]:
-        """Context that writes the checkpoint `path`; after a failure the partial checkpoint is removed."""
+        """Context for writing the checkpoint `path`; after a failure the partial checkpoint is removed."""
         try:
             with disk_errors(path):
                 yield
@@ -141,7 +142,7 @@ class Recorder(Interruptible):
             raise
 
     def finish(self, stopped: Stopped, why: str | None, *writes: Callable[[], None]) -> Outcome:
-        """Write summary.json and other last files. A failure, as on a full disk, must not hide the reason why the run ended."""
+        """Write summary.json and other last files. A failure, as on a full disk, must not hide why the run ended."""
         summary = summarise(self.job.about, self.lines, stopped, why, also=self.job.beside)
         if self.folder is not None:
             self.folder.drop_unfinished()
@@ -158,19 +159,19 @@ class Recorder(Interruptible):
 
 
 class Job(ABC):
-    """A kind of run: its settings, and methods to build, load, train and measure.
+    """Base class of the two kinds of run: settings, and methods to build, load, train and measure.
 
     `train` and `resume` call a job's methods in the order in which they stand here.
     """
 
     length: ClassVar[str]
-    """Name of the setting with the number of steps."""
+    """Name of the setting that holds the number of steps."""
     beside: ClassVar[str]
-    """Name of the metric that is measured together with success."""
+    """Name of the metric that the summary reports together with success."""
     pace: ClassVar[tuple[str, str]]
-    """The metric used as a counter, and the name of its rate per second."""
+    """Name of a metric that counts work, such as tokens, and the name for its rate per second."""
     completions: ClassVar[bool] = False
-    """True if the run keeps completions."""
+    """True if the run records completions."""
     is_main: bool = True
     """True if this process writes files and prints."""
     settings: Any
@@ -178,29 +179,29 @@ class Job(ABC):
     about: dict[str, Any]
     """Objective, task, model and seed, for summary.json."""
     guard: Guard
-    """Guard of updates and metrics. The recorder restores its state and shows its warnings."""
+    """Guard that checks updates and metrics. The recorder restores its state and shows its warnings."""
 
     @abstractmethod
     def prepare(self) -> None:
-        """Build the parts that the settings name, or raise a RunError for a wrong setting."""
+        """Build the parts of a run from its settings, or raise a RunError for a wrong setting."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """The content of a new run's config.json."""
+        """Content of config.json for a new run."""
 
     def notes(self) -> Iterator[str]:
-        """Remarks on a run that is resumed."""
+        """Remarks to print when the run is resumed."""
         yield from ()
 
     def check_changes(self, content: Mapping[str, Any], done: int, path: Path, view: RunView) -> dict[str, Any]:
-        """New entries of config.json for a run resumed after `done` steps; a RunError if the run must not be resumed."""
+        """New entries of config.json for a run resumed after `done` steps. Raises RunError if the run must not be resumed."""
         return {}
 
     def load(self, checkpoint: Checkpoint) -> None:  # noqa: B027 - TRL's trainer loads when it trains
         """Load a checkpoint's state, unless `fit` loads it."""
 
     def together(self, do: Callable[[], _Result]) -> _Result:
-        """Call `do` in all processes of the run, so that all of them fail if any fails."""
+        """Call `do` in all processes of the run: if one process fails, all fail."""
         return do()
 
     def share(self, values: list[Any]) -> list[Any]:
@@ -212,7 +213,7 @@ class Job(ABC):
         """Train until the last step, or until the guard or a signal stops the run."""
 
     def explain(self, error: BaseException) -> BaseException:
-        """Convert the error that ended the run into the error to raise."""
+        """Convert the error that ended the run into the error to raise for the user."""
         return error
 
     def close(self) -> None:  # noqa: B027 - a model holds nothing that has to be released
@@ -220,7 +221,7 @@ class Job(ABC):
 
 
 def train(job: Job, label: str, *, out: Path | str | None, quiet: bool, smoke: bool, verbose: bool) -> Outcome:
-    """Train a new run in `out` or in a new folder under runs/, with `smoke` under smoke-runs/."""
+    """Train a new run in the folder `out`, or in a new folder under runs/ (under smoke-runs/ with `smoke`)."""
 
     def begin() -> RunFolder | None:
         job.prepare()
@@ -236,7 +237,7 @@ def train(job: Job, label: str, *, out: Path | str | None, quiet: bool, smoke: b
 def resume(
     make: Callable[[dict[str, Any]], Job], path: Path, *, quiet: bool, extended: bool, verbose: bool, is_main: bool = True
 ) -> Outcome:
-    """Resume the run in `path` from its last whole checkpoint; later steps are repeated, bit for bit.
+    """Resume the run in `path` from its last intact checkpoint; steps after that checkpoint are repeated, bit for bit.
 
     Args:
         make: makes the job from the content of config.json.
@@ -284,7 +285,7 @@ def resume(
 
 
 def _live(job: Job, folder: RunFolder | None, view: RunView, checkpoint: Checkpoint | None, lines: _Lines) -> Outcome:
-    """Train, and write summary.json for every way in which the run ends."""
+    """Train, and write summary.json however the run ends."""
     path, checkpoint, lines = job.share([folder.path if folder is not None else None, checkpoint, lines])
     record = Recorder(job=job, view=view, path=path, folder=folder, lines=lines, checkpoint=checkpoint)
     stopped: Stopped = "interrupted"
@@ -314,7 +315,7 @@ def _live(job: Job, folder: RunFolder | None, view: RunView, checkpoint: Checkpo
 def summarise(
     about: Mapping[str, Any], lines: Sequence[_Line], stopped: Stopped, why: str | None, *, also: str
 ) -> dict[str, Any]:
-    """The content of summary.json. `_final` holds measurements after the last step, or None if there were none.
+    """Content of summary.json. `_final` holds the measurements after the last step, or None if there are none.
 
     Args:
         about: objective, task, model and seed.
@@ -342,7 +343,7 @@ def summarise(
 
 
 def last_words(summary: Mapping[str, Any], where: Path) -> str:
-    """A sentence on the run's end, and the commands that resume, show and measure the run."""
+    """Describe how a run ended, with the commands that resume, show and measure it."""
     change = ""
     if summary["success_start"] is not None:
         last, step = summary["success_last"], summary["success_last_step"]
@@ -362,7 +363,7 @@ def last_words(summary: Mapping[str, Any], where: Path) -> str:
 
 
 def extend(folder: RunFolder, content: dict[str, Any], key: str, steps: int, checkpoint: Checkpoint | None) -> dict[str, Any]:
-    """Change the number of steps of a run, its setting `key`, and return the new content of config.json.
+    """Change a run's number of steps, which its setting `key` holds, and return the new content of config.json.
 
     Earlier ends stay there. A RunError where the run has gone further already.
     """
@@ -376,7 +377,7 @@ def extend(folder: RunFolder, content: dict[str, Any], key: str, steps: int, che
 
 
 def changed_setting(content: Mapping[str, Any], key: str, value: Any, after: int, under: str) -> dict[str, Any]:
-    """Entries of config.json for a setting that changes after a number of steps; empty if the setting is unchanged.
+    """New entries of config.json for a setting that changes after a number of steps; empty if the value is the same.
 
     The values that it had before stay in the list with the name `under`.
     """

@@ -1,4 +1,4 @@
-"""Layers of settings from recipes, files and flags, each value converted to its field's type."""
+"""Merging of settings from recipes, files and flags, with each value converted to its field's type."""
 
 import json
 import re
@@ -12,26 +12,26 @@ from typing import Any, Literal, Union, get_args, get_origin
 from corral.validate import Checked, RunError, limited, nearest, run_errors
 
 GuardMode = Literal["warn", "stop", "off"]
-"""Response to a collapse."""
+"""Response to a collapse: warn, stop the run, or ignore it."""
 
 MAX_SEED = 2**32 - 1
-"""The largest random seed that NumPy accepts, and so do all libraries that use it."""
+"""Largest random seed that NumPy accepts; every other library that gets the seed accepts it too."""
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 
 COMPARE = "compare"
-"""Name of a recipe's table for `corral compare`; it is no setting of a run."""
+"""Name of the table in a recipe for `corral compare`; it is not a setting of a run."""
 
 SECRET = re.compile(r"token$|secret|password|passwd|api.?key|credential", re.IGNORECASE)
-"""Names of secret settings, which must not appear on a page or a model card: people publish them."""
+"""Pattern of setting names that hold secrets. They must not appear on a page or model card, which people publish."""
 
 _LEADING_POINT = re.compile(r"^([+-]?)\.(?=\d)")
-"""Pattern for the leading point of .05, a common spelling that TOML refuses; it requires 0.05."""
+"""Pattern of the leading point in a number such as .05, a common spelling that TOML refuses; it requires 0.05."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobSettings(Checked):
-    """Settings of a job of the command line: a wrong value is a RunError that names the setting alone."""
+    """Base class of settings from the command line: a wrong value raises a RunError that names only the setting."""
 
     name = ""  # messages need no owner: a command has one such job
 
@@ -42,7 +42,7 @@ class JobSettings(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings(JobSettings):
-    """Settings that both kinds of runs have."""
+    """Settings common to runs of language models and robots."""
 
     seed: int = limited(0, at_least=0, at_most=MAX_SEED)
     """Random seed of prompts or contexts, samples and everything else that is drawn."""
@@ -61,7 +61,7 @@ class RunSettings(JobSettings):
 
 
 def add_layer(merged: dict[str, Any], layer: Mapping[str, Any], tables: Sequence[str]) -> None:
-    """Merge a layer over the layers before it: it wins key by key, and tables named in `tables` are merged."""
+    """Merge the settings in `layer` over earlier ones: later values win, and tables named in `tables` are merged key by key."""
     for key, value in layer.items():
         if key in tables and isinstance(value, Mapping):
             if not isinstance(before := merged.get(key, {}), Mapping):
@@ -73,7 +73,7 @@ def add_layer(merged: dict[str, Any], layer: Mapping[str, Any], tables: Sequence
 
 
 def nested(pairs: Iterable[tuple[str, Any]], tables: Sequence[str]) -> dict[str, Any]:
-    """Flags as a layer: `lora.r` is a key of the table `lora`, which must be one of `tables`."""
+    """Turn flags into nested settings: `lora.r` becomes key `r` of the table `lora`, which must be one of `tables`."""
     layer: dict[str, Any] = {}
     for key, value in pairs:
         table, _, inner = key.replace("-", "_").partition(".")
@@ -89,7 +89,7 @@ def nested(pairs: Iterable[tuple[str, Any]], tables: Sequence[str]) -> dict[str,
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Read a layer from a TOML or YAML file."""
+    """Read settings from a TOML or YAML file."""
     try:
         content = _parse(path.read_text(), toml=path.suffix == ".toml")
     except OSError as error:
@@ -102,7 +102,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def _parse(text: str, *, toml: bool) -> Any:
-    """Parse a file; errors of TOML and of text encodings are subclasses of ValueError."""
+    """Parse a TOML or YAML file. Errors of TOML and of text encodings are ValueErrors."""
     if toml:
         return tomllib.loads(text)
     import yaml  # TOML, and so every recipe, needs nothing beyond Python
@@ -114,13 +114,13 @@ def _parse(text: str, *, toml: bool) -> Any:
 
 
 def changed_fields(config: Any) -> dict[str, Any]:
-    """The fields of a dataclass whose values are not their defaults."""
+    """Fields of a dataclass instance whose values differ from the defaults."""
     known = {item.name: item.default for item in fields(config)}
     return {name: value for name, value in vars(config).items() if value != known.get(name)}
 
 
 def toml_lines(settings: Mapping[str, Any]) -> list[str]:
-    """Settings as TOML lines that `read_file` accepts: values first, then tables. None and empty values are left out."""
+    """Format settings as TOML lines that `read_file` accepts: values first, then tables. None and empty values are left out."""
     kept = {key: value for key, value in settings.items() if value is not None and value not in ({}, [], (), "")}
     tables = {key: value for key, value in kept.items() if isinstance(value, Mapping)}
     lines = [f"{key} = {_toml(value)}" for key, value in kept.items() if key not in tables]
@@ -134,7 +134,7 @@ def toml_lines(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _toml(value: Any) -> str:
-    """A value as TOML text. JSON's texts are valid in TOML except for DEL."""
+    """Format a value as TOML. JSON strings are valid TOML except for the character DEL."""
     if isinstance(value, Mapping):
         inner = (f"{_toml_key(key)} = {_toml(item)}" for key, item in value.items() if item is not None)
         return f"{{{', '.join(inner)}}}"
@@ -152,7 +152,7 @@ def _toml_key(key: str) -> str:
 
 
 def recipes(kind: str = "*", *, studies: bool = True) -> dict[str, Path]:
-    """Recipes that are part of corral, by name: all recipes, or the recipes of one kind of run, llm or robot.
+    """Recipes that ship with corral, by name: all, or those for one kind of run (llm or robot).
 
     Args:
         studies: include the recipes that repeat a study of docs/results/llm.md.
@@ -162,7 +162,7 @@ def recipes(kind: str = "*", *, studies: bool = True) -> dict[str, Path]:
 
 
 def read_recipe(name: str) -> dict[str, Any]:
-    """Read a layer from a recipe that is part of corral."""
+    """Read the settings of a recipe that ships with corral."""
     known = recipes()
     if name not in known:
         raise RunError(f"there is no recipe {name!r}.{nearest(name, known)}")
@@ -173,7 +173,7 @@ def read_recipe(name: str) -> dict[str, Any]:
 
 
 def guess(text: Any) -> Any:
-    """The value of a command-line text of unknown type: parsed as TOML, or the text itself."""
+    """Guess the value of a command-line text of unknown type: parsed as TOML if possible, else the text itself."""
     if not isinstance(text, str):
         return text
     if text.lower() == "none":

@@ -12,16 +12,16 @@ from typing import Any
 _HIDDEN = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
 )
-"""Characters that disguise a text or control a terminal: controls, invisible and bidirectional marks, lone surrogates. Joiners
-are not among them."""
+"""Characters that disguise a text or control a terminal: control characters, invisible and bidirectional marks, lone
+surrogates. Zero-width joiners are not among them."""
 
 
 _CURSOR = re.compile(r"\r(?!\n)|\n*(\x1b\[A)+\Z")
-"""Sequences with which a progress bar returns to the start of its line or to another line."""
+"""Escape sequences with which a progress bar returns to the start of its line or to another line."""
 
 
 def count(number: int, thing: str) -> str:
-    """A number with its noun: 1 step, 2 steps."""
+    """Format a number with its noun: 1 step, 2 steps."""
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
@@ -35,12 +35,12 @@ def duration(seconds: float) -> str:
 
 
 def visible(text: str) -> str:
-    """The text with every hidden character written out, as ⟨U+202E⟩."""
+    """Replace every hidden character of a text by its code, such as ⟨U+202E⟩."""
     return _HIDDEN.sub(lambda found: f"⟨U+{ord(found.group()):04X}⟩", text.replace("\r\n", "\n"))
 
 
 class VisibleStream:
-    """A stream that writes hidden characters out; all other methods are the wrapped stream's.
+    """Output stream that replaces hidden characters by their codes; other methods are the wrapped stream's.
 
     Progress bars keep the two things that they draw with: a carriage return before a line, and cursor moves by themselves.
     """
@@ -49,14 +49,14 @@ class VisibleStream:
         self.stream = stream
 
     def write(self, text: str) -> int:
-        """Write the text to the stream with hidden characters written out."""
+        """Write a text to the stream, with hidden characters replaced by their codes."""
         bar = _CURSOR.match(text)
         start = bar.end() if bar is not None else 0
         self.stream.write(text[:start] + visible(text[start:]))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write each line with hidden characters written out."""
+        """Write each line, with hidden characters replaced by their codes."""
         for line in lines:
             self.write(line)
 
@@ -66,7 +66,7 @@ class VisibleStream:
 
 @contextmanager
 def visible_output() -> Iterator[None]:
-    """Write out hidden characters in this process's output: prints, logs, warnings and tracebacks of any library."""
+    """Replace hidden characters by their codes in everything this process prints: logs, warnings, tracebacks of any library."""
     sys.excepthook = _print_exception
     streams = sys.stdout, sys.stderr
     mine: Any = [one if isinstance(one, VisibleStream) else VisibleStream(one) for one in streams]
@@ -85,5 +85,5 @@ def _print_exception(kind: type[BaseException], error: BaseException, where: Tra
 
 
 def columns(words: Iterable[str], width: int = 100) -> str:
-    """Words in columns of indented lines."""
+    """Arrange words in columns of indented lines."""
     return textwrap.fill(", ".join(words), width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)

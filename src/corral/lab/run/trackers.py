@@ -1,4 +1,5 @@
-"""Trackers of metrics: TensorBoard, wandb and trackio, each through its own library. Language models have transformers'."""
+"""Trackers of metrics: TensorBoard, wandb and trackio. Robots' runs log through this module, language models through
+transformers."""
 
 import json
 import os
@@ -12,22 +13,22 @@ from corral.provenance import plain
 from corral.validate import RunError, nearest
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
-"""Names of trackers, which are the names of their packages too."""
+"""Names of the trackers; each is also the name of a Python package."""
 
 _PROJECT = "corral"
 
 _Log = Callable[[dict[str, float], int], object]
-"""Function that sends metrics and their step to a tracker."""
+"""Function (metrics, step) that sends metrics to a tracker."""
 
 
 def missing_package(setting: str, package: str) -> Iterator[str]:
-    """Yield a sentence if the package that a setting needs is not installed."""
+    """Yield an error sentence if the package that a setting needs is not installed."""
     if find_spec(package) is None:
         yield f"`{setting}` needs the package {package}, which is not installed: pip install {package}, or leave it out."
 
 
 def tracker_names(report_to: str) -> list[str]:
-    """The trackers in `none`, `wandb` or `tensorboard,wandb`; a RunError for an unknown name."""
+    """Parse `none`, `wandb` or `tensorboard,wandb` into tracker names; raises RunError for an unknown name."""
     names = [name for name in report_to.split(",") if name != "none"]
     for name in names:
         if name not in TRACKERS:
@@ -64,7 +65,7 @@ def tracking(report_to: str, run: Path, config: Mapping[str, Any], done: int) ->
 
 @contextmanager
 def _tensorboard(run: Path, config: dict[str, Any], done: int) -> Iterator[_Log]:
-    """Files in the run's folder, or where TENSORBOARD_LOGGING_DIR says. Repeated steps replace earlier ones."""
+    """Open TensorBoard files in the run's folder, or in TENSORBOARD_LOGGING_DIR. Repeated steps replace earlier ones."""
     from torch.utils.tensorboard import SummaryWriter
 
     where = os.environ.get("TENSORBOARD_LOGGING_DIR", str(run / "tensorboard"))
@@ -81,7 +82,7 @@ def _tensorboard(run: Path, config: dict[str, Any], done: int) -> Iterator[_Log]
 
 @contextmanager
 def _wandb(run: Path, config: dict[str, Any], done: int) -> Iterator[_Log]:
-    """A run in wandb's project WANDB_PROJECT, or `corral`; wandb's own variables decide on everything else."""
+    """Open a run in wandb's project WANDB_PROJECT, or `corral`; wandb's variables decide on everything else."""
     import wandb
 
     with wandb.init(project=os.environ.get("WANDB_PROJECT", _PROJECT), name=run.name, config=config) as opened:
@@ -90,7 +91,7 @@ def _wandb(run: Path, config: dict[str, Any], done: int) -> Iterator[_Log]:
 
 @contextmanager
 def _trackio(run: Path, config: dict[str, Any], done: int) -> Iterator[_Log]:
-    """A run in trackio's project TRACKIO_PROJECT, or `corral`; trackio's own variables decide on everything else."""
+    """Open a run in trackio's project TRACKIO_PROJECT, or `corral`; trackio's variables decide on everything else."""
     import trackio
 
     project = os.environ.get("TRACKIO_PROJECT", _PROJECT)

@@ -1,4 +1,5 @@
-"""Terminal output of a run: a live panel in a terminal, plain lines elsewhere, and only warnings and the end with --quiet."""
+"""Terminal output of a run: a live panel in a terminal, plain lines elsewhere, and with --quiet only warnings and the
+result."""
 
 import math
 import os
@@ -25,17 +26,17 @@ _FIVE = (
     ("entropy",),
     ("tr/deployed_kl_mean", "tr/kl_after", "tr/kl_before"),
 )
-"""The five numbers of a line: the first metric of each group that the run has. With --verbose all metrics follow."""
+"""The five numbers shown per step: from each group, the first metric that the run has. With --verbose all metrics follow."""
 
 _RATES = ("learning_rate", "tokens_per_second", "steps_per_second")
-"""Metrics that --verbose adds before those under tr/."""
+"""Metrics that --verbose shows before the metrics under tr/."""
 
 _Line = Mapping[str, Any]
 _Row = Mapping[str, Any]
 
 
 class RunView:
-    """The view of a quiet run or evaluation, with warnings and the end only, and the base class of the other views."""
+    """Terminal output with --quiet: only warnings and the result. Also the base class of the other views."""
 
     quiet = True
     verbose = False
@@ -49,7 +50,7 @@ class RunView:
         self.problems.print(f"[yellow]warning:[/] {escape(sentence)}", soft_wrap=True, highlight=False)
 
     def say(self, sentence: str) -> None:
-        """Show a sentence, unless the command is quiet."""
+        """Print a sentence, unless the command is quiet."""
         if not self.quiet:
             self.print(sentence)
 
@@ -81,7 +82,7 @@ class RunView:
 
 
 class PlainView(RunView):
-    """A view with one line per step, without colours or cursor moves: for pipes, files and batch systems."""
+    """Terminal output of one line per step, without colours or cursor moves: for pipes, files and batch systems."""
 
     quiet = False
 
@@ -101,7 +102,7 @@ class PlainView(RunView):
 
 
 class LiveView(RunView):
-    """A panel that stays in place: progress with the time left, the newest numbers, and a few completions."""
+    """Terminal output as a panel that stays in place: progress, time left, newest numbers, and a few completions."""
 
     quiet = False
     live: Live | None = None
@@ -148,7 +149,7 @@ class LiveView(RunView):
 
 
 class Clock:
-    """Estimator of the time left, from the steps done since this process began."""
+    """Estimate the time left from the steps done since this process began."""
 
     def __init__(self, steps: int, done: int) -> None:
         self.steps, self.first, self.start = steps, done, time.monotonic()
@@ -169,7 +170,7 @@ class Clock:
 
 
 class PatientConsole(Console):
-    """A console that survives a broken pipe and escape sequences: `corral train | head` goes on training silently.
+    """Rich console that goes on silently after a broken pipe, as in `corral train | head`, and keeps out escape sequences.
 
     What models, users and files say reaches the terminal as text alone: no cursor move, no title, no clipboard of theirs.
     """
@@ -180,7 +181,7 @@ class PatientConsole(Console):
 
     @property
     def file(self) -> Any:
-        """The stream itself without escaping: texts are escaped already, and the console's own sequences must pass."""
+        """The output stream without escaping: texts are escaped already, and the console's escape sequences must pass."""
         file = super().file
         return file.stream if isinstance(file, VisibleStream) else file
 
@@ -199,14 +200,14 @@ _View = TypeVar("_View", bound=RunView)
 
 
 def make_view(*, quiet: bool, silent: bool = False, verbose: bool = False) -> RunView:
-    """Choose a run's view for this output; processes other than the main one get a silent view."""
+    """Make the view for this output; processes other than the main one print nothing."""
     view = choose_view(RunView, PlainView, LiveView, quiet=quiet, silent=silent)
     view.verbose = verbose
     return view
 
 
 def choose_view(still: type[_View], plain: type[_View], live: type[_View], *, quiet: bool, silent: bool = False) -> _View:
-    """Choose the class of view for this output: nowhere, a file or pipe, or a terminal."""
+    """Choose the class of view: none, for a file or pipe, or for a terminal."""
     console, problems = PatientConsole(quiet=silent), PatientConsole(quiet=silent, stderr=True)
     if quiet or silent:
         return still(console, problems)
@@ -215,7 +216,7 @@ def choose_view(still: type[_View], plain: type[_View], live: type[_View], *, qu
 
 
 def readable(line: _Line, *, verbose: bool = False) -> list[tuple[str, str]]:
-    """Names and numbers of a line to display: five of them, or with `verbose` all."""
+    """Names and numbers to show for a line of metrics: five, or all with `verbose`."""
     keys = [next((key for key in group if line.get(key) is not None), "") for group in _FIVE]
     if verbose:
         keys += [*_RATES, *sorted(key for key in line if key.startswith("tr/") and key not in keys)]
@@ -226,20 +227,20 @@ def readable(line: _Line, *, verbose: bool = False) -> list[tuple[str, str]]:
 
 
 def number(value: float) -> str:
-    """A number with three digits, thousands with commas, and no rounding errors."""
+    """Format a number with three digits, thousands with commas, and no rounding errors."""
     if abs(value) < 1e-9:
         return "0"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _mark(reward: float, verified: bool) -> tuple[str, str]:
-    """A coloured mark for right or wrong, or a number for any other reward."""
+    """Coloured mark for a right or wrong completion, or a number for any other reward."""
     if verified and reward >= 1:
         return "✓", "green"
     return ("✗", "red") if verified and reward <= 0 else (number(reward), "")
 
 
 def shorten(text: str, limit: int = 120) -> str:
-    """A text shortened to one line."""
+    """Shorten a text to one line."""
     text = visible(text).replace("\n", "⏎").replace("\t", " ")
     return text if len(text) <= limit else text[: limit - 1] + "…"
