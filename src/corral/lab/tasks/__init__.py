@@ -1,4 +1,4 @@
-"""Tasks: prompts and verifiers. This file is the one registry."""
+"""Tasks: prompts and verifiers, and the registry of all tasks by name."""
 
 import dataclasses
 from collections import UserDict
@@ -15,7 +15,7 @@ __all__ = ["TASKS", "Task", "columns_of", "find_task", "make_task", "messages_of
 
 @runtime_checkable
 class Task(Protocol):
-    """A task: training prompts, held-out prompts, and a verifier for both.
+    """Interface of a task: training prompts, held-out prompts, and a verifier for both.
 
     Implementations are frozen dataclasses whose fields are the settings. Prompts are drawn by seed, the same ones on every
     machine; the first prompts of a longer draw are those of a shorter one. A procedural task draws with replacement. A finite
@@ -36,20 +36,20 @@ class Task(Protocol):
 
     @property
     def max_completion_length(self) -> int:
-        """Tokens that a right completion may need; characters for tasks of the embedded model. One more is for the end."""
+        """Tokens that a correct completion may need, without the end token. Characters for tasks of the embedded models."""
 
     def train_prompts(self, count: int, seed: int) -> list[str]:
-        """Prompts to learn from."""
+        """Draw `count` prompts for training."""
 
     def held_out_prompts(self, count: int, seed: int) -> list[str]:
-        """Prompts to evaluate on. Their problems never occur in `train_prompts`, for any seeds."""
+        """Draw `count` prompts for evaluation. Their problems never occur in `train_prompts`, for any seeds."""
 
     def verify(self, prompt: str, completion: str) -> float:
-        """The reward, 0 to 1, of a completion, which may be any text; ValueError where the prompt is not this task's."""
+        """Reward of a completion (any text), from 0 to 1. Raises ValueError for a prompt of another task."""
 
 
 class _Tasks(UserDict[str, Any]):
-    """Classes of tasks by name. A packaged class is given as `module:Class`, and imported when it is first looked up."""
+    """Registry of task classes by name. A packaged class is given as `module:Class` and imported at its first lookup."""
 
     def __getitem__(self, name: str) -> type[Any]:
         found = super().__getitem__(name)
@@ -63,19 +63,19 @@ TASKS = _Tasks(
     humaneval="code.task:HumanEval", jsonl="jsonl:Jsonl", math500="math_problems:MATH500", mbpp="code.task:MBPP",
     reasoning_gym="reasoning_gym:ReasoningGym", two_numbers="procedural:TwoNumbers", words="math_problems:WordProblems",
 )  # fmt: skip
-"""Every task by name."""
+"""All packaged tasks by name."""
 
 _PARTS = ("name", "max_prompt_length", "max_completion_length", "train_prompts", "held_out_prompts", "verify")
-"""Attributes that a class must have to be a task."""
+"""Attributes that a class needs to be a task."""
 
 
 def names() -> list[str]:
-    """Every registered task, in alphabetical order."""
+    """Names of all registered tasks, in alphabetical order."""
     return sorted(TASKS)
 
 
 def find_task(name: str) -> type[Any]:
-    """The class of a registered task, or of a user's own, by its dotted path `module:Class`."""
+    """Find the class of a task: a registered name, or a user's class as `module:Class`."""
     if not isinstance(name, str) or ":" not in name:
         if name not in TASKS:
             raise ValueError(f"make_task: there is no task {name!r}.{nearest(name, TASKS)} Or your own: module:Class.")
@@ -91,7 +91,7 @@ def find_task(name: str) -> type[Any]:
 
 
 def make_task(name: str, **settings: Any) -> Task:
-    """The task `name` with these settings: a name that `names()` lists, or a user's own class as `module:Class`."""
+    """Make a task with these settings: a name that `names()` lists, or a user's class as `module:Class`."""
     task_cls = find_task(name)
     if dataclasses.is_dataclass(task_cls):
         task: Task = build_config(name, task_cls, settings)
@@ -104,7 +104,7 @@ def make_task(name: str, **settings: Any) -> Task:
 
 
 def verify_all(task: Task, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
-    """Rewards of many completions: by the task's own `verify_all` if it has one, else one `verify` after another."""
+    """Rewards of many completions: from the task's `verify_all` if it has one, else from `verify` for each."""
     if len(prompts) != len(completions):
         raise ValueError(f"verify_all: there are {len(prompts)} prompts for {len(completions)} completions.")
     together = getattr(task, "verify_all", None)  # a class of the user's own need not have it
@@ -122,13 +122,13 @@ def verify_all(task: Task, prompts: Sequence[str], completions: Sequence[str]) -
 
 
 def columns_of(task: Task, prompts: Sequence[str]) -> dict[str, list[Any]]:
-    """The other columns of these prompts' rows, as lists by name, for reward functions; None where a row lacks one."""
+    """Further columns of the data for these prompts, as lists by name for reward functions; None where a row lacks a column."""
     columns = getattr(task, "columns", None)
     rows = [columns(prompt) for prompt in prompts] if columns is not None else []
     return {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
 
 
 def messages_of(task: Task, prompt: str) -> list[Message]:
-    """A prompt as a chat: the task's own messages, or one user message."""
+    """Turn a prompt into chat messages: the task's messages if it defines them, else one user message."""
     messages = getattr(task, "messages", None)
     return [{"role": "user", "content": prompt}] if messages is None else messages(prompt)

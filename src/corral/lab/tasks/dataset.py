@@ -1,4 +1,4 @@
-"""Finite tasks: rows of a data set, split into training and held-out problems."""
+"""Finite tasks: problems from a data set, split into training and held-out problems."""
 
 import functools
 import json
@@ -22,15 +22,15 @@ Row = dict[str, Any]
 # ----------------------------------------------------------------------------------------------------------------- rows
 
 _MOST = 2**36
-"""Largest file of rows, in bytes."""
+"""Largest file of problems, in bytes."""
 
 
 class Malformed(ValueError):
-    """Raised for an unusable row; the message has the reason."""
+    """Raised for a row that cannot be used; the message is the reason."""
 
 
 def read_file(path: Path, owner: str) -> Iterator[tuple[str, Row | Malformed]]:
-    """(place, row) of a file, by its ending: .parquet, .json (one list), else JSON lines. A file without a row is refused."""
+    """Yield (place, row) from a file by its ending: .parquet, .json (one list), else JSON lines. An empty file is refused."""
     parquet = library("pyarrow.parquet", owner) if path.suffix == ".parquet" else None
     values: Any
     try:
@@ -69,7 +69,7 @@ def read_file(path: Path, owner: str) -> Iterator[tuple[str, Row | Malformed]]:
 
 
 def read_hub(name: str, config: str | None, split: str, owner: str) -> Iterator[tuple[str, Row | Malformed]]:
-    """(place, row) of a split of a data set on the hub, or in its cache."""
+    """Yield (place, row) from a split of a data set on the hub, or in the hub's cache."""
     datasets = library("datasets", owner)
     try:
         rows = datasets.load_dataset(name, config, split=split)
@@ -84,7 +84,7 @@ def read_hub(name: str, config: str | None, split: str, owner: str) -> Iterator[
 
 
 def find_split(folder: Path, split: str, owner: str) -> Path:
-    """The one file of a split in a folder: train.jsonl, test.parquet, or as the hub names them, test-00000-of-00001.parquet."""
+    """Find the only file of a split in a folder: train.jsonl, test.parquet, or test-00000-of-00001.parquet as on the hub."""
     kinds = (".jsonl", ".json", ".parquet")
     found = sorted(path for path in folder.iterdir() if path.suffix in kinds and path.stem.partition("-")[0] == split)
     if len(found) != 1:
@@ -96,7 +96,7 @@ def find_split(folder: Path, split: str, owner: str) -> Path:
 
 
 def text_column(row: Row, *names: str) -> str:
-    """The text in the first of these columns that exists. A number becomes text, and 142.0 becomes 142."""
+    """Text of a row, from the first of these columns that the row has. Numbers become text: 142.0 becomes 142."""
     for name in names:
         if name in row:
             value = row[name]
@@ -113,42 +113,42 @@ def text_column(row: Row, *names: str) -> str:
 # ---------------------------------------------------------------------------------------------------------------- tasks
 
 _MAX_LISTED = 10
-"""Number of rows that an error or a warning lists; it counts all."""
+"""Largest number of rows that an error or a warning lists; the rest is only counted."""
 
 Rows = Iterable[tuple[str, Row | Malformed]]
 
 _RESERVED_COLUMNS = ("prompt", "completion", "completion_ids")
-"""Columns that TRL does not pass to reward functions under these names."""
+"""Column names that reward functions do not get, since TRL uses the names itself."""
 
 
 class _KnownProblem(NamedTuple):
-    """The answer of a prompt, and its row."""
+    """A prompt's answer, and its row of the data set."""
 
     answer: Any
     row: Row
 
 
 class _Tally:
-    """A count of rows, with place and reason of the first few: there may be millions."""
+    """Counts rows, and stores place and reason of the first few: there may be millions."""
 
     def __init__(self) -> None:
         self.count, self.first = 0, ""
 
     def add(self, place: str, why: str) -> None:
-        """Count a row."""
+        """Count a row with its place and the reason."""
         self.count += 1
         if self.count <= _MAX_LISTED:
             self.first += f"\n  {place}: {why}"
 
     def sentence(self, what: str) -> str:
-        """A sentence with the number of rows that are `what`, and the places of the first."""
+        """Sentence with the number of rows that are `what`, and the places of the first few."""
         more = f"\n  … and {self.count - _MAX_LISTED} more" if self.count > _MAX_LISTED else ""
         return visible(f"{self.count} {'row is' if self.count == 1 else 'rows are'} {what}:{self.first}{more}")
 
 
 @dataclass(frozen=True)
 class Hub:
-    """Location of a data set on the hub. It may have one split alone."""
+    """Location of a data set on the hub: its name, configuration and splits. The data set may have a single split."""
 
     name: str
     config: str | None = None
@@ -157,7 +157,7 @@ class Hub:
 
 
 class _Slots:
-    """Slots for the problems, so that `vars(task)` holds the settings alone, which a run records."""
+    """Slots for the loaded problems: `vars(task)` then holds only the settings, which a run records."""
 
     __slots__ = ("_held_out", "_problems", "_train")
     _problems: dict[str, _KnownProblem]
@@ -167,14 +167,15 @@ class _Slots:
 
 @dataclass(frozen=True, kw_only=True)
 class FiniteTask(_Slots, SeededTask):
-    """Base of tasks with a data set. A subclass gives `name`, `HUB`, `problem` (a row → prompt and answer) and a `verify`."""
+    """Base class of tasks with a data set. Subclasses give `name`, `HUB`, `problem` (row → prompt and answer) and a
+    verifier."""
 
     HUB: ClassVar[Hub | None] = None
 
     path: str | None = None
-    """A file of problems (.jsonl, .json, .parquet), or a folder with one per split (train.…, test.…); None: the hub."""
+    """A file of problems (.jsonl, .json, .parquet), or a folder with a file per split (train.…, test.…); None: the hub."""
     held_out: str | float | int | None = None
-    """A file of held-out problems, or the share of `path`'s problems that is held out; None: the data's own test split."""
+    """A file of held-out problems, or the share of the problems in `path` to hold out; None: the data's own test split."""
     skip_malformed: bool = False
     """True to skip unusable rows with a warning that counts and names them. By default they are an error."""
     max_completion_length: int = limited(1024, at_least=1, at_most=1_000_000)
@@ -182,7 +183,7 @@ class FiniteTask(_Slots, SeededTask):
 
     @classmethod
     def hub_names(cls) -> tuple[str, ...]:
-        """Data sets that are taken from the hub without a `path`."""
+        """Names of the data sets that the task loads from the hub if there is no `path`."""
         return () if cls.HUB is None else (cls.HUB.name,)
 
     def __post_init__(self) -> None:
@@ -208,15 +209,15 @@ class FiniteTask(_Slots, SeededTask):
             object.__setattr__(self, slot, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the settings alone: a copy reads its files anew."""
+        """Pickle only the settings: a copy reads its files again."""
         return functools.partial(type(self), **vars(self)), ()
 
     @abstractmethod
     def problem(self, row: Row) -> tuple[str, Any]:
-        """The prompt and the answer of a row; Malformed if it has none."""
+        """Read prompt and answer from a row; raises Malformed if they are missing."""
 
     def reward_columns(self, row: Row) -> Row:
-        """The columns of a row that reward functions get: all, unless a task's rows are too large."""
+        """Columns of a row that reward functions get: all, unless a task's rows are too large."""
         return row
 
     @property
@@ -226,11 +227,11 @@ class FiniteTask(_Slots, SeededTask):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Numbers of training problems and of held-out problems."""
+        """Number of training problems, and number of held-out problems."""
         return len(self._train), len(self._held_out)
 
     def _prompts(self, seed: int, *, held_out: bool) -> Iterator[str]:
-        """Held-out prompts, each once; or training prompts, all once, then all again in another order, and so on."""
+        """Yield held-out prompts once, or training prompts endlessly, every pass in another order."""
         if held_out:
             yield from shuffled(self._held_out, self.name, seed, held_out=True)
             return
@@ -242,11 +243,11 @@ class FiniteTask(_Slots, SeededTask):
         yield from epochs(self._train, f"{self.name} epoch", seed)
 
     def answer(self, prompt: str) -> Any:
-        """The right answer to one of the task's prompts."""
+        """The correct answer to one of the task's prompts."""
         return self._problem(prompt).answer
 
     def row(self, prompt: str) -> Row:
-        """All columns of a prompt's row, None where another row has one and this one has not."""
+        """All columns of a prompt's row. A column that only other rows have is None."""
         return self._problem(prompt).row
 
     def _problem(self, prompt: str) -> _KnownProblem:
@@ -255,14 +256,14 @@ class FiniteTask(_Slots, SeededTask):
         return self._problems[prompt]
 
     def columns(self, prompt: str) -> Row:
-        """The columns that reward functions get besides the prompt."""
+        """Columns that reward functions get for a prompt, besides the prompt itself."""
         row = self.row(prompt)
         return {
             name: row[name] for name in row if name not in _RESERVED_COLUMNS and not (name == "problem" and row[name] == prompt)
         }
 
     def _rows(self, split: Literal["train", "test"]) -> Rows | None:
-        """Rows of a split of the data; None for the test split of data that have no splits."""
+        """Rows of a split of the data; None for the test split if the data have no splits."""
         if self.path is None:
             if self.HUB is None:
                 raise ValueError(f"{self.name}: `path` is missing: a file of problems, --set task_config.path=FILE.")
@@ -274,7 +275,7 @@ class FiniteTask(_Slots, SeededTask):
         return read_file(path, self.name) if split == "train" else None
 
     def _collect(self, rows: Rows | None, leaked: Container[str] = ()) -> dict[str, _KnownProblem]:
-        """Prompt → answer and row. Rows that cannot be used are an error, or a warning where they are to be skipped.
+        """Map each prompt to its answer and row. Unusable rows are an error, or with `skip_malformed` a warning.
 
         A prompt is the key to its answer: the same prompt with another answer cannot be used, nor one that is held out already.
         """
@@ -307,7 +308,8 @@ class FiniteTask(_Slots, SeededTask):
 
 
 def split_by_share(problems: dict[str, Any], share: float) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split off the share of problems with the smallest digests, at least one: the same in any order, on any machine."""
+    """Hold out the given share of problems, at least one: those with the smallest digests, in any order of rows on any
+    machine."""
     held_out = set(sorted(problems, key=lambda prompt: (digest(prompt), prompt))[: max(1, round(share * len(problems)))])
     train = {prompt: answer for prompt, answer in problems.items() if prompt not in held_out}
     return train, {prompt: answer for prompt, answer in problems.items() if prompt in held_out}

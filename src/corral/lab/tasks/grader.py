@@ -1,4 +1,4 @@
-"""Graders in worker processes: a real time limit, in any thread of any process, for scorers that may hang.
+"""Graders in worker processes: a reliable time limit for scorers that may hang, usable from any thread of any process.
 
 math-verify and some scorers of reasoning-gym hand text to sympy, which can compute for years. Their own limits are alarms: they
 work in the main thread alone, and not inside a long call into C. Results of functions under test are read and compared here
@@ -26,35 +26,36 @@ _LOG = logging.getLogger("corral.task")
 SCRIPT = Path(__file__).with_name("grader_worker.py")
 
 _START_SECONDS = 300.0
-"""Seconds within which a worker must report ready; importing sympy takes one or two."""
+"""Seconds within which a worker must start; importing sympy takes one or two."""
 
 _WALL_FACTOR = 4.0
-"""Wall-clock time of a worker as a multiple of its processor time,"""
+"""Wall-clock limit of a worker, as a multiple of its limit on processor time."""
 _LEAST_WALL_SECONDS = 2.0
-"""but at least this many seconds, since a worker killed by the clock has to be restarted."""
+"""Smallest wall-clock limit of a worker, in seconds: a worker killed for it has to be restarted."""
 
 _LEAST_SECONDS = 0.25
-"""Seconds of processor time for an answer to a problem whose answers keep running out of time: many times what others need."""
+"""Smallest limit for an answer, in seconds of processor time. The limit falls for problems whose answers keep timing out;
+ordinary answers need far less."""
 
 _MAX_PROBLEMS = 10_000
-"""Number of problems for which answers that ran out of time are counted."""
+"""Largest number of problems for which timed-out answers are counted."""
 
 MAX_WORKERS = 4
-"""Workers of one kind: each of them has sympy in it."""
+"""Largest number of workers of each kind: every worker has imported sympy."""
 
 GraderStatus = Literal["graded", "timeout", "error", "died"]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of one grading request; the score is 0 unless it was graded."""
+    """Outcome of one grading request; the score is 0 unless the request was graded."""
 
     status: GraderStatus
     score: float = 0.0
 
 
 class GraderWorker(WorkerProcess):
-    """One process that grades, one question at a time."""
+    """A worker process that grades one answer at a time."""
 
     def __init__(self, kind: str) -> None:
         # -P: the folder of the script has a math.py, which must not stand in for Python's own.
@@ -73,7 +74,7 @@ class GraderWorker(WorkerProcess):
             raise RuntimeError(f"the grader's process does not start: {' '.join(command)} says why.")
 
     def ask(self, arguments: tuple[Any, ...], seconds: float) -> Verdict:
-        """The verdict on one question, "graded" or "error"; WorkerLost where it takes too long or kills the process."""
+        """Grade one answer as "graded" or "error". Raises WorkerLost if grading takes too long or kills the process."""
         question = pickle.dumps((seconds, arguments))
         self.control.settimeout(max(_WALL_FACTOR * seconds, _LEAST_WALL_SECONDS))  # a worker that has stopped reads nothing
         try:
@@ -87,14 +88,14 @@ class GraderWorker(WorkerProcess):
 
 
 class GraderPool(WorkerPool[GraderWorker]):
-    """Graders of one kind, started when they are needed. Any thread may ask."""
+    """Pool of graders of one kind, started when needed and usable from any thread."""
 
     def __init__(self, kind: str, size: int) -> None:
         super().__init__(size)
         self.kind = kind
         self.counts: Counter[str] = Counter()
         self._bombs: Counter[str] = Counter()
-        """Numbers of answers that ran out of time, by problem."""
+        """Number of timed-out answers, by problem."""
 
     def _start(self) -> GraderWorker:
         return GraderWorker(self.kind)
@@ -102,7 +103,7 @@ class GraderPool(WorkerPool[GraderWorker]):
     def grade(
         self, questions: Sequence[tuple[Any, ...]], seconds: float, problems: Sequence[str] | None = None
     ) -> list[Verdict]:
-        """One verdict per question; answers that hang, fail or kill their worker are wrong and counted.
+        """Grade all questions in order; answers that hang, fail or kill their worker score 0 and are counted.
 
         With `problems`, the problem of each question, every answer that runs out of time halves the time of the next answers to
         that problem, down to a quarter of a second.
@@ -137,7 +138,7 @@ _POOLS: dict[tuple[int, str], GraderPool] = {}
 
 
 def grader_pool(kind: str) -> GraderPool:
-    """This process's pool of a kind; a process that was forked has its own."""
+    """Get this process's pool of graders of one kind; a forked process gets its own pool."""
     key = (os.getpid(), kind)
     if key not in _POOLS:
         _POOLS.setdefault(key, GraderPool(kind, min(MAX_WORKERS, cores())))  # of two threads, the first one's is everyone's
@@ -145,5 +146,5 @@ def grader_pool(kind: str) -> GraderPool:
 
 
 def grader_counts() -> dict[str, dict[str, int]]:
-    """Numbers of answers that were graded, hung, failed or killed their grader in this process, by kind of grader."""
+    """Count this process's answers that were graded, timed out, failed or killed their grader, by kind of grader."""
     return {kind: dict(one.counts) for (process, kind), one in list(_POOLS.items()) if process == os.getpid()}

@@ -1,4 +1,4 @@
-"""The grader's own process: reads questions from its standard input, writes one line for each.
+"""Program of a grading process: reads questions from standard input, and writes one line for each.
 
 This file is run as a script, by its path: it imports nothing of corral that imports torch. A question is
 eight bytes of length and a pickle of (seconds, arguments); an answer is "graded 0.5", "error" or "timeout".
@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 _MEMORY = 4 * 2**30
-"""Bytes of address space; a tower of exponents ends in MemoryError instead of taking the machine."""
+"""Limit on a grader's address space, in bytes: a tower of exponents ends in MemoryError instead of filling the machine."""
 
 
 def _load_math() -> Callable[..., float]:
-    """Load math-verify; returns a function (gold, answer) → 1.0 if they are equal."""
+    """Load math-verify, and return a function (reference, answer) → 1.0 if they are equal."""
     from math_verify import LatexExtractionConfig, parse, verify
 
     latex = [LatexExtractionConfig(boxed_match_priority=0)]
@@ -40,7 +40,7 @@ def _load_math() -> Callable[..., float]:
 
 
 def _load_reasoning_gym() -> Callable[..., float]:
-    """Load reasoning-gym; returns a function (generator, settings, entry, answer) → the generator's own score."""
+    """Load reasoning-gym, and return a function (generator, settings, entry, answer) → the generator's score."""
     import reasoning_gym
 
     made: dict[str, Any] = {}
@@ -55,7 +55,7 @@ def _load_reasoning_gym() -> Callable[..., float]:
 
 
 def _load_code() -> Callable[..., float]:
-    """Load comparisons; returns a function (comparison, tolerance, output, expected results) → number of right results."""
+    """Load the comparisons of results, and return a function (comparison, tolerance, output, expected) → correct results."""
     # By its path: the packages around it import torch.
     count_right: Callable[..., float] = runpy.run_path(str(Path(__file__).with_name("code") / "value.py"))["count_right"]
     return count_right

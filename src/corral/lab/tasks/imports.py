@@ -15,7 +15,7 @@ from corral.validate import nearest, pip_install
 
 
 def by_path(path: str, what: str) -> Any:
-    """The function or class at `module:name` or `file.py:name`, from a module that is installed or lies beside the user.
+    """Import a function or class by `module:name` or `file.py:name`; the module may lie in the current folder.
 
     Args:
         path: as in `my_tasks:Sorting` or `../mine/tasks.py:Sorting`.
@@ -37,7 +37,7 @@ def by_path(path: str, what: str) -> Any:
 
 
 def _from_file(path: str) -> ModuleType:
-    """The module in a file, loaded once under the file's path, so that it hides no installed module."""
+    """Import a Python file once, under its path as module name, so that it hides no installed module."""
     name = str(Path(path).expanduser().resolve())
     if name in sys.modules:
         return sys.modules[name]
@@ -68,23 +68,24 @@ _EXPRESSION = re.compile(r"(?:^|[^0-9])([0-9]{1,9})([+*-])([0-9]{1,9})=$")
 
 @runtime_checkable
 class Tool(Protocol):
-    """A tool that writes into a completion whenever the model has ended its turn; its text is never trained on."""
+    """Interface of a tool that writes into a completion whenever the model ends its turn; the tool's text is never trained
+    on."""
 
     @property
     def stops(self) -> Sequence[str]:
-        """Texts that end the model's turn."""
+        """Stop strings: each ends the model's turn."""
 
     def reply(self, problem: str, text: str) -> str | None:
         """The tool's reply to the completion `text`, which ends with one of `stops`; None ends the completion."""
 
 
 class Calculator:
-    """Writes the result after `a+b=`, `a-b=` and `a*b=`, and `?` after anything else that ends in `=`."""
+    """Tool that writes the result after `a+b=`, `a-b=` and `a*b=`, and `?` after anything else that ends in `=`."""
 
     stops: ClassVar[tuple[str, ...]] = ("=",)
 
     def reply(self, problem: str, text: str) -> str:
-        """The result of the last two numbers."""
+        """Compute the result for the last two numbers and the operator between them."""
         found = _EXPRESSION.search(text[-20:])
         if found is None:
             return "?"

@@ -1,4 +1,4 @@
-"""A user's own problems: a file of prompts and answers, and a verifier by name."""
+"""Task for a user's own problems: a file of prompts and answers, and a verifier by name."""
 
 import math
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class Jsonl(MathTask):
     held_out: str | float | int | None = 0.1
     """A file of held-out problems, or the share of `path`'s problems that is held out."""
     verifier: str = "math"
-    """math, number, exact, code, or module:function."""
+    """Verifier of answers: math, number, exact, code, or module:function."""
     prompt_column: str = "prompt"
     """Column of the prompt: a text, or a chat that ends with a user message."""
     answer_column: str = "answer"
@@ -56,7 +56,7 @@ class Jsonl(MathTask):
         super().__post_init__()
 
     def problem(self, row: Row) -> tuple[str, Any]:
-        """The prompt and the answer, each in the column that the user named."""
+        """Read a row's prompt and answer from the columns that the settings name."""
         for column in (self.prompt_column, self.answer_column):
             if column not in row:
                 raise Malformed(f"there is no `{column}`; the row has {', '.join(map(str, row)) or 'nothing'}")
@@ -71,11 +71,11 @@ class Jsonl(MathTask):
         return prompt, answer
 
     def messages(self, prompt: str) -> list[Message]:
-        """The prompt as a chat, with all of the row's messages."""
+        """The prompt as a chat, with all messages of the row."""
         return conversation(self.row(prompt)[self.prompt_column], self.prompt_column)[1]
 
     def right(self, golds: Sequence[str], answers: Sequence[str]) -> list[bool]:
-        """True for each right answer: by math-verify, or as one equal number."""
+        """True for each correct answer: judged by math-verify, or as one equal number."""
         return super().right(golds, answers) if self.verifier == "math" else list(map(same_number, golds, answers))
 
     def verify_all(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
@@ -94,7 +94,7 @@ class Jsonl(MathTask):
 
 
 def read_reward(name: str, value: Any) -> float:
-    """A reward from 0 to 1 as a float, be it a bool, NumPy's or torch's; a sentence if it is none."""
+    """Convert a reward (bool, NumPy or torch number) to a float from 0 to 1. Raises an error in a sentence if it is none."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one is torch's, for more than one element

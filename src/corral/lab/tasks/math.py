@@ -1,4 +1,4 @@
-"""Mathematical answers: find the final answer of a completion, and compare it with the reference by math-verify."""
+"""Grading of mathematical answers: find the final answer in a completion, and compare it with the reference by math-verify."""
 
 import re
 import unicodedata
@@ -18,10 +18,10 @@ from corral.validate import limited, pip_install
 AnswerForm = Literal["boxed", "####", "number"]
 
 LONGEST = 1000
-"""Characters of the longest answer that is looked at. The longest of the known data sets have about 150."""
+"""Longest answer that is graded, in characters. The longest answers of the known data sets have about 150."""
 
 _LONGEST_NUMBER = 60
-"""Characters of the longest number that is read."""
+"""Longest number that is parsed, in characters."""
 
 _BRACE = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
@@ -31,22 +31,23 @@ _GOES_ON = r"\.?[0-9]|[eExX_][-+]?[0-9]|[\u00b2\u00b3\u00b9\u2070-\u2079]"
 _NUMBER = re.compile(rf"(?:(?<![\w.,)\]}}])[-+])?(?<![A-Za-z0-9_.])(?:{_DIGITS}){_POWER}(?:\s?/\s?[0-9]+)?(?!{_GOES_ON})")
 _NUMBER_START = re.compile(r"(?<![A-Za-z0-9_.,])[0-9]")
 _CHANGES_NUMBER = re.compile(r"[√±]|\\(?:sqrt|pm|log|ln|sin|cos|tan)(?![A-Za-z])")
-"""Signs and functions that turn the number behind them into another number, or into two."""
+"""Pattern of signs and functions that change the number behind them, such as √, or make it two numbers, such as ±."""
 _FRACTION = re.compile(r"(-?)\\[dt]?frac\s*(?:\{\s*(-?)([0-9]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))")
 _SEPARATORS = str.maketrans({"\u2212": "-", "\ufe63": "-", "\uff0d": "-", "\uff0c": ",", "\uff0e": ".", "\uff05": "%"})
-"""Characters that people and models write for - , . and %."""
+"""Unicode characters that people and models write for - , . and %, each with its ASCII replacement."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An extracted answer, and the form in which it was given."""
+    """An extracted answer, and its form: boxed, behind ####, or a bare number."""
 
     text: str
     form: AnswerForm
 
 
 def extract(completion: str) -> Answer | None:
-    """The final answer of a completion: last box, else behind the last ####, else last number; None without any."""
+    """Find the final answer of a completion: the last box, else the text behind the last ####, else the last number, else
+    None."""
     text = ascii_digits(completion)
     box = last_box(text)
     if box is not None:
@@ -59,7 +60,7 @@ def extract(completion: str) -> Answer | None:
 
 
 def last_box(text: str) -> str | None:
-    r"""The content of the outermost \boxed{…} that was closed last; a box that holds but a box is that box."""
+    r"""Content of the outermost \boxed{…} that closes last. A box that holds only a box is unwrapped."""
     boxes = [(opening, closing) for opening, closing in match_braces(text)[0] if len(opening[0]) > 1]
     if not boxes:
         return None
@@ -74,7 +75,7 @@ def last_box(text: str) -> str | None:
 
 
 def match_braces(text: str) -> tuple[list[tuple[re.Match[str], re.Match[str]]], bool]:
-    r"""(opening, closing) of every pair of braces in the order of closing, and True if no brace lacks its partner.
+    r"""Positions (opening, closing) of all pairs of braces in order of closing, and True if every brace has a partner.
 
     An opening brace is { or \boxed{. Neither \{ nor \} is a brace.
     """
@@ -91,7 +92,7 @@ def match_braces(text: str) -> tuple[list[tuple[re.Match[str], re.Match[str]]], 
 
 
 def ascii_digits(text: str) -> str:
-    """`text` with the decimal digits of every script as 0 to 9, and minus signs as -. Superscripts stay what they are."""
+    """Replace the decimal digits of every script by 0 to 9, and minus signs by -. Superscripts stay unchanged."""
     if text.isascii():
         return text
     digits = {ord(letter): str(unicodedata.decimal(letter)) for letter in set(text) if letter.isdecimal()}
@@ -99,7 +100,7 @@ def ascii_digits(text: str) -> str:
 
 
 def one_number(answer: str) -> Fraction | None:
-    r"""The number of an answer, where there is exactly one.
+    r"""Parse an answer with exactly one number; None for any other answer.
 
     Words, units, currency and percent signs around it are passed over: "42 apples", "$1,234.50", "x = 42", "50\%" is 50.
     "42 or 43", "6*7" and "3 1/2" have several and so are none; nothing is computed, so neither is \sqrt{16} or 4².
@@ -121,7 +122,7 @@ def one_number(answer: str) -> Fraction | None:
 
 
 def _with_slash(fraction: re.Match[str]) -> str:
-    r"""Rewrite a matched -\frac{1}{2} as -1/2."""
+    r"""Rewrite a matched LaTeX fraction with a slash: -\frac{1}{2} becomes -1/2."""
     before, inside, over, over_digit, under, under_digit = fraction.groups()
     return f" {'-' if before != (inside or '') else ''}{over or over_digit}/{under or under_digit} "
 
@@ -130,7 +131,7 @@ def _with_slash(fraction: re.Match[str]) -> str:
 
 
 def same_number(gold: str, answer: str) -> bool:
-    """True if both texts are one number and exactly equal: 1,234.50 is 1234.5, and 50% is 50."""
+    """True if both texts are single numbers and exactly equal: 1,234.50 equals 1234.5, and 50% equals 50."""
     right = _gold_number(gold)
     return right is not None and one_number(answer) == right
 
@@ -139,13 +140,13 @@ _gold_number = lru_cache(maxsize=10_000)(one_number)
 
 
 VERDICTS: dict[tuple[str, str, float], bool] = {}
-"""Verdicts of math-verify: completions of a group often agree. Pairs are graded again if time ran out or the grader died, since
-the machine may have been to blame."""
+"""Cache of math-verify's verdicts, since completions of a group often agree. Timeouts and dead graders are not cached: the
+machine may have been to blame."""
 MAX_VERDICTS = 100_000
 
 
 def same_mathematics(golds: Sequence[str], answers: Sequence[str], seconds: float) -> list[bool]:
-    """True for each answer that math-verify finds equal to its gold. An answer that it cannot read in time is wrong.
+    """True for each answer that math-verify judges equal to its reference. An answer that it cannot parse in time is wrong.
 
     Whole numbers and texts that agree to the letter need no grader. An answer longer than `answer.LONGEST`, or one whose braces
     do not match, or with a box inside, is wrong, and so is one that contradicts itself (see `_contradicts`). A full stop at the
@@ -171,7 +172,7 @@ def same_mathematics(golds: Sequence[str], answers: Sequence[str], seconds: floa
 
 
 def _without_grader(gold: str, answer: str) -> bool | None:
-    """The verdict on a simple pair; None if math-verify is needed."""
+    """Verdict on a simple pair of reference and answer; None if math-verify is needed."""
     # A brace without its partner could close the box around the answer from inside.
     if not answer or len(answer) > LONGEST or r"\boxed" in answer or not match_braces(answer)[1]:
         return False
@@ -206,7 +207,7 @@ def _contradicts(gold: str, answer: str) -> bool:
 
 
 def _brackets(text: str) -> str:
-    """ "set" or "ordered" (a pair or an interval) by the brackets of the last side of an equation; "" for neither."""
+    """Classify a text by its brackets: "set", "ordered" (a pair or an interval), or "". Only an equation's last side counts."""
     last = re.split(r"=|\\in(?![A-Za-z])", _SPACING.sub("", text))[-1]
     if last.startswith(r"\{") and last.endswith(r"\}"):
         return "set"
@@ -225,14 +226,14 @@ class MathTask(FiniteTask):
     """
 
     form: Literal["boxed", "####"] = "boxed"
-    """Form of the answer that the instruction requests."""
+    """Form of the answer that the instruction asks for: in a box, or after ####."""
     format_weight: float = limited(0.0, at_least=0, at_most=1)
-    """The share of the reward for the form alone, 0 to 1. With 0, any form will do."""
+    """Share of the reward, 0 to 1, for giving the answer in `form`. With 0, only correctness counts, in any form."""
     time_limit: float = limited(2.0, above=0, at_most=3600, what="a number of seconds")
     """Seconds of processor time for one answer. A slower answer is wrong; ordinary answers take milliseconds."""
 
     def right(self, golds: Sequence[str], answers: Sequence[str]) -> list[bool]:
-        """True for each right answer, by math-verify unless a task overrides this."""
+        """True for each correct answer, judged by math-verify unless a subclass overrides this method."""
         return same_mathematics(golds, answers, self.time_limit)
 
     def verify_all(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:

@@ -32,7 +32,7 @@ class GSM8K(MathTask):
     """Tokens that a right completion may need. The paper of TROLL allows 2,048."""
 
     def problem(self, row: Row) -> tuple[str, str]:
-        """The question, and the number after ####."""
+        """Read a row: the prompt is the question, the answer the number after ####."""
         question, solution = text_column(row, "question"), text_column(row, "answer")
         _, mark, answer = solution.rpartition("####")
         if not mark or one_number(answer) is None:
@@ -40,7 +40,7 @@ class GSM8K(MathTask):
         return question, answer.strip()
 
     def right(self, golds: Sequence[str], answers: Sequence[str]) -> list[bool]:
-        """True for each answer that is one number, equal to the reference."""
+        """True for each answer that is a single number equal to the reference."""
         return list(map(same_number, golds, answers))
 
 
@@ -49,10 +49,10 @@ _SOURCES = {
     "mawps": ("MU-NLPC/Calc-mawps", "train"),
     "svamp": ("MU-NLPC/Calc-svamp", "test"),
 }
-"""Files of a folder by name, and where the same problems are on the hub: data set and split. The last one is held out."""
+"""Data files of `words`: name in a folder, data set and split on the hub. SVAMP, the last one, is held out."""
 
 _DECIMALS = 4
-"""Most decimals of an answer; an answer with more is a truncated fraction, which no completion would match."""
+"""Largest number of decimals of an answer. With more it is a truncated fraction, which no completion would match."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class WordProblems(GSM8K):
         return tuple(hub for hub, _ in _SOURCES.values())
 
     def problem(self, row: Row) -> tuple[str, str]:
-        """The story with its question, and the number; ASDiv's unit in brackets is dropped."""
+        """Read a row: the prompt is the story with its question, the answer a number. ASDiv's units in brackets are dropped."""
         row = {str(key).lower(): value for key, value in row.items()}
         if "body" in row:  # without a full stop now and then
             body, question = text_column(row, "body").strip(), text_column(row, "question").strip()
@@ -103,7 +103,7 @@ class WordProblems(GSM8K):
         return self._distinct(chain(self._read("asdiv"), self._read("mawps")), leaked)
 
     def _read(self, name: str) -> Rows:
-        """Rows of one of the three data sets."""
+        """Read the rows of one of the three data sets: asdiv, mawps or svamp."""
         if self.path is None:
             hub, split = _SOURCES[name]
             return read_hub(hub, None, split, self.name)
@@ -113,7 +113,7 @@ class WordProblems(GSM8K):
         return read_file(find_split(folder, name, self.name), self.name)
 
     def _distinct(self, rows: Rows, leaked: Container[str]) -> Iterator[tuple[str, Row | Malformed]]:
-        """Distinct training rows of the requested part with a numeric answer and without the words of a held-out problem."""
+        """Drop unusable training rows: repeated ones, other parts, answers that are no number, words of a held-out problem."""
         seen = set()
         for place, row in rows:
             if not isinstance(row, Malformed):
@@ -130,7 +130,7 @@ class WordProblems(GSM8K):
 
 
 def words(text: str, *, numbers: bool) -> str:
-    """A problem's words without case and punctuation; unless `numbers`, every number becomes `#`."""
+    """Words of a problem in lower case without punctuation; unless `numbers`, every number becomes `#`."""
     found = re.findall(r"[a-z]+|\d+(?:[.,]\d+)*", text.lower())
     return " ".join(word if numbers or not word[0].isdigit() else "#" for word in found)
 
@@ -140,7 +140,8 @@ def words(text: str, *, numbers: bool) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Evaluation(MathTask):
-    r"""Base of evaluation tasks. A row has `problem` or `question`, and `answer` or a `solution` with a last \boxed{…}."""
+    r"""Base class of evaluation tasks. A row has `problem` or `question`, and `answer` or a `solution` with a last
+    \boxed{…}."""
 
     held_out: str | float | int | None = 1.0
     """A file of held-out problems, or the share of `path`'s problems that is held out: by default all of them."""
@@ -148,7 +149,7 @@ class _Evaluation(MathTask):
     """Tokens that a right completion may need."""
 
     def problem(self, row: Row) -> tuple[str, str]:
-        """The problem and its answer."""
+        """Read a row: the prompt is the problem; the answer is in `answer`, or boxed in `solution`."""
         row = {str(key).lower(): value for key, value in row.items()}
         prompt = text_column(row, "problem", "question")
         if row.get("answer") is not None:
@@ -214,7 +215,7 @@ class DAPOMath(MathTask):
     """Tokens that a right completion may need, as in the paper of TROLL."""
 
     def problem(self, row: Row) -> tuple[str, str]:
-        """The problem without DAPO's instruction, and the ground truth."""
+        """Read a row: the prompt is the problem without DAPO's instruction, the answer the ground truth."""
         prompt, messages = conversation(row.get("prompt"), "prompt")
         if len(messages) > 1:
             raise Malformed(f"`prompt` should be one message of the user's; got {str(messages)[:60]!r}")

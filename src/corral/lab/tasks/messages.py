@@ -1,4 +1,4 @@
-"""Chats: the text of what a model wrote or read, whether it is a text or a list of messages."""
+"""Conversion of prompts and completions, each a text or a list of chat messages, to text."""
 
 import json
 from collections.abc import Iterator
@@ -10,19 +10,19 @@ Message = dict[str, str]
 
 
 def text_of(chat: Any) -> str:
-    """The text of a completion or a prompt, which is a list of messages for a model with a chat template."""
+    """Text of a prompt or a completion; for chat models each is a list of messages."""
     return chat if isinstance(chat, str) else "".join(map(_content, chat))
 
 
 def answer_of(completion: Any) -> str:
-    """The text of a completion that is graded: of several messages the last, if the model wrote it."""
+    """Text of a completion to grade. Of several messages, it is the last if the model wrote that message."""
     if isinstance(completion, str) or not completion:
         return completion or ""
     return _content(completion[-1]) if completion[-1].get("role") != "tool" else ""
 
 
 def transcript(completion: Any) -> str:
-    """All of a completion as text: what the model wrote, `→ name({…})` where it called a tool, and `← …` what came back."""
+    """Whole completion as readable text: the model's messages, `→ name({…})` for tool calls, and `← …` for their results."""
     if isinstance(completion, str):
         return completion
     return "\n".join(line for message in completion for line in _lines(message))
@@ -42,7 +42,7 @@ def _lines(message: dict[str, Any]) -> Iterator[str]:
 
 
 def conversation(prompt: Any, column: str) -> tuple[str, list[Message]]:
-    """A prompt as text and as messages: a text, or a chat whose last message is the user's.
+    """Read a prompt from data, as text and as messages: a text, or a chat whose last message is the user's.
 
     The text of a single message is its content; of several, each follows its role.
     """
@@ -62,6 +62,6 @@ def conversation(prompt: Any, column: str) -> tuple[str, list[Message]]:
 
 
 def _content(message: dict[str, Any]) -> str:
-    """The text of a message: of all its parts, or nothing if it only calls a tool."""
+    """Text of a message: all its text parts joined, or "" if it only calls a tool."""
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)

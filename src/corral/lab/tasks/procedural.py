@@ -1,4 +1,4 @@
-"""Procedural tasks: countdown, expressions, arithmetic and word problems with two numbers, drawn by seed."""
+"""Procedural tasks: countdown, expressions, arithmetic and word problems with two numbers, drawn from a random seed."""
 
 import ast
 import hashlib
@@ -19,20 +19,21 @@ from corral.validate import Checked, limited, require
 _Item = TypeVar("_Item")
 
 _HELD_OUT_SHARE = 10
-"""One problem in this many is held out."""
+"""Number of problems of which one is held out."""
 
 MAX_MISSES = 100_000
-"""Draws without a problem of the wanted kind after which there is none; below 1 in 10,000 drawing would be hopeless anyway."""
+"""Successive draws without a usable problem, after which drawing stops with an error: below 1 in 10,000 it would be
+hopeless."""
 
 
 class SeededTask(Checked, ABC):
-    """Base of every packaged task: prompts drawn by seed. A subclass defines `_prompts`, and `verify` or `verify_all`."""
+    """Base class of packaged tasks: prompts drawn from a seed. Subclasses define `_prompts`, and `verify` or `verify_all`."""
 
     name: ClassVar[str]
 
     @abstractmethod
     def _prompts(self, seed: int, *, held_out: bool) -> Iterator[str]:
-        """Prompts of one split in their order."""
+        """Yield the prompts of one split (training or held out) in order."""
 
     def _first(self, number: int, drawn: Iterator[_Item]) -> list[_Item]:
         if number < 0:
@@ -40,23 +41,23 @@ class SeededTask(Checked, ABC):
         return list(islice(drawn, number))
 
     def train_prompts(self, count: int, seed: int) -> list[str]:
-        """`count` prompts to learn from."""
+        """Draw `count` prompts for training."""
         return self._first(count, self._prompts(seed, held_out=False))
 
     def held_out_prompts(self, count: int, seed: int) -> list[str]:
-        """`count` prompts to evaluate on, or fewer if the task has fewer. None occurs in training in any form."""
+        """Draw `count` prompts for evaluation, or fewer if the task has fewer. None occurs in training in any form."""
         return self._first(count, self._prompts(seed, held_out=True))
 
     def verify(self, prompt: str, completion: str) -> float:
-        """The reward of a completion, which may be any text; ValueError if the prompt is not one of this task."""
+        """Reward of a completion, which may be any text. Raises ValueError for a prompt of another task."""
         return self.verify_all([prompt], [completion])[0]
 
     def verify_all(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
-        """Rewards of many completions, which some tasks grade in parallel."""
+        """Rewards of many completions. Some tasks grade them in parallel."""
         return [self.verify(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
 
     def foreign(self, prompt: str) -> ValueError:
-        """The error about a prompt that is not one of this task; a reward of 0 would hide the mistake."""
+        """Make the error for a prompt of another task: a reward of 0 would hide the mistake."""
         quoted = repr(prompt if len(prompt) <= 60 else prompt[:60] + "…")
         return ValueError(
             f"{self.name}: {quoted} is no prompt of this task. Is it another task's, or drawn with other settings than {self}?"
@@ -64,20 +65,20 @@ class SeededTask(Checked, ABC):
 
 
 class ProceduralTask(SeededTask):
-    """A task that makes its problems, each with an answer, and draws them with replacement."""
+    """Base class of tasks that generate problems with answers, drawn with replacement."""
 
     NO_PROBLEM: ClassVar[str] = "Try other settings."
-    """Advice where no problem is found."""
+    """Advice in the error when no problem is found."""
 
     def _prompts(self, seed: int, *, held_out: bool) -> Iterator[str]:
         return (prompt for prompt, _ in self._draw(seed, held_out=held_out))
 
     def demonstrations(self, count: int, seed: int) -> list[tuple[str, str]]:
-        """`train_prompts(count, seed)`, each with a right answer."""
+        """Draw the prompts of `train_prompts(count, seed)`, each with a correct answer."""
         return self._first(count, self._draw(seed, held_out=False))
 
     def _draw(self, seed: int, *, held_out: bool) -> Iterator[tuple[str, str]]:
-        """Endless (prompt, answer) of one split."""
+        """Yield pairs (prompt, answer) of one split without end."""
         draw, misses = uniform(self.name, seed, held_out=held_out), 0
         while misses < MAX_MISSES:
             misses += 1
@@ -91,7 +92,7 @@ class ProceduralTask(SeededTask):
 
     @abstractmethod
     def _propose(self, draw: Callable[[], float], held_out: bool) -> tuple[str, str] | None:
-        """Draw one (prompt, answer) of this split, or None if the draw is no problem or belongs to the other split.
+        """Draw one pair (prompt, answer), or None if the draw is unusable or belongs to the other split.
 
         Args:
             draw: random numbers in 0..1.
@@ -100,29 +101,29 @@ class ProceduralTask(SeededTask):
 
 
 def uniform(task: str, seed: int, *, held_out: bool) -> Callable[[], float]:
-    """Numbers in 0..1, equal for an equal task, split and seed on every machine."""
+    """Function that draws random numbers in [0, 1), equal for equal task, split and seed on every machine."""
     # A text seeds through SHA-512, and random() alone is promised to give the same numbers in every Python version.
     return random.Random(f"{task} {'held out' if held_out else 'train'} {seed}").random
 
 
 def in_held_out_share(text: str, share: int = _HELD_OUT_SHARE) -> bool:
-    """True if a problem, written in one way only, is for evaluation only. It depends on nothing else."""
+    """True if a problem is held out. This depends only on its canonical text."""
     return digest(text) % share == 0
 
 
 def digest(text: str) -> int:
-    """64 bits that stand for a text; lone surrogates, which no UTF-8 has, are a text too."""
+    """Hash a text to 64 bits. Lone surrogates, which UTF-8 cannot encode, are accepted."""
     return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "big")
 
 
 def shuffled(items: Iterable[_Item], task: str, seed: int, *, held_out: bool) -> list[_Item]:
-    """`items` in a random order, equal for an equal task, split and seed on every machine."""
+    """Shuffle `items`. Equal task, split and seed give an equal order on every machine."""
     draw = uniform(task, seed, held_out=held_out)
     return sorted(items, key=lambda _: draw())
 
 
 def epochs(items: Sequence[_Item], task: str, seed: int) -> Iterator[_Item]:
-    """All training items, again and again, each time in another order."""
+    """Yield all training items again and again, every pass in another order."""
     return (item for epoch in count() for item in shuffled(items, f"{task} {epoch}", seed, held_out=False))
 
 
@@ -133,7 +134,7 @@ OPERATORS = "".join(OPERATIONS)
 
 
 def chain(first: int, steps: Iterable[tuple[str, int]], largest: float) -> str:
-    """3, (+, 7), (+, 12) → "3+7=10+12=22"; "" as soon as a result leaves 0..largest."""
+    """Write a calculation as text: 3, (+, 7), (+, 12) → "3+7=10+12=22"; "" if a result leaves 0..largest."""
     text, value = str(first), first
     for sign, number in steps:
         value = OPERATIONS[sign](value, number)
@@ -168,9 +169,9 @@ class Countdown(ProceduralTask):
     n: int = limited(3, at_least=2, at_most=9)
     """Number of numbers; a completion has n − 1 steps."""
     n_max: int = limited(19, at_least=5, at_most=999)
-    """The largest of the numbers, which are drawn uniformly from 1..n_max."""
+    """Largest number in a problem. Numbers are drawn uniformly from 1..n_max."""
     value_max: int = 99
-    """The largest result of any step, the target included; none is negative."""
+    """Largest result of any step, including the target. No result is negative."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -188,7 +189,7 @@ class Countdown(ProceduralTask):
         return number + (self.n - 1) * (1 + number + 1 + value)
 
     def verify(self, prompt: str, completion: str) -> float:
-        """1.0 iff `completion` is a right answer to `prompt`, to the letter; 0.0 for any other text.
+        """Reward 1.0 iff the completion is a correct answer to the prompt, character by character, else 0.0.
 
         Neither spaces nor line ends are forgiven, nor leading zeros, signs or digits of other scripts: what a policy is
         paid for should be one thing. A string does not show whether the end of the sequence was reached; nothing that was cut
@@ -208,7 +209,7 @@ class Countdown(ProceduralTask):
         return float(completion == written and completion.endswith(f"={found[2]}"))
 
     def _propose(self, draw: Callable[[], float], held_out: bool) -> tuple[str, str] | None:
-        """Uniform numbers and operators, where all fits; so an answer is drawn uniformly from all that reach its target."""
+        """Draw numbers and operators uniformly, or return None. Answers are thus uniform among all that reach their target."""
         numbers = [1 + int(draw() * self.n_max) for _ in range(self.n)]
         steps = ((OPERATORS[int(draw() * len(OPERATORS))], number) for number in numbers[1:])
         if not (answer := chain(numbers[0], steps, self.value_max)):
@@ -239,7 +240,7 @@ _SHAPES = (
     "x{0}{a}", "{a}{0}x", "x{0}x{1}{a}", "x{0}{a}{1}{b}", "{a}{0}x{1}{b}", "(x{0}{a}){1}{b}", "(x{0}{a}){1}x",
     "x{0}x{1}{a}{2}{b}", "x{0}{a}{1}x{2}{b}", "(x{0}{a}){1}(x{2}{b})", "(x{0}{a}){1}x{2}{b}", "{a}{0}x{1}x{2}{b}",
 )  # fmt: skip
-"""Templates of expressions, with operators 0, 1 and 2 and constants a and b."""
+"""Templates of expressions: operators at places 0, 1 and 2, and constants a and b."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,33 +257,33 @@ class Expression(ProceduralTask):
     name: ClassVar[str] = "expression"
 
     pairs: int = limited(4, at_least=2, at_most=9)
-    """Number of inputs shown."""
+    """Number of pairs of input and output in the prompt."""
     constant_max: int = limited(9, at_least=1, at_most=99)
-    """Largest constant of the expressions that problems are made from. An answer may have larger constants."""
+    """Largest constant in generated expressions. A model's answer may have larger constants."""
     value_max: int = limited(99, at_least=9, at_most=BOUND)
-    """The largest absolute value of an output."""
+    """Largest absolute value of an output f(x)."""
     max_length: int = limited(16, at_least=9, at_most=64)
-    """Characters of the longest expression that is read."""
+    """Length of the longest answer that is parsed, in characters."""
 
     @property
     def max_prompt_length(self) -> int:
-        """Characters of the longest prompt: an input, ">", an output with its sign, and a space or ":" for every pair."""
+        """Characters of the longest prompt: for every pair an input, ">", an output with its sign, and a space or ":"."""
         return self.pairs * (1 + 1 + 1 + len(str(self.value_max)) + 1)
 
     @property
     def max_completion_length(self) -> int:
-        """Characters of the longest expression that is read."""
+        """Characters of the longest expression that is parsed."""
         return self.max_length
 
     def verify(self, prompt: str, completion: str) -> float:
-        """1.0 iff `completion` is an expression that gives every output of `prompt`; 0.0 for any other text."""
+        """Reward 1.0 iff the completion is an expression that gives every output in the prompt, else 0.0."""
         outputs = [int(pair.partition(">")[2]) for pair in prompt[:-1].split(" ")] if _EXPRESSION.fullmatch(prompt) else []
         if len(outputs) != self.pairs or max(map(abs, outputs)) > self.value_max or prompt != format_prompt(outputs):
             raise self.foreign(prompt)
         return float(self.outputs(completion) == outputs)
 
     def outputs(self, text: str) -> list[int] | None:
-        """f(1), f(2), … of an expression; None for any text outside the grammar, and where a value does not exist."""
+        """Evaluate an expression at 1, 2, …; None for a text outside the grammar, or if a value does not exist."""
         # Length and characters first: a short text of these alone can neither exhaust the parser nor make it warn.
         if len(text) > self.max_length or not _ALLOWED.fullmatch(text) or re.search(r"[0-9x]x|x[0-9]", text):
             return None
@@ -293,7 +294,7 @@ class Expression(ProceduralTask):
             return None
 
     def _propose(self, draw: Callable[[], float], held_out: bool) -> tuple[str, str] | None:
-        """A shape, operators and constants, where all fits.
+        """Draw an expression from a template with random operators and constants, or return None if it makes no usable problem.
 
         Inputs never vary, so whatever gives the same outputs is the same problem, and held out with it.
         """
@@ -309,12 +310,13 @@ class Expression(ProceduralTask):
 
 
 def format_prompt(outputs: list[int]) -> str:
-    """The prompt that shows f(1), f(2), …"""
+    """Format the prompt of an expression problem from its outputs f(1), f(2), …: "1>3 2>5 3>7:"."""
     return " ".join(f"{x}>{output}" for x, output in enumerate(outputs, 1)) + ":"
 
 
 def _value(tree: ast.expr, x: int) -> int:
-    """The value of an expression; ArithmeticError if it divides by zero or leaves ±BOUND, ValueError outside the grammar."""
+    """Evaluate an expression at x. Raises ArithmeticError for division by zero or beyond ±BOUND, ValueError outside the
+    grammar."""
     match tree:
         case ast.Constant(value=int(value)):
             pass
@@ -351,9 +353,9 @@ class Arithmetic(ProceduralTask):
     name: ClassVar[str] = "arithmetic"
 
     operations: str = "+-*"
-    """The operations that occur, of + - *."""
+    """Operations that occur in problems: one or more of + - *."""
     digits: int = limited(2, at_least=1, at_most=6)
-    """Digits of the longest operand; operands are drawn uniformly from 1 to the largest such number."""
+    """Digits of the longest operand. Operands are drawn uniformly from 1 to the largest number with so many digits."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -368,12 +370,12 @@ class Arithmetic(ProceduralTask):
 
     @property
     def max_completion_length(self) -> int:
-        """Characters of the longest right answer: every number in it is as long as can be for 99+99, 99*99 and 99-11."""
+        """Characters of the longest correct answer: all its numbers have their greatest length for 99+99, 99*99 and 99-11."""
         largest, ones = 10**self.digits - 1, int("1" * self.digits)
         return max(len(_solution(largest, sign, places(ones if sign == "-" else largest))) for sign in self.operations)
 
     def verify(self, prompt: str, completion: str) -> float:
-        """1.0 iff `completion` is a right answer to `prompt`, to the letter; 0.0 for any other text."""
+        """Reward 1.0 iff the completion is a correct answer to the prompt, character by character, else 0.0."""
         found = _ARITHMETIC.fullmatch(prompt)
         left, operation, right = (int(found[1]), found[2], int(found[3])) if found else (0, "", 0)
         known = operation and operation in self.operations and max(left, right) < 10**self.digits
@@ -385,7 +387,7 @@ class Arithmetic(ProceduralTask):
         return float(sorted(order) == sorted(places(right)) and completion == _solution(left, operation, order))
 
     def _propose(self, draw: Callable[[], float], held_out: bool) -> tuple[str, str] | None:
-        """Uniform operands; the answer takes places from the highest to the lowest. a+b is held out together with b+a."""
+        """Draw operands uniformly; the answer adds places from highest to lowest. a+b is held out together with b+a."""
         operation = self.operations[int(draw() * len(self.operations))]
         left, right = (1 + int(draw() * (10**self.digits - 1)) for _ in range(2))
         low, high = sorted((left, right))
@@ -397,13 +399,13 @@ class Arithmetic(ProceduralTask):
 
 
 def places(number: int) -> list[int]:
-    """473 → 400, 70, 3; places that are 0 are left out."""
+    """Split a number into its decimal places: 473 → 400, 70, 3. Zeros are left out."""
     digits = str(number)
     return [int(digit) * 10 ** (len(digits) - 1 - at) for at, digit in enumerate(digits) if digit != "0"]
 
 
 def _solution(left: int, operation: str, order: Sequence[int]) -> str:
-    """The answer with every step, for the places of the right operand in this order."""
+    """Write the answer with every step, for the decimal places of the right operand in the given order."""
     if operation != "*":
         return chain(left, [(operation, place) for place in order], math.inf)
     products = [left * place for place in order]
@@ -429,7 +431,7 @@ _STORIES: tuple[tuple[str, Callable[[int, int], int]], ...] = (
     ("Each of {a} children brings {b} flowers. How many flowers are there?", operator.mul),
     ("A garden has {a} rows of {b} trees. How many trees does it have?", operator.mul),
 )
-"""Text, and what to compute; a is the larger number, so that nothing is negative."""
+"""Texts of the word problems, each with its operation. {a} is the larger number, so that no result is negative."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -444,22 +446,22 @@ class TwoNumbers(ProceduralTask):
     name: ClassVar[str] = "two_numbers"
 
     number_max: int = limited(99, at_least=2, at_most=999)
-    """The largest number that is added or subtracted; the smallest is 2."""
+    """Largest number that is added or subtracted; the smallest is 2."""
     factor_max: int = limited(12, at_least=2, at_most=999)
-    """The largest factor."""
+    """Largest factor in a multiplication."""
 
     @property
     def max_prompt_length(self) -> int:
-        """Characters of the longest prompt: a number is no longer than its place, {a} or {b}."""
+        """Characters of the longest prompt: no number is longer than the placeholder {a} or {b} in its text."""
         return max(len(text) for text, _ in _STORIES)
 
     @property
     def max_completion_length(self) -> int:
-        """Tokens of a short sentence."""
+        """Tokens for a short sentence."""
         return 24
 
     def verify(self, prompt: str, completion: str) -> float:
-        """1.0 iff the last whole number in `completion` is the result."""
+        """Reward 1.0 iff the last whole number in the completion is the result."""
         a, b = map(int, [*re.findall(r"[0-9]+", prompt[:200]), 0, 0][:2])
         results = [
             compute(a, b) for text, compute in _STORIES if prompt == text.format(a=a, b=b) and b <= a <= self._largest(compute)

@@ -14,34 +14,34 @@ from corral.lab.tasks.procedural import SeededTask, digest, epochs, in_held_out_
 from corral.validate import limited, nearest
 
 LITERALS = {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"}
-"""Generators whose scorers pass an answer to eval(). Here they get nothing but literals, and right answers."""
+"""Generators whose scorers pass the answer to eval(). Only literals and correct answers reach these scorers."""
 FORMULAS = {"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"}
-"""Generators whose scorers pass an answer to sympy's parser, and so to eval(). Here they get nothing but formulas."""
+"""Generators whose scorers pass the answer to sympy's parser, and so to eval(). Only formulas reach these scorers."""
 
 _FORMULA = re.compile(r"(?:[A-Za-z]+|[0-9]+\.?[0-9]*|[-+*/^() \t])*")
 _WORDS = {
     *("sqrt", "exp", "log", "ln", "pi", "Abs", "sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan"),
     *("sinh", "cosh", "tanh", "asinh", "acosh", "atanh"),
 }
-"""Names that a formula may have besides single letters. sympy's parser would know eval and exec too."""
+"""Names allowed in a formula besides single letters: sympy's parser would accept eval and exec too."""
 
 _NOT_A_NUMBER = re.compile(r"(?<![a-z])nan(?![a-hk-z])", re.IGNORECASE)
-"""nan, or nani and nanj of a complex one: no distance from it is too large for a scorer that compares with <."""
+"""Pattern of nan, also in complex numbers (nani, nanj): a scorer that compares distances with < could accept nan."""
 
 _CHUNK = 32
-"""Entries that one instance of a generator makes: seed, seed + 1, …"""
+"""Number of questions made by one instance of a generator, with seeds seed, seed + 1, …"""
 HALF = 2**31
 """Number that splits the seeds: lower seeds are for training, higher seeds for evaluation."""
 _SHARE = 4
-"""Number of questions of which one is held out. The seed plays no part: small generators repeat questions."""
+"""Number of questions of which one is held out. Seeds do not decide it, since small generators repeat questions."""
 MAX_MISSES = 500
-"""Number of successive draws without a new question after which no further question is expected."""
+"""Successive draws without a new question, after which no further question is expected."""
 _MAX_ANSWER = 10_000
-"""Characters of the longest answer that is scored."""
+"""Longest answer that is scored, in characters."""
 
 
 class _Slots:
-    """A slot for the entries, so that `vars(task)` holds the settings alone, which a run records."""
+    """A slot for the drawn questions: `vars(task)` then holds only the settings, which a run records."""
 
     __slots__ = ("_drawn",)
     _drawn: dict[str, dict[str, Any]]
@@ -90,11 +90,11 @@ class ReasoningGym(_Slots, SeededTask):
 
     @property
     def max_prompt_length(self) -> int:
-        """Characters of the longest drawn question. Generators have no such limit themselves."""
+        """Characters of the longest question drawn so far: generators themselves have no limit."""
         return max(map(len, self._drawn), default=0)
 
     def _prompts(self, seed: int, *, held_out: bool) -> Iterator[str]:
-        """Different questions of one split until no new question comes. Training questions then repeat in another order."""
+        """Yield distinct questions of one split until no new one comes; then repeat training questions in another order."""
         start = digest(f"{self.generator} {seed}") % (HALF // _CHUNK) * _CHUNK
         seen, misses, chunk = dict[str, None](), 0, 0
         while misses <= MAX_MISSES:
@@ -113,7 +113,7 @@ class ReasoningGym(_Slots, SeededTask):
         yield from epochs(list(seen), self.name, seed)
 
     def verify_all(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
-        """The generator's scores, 0 to 1, by several scorers in parallel; ValueError for a prompt that was never drawn."""
+        """Scores from 0 to 1 by the generator's scorer, in parallel. Raises ValueError for a prompt that was never drawn."""
         if unknown := [prompt for prompt in prompts if prompt not in self._drawn]:
             raise self.foreign(unknown[0])
         entries = [self._drawn[prompt] for prompt in prompts]
@@ -125,7 +125,7 @@ class ReasoningGym(_Slots, SeededTask):
         return [min(max(next(scores).score, 0.0), 1.0) if ok else 0.0 for ok in harmless]
 
     def _entries(self, seed: int) -> Iterator[dict[str, Any]]:
-        """Entries of the seeds `seed` to `seed` + CHUNK − 1."""
+        """Questions made from the seeds `seed` to `seed` + CHUNK − 1."""
         make = library("reasoning_gym", "the task reasoning_gym").create_dataset
         made = make(self.generator, **self.settings, seed=seed, size=_CHUNK)
         for index in range(_CHUNK):
@@ -135,7 +135,7 @@ class ReasoningGym(_Slots, SeededTask):
 
 
 def _copy(task_cls: type[ReasoningGym], settings: dict[str, Any], drawn: dict[str, dict[str, Any]]) -> ReasoningGym:
-    """Make a task with these settings and these questions."""
+    """Make a task with the given settings and drawn questions, to unpickle a copy."""
     task = task_cls(**settings)
     task._drawn.update(drawn)
     return task
@@ -143,7 +143,7 @@ def _copy(task_cls: type[ReasoningGym], settings: dict[str, Any], drawn: dict[st
 
 @contextmanager
 def _own_random_state(seed: int) -> Iterator[None]:
-    """Context in which Python's global random numbers start from `seed`: some generators draw from them too."""
+    """Context in which Python's global random state starts from `seed`, since some generators draw from it."""
     state = random.getstate()
     random.seed(seed)
     try:
@@ -153,14 +153,14 @@ def _own_random_state(seed: int) -> Iterator[None]:
 
 
 def answer_of(completion: str) -> str:
-    """The text in the last <answer>…</answer>, or all of the completion, without surrounding space."""
+    """Text in the last <answer>…</answer> of a completion, or else the whole completion, without surrounding space."""
     before, end, _ = completion.rpartition("</answer>")
     _, start, inside = before.rpartition("<answer>")
     return (inside if end and start else completion).strip()
 
 
 def is_harmless(answer: str, entry: dict[str, Any], generator: str) -> bool:
-    """True if an answer is safe for its scorer: not enormous, no NaN, and nothing that eval() could run.
+    """True if an answer is safe for its scorer: not too long, no NaN, and nothing that eval() could run.
 
     A text without brackets is no literal yet: a comprehension can make exec the method that an index calls, and the name of a
     scorer's own variable is the right answer.

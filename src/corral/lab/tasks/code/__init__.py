@@ -1,4 +1,4 @@
-"""Code tasks: problems whose completions are programs, run in the sandbox against hidden tests."""
+"""Code tasks: completions are programs, run in a sandbox against hidden tests."""
 
 from corral.lab.tasks.code.task import APPS, MBPP, Code, CodeTask, HumanEval
 

@@ -1,4 +1,4 @@
-"""Code that runs in the sandbox around a function under test and, in another sandbox, around tests that are programs.
+"""Code that runs inside the sandboxes: around a function under test, and around tests that are programs.
 
 This file is run there after `value.py`, whose names it uses without importing them; it needs the standard library alone. The
 function's side is in the hands of the function: all it can forge are its own results. The tests' side never shares a process
@@ -18,7 +18,7 @@ from corral.lab.tasks.code.value import decode, encode  # inside, both are there
 
 
 def serve(program: str, entry: str, show_changes: bool = False) -> None:
-    """Call `entry` of `program` with the arguments in each line of standard input; a result per line of standard output.
+    """Call the function `entry` of `program` for each line of standard input (its arguments), and print one result per line.
 
     The program's own input and output lead nowhere. A line holds a list of arguments, or a tuple of such a list and a dict of
     those with names; the answer holds the value, or the name of what was raised; with `show_changes`, the arguments after the
@@ -53,14 +53,14 @@ def _lead_nowhere(*files: int) -> None:
 
 
 def _write(file: int, line: str) -> None:
-    """Write a whole line to an open file."""
+    """Write a whole line to a file descriptor."""
     data = line.encode(errors="replace") + b"\n"
     while data:
         data = data[os.write(file, data) :]
 
 
 class RemoteError(Exception):
-    """An exception of the function under test.
+    """Raised in a test when the function under test has raised an exception in its own sandbox.
 
     Python itself never catches this class. So an exception whose class ends a loop (StopIteration, IndexError) or stands for a
     missing attribute or key passes no test that does not expect it.
@@ -68,11 +68,12 @@ class RemoteError(Exception):
 
 
 class NotPlainData(Exception):
-    """Raised when a test sends another process what cannot be serialized: an object of a class, a function, a generator."""
+    """Raised when a test passes the function a value that cannot be serialized: an object of a class, a function, a
+    generator."""
 
 
 def _is_opaque(code: Any) -> bool:
-    """True if an encoded value holds something that cannot be serialized, other than what the function itself returned."""
+    """True if an encoded value contains something that cannot be serialized, except results of the function under test."""
     if not isinstance(code, list):
         return False
     kind, *items = code
@@ -82,7 +83,7 @@ def _is_opaque(code: Any) -> bool:
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """Every name and text in a compiled test and in the functions and classes inside it."""
+    """All names and texts in a compiled test, including the functions and classes inside it."""
     found = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -93,8 +94,8 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _rebuild(name: str, text: str, expected: set[str]) -> Exception:
-    """The exception that a test gets for one in another process: its class is kept where the tests' text names the class or one
-    of its bases below Exception. StopIteration, StopAsyncIteration and whatever is no Exception never keep theirs."""
+    """Rebuild an exception from the other sandbox. Its class is kept if the tests' text names the class or a base below
+    Exception; StopIteration, StopAsyncIteration and classes outside Exception become RemoteError."""
     kind = vars(builtins).get(name)
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, StopIteration | StopAsyncIteration):
         bases = kind.__mro__[: kind.__mro__.index(Exception)]
@@ -106,7 +107,8 @@ def _rebuild(name: str, text: str, expected: set[str]) -> Exception:
 
 
 def _read_answer(line: str, expected: set[str]) -> tuple[Any, Any]:
-    """The value and the changed arguments (None without any) in an answer; raises what the other process raised.
+    """Read a result and the changed arguments (None if unchanged) from a line; raises the exception that the other process
+    raised.
 
     The process under test may have forged the line. Whatever reading it provokes is a RemoteError.
     """
@@ -121,7 +123,7 @@ def _read_answer(line: str, expected: set[str]) -> tuple[Any, Any]:
 
 
 class _RemoteFunction:
-    """Stand-in for the function in the other sandbox: every call writes a line and reads a line.
+    """Stand-in for the function in the other sandbox: each call writes one line and reads one line.
 
     Lists, dicts and sets that a call changed change here too if it gave nothing back. If it gave something back they do with
     `show_changes` alone: a test that works out what it expects from its own arguments must not be handed them empty.
@@ -131,9 +133,9 @@ class _RemoteFunction:
         self.calls, self.answers, self.expected = calls, answers, expected
         self.show_changes = show_changes
         self.called = False
-        """True once the function has been called: later errors may be caused by it."""
+        """True once the function has been called: errors after that may be caused by the function."""
         self.changed_too = False
-        """True if a call has both returned a value and changed its arguments."""
+        """True if some call has both returned a value and changed its arguments."""
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         request = encode((list(arguments), named) if named else list(arguments))
@@ -160,11 +162,11 @@ class _RemoteFunction:
 
 
 _BUILTINS = {name: value for name, value in vars(builtins).items() if name not in ("eval", "exec")}
-"""Built-in names for tests. A text that tests evaluate may be the function's, which would then run among the tests."""
+"""Built-in names for tests, without eval and exec: they could run text from the tested function among the tests."""
 
 
 def check(setup: str, tests: list[str], entry: str, nonce: str) -> None:
-    """Run tests that are programs, and write a line with the nonce and the verdict to the original standard error.
+    """Run tests that are programs, and write one line with the nonce and the verdict to the original standard error.
 
     Standard input and output, on which the function is called, and standard error are moved to files of their own, which no
     process that a test starts inherits. What a test prints is no call, and no verdict.
@@ -175,7 +177,7 @@ def check(setup: str, tests: list[str], entry: str, nonce: str) -> None:
 
 
 def run_tests(setup: str, tests: list[str], entry: str, calls: TextIOBase, answers: TextIOBase) -> str:
-    """Run tests one after another: "passed" and how many of them pass, or "unable" and why they cannot run.
+    """Run all tests. Returns "passed" and the number that pass, or "unable" and the reason why the tests cannot run.
 
     A test passes if it does whether or not it sees what calls that gave something back did to their arguments. What is raised
     before the function has been called is the tests' fault.

@@ -1,4 +1,4 @@
-"""Code problems: extract the program from a completion, run its tests in the sandbox, return the share that passes."""
+"""Code problems: extract the program from a completion, run its tests in the sandbox, and return the share that passes."""
 
 import json
 import marshal
@@ -27,7 +27,7 @@ _THINK_END = "</think>"
 
 
 def extract_program(completion: str) -> str:
-    """The last block fenced as Python; without one, the last block without a label; without one, the whole text.
+    """Extract the program: the last block fenced as Python, else the last block without a label, else the whole text.
 
     Whatever comes before the last `</think>` does not count. A block that is indented as a whole is moved to the margin.
     """
@@ -41,7 +41,7 @@ def extract_program(completion: str) -> str:
 
 
 def defines(program: str, name: str) -> bool:
-    """True if a program, which need not be valid Python, defines a name at its top level."""
+    """True if a program, valid Python or not, defines a name at its top level."""
     name = re.escape(name)
     defined, assigned = rf"^(?:(?:async[ \t]+)?def|class)[ \t]+{name}\b", rf"^{name}[ \t]*(?::[^=\n]*)?=(?!=)"
     return re.search(f"{defined}|{assigned}", program, re.M) is not None
@@ -52,14 +52,15 @@ def defines(program: str, name: str) -> bool:
 
 @dataclass(frozen=True)
 class Runs:
-    """Whole programs: (standard input, standard output) of each run. Spaces at the ends of lines and the text do not count."""
+    """Tests of whole programs: (standard input, expected output) of each run. Spaces at the ends of lines and text are
+    ignored."""
 
     cases: tuple[tuple[str, str], ...]
     tolerance: float = 0.0
-    """Tolerance for expected numbers with a decimal point. With a tolerance, spacing and empty lines do not count."""
+    """Tolerance for expected numbers with a decimal point. With a tolerance, spacing and empty lines are ignored."""
 
     def pass_rate(self, program: str, pool: SandboxPool, limits: SandboxLimits, stop: bool) -> float:
-        """The share of runs that end well with the right output; with `stop`, none after the first that does not."""
+        """Share of runs that exit without error and print the expected output; with `stop`, runs end at the first failure."""
         right = 0
         for stdin, stdout in self.cases:
             room = max(limits.output, 2 * len(encode(stdout)))  # what is expected must be allowed
@@ -73,17 +74,17 @@ class Runs:
 
 @dataclass(frozen=True)
 class Calls:
-    """Calls of a function: (arguments, result) of each, as lines of `value.dumps`."""
+    """Tests of a function: (arguments, expected result) of each call, as lines of `value.dumps`."""
 
     entry: str
     cases: tuple[tuple[str, str], ...]
     tolerance: float = 0.0
     """Tolerance for floats, absolute or relative."""
     how: Literal["same", "apps", "sets", "presence"] = "same"
-    """Name of the equality, a key of `COMPARISONS`."""
+    """Comparison of results with expected results: a key of `COMPARISONS`."""
 
     def pass_rate(self, program: str, pool: SandboxPool, limits: SandboxLimits, stop: bool) -> float:
-        """The share of right results, all from one process."""
+        """Share of correct results, with all calls in one process."""
         arguments, expected = zip(*self.cases, strict=True)
         output = _call_function(program, self.entry, arguments, pool, limits, room=sum(map(len, expected)))
         return _pass_rate(self.how, self.tolerance, output, expected, limits)
@@ -91,7 +92,7 @@ class Calls:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Calls of a function that must agree with a reference, which is run beforehand, in the sandbox too."""
+    """Tests of a function against a reference program, which runs in the sandbox first."""
 
     entry: str
     arguments: tuple[str, ...]
@@ -100,7 +101,7 @@ class Agreement:
     tolerance: float = 0.0
 
     def pass_rate(self, program: str, pool: SandboxPool, limits: SandboxLimits, stop: bool) -> float:
-        """The share of calls on which both agree."""
+        """Share of calls on which the function and the reference agree."""
         expected = _references[self]
         output = _call_function(program, self.entry, self.arguments, pool, limits, room=sum(map(len, expected)))
         return _pass_rate("same", self.tolerance, output, expected, limits)
@@ -108,14 +109,14 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Checks:
-    """Tests that are programs themselves (assertions), run in a second sandbox that calls the function in the first."""
+    """Tests that are programs (assertions). They run in a second sandbox, which calls the function in the first."""
 
     entry: str
     setup: str
     tests: tuple[str, ...]
 
     def pass_rate(self, program: str, pool: SandboxPool, limits: SandboxLimits, stop: bool) -> float:
-        """The share of tests that pass; 0, and counted as an error, without a verdict that carries this run's nonce."""
+        """Share of tests that pass; 0, counted as an error, if no verdict carries this run's nonce."""
         nonce = secrets.token_hex(16)
         last_line = f"check({self.setup!r}, {list(self.tests)!r}, {self.entry!r}, {nonce!r})"
         _, result = pool.run_connected(
@@ -142,18 +143,18 @@ Tests = Runs | Calls | Agreement | Checks
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """The tests of one prompt, and how a completion becomes a program."""
+    """A prompt's tests, and the code to add to a completion before they run."""
 
     tests: Tests
     stem: str = ""
-    """Code that a completion may continue; it is prepended to completions that do not define the function."""
+    """Code that a completion may continue, prepended to completions that do not define the function."""
     preamble: str = ""
-    """The part of `stem` before the function (imports, helpers), prepended to completions that define it."""
+    """Imports and helpers in `stem` before the function, prepended to completions that define the function."""
     reference: str = field(default="", compare=False)
-    """A right program, where the data have one."""
+    """A correct program, if the data have one."""
 
     def program(self, completion: str) -> str:
-        """The program to test."""
+        """Build the program to test from a completion."""
         found = extract_program(completion)
         if not self.stem:
             return found
@@ -162,7 +163,7 @@ class Problem:
         return self.stem + (found if found.lstrip("\r\n")[:1] in " \t" else textwrap.indent(found, "    "))
 
     def grade(self, completion: str, pool: SandboxPool, limits: SandboxLimits, partial: bool) -> float:
-        """1.0 iff every test passes, else 0.0; with `partial`, the share that does."""
+        """Reward of a completion: 1.0 iff every test passes, else 0.0; with `partial`, the share of tests that pass."""
         program = self.program(completion)
         if not program.strip():
             return 0.0
@@ -173,7 +174,7 @@ class Problem:
 def grade_all(
     problems: Sequence[Problem], completions: Sequence[str], pool: SandboxPool, limits: SandboxLimits, partial: bool = False
 ) -> list[float]:
-    """Rewards of many completions, several at a time, in order; references that have not been run yet are run first."""
+    """Rewards of many completions in order, several graded at a time. Reference programs without results run first."""
     _run_references([problem.tests for problem in problems if isinstance(problem.tests, Agreement)], pool, limits)
     return pool.map(lambda problem, completion: problem.grade(completion, pool, limits, partial), problems, completions)
 
@@ -184,7 +185,7 @@ def grade_all(
 def _call_function(
     program: str, entry: str, arguments: Sequence[str], pool: SandboxPool, limits: SandboxLimits, room: int = 0
 ) -> str:
-    """Output of the harness for calls of a function: one line each, unless the program forged lines or ended early.
+    """Call a function in the sandbox and return its output: one line per call, unless the program forged lines or ended early.
 
     `room` is the size of what is expected: twice as much may be written, as by whole programs."""
     roomy = replace(limits, output=max(limits.output, 2 * room))
@@ -193,38 +194,38 @@ def _call_function(
 
 
 def _pass_rate(how: str, tolerance: float, output: str, expected: Sequence[str], limits: SandboxLimits) -> float:
-    """The share of right results, found in a process that can be ended; it has as much time as the program had."""
+    """Share of correct results, counted in a process that can be killed, within the program's own time limit."""
     (verdict,) = grader_pool("code").grade([(how, tolerance, output, list(expected))], limits.timeout)
     return verdict.score / len(expected)
 
 
 @cache
 def _harness() -> bytes:
-    """The code that runs before every function under test, compiled once."""
+    """Compile the code that runs before every function under test, once."""
     texts = [Path(__file__).with_name(name).read_text() for name in ("value.py", "harness.py")]
     text = "\n".join(texts).replace("from corral.lab.tasks.code.value import", "#")
     return marshal.dumps(compile(text, "<harness>", "exec", dont_inherit=True))
 
 
 def harness(last_line: str) -> str:
-    """A program for the sandbox: the harness, compiled, and the one line that starts it."""
+    """Program for the sandbox: the compiled harness, and one line that starts it."""
     return f"import marshal\nexec(marshal.loads({_harness()!r}))\n{last_line}\n"
 
 
 # ----------------------------------------------------------------------------------------------------------- references
 
 _REFERENCE_OUTPUT = 8 << 20
-"""Bytes that a reference's results may have."""
+"""Largest number of bytes that a reference program's results may have."""
 
 _PATIENCE = 10.0
-"""Factor on the time limit for references, since other processes may crowd the machine."""
+"""Multiple of the time limit for reference programs, since other processes may slow the machine down."""
 
 _references: dict[Agreement, tuple[str, ...]] = {}
-"""Results of references, as lines of `value.dumps`."""
+"""Results of reference programs by test, as lines of `value.dumps`."""
 
 
 def _run_references(tests: Sequence[Agreement], pool: SandboxPool, limits: SandboxLimits) -> None:
-    """Run every reference that has not been run yet, with no program of a model beside it; ValueError for one that fails."""
+    """Run all reference programs without results, separately from models' programs; raises ValueError if one fails."""
     missing = [one for one in dict.fromkeys(tests) if one not in _references]
     patient = replace(limits, timeout=min(_PATIENCE * limits.timeout, MAX_TIMEOUT))
     for one, results in zip(missing, pool.map(lambda one: _reference_results(one, pool, patient), missing), strict=True):
@@ -236,7 +237,7 @@ def _run_references(tests: Sequence[Agreement], pool: SandboxPool, limits: Sandb
 
 
 def _reference_results(tests: Agreement, pool: SandboxPool, limits: SandboxLimits) -> tuple[str, ...] | None:
-    """The reference's results; None where one is missing or no plain value, so that it does not equal itself."""
+    """Results of a reference program, as lines; None if a result is missing or cannot be serialized."""
     output = _call_function(tests.reference, tests.reference_entry, tests.arguments, pool, limits, room=_REFERENCE_OUTPUT)
     try:
         results = tuple(json.dumps(json.loads(line)["value"]) for line in output.splitlines())

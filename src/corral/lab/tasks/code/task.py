@@ -20,7 +20,7 @@ from corral.validate import limited, number_in
 
 @dataclass(frozen=True, kw_only=True)
 class CodeTask(FiniteTask):
-    """Base of code tasks: the reward is 1 iff every test passes; with `partial`, the pass rate.
+    """Base class of code tasks: the reward is 1 iff every test passes; with `partial`, the pass rate.
 
     The program is the last block fenced as Python; without one, the last block without a label; without one, the whole text
     (corral.lab.tasks.code.problem).
@@ -33,7 +33,7 @@ class CodeTask(FiniteTask):
     memory_mb: int = 512
     """Memory for each program, in MiB."""
     workers: int = limited(0, at_least=0, at_most=1024)
-    """Programs at a time; 0 for one per core."""
+    """Number of programs that run at a time; 0 for one per core."""
     unsafe_code_execution: bool = limited(False, one_of=(True, False))
     """True to run programs as yourself if the system offers no sandbox, instead of refusing. See docs/safety.md."""
 
@@ -42,7 +42,8 @@ class CodeTask(FiniteTask):
         super().__post_init__()
 
     def reward_columns(self, row: Row) -> Row:
-        """An empty row: tests can be millions of characters, and reward functions do not need them."""
+        """Columns for reward functions: none, since tests can be millions of characters and reward functions do not need
+        them."""
         return {}
 
     @property
@@ -52,11 +53,11 @@ class CodeTask(FiniteTask):
 
     @property
     def pool(self) -> SandboxPool:
-        """The pool that runs programs, shared by all tasks with the same settings and started at the first use."""
+        """Pool of sandboxes for programs, shared by all tasks with the same settings and started at its first use."""
         return shared_pool(self.workers or None, unsafe_code_execution=self.unsafe_code_execution)
 
     def verify_all(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
-        """`verify` of many at once, several programs at a time."""
+        """Rewards of many completions, with several programs running at a time."""
         problems: list[Problem] = [self.answer(prompt) for prompt in prompts]
         if not problems:
             return []
@@ -73,7 +74,7 @@ class Code(CodeTask):
     name: ClassVar[str] = "code"
 
     def problem(self, row: Row) -> tuple[str, Problem]:
-        """The prompt and its tests."""
+        """Read a row's prompt and its tests."""
         problem = problem_from_tests({key: row[key] for key in ("tests", "entry", "tolerance") if key in row})
         return text_column(row, "prompt"), Problem(tests=problem.tests, reference=_column(row, "reference", str, ""))
 
@@ -94,7 +95,8 @@ class HumanEval(CodeTask):
     """A file of held-out problems, or the share of `path`'s problems that is held out: by default all of them."""
 
     def problem(self, row: Row) -> tuple[str, Problem]:
-        """The function's head, and its tests: `test`, or `base_input` and `plus_input` with the reference's results."""
+        """Read a row: the prompt is the function's head; tests are in `test`, or in `base_input` and `plus_input` with a
+        reference."""
         prompt, entry = text_column(row, "prompt"), text_column(row, "entry_point")
         solution = _column(row, "canonical_solution", str, "")
         if "base_input" in row and solution:
@@ -122,10 +124,10 @@ class MBPP(CodeTask):
     held_out: str | float | int | None = 0.2
     """A file of held-out problems, or the share of `path`'s problems that is held out."""
     shown_tests: int = limited(1, at_least=1, at_most=1000)
-    """Assertions that the prompt shows, at least one: they name the function."""
+    """Number of assertions that the prompt shows, at least one: they name the function."""
 
     def problem(self, row: Row) -> tuple[str, Problem]:
-        """The sentence with the first assertions, and the tests: `test_list`, or `test` of MBPP+."""
+        """Read a row: the prompt is a sentence with the first assertions; tests are in `test_list`, or in `test` for MBPP+."""
         text, asserts = text_column(row, "prompt", "text"), _column(row, "test_list", list)
         if not asserts or not all(isinstance(test, str) for test in asserts):
             raise Malformed("`test_list` should be a list of assertions, not empty")
@@ -152,7 +154,8 @@ class APPS(CodeTask):
     """Tokens that a right completion may need."""
 
     def problem(self, row: Row) -> tuple[str, Problem]:
-        """The question and its tests: `input_output` with `inputs`, `outputs` and, for functions, `fn_name`."""
+        """Read a row: the prompt is the question; tests are in `input_output` (`inputs`, `outputs`, and `fn_name` for
+        functions)."""
         question, starter = text_column(row, "question", "prompt"), _column(row, "starter_code", str, "")
         if row.get("input_output") == "":
             raise Malformed("`input_output` is empty: there are no tests")
@@ -178,7 +181,7 @@ class APPS(CodeTask):
 
 
 def problem_from_tests(answer: Any) -> Problem:
-    """A problem from its tests alone: {"tests": […], "entry": …}, or the list of tests."""
+    """Make a problem from tests alone: {"tests": […], "entry": …}, or a list of tests."""
     answer = answer if isinstance(answer, dict) else {"tests": answer}
     tests, entry = answer.get("tests"), answer.get("entry")
     if not isinstance(tests, list) or not tests or not all(isinstance(test, dict) for test in tests):
@@ -197,7 +200,7 @@ _KINDS: dict[type, str] = {str: "a text", list: "a list", dict: "an object"}
 
 
 def _column(row: Row, name: str, kind: type, default: Any = None) -> Any:
-    """A column of this kind, or the default in place of None. A text is read as JSON where it should be a list or an object."""
+    """Read a row's column of this type; None becomes the default. Text is parsed as JSON if a list or object is expected."""
     value = default if row.get(name) is None else row[name]
     if isinstance(value, str) and kind is not str:
         try:
@@ -217,7 +220,7 @@ def _tolerance(row: Row, name: str) -> float:
 
 
 def _with_int_keys(value: Any) -> Any:
-    """A value whose dicts get integer keys where all keys are integers: JSON has texts for APPS' integers."""
+    """Convert dict keys to integers where all keys are integers: JSON stores APPS' integer keys as text."""
     if isinstance(value, list):
         return [_with_int_keys(item) if isinstance(item, dict) else item for item in value]
     with suppress(ValueError):

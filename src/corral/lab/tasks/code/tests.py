@@ -1,4 +1,4 @@
-"""Parser of tests written as programs: calls with expected results where possible, else tests to run in a sandbox."""
+"""Parser of tests written as programs: function calls with expected results if possible, else tests to run in a sandbox."""
 
 import ast
 import builtins
@@ -12,19 +12,20 @@ from corral.lab.tasks.code.value import dumps
 from corral.lab.tasks.dataset import Malformed
 
 FLOAT_TOLERANCE = 1e-6
-"""EvalPlus' tolerance for floats."""
+"""Default tolerance for floats, as in EvalPlus."""
 
 _BROKEN_CHECK, _FIXED_CHECK = "_poly(*candidate(*inp), inp)", "min(abs(_poly(*inp, out := candidate(*inp))), abs(out - exp))"
-"""The assertion of HumanEval+/32 on the hub fails for every program: it takes a root for a polynomial. EvalPlus itself asks for
-a root; where a polynomial is so steep that the reference's own is none within the tolerance, that one will do."""
+"""Broken expression in HumanEval+/32's assertion on the hub, and its correction. The broken one treats a root as a polynomial,
+so every program fails. The correction accepts a root, as EvalPlus does, or the reference's root, which misses the tolerance if
+a polynomial is steep."""
 
 
 _LOADERS = {"pickle", "marshal", "shelve", "runpy", "code", "codeop", "ctypes"}
-"""Modules that run what they are given in their own process, as `eval` and `exec` do."""
+"""Modules that can run code in the calling process, as `eval` and `exec` do."""
 
 
 def tests_from_code(source: str, entry: str) -> Tests:
-    """The tests in a program, `check(candidate)` or a script.
+    """Parse the tests of a program: a function `check(candidate)`, or a script.
 
     Where the program is a list of inputs with results, or of assertions `f(…) == …` with plain values, these are taken and
     compared on this side. Inputs with a reference function become an Agreement. All else runs as it is, in its own sandbox.
@@ -56,7 +57,7 @@ def tests_from_code(source: str, entry: str) -> Tests:
 
 
 def tests_from_asserts(asserts: list[str], entry: str, setup: str) -> Tests:
-    """The tests in a list of assertions."""
+    """Parse the tests in a list of assertions."""
     body = [node for test in asserts for node in _parse(test).body]
     if not setup.strip() and (cases := _plain_asserts(body, {entry})) and len(cases) == len(asserts):
         return Calls(entry, cases)
@@ -64,7 +65,7 @@ def tests_from_asserts(asserts: list[str], entry: str, setup: str) -> Tests:
 
 
 def called_function(test: str) -> str:
-    """The function that an assertion is about: the outermost call by name that is no built-in's."""
+    """Name of the function that an assertion tests: the outermost function called by name, except built-in functions."""
     for node in ast.walk(_parse(test)):
         if isinstance(node, ast.Call) and (name := _called(node)) and name not in dir(builtins):
             return name
@@ -79,7 +80,7 @@ def _parse(source: str) -> ast.Module:
 
 
 def _plain_asserts(body: list[ast.stmt], names: set[str]) -> tuple[tuple[str, str], ...] | None:
-    """Pairs (arguments, result) of all assertions, or None unless each has the form name(plain values) == plain value."""
+    """Pairs (arguments, result) of all assertions; None unless each has the form name(plain values) == plain value."""
     cases = []
     for node in body:
         match node:
@@ -100,7 +101,8 @@ def _plain_asserts(body: list[ast.stmt], names: set[str]) -> tuple[tuple[str, st
 
 
 def _checks(entry: str, setup: str, tests: tuple[str, ...]) -> Checks:
-    """Tests to run, if they can: of modules and names they may use the standard library's and their own, and the function."""
+    """Tests to run as a program. Raises Malformed unless they use only the standard library, their own names and the
+    function."""
     source = "\n".join((setup, *tests))
     tree = _parse(source)
     modules = [module for node in ast.walk(tree) for module in _modules(node)]
@@ -128,7 +130,7 @@ def _checks(entry: str, setup: str, tests: tuple[str, ...]) -> Checks:
 
 
 def _called(node: ast.AST) -> str:
-    """The function that a call, or a statement that is one, calls by name; "" for any other node."""
+    """Name of the function that a call, or an expression statement with a call, calls; "" for any other node."""
     match node:
         case ast.Expr(value=ast.Call(func=ast.Name(id=name))) | ast.Call(func=ast.Name(id=name)):
             return name
@@ -136,30 +138,30 @@ def _called(node: ast.AST) -> str:
 
 
 def _functions(tree: ast.Module, name: str) -> list[ast.FunctionDef]:
-    """The functions of this name at the top level."""
+    """Function definitions of this name at the top level."""
     return [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
 
 
 def _modules(node: ast.AST) -> list[str]:
-    """The top-level packages that a statement imports."""
+    """Names of the top-level packages that a statement imports."""
     names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
     names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
     return [name.partition(".")[0] for name in names]
 
 
 def _names(tree: ast.Module) -> set[str]:
-    """The names that are read anywhere in a tree."""
+    """All names that a syntax tree reads."""
     return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
 
 
 def _assertions(tree: ast.Module) -> list[list[ast.expr]]:
-    """Arguments of every call of EvalPlus' assertion(result, expected, tolerance)."""
+    """Arguments of every call assertion(result, expected, tolerance), the form of EvalPlus' tests."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) == 3]
     return [call.args for call in calls if _called(call) == "assertion"]
 
 
 def _expected_expression(tree: ast.Module, entry: str) -> str:
-    """The expression that EvalPlus' assertion(…) compares the function's bare result with; "" for any other form."""
+    """Expected value in EvalPlus' assertion(…), as source text, if it is compared with the function's bare result; else ""."""
     bare = ("candidate(*inp)", f"{entry}(*inp)")
     found = {ast.unparse(expected) for got, expected, _ in _assertions(tree) if ast.unparse(got) in bare}
     calls = sum(isinstance(node, ast.Call) and ast.unparse(node.func) in ("candidate", entry) for node in ast.walk(tree))
@@ -167,7 +169,7 @@ def _expected_expression(tree: ast.Module, entry: str) -> str:
 
 
 def _without_unused_imports(source: str) -> str:
-    """The source without unused imports: EvalPlus imports numpy into every test."""
+    """Remove unused imports from a test: EvalPlus imports numpy into every test."""
     tree = _parse(source)
     used = _names(tree)
     imports = [node for node in tree.body if isinstance(node, ast.Import)]
@@ -177,7 +179,7 @@ def _without_unused_imports(source: str) -> str:
 
 
 def _literal(node: ast.expr) -> Any:
-    """The value of a literal expression; None for an expression that has to be run."""
+    """Value of a literal expression; None for an expression that must be run."""
     try:
         return ast.literal_eval(_NamedConstants().visit(copy.deepcopy(node)))
     except (ValueError, TypeError, RecursionError, MemoryError):
@@ -185,7 +187,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 class _NamedConstants(ast.NodeTransformer):
-    """Turns values that repr writes as names or calls (inf, nan, float("inf")) into constants."""
+    """Replace inf, nan and float("inf"), which repr writes as names or calls, by constants."""
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         return ast.Constant(float(node.id)) if node.id in ("inf", "nan") else node
@@ -198,6 +200,6 @@ class _NamedConstants(ast.NodeTransformer):
 
 
 def _tolerance(tree: ast.Module) -> float:
-    """The third argument of EvalPlus' assertion(…), and at least what it allows by itself."""
+    """Largest tolerance in EvalPlus' assertions (their third argument), at least EvalPlus' default."""
     given = [_literal(tolerance) for _, _, tolerance in _assertions(tree)]
     return max([FLOAT_TOLERANCE, *(float(value) for value in given if isinstance(value, int | float))])

@@ -1,4 +1,4 @@
-"""Serialization across the sandbox, as JSON that distinguishes lists and tuples, and comparison with expected results.
+"""Serialization between sandboxes, as JSON that distinguishes lists from tuples, and comparison with expected results.
 
 This file is also run inside the sandbox, before `harness.py`, and by graders: it needs the standard library alone.
 """
@@ -14,7 +14,7 @@ _CONTAINERS: dict[str, type[Any]] = {"list": list, "tuple": tuple, "set": set, "
 
 
 class Opaque:
-    """A value that cannot be serialized: it equals nothing."""
+    """A value that cannot be serialized. It equals nothing, not even itself."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -27,7 +27,7 @@ class Opaque:
 
 
 def encode(value: Any) -> Any:
-    """A value as plain JSON data. Instances of subclasses become their base type by its methods, not their own."""
+    """Encode a value as plain JSON data. An instance of a subclass is encoded as its base type, by the base type's methods."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -50,8 +50,8 @@ def encode(value: Any) -> Any:
 
 
 def decode(data: Any) -> Any:
-    """The value that `encode` was given. For what it never gives, anything may be raised, and a forged set may take for ever:
-    what a program wrote is decoded where that costs the program's own reward and no more."""
+    """Decode the output of `encode`. Forged data may raise any exception or run forever, so text written by a tested program
+    must be decoded only where a failure or a timeout costs nothing but that program's reward."""
     if not isinstance(data, list):
         return data
     name, *items = data
@@ -69,12 +69,12 @@ def decode(data: Any) -> Any:
 
 
 def dumps(value: Any) -> str:
-    """A value as one line of JSON."""
+    """Encode a value as one line of JSON."""
     return json.dumps(encode(value))
 
 
 def loads(line: str | bytes) -> Any:
-    """The value in a line that `dumps` made."""
+    """Decode a line that `dumps` made."""
     return decode(json.loads(line))
 
 
@@ -82,7 +82,7 @@ def loads(line: str | bytes) -> Any:
 
 
 def same(got: Any, expected: Any, tolerance: float = 0.0) -> bool:
-    """Equality as Python's ==, except that a float may differ by `tolerance`, absolute or relative.
+    """Compare two values as == does, but allow floats to differ by `tolerance`, absolute or relative.
 
     Nothing that overrides == gets here: both are what `decode` makes. NaN is NaN.
     """
@@ -106,12 +106,12 @@ def same(got: Any, expected: Any, tolerance: float = 0.0) -> bool:
 
 
 def _lines(text: str) -> list[str]:
-    """Lines without trailing spaces, and without empty lines at the end."""
+    """Split a text into lines without trailing spaces, and drop empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
 def same_output(got: str, expected: str, tolerance: float) -> bool:
-    """Equal lines; with a tolerance, equal words on lines that are not empty, where numbers with a decimal point may differ."""
+    """Compare outputs line by line. With a tolerance, compare word by word: numbers with a decimal point may differ."""
     if _lines(got) == _lines(expected):
         return True
     if not tolerance:
@@ -135,7 +135,7 @@ def _close(got: str, expected: str, tolerance: float) -> bool:
 
 
 def _as_apps(got: object, expected: object, tolerance: float) -> bool:
-    """APPS' equality: a tuple equals a list of the same items, and x is right where [x] is expected."""
+    """Compare results as APPS does: a tuple equals a list of the same items, and x is correct if [x] is expected."""
     got = _tuples_to_lists(got)
     wrapped = isinstance(expected, list) and len(expected) == 1 and same(got, expected[0], tolerance)
     return wrapped or same(got, expected, tolerance)
@@ -146,7 +146,7 @@ def _tuples_to_lists(value: object) -> object:
 
 
 def _as_sets(got: Any, expected: Any, tolerance: float) -> bool:
-    """EvalPlus' equality for some functions: equal sets of elements, in any order and number."""
+    """Compare results as sets, as EvalPlus does for some functions: order and repetition are ignored."""
     try:
         return set(got) == set(expected)
     except TypeError:  # not a collection, or of things that no set can hold
@@ -154,7 +154,7 @@ def _as_sets(got: Any, expected: Any, tolerance: float) -> bool:
 
 
 def _presence(got: object, expected: object, tolerance: float) -> bool:
-    """EvalPlus' equality for matches of patterns: whether there is a result at all. Booleans are compared as they are."""
+    """Compare only whether there is a result, as EvalPlus does for matches of patterns. Booleans are compared as usual."""
     return got == expected if isinstance(got, bool) else expected == (got is not None)
 
 
@@ -164,7 +164,7 @@ COMPARISONS: dict[str, Callable[[Any, Any, float], bool]] = {
 
 
 def count_right(how: str, tolerance: float, output: str, expected: Sequence[str]) -> float:
-    """Number of right results in the output of the harness for a function, one line per call.
+    """Count correct results in the harness's output for a function, which has one line per call.
 
     The function may have written the lines itself. So this runs in a grader's process, which has limits of its own: whatever
     a line provokes is wrong, and a line that takes for ever costs no more than the reward of the program that wrote it.
