@@ -45,17 +45,16 @@ class RunSettings(JobSettings):
     """Settings common to runs of language models and robots."""
 
     seed: int = limited(0, at_least=0, at_most=MAX_SEED)
-    """Random seed of prompts or contexts, samples and everything else that is drawn."""
+    """Random seed for everything that is drawn: prompts or contexts, samples, and so on."""
     eval_every: int = limited(10, at_least=1)
-    """Steps between measurements on held-out problems or contexts. The first and the last step are always
-    measured."""
+    """Number of steps between measurements on held-out problems or contexts. The first and last steps are always measured."""
     eval_size: int = limited(512, at_least=1)
-    """Number of held-out problems, or of a robot's held-out contexts, on which success is measured. A robot's contexts are the
+    """Number of held-out problems (for a robot: held-out contexts) on which success is measured. A robot's contexts are the
     same in every run."""
     checkpoint_every: int = limited(10, at_least=1)
     """Number of steps between checkpoints. The last step always has one."""
     keep_checkpoints: int = limited(2, at_least=1)
-    """Number of newest checkpoints that are kept."""
+    """Number of newest checkpoints to keep on disk."""
     guard: GuardMode = "warn"
     """Response to a collapse: `warn`, or `stop` with a checkpoint. `off` checks nothing."""
 

@@ -33,7 +33,7 @@ _OF_TRAINER: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model to evaluate, with the run's settings if the model is a run's checkpoint."""
+    """A model to evaluate, with the run's settings if the model is a checkpoint of a run."""
 
     name: str
     """Name as the user gave it."""
@@ -72,22 +72,22 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSettings(JobSettings):
-    """Settings of an evaluation. None stands for the run's own value, or for a default of the task."""
+    """Settings of an evaluation. None stands for the evaluated run's value, or for a default of the task."""
 
     model: str
     """Model to evaluate: a run's folder, tiny, smollm2, a model folder, or a name on the hub."""
     task: str | None = None
-    """Task, by a name from corral.task; the run's own by default."""
+    """Task by name; by default the run's task."""
     task_config: dict[str, Any] = field(default_factory=dict)
-    """Settings of the task, merged over the run's."""
+    """Settings of the task, which replace single settings of the run's task."""
     instruction: str | None = None
-    """Instruction around each problem; {problem} is the task's prompt."""
+    """Prompt text around each problem; {problem} stands for the task's prompt."""
     tool: str | None = None
-    """Tool that answers the model within a completion: the run's own by default; "" is none."""
+    """Tool that writes into the model's completions: by default the run's tool; "" for none."""
     tools: tuple[str | Callable[..., Any], ...] | None = None
-    """Functions that a chat model may call: the run's own by default; () is none."""
+    """Functions that a chat model may call: by default the run's functions; () for none."""
     environment_factory: str | Callable[..., Any] | None = None
-    """Environment whose methods a chat model may call: the run's own by default; "" is none."""
+    """Environment whose methods a chat model may call: by default the run's environment; "" for none."""
     checkpoint: str | None = None
     """Checkpoint of a run: latest, best (by measured success), or the number of a step."""
     problems: int | None = limited(None, at_least=1)
@@ -95,15 +95,15 @@ class EvalSettings(JobSettings):
     samples: int = limited(4, at_least=1)
     """Number of samples per problem, in addition to the greedy completion."""
     temperature: float = limited(1.0, above=0, note="the greedy answer is given in any case")
-    """Temperature of the samples; 1 is the policy itself."""
+    """Sampling temperature; 1 samples from the unmodified policy."""
     top_p: float = limited(1.0, above=0, at_most=1)
-    """Probability mass from which tokens are sampled; 1 is the policy itself."""
+    """Probability mass for nucleus (top-p) sampling; 1 samples from the unmodified policy."""
     max_tokens: int | None = limited(None, at_least=1)
     """Largest number of tokens in a completion."""
     batch_size: int | None = limited(None, at_least=1)
     """Number of prompts answered at a time: 256 with transformers, 2048 with vLLM."""
     seed: int = limited(0, at_least=0)
-    """Random seed of the choice of problems and of every sample."""
+    """Random seed for choosing problems and for every sample."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     backend: Literal["auto", "transformers", "vllm"] = "auto"
 

@@ -201,8 +201,8 @@ class Settings(RunSettings):
     objective_config: dict[str, Any] = field(default_factory=dict)
     """Settings of the objective."""
     lora: dict[str, Any] = field(default_factory=dict)
-    """Settings of peft's LoraConfig for a new adapter, such as r and lora_alpha. Empty trains every weight, or the adapter that
-    `model` is."""
+    """Settings of peft's LoraConfig for a new adapter, such as r and lora_alpha. If empty, every weight is trained, or only the
+    adapter if `model` is one."""
     steps: int = limited(100, at_least=1)
     """Number of batches of rollouts. Each batch gives one or more updates."""
     eval_batch_size: int = limited(256, at_least=1)
@@ -214,25 +214,25 @@ class Settings(RunSettings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device: `auto` is the GPU if there is one."""
     instruction: str = "{problem}"
-    """Text that the model reads. {problem} stands for the task's prompt."""
+    """Prompt text around each problem. {problem} stands for the task's prompt."""
     teacher: str = ""
-    """Teacher of `distill`, or reference of `troll` with centre="reference": a name as for `model`, with the same vocabulary.
-    Empty: the model as it was before training, which reads solutions too if it is the teacher."""
+    """Teacher model of `distill`, or reference model of `troll` with centre="reference": a name as for `model`, with the same
+    vocabulary. If empty, the model as it was before training; as a teacher it also gets the solutions."""
     teacher_instruction: str = ""
-    """Text that the teacher reads, with {problem}, {solution} and other columns of the task's rows. Empty: the model's text,
-    after a line with the {solution} if the model is its own teacher."""
+    """Prompt text of the teacher, with {problem}, {solution} and other columns of the task's data. If empty, the model's prompt
+    text, after a line with the {solution} if the model is its own teacher."""
     reward: tuple[str | Reward, ...] = ()
-    """Rewards that replace the task's own verdict: functions with TRL's signature, as `module:function`,
-    `file.py:function=0.5` with a weight, or Python functions. `verifier` stands for the task's own verdict."""
+    """Rewards in place of the task's verifier: functions with TRL's signature, as `module:function`, `file.py:function=0.5`
+    with a weight, or Python functions. `verifier` stands for the task's verifier."""
     tool: str = ""
-    """Tool that answers the model within a completion, in as many turns as fit: `calculator`, or a class of your own as
-    `module:Class` (corral.lab.tasks.imports.Tool). Its text is not trained on."""
+    """Tool that writes into the model's completions, as often as fits: `calculator`, or a class of your own as `module:Class`
+    (see corral.lab.tasks.imports.Tool). The tool's text is not trained on."""
     tools: tuple[str | Callable[..., Any], ...] = ()
-    """Functions that a chat model may call, as `module:function`, `file.py:function` or Python functions: TRL's `tools`. Their
+    """Functions that a chat model may call, TRL's `tools`: as `module:function`, `file.py:function` or Python functions. Their
     results are not trained on."""
     environment_factory: str | Callable[..., Any] = ""
-    """Environment whose methods a chat model may call, as `module:Class`, `file.py:Class` or a Python class: TRL's own
-    setting."""
+    """Environment whose methods a chat model may call, TRL's `environment_factory`: as `module:Class`, `file.py:Class` or a
+    Python class."""
     trainer: dict[str, Any] = field(default_factory=dict)
     """Settings of CorralConfig, checked but not yet applied."""
 

@@ -49,26 +49,27 @@ class Settings(RunSettings):
     environment_config: dict[str, Any] = field(default_factory=dict)
     """Settings of the environment."""
     tracking: dict[str, Any] = field(default_factory=dict)
-    """Controller in an environment that is not corral's: fields of corral.robot.tracking.Tracking, `steps` of an
-    episode (Gymnasium's by default) and seconds `dt` of a step (those of Gymnasium's MuJoCo tasks by default)."""
+    """Controller for an environment that is not corral's: fields of corral.robot.tracking.Tracking, number of `steps` in an
+    episode (by default Gymnasium's), and seconds `dt` of a step (by default read from Gymnasium's MuJoCo tasks)."""
     algorithm: _Algorithm = "tce"
-    """Algorithm: plans credited in segments (tce), as a whole (bbrl) or by a critic of past episodes (top_erl), or a step-based
-    baseline on stable-baselines3 (sb3-…)."""
+    """Algorithm: motion plans credited in segments (tce), as a whole (bbrl) or by a critic of past episodes (top_erl), or a
+    step-based baseline on stable-baselines3 (sb3-…)."""
     prodmp: dict[str, Any] = field(default_factory=dict)
-    """Settings of the trajectory, corral.robot.ProDMP; joints come from the environment. Baselines have no trajectory."""
+    """Settings of the trajectory generator corral.robot.ProDMP; the number of joints comes from the environment. Baselines have
+    no trajectory."""
     learner: dict[str, Any] = field(default_factory=dict)
     """Settings of the algorithm: TCEConfig, BBRLConfig, TopERLConfig or BaselineConfig."""
     iterations: int = limited(125, at_least=1)
-    """Number of batches of episodes, the steps of the run."""
+    """Number of training steps, each on one batch of episodes."""
     eval_every: int = 5
     eval_size: int = 256
     dtype: Literal["float64", "float32"] = "float64"
-    """Precision of networks and plans. Baselines are float32."""
+    """Floating-point precision of networks and plans. Baselines are float32."""
     workers: int | None = limited(None, at_least=1)
-    """Number of threads that step the environments, by default one per core. Results do not depend on it."""
+    """Number of threads that step the environments; by default one per core. Results do not depend on it."""
     simulator: Literal["mujoco", "warp"] = "mujoco"
-    """Simulator of the plans that are learned from: MuJoCo on the CPU, or MuJoCo Warp on a GPU, in float32. Warp needs
-    corral[warp], and is for plans on hopper jump and box pushing. Measurements always use MuJoCo."""
+    """Simulator for training episodes: MuJoCo on the CPU, or MuJoCo Warp on a GPU, in float32. Warp needs corral[warp], and
+    supports plans on hopper jump and box pushing. Evaluations always use MuJoCo."""
 
     report_to: str = "none"
     """Trackers of the metrics: none, tensorboard, wandb, trackio, or several of them with commas between."""
