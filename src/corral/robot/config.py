@@ -34,7 +34,7 @@ def check_device(owner: str, device: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerConfig(Checked):
-    """Settings of an episodic learner; the names are those of docs/tce.md."""
+    """Settings that all robot learners share, with the names of docs/tce.md."""
 
     iterations: int = limited(125, at_least=1)
     """Number of batches of episodes."""
@@ -55,24 +55,24 @@ class LearnerConfig(Checked):
     critic_rate: float = limited(1e-3, above=0, finite=True)
     """Learning rate of the critic's Adam."""
     decay_over: float | None = limited(None, above=0, what="a number of batches", note="inf keeps the rates constant")
-    """Number of batches over which both learning rates fall linearly to a hundredth, by default the run's. TCE was published
-    with 10,000, whatever the run's length. BBRL was published with inf, which keeps rates constant."""
+    """Number of batches over which both learning rates fall linearly to a hundredth. The default is the length of the run. TCE
+    was published with 10,000, whatever the run's length. BBRL was published with inf, which keeps rates constant."""
     weight_decay: float = limited(0.0, at_least=0, finite=True)
     """L2 penalty on the weights of both networks."""
     projection: Literal["kl", "wasserstein", "frobenius"] = "kl"
-    """Measure of the trust region."""
+    """Divergence or distance in which the trust region is measured."""
     mean_bound: float = limited(0.05, above=0, note="inf switches it off")
-    """Bound ε_μ on the move of the mean per batch."""
+    """Bound ε_μ on the change of the mean per batch."""
     cov_bound: float = limited(0.005, above=0, note="inf switches it off")
-    """Bound ε_Σ on the move of the covariance per batch."""
+    """Bound ε_Σ on the change of the covariance per batch."""
     regression: float = limited(1.0, at_least=0, finite=True)
-    """Weight of the regression KL(π_θ‖sg π̃), which draws the network into the region."""
+    """Weight of the regression loss KL(π_θ‖sg π̃), which draws the network towards the projected policy π̃."""
     entropy_floor: float | None = limited(None, finite=True)
     """Entropy per parameter to which the policy may fall by the last batch, linearly from its first entropy. None sets no
     floor."""
     floor_over: float | None = limited(None, above=0, what="a number of batches", finite=True)
-    """Batches over which the entropy floor falls: the run's without it; 7,500 as published on box pushing, however long a run
-    is."""
+    """Number of batches over which the entropy floor falls. The default is the length of the run. On box pushing 7,500 was
+    published, whatever the run's length."""
     entropy_equal: bool = False
     """True to use the floor as a ceiling too. Exploration then narrows on schedule, also in directions that no reward depends
     on."""
@@ -81,19 +81,20 @@ class LearnerConfig(Checked):
     set_covariance: bool = False
     """True to write the projected covariance into the network after a batch. Otherwise the regression alone moves it there."""
     contextual_covariance: bool = False
-    """True if the covariance depends on the context, as the mean does. Each plan then has a projection and a factor of its own,
-    which is slower."""
+    """True if the covariance depends on the context, as the mean does. Each plan then needs its own projection, which is
+    slower."""
     normalise_contexts: bool = False
     """True to normalise contexts by their mean and standard deviation. Both come from 256 resets before the first batch and
     stay fixed. Goals a few centimetres apart then differ by as much as the policy's other inputs."""
     replan_every: int | None = limited(None, at_least=1)
-    """Number of steps after which the policy plans anew, a divisor of the episode's steps. None makes one plan per episode."""
+    """Number of steps after which the policy makes a new plan, a divisor of the episode's steps. None makes one plan per
+    episode."""
     replan_from: PlanStart = "desired"
-    """Start of a new plan. "desired" is the desired position and velocity of the plan before it, so that the controller follows
-    a smooth curve. "state" is the position and velocity of the joints."""
+    """State in which a new plan starts. "desired" is the desired position and velocity of the previous plan, so that the
+    controller follows a smooth curve. "state" is the measured position and velocity of the joints."""
     deployed_bound: float = limited(math.inf, above=0, what="a divergence", note="inf measures alone")
     """Bound on the mean KL per plan between the network after a batch's updates and the network before them. Larger moves are
-    retracted. inf measures alone."""
+    pulled back. inf only measures."""
     hidden: tuple[int, ...] = limited((64, 64), each=True, at_least=1, integer=True)
     """Widths of the policy's layers."""
     critic_hidden: tuple[int, ...] = limited((64, 64), each=True, at_least=1, integer=True)
@@ -101,8 +102,8 @@ class LearnerConfig(Checked):
     normalise_critic: bool = True
     """True to normalise the critic's inputs by their running mean and standard deviation. It is False as published for BBRL."""
     critic_dtype: Literal["float64", "float32"] | None = None
-    """Precision of the critic's network, by default the run's. The critic's updates are most of TCE's arithmetic, and float32
-    takes less than half the time."""
+    """Precision of the critic's network. The default is the run's precision. The critic's updates are most of TCE's arithmetic,
+    and float32 takes less than half the time."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device of the networks. Environments stay on the CPU, and random numbers are drawn there. A run from a GPU can be
     evaluated without one."""
@@ -111,7 +112,7 @@ class LearnerConfig(Checked):
     std: float = 1.0
     """Initial standard deviation of every parameter."""
     min_std: float = 1e-4
-    """Smallest entry on the diagonal of the Cholesky factor."""
+    """Smallest value on the diagonal of the covariance's Cholesky factor."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -80,24 +80,24 @@ class ProDMP:
     basis: int
     """Number n of weights per joint. Parameters are [w_1 … w_n, goal] of joint 1, then of joint 2, …"""
     tau: float
-    """Duration τ in seconds, over which the ψ are spread."""
+    """Duration τ in seconds, over which the basis functions ψ are spread."""
     _: KW_ONLY
     alpha: float = 25.0
-    """Stiffness α. The free spring decays as e^{−α s / 2}."""
+    """Stiffness α of the spring. Without force, the motion decays as e^{−α s / 2}."""
     alpha_phase: float = 3.0
     """Rate α_x at which the force fades."""
     bandwidth: float = 3.0
-    """Narrowness of ψ_i: its precision in x is bandwidth / (distance to the next centre)²."""
+    """Narrowness of the basis functions ψ_i: precision in x is bandwidth / (distance to the next centre)²."""
     delay: float = 0.0
-    """Seconds at rest before the motion begins."""
+    """Time at rest before the motion begins, in seconds."""
     weights_scale: float = 1.0
-    """Value that a weight of 1 stands for."""
+    """Factor on the weights: the value of a weight parameter of 1."""
     goal_scale: float = 1.0
-    """Value that a goal of 1 stands for."""
+    """Factor on the goal: the value of a goal parameter of 1."""
     auto_scale: bool = False
-    """True to divide each column by its largest value over the horizon first, so that all parameters matter alike."""
+    """True to divide each parameter's effect by its largest value over the horizon, so that all parameters matter alike."""
     relative_goal: bool = False
-    """True if the goal is an offset from y_b instead of a position."""
+    """True if the goal is an offset from the start position y_b instead of a position."""
 
     def __post_init__(self) -> None:
         require(self, "dof", "basis", at_least=1, integer=True)

@@ -66,14 +66,14 @@ class TCEConfig(LearnerConfig):
     """Trace λ of the advantages, from segment to segment. It is 0 as published. With 1 a segment is credited with all rewards
     from its beginning on, which needs no critic that predicts later rewards from the state."""
     points: int = limited(25, at_least=2)
-    """Number of ends of segments per episode. Several plans share them, and each plan has at least two."""
+    """Number of segment borders per episode. Several plans share them, and each plan has at least two."""
     segments_until: float | None = limited(None, above=0, what="a number of seconds", note="inf is all of a plan")
-    """Seconds of each plan in which segments lie, by default all of it. After its τ a plan rests at its goal: likelihoods of
-    segments there depend on the goal alone, and outweigh the others in a long episode. Later rewards are still credited to
-    the last segment, and with `credit_lam` to all segments."""
+    """Seconds from the start of each plan in which segments lie. The default is the whole plan. After its τ a plan rests at its
+    goal: likelihoods of segments there depend on the goal alone, and outweigh the others in a long episode. Later rewards are
+    still credited to the last segment, and with `credit_lam` to all segments."""
     closing_segment: bool = True
-    """True if the last segment runs to the end of the episode. It is False as published, where no segment holds the last
-    reward."""
+    """True if the last segment is credited with all rewards to the end of the episode. It is False as published, where no
+    segment is credited with the last reward."""
     move_to_event: bool = False
     """True to count rewards after an event that the environment reports, such as a take-off, as earned at the event. It is True
     as published for the hopper."""
@@ -82,10 +82,9 @@ class TCEConfig(LearnerConfig):
     choice does not depend on the plan that was drawn, so that the baseline biases no gradient. But no segment then has credit
     for its effect on later rewards."""
     jitter: float = limited(1e-4, above=0, note="at 0 close points make a singular covariance")
-    """Number added to a segment's variances, relative to the largest of them."""
+    """Regulariser added to a segment's variances, relative to the largest of them."""
     common_jitter: bool = False
-    """True for one regulariser of all segments, relative to the largest variance of any, for each policy. It is True as
-    published."""
+    """True to use one regulariser for all segments of a policy, relative to their largest variance. It is True as published."""
 
     @classmethod
     def as_published(cls, **settings: Any) -> "TCEConfig":

@@ -41,15 +41,15 @@ class TopERLConfig(LearnerConfig):
     gamma: float = limited(1.0, at_least=0, at_most=1)
     """Discount γ."""
     segments: int = limited(25, at_least=1)
-    """Largest number of segments of an episode. Each update draws a number, and with it the length of segments."""
+    """Largest number of segments per episode. Each update draws a number of segments, which sets their length."""
     replay: int = limited(5000, at_least=1)
     """Number of episodes in the replay buffer."""
     batch: int = limited(512, at_least=1)
-    """Number of episodes of the replay buffer in each update, drawn with replacement."""
+    """Number of episodes drawn from the replay buffer for each update, with replacement."""
     warm_up: int = limited(300, at_least=1)
     """Number of episodes in the replay buffer before the first update."""
     target_rate: float = limited(0.005, above=0, at_most=1)
-    """Share of its distance to the critic by which the target network moves after each update of the critic."""
+    """Share of the distance to the critic by which the target network moves after each critic update."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

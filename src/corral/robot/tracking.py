@@ -29,13 +29,13 @@ class Tracking(Checked):
     velocities: tuple[int, int]
     """Index range [begin, end) of the joint velocities in the observation."""
     command: Literal["torque", "velocity", "position"] = "torque"
-    """Kind of action."""
+    """Kind of action that the environment takes."""
     p: float | Sequence[float] = 0.0
-    """Gain on the position error, one number or one per joint."""
+    """Gain on the position error, as one number or one per joint."""
     d: float | Sequence[float] = 0.0
     """Gain on the velocity error, for torque control only."""
     scale: float | Sequence[float] = 1.0
-    """Value for which an action of 1 stands."""
+    """Value of an action of 1, as one number or one per joint."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -18,7 +18,7 @@ class IncompatibleTRL(ImportError):
 
 
 def is_untested(version: str) -> bool:
-    """True if a release of TRL, or its pre-release, is newer than all tested releases."""
+    """True if this release or pre-release of TRL is newer than all tested releases."""
     from packaging.version import InvalidVersion, Version  # comes with transformers
 
     try:

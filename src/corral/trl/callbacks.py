@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 _HIDDEN_KL = 0.05
-"""Threshold for a warning: KL at one token that must lie outside the top-k tokens. The value is TROLL's bound."""
+"""Largest KL at one token, outside its top-k tokens, before a warning is logged. The value is TROLL's bound."""
 
 
 def on_any_process(flag: bool) -> bool:
@@ -62,7 +62,7 @@ class SelfCheck(TrainerCallback):
         self.say: Callable[[str], object] = logger.warning
         self.drift_reported = False
         self.tail_reported = False
-        """True once the warning about KL outside the support has been logged. Each warning is logged once."""
+        """True once the warning about KL outside the top-k tokens has been logged. Each warning is logged once."""
         self._before: int | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -412,7 +412,7 @@ def _of_trl(config: CorralConfig) -> _Refusals:
 
 
 _VLLM_LOGPROBS = 20
-"""vLLM's default `max_logprobs`, which limits the support size if vLLM runs in the trainer's process. A vLLM server has no
+"""vLLM's default `max_logprobs`, a limit on `support_size` if vLLM runs in the trainer's process. A vLLM server has no
 limit."""
 
 

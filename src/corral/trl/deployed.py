@@ -103,7 +103,7 @@ class DeployedCallback(TrainerCallback):
         self._begin()
 
     def _begin(self) -> None:
-        """Prepare for the next step."""
+        """Reset the callback for the next step."""
         self._step: _Step | None = None
         self.spent = False
         """True if the step ended before all passes over its batch, so that the trainer skips the remaining passes."""
@@ -370,12 +370,12 @@ COMPLETIONS = 8
 """Smallest number of completions measured per step. The tokens of one completion move together, so that a few long completions
 are a poor sample."""
 GOLDEN = 0.618034
-"""Golden ratio, used to spread choices evenly: the fractional parts of its multiples are even for any count."""
+"""Golden ratio. The fractional parts of its multiples spread evenly, which gives an even choice of completions."""
 
 
 @dataclass(eq=False)
 class _Rollouts:
-    """Completions of a batch that are measured, in TRL's format for scoring."""
+    """Completions whose tokens are measured, in TRL's format for scoring."""
 
     ids: Int[Tensor, "b L"]
     """Token ids of prompt and completion."""

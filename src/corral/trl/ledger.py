@@ -51,7 +51,7 @@ class Ledger:
         self._entries.append((mode, tokens, list(metrics), values, backward, more))
 
     def lines(self) -> list[_Line]:
-        """Remove all entries, wait for their copies to the host, and return the metrics of each micro-batch."""
+        """Remove and return the metrics of all micro-batches, once their copies to the host are done."""
         lines, pieces, self._entries, entries = list[_Line](), list[_Line](), [], self._entries
         for mode, tokens, names, values, backward, more in entries:
             found = {} if values is None else dict(zip(names, values.wait(), strict=True))

@@ -41,18 +41,19 @@ class VerlSettings:
 
     loss_mode: str
     objective: Mapping[str, Any] = field(default_factory=dict)
-    """The objective's settings, such as {bound: 0.15}."""
+    """Settings of the objective, such as {bound: 0.15}."""
     anchor: str = "auto"
-    """Centre of the region: `old`, recomputed by the trainer; `rollout`, the sampler's log-probs; `auto`, what suits it."""
+    """Centre of the trust region: `old` (recomputed by the trainer), `rollout` (the sampler's log-probs), or `auto` (the one
+    that suits the objective)."""
     bypass_mode: bool | None = None
-    """${algorithm.rollout_correction.bypass_mode}: whether the old log-probs that verl hands over are the sampler's."""
+    """Copy of ${algorithm.rollout_correction.bypass_mode}: true if verl passes the sampler's log-probs as the old policy's."""
     support_size: int = 64
-    """Largest number of the old policy's most likely tokens in a support."""
+    """Largest number of the old policy's most likely tokens that are stored per token (top-k support)."""
     support_mass: float = 1 - 1e-5
-    """Probability after which a support keeps no further token."""
+    """Probability that the stored tokens must reach. Further tokens are not stored."""
     deployed_bound: float | None = None
-    """δ: the largest KL between two networks that the sampler gets one after the other. Weights beyond it are retracted;
-    inf measures alone."""
+    """Largest KL δ between two networks that the sampler receives one after the other. Weights beyond it are pulled back; inf
+    only measures."""
     deployed_statistic: str = "mean"
     """Statistic of the per-token KL: "mean", "p999", "cvar" or "max"."""
 

@@ -34,20 +34,20 @@ class BaselineConfig(Checked):
     so that an update for each step is affordable. With gSDE they are launched one by one. A run from a GPU can be evaluated
     without one."""
     noise_colour: float = limited(1.0, finite=True)
-    """sb3-…-pink: exponent β of the noise's spectrum 1/f^β. Pink noise has β = 1, white noise 0 and red noise 2. For PPO 0.5
-    was best."""
+    """sb3-…-pink: exponent β of the noise's power spectrum 1/f^β. Pink noise has β = 1, white noise 0 and red noise 2. For PPO
+    0.5 was best."""
     projection: Literal["kl", "wasserstein", "frobenius"] = "kl"
-    """TRPL: measure of the trust region of a step."""
+    """TRPL: divergence or distance in which the trust region is measured."""
     mean_bound: float = limited(0.03, above=0, note="inf switches it off")
-    """TRPL: bound ε_μ on the move of the mean per batch, in each state. This default and the next two are those of published
-    code for the KL."""
+    """TRPL: bound ε_μ on the change of the mean per batch, in each state. The defaults of this setting and the next two are
+    from published code for the KL."""
     cov_bound: float = limited(0.001, above=0, note="inf switches it off")
-    """TRPL: bound ε_Σ on the move of the covariance per batch."""
+    """TRPL: bound ε_Σ on the change of the covariance per batch."""
     regression: float = limited(8.0, at_least=0, finite=True)
-    """TRPL: weight of the regression KL(π_θ‖sg π̃), which draws the network into the region."""
+    """TRPL: weight of the regression loss KL(π_θ‖sg π̃), which draws the network towards the projected policy π̃."""
     deployed_bound: float = limited(math.inf, above=0, what="a divergence", note="inf measures alone")
     """TRPL: bound on the mean KL per step between the network after a batch's updates and the network before them. Larger moves
-    are retracted. inf measures alone."""
+    are pulled back. inf only measures."""
     controller_span: float | None = limited(None, above=0, finite=True)
-    """Range of an action in radians, around the joints' positions at the start. The controller of plans leads the joints to the
-    action. None takes the environment's own actions."""
+    """Range of an action in radians, around the joints' positions at the start. The controller of plans moves the joints to the
+    action. None uses the environment's own actions."""
