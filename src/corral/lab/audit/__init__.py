@@ -1,1 +1,1 @@
-"""Audits of a run's own tokens: the effect of clipping, and the counterfactual effect of a true trust region."""
+"""Audits of a run's tokens: which tokens clipping blocks, and which tokens true trust regions would act on."""

@@ -98,7 +98,7 @@ def audit(
 
 
 def _is_sharded(trainer: GRPOTrainer) -> bool:
-    """Return True if all processes must take part in each forward pass, as with FSDP2. Untested sharding is refused."""
+    """Return True if all processes must take part in each forward pass, as with FSDP2. Other sharded weights are refused."""
     state = trainer.accelerator.state
     zero3 = state.deepspeed_plugin is not None and state.deepspeed_plugin.zero_stage == 3
     if zero3 or (trainer.is_fsdp_enabled and state.fsdp_plugin.fsdp_version != 2):

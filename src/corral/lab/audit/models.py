@@ -38,7 +38,7 @@ _Say = Callable[[str], object]
 
 @dataclass(frozen=True)
 class ModelPair:
-    """An older and a newer policy with a common vocabulary, and the settings of their comparison."""
+    """Two models with one vocabulary, the old and the new policy, with the settings of their comparison."""
 
     old: PreTrainedModel
     new: PreTrainedModel

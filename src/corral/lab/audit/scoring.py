@@ -40,7 +40,7 @@ def logp_at(
 def choose(
     lengths: Tensor, sequences: int, tokens: int, generator: torch.Generator, *, whole: bool
 ) -> list[tuple[int, Tensor]]:
-    """Draw up to `sequences` completions and `tokens` of their tokens at random, as a list of (row, sorted token ranks).
+    """Draw up to `sequences` completions and `tokens` of their tokens at random, as a list of (row, sorted token indices).
 
     Every token of the chosen completions is equally likely, so shares of tokens are unbiased. With `whole`, completions that
     do not fit as a whole are passed over.

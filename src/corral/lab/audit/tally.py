@@ -24,7 +24,7 @@ PROBABILITY = (1e-4, 1e-3, 1e-2, 0.1, 0.5, 0.9, float(np.nextafter(0.99, 0)))
 """Upper edges of the buckets of old probability, p_old of the sampled token. The last bucket is "≥ .99"."""
 PROBABILITY_NAMES = ("≤ 1e-4", "1e-4 … 1e-3", "1e-3 … .01", ".01 … .1", ".1 … .5", ".5 … .9", ".9 … .99", "≥ .99")
 _RARE = 3
-"""Number of buckets, the first ones, that hold rare tokens with an old probability of 0.01 or less."""
+"""Number of buckets with rare tokens, old probability 0.01 or less. They are the first buckets."""
 _ENTROPY = (0.01, 0.1, 0.5, 1.0, 2.0)
 _ENTROPY_NAMES = ("≤ .01", ".01 … .1", ".1 … .5", ".5 … 1", "1 … 2", "> 2")
 _SIGN_NAMES = ("negative", "zero", "positive")

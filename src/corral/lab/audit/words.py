@@ -80,7 +80,7 @@ def _clipping(audit: Audit) -> str:
 
 
 def _true_distances(audit: Audit) -> list[str]:
-    """Sentences that need true divergences: the ball of total variation, rare tokens, and DPPO and TROLL."""
+    """Sentences that need true divergences, on total variation, rare tokens, DPPO and TROLL."""
     ball, rare, found = audit.verdicts["clipped"]["tv"], audit.rare, []
     if ball.blocked:
         found.append(
@@ -125,14 +125,14 @@ def _samples(audit: Audit) -> str:
 
 
 def _mismatch(audit: Audit, silent: str) -> str:
-    """Sentence on the distance of sampler and trainer; `silent` gives the reason if the sampler reported nothing."""
+    """Sentence on the TV between sampler and trainer. Without the sampler's log-probs, `silent` gives the reason."""
     if "mismatch" not in audit.distances:
         return f"The sampler reported no log-probs {silent}."
     return f"Sampler and trainer differ on the sampled tokens by a TV of {_spread(audit.distances['mismatch'])}."
 
 
 def _staleness(audit: Audit) -> list[str]:
-    """Sentence on the ages of tokens when they were trained on."""
+    """Sentence on the age of tokens: the number of steps from sampling to training."""
     if not audit.by_age:
         return []
     first, last = audit.by_age[0], audit.by_age[-1]
@@ -145,7 +145,7 @@ def _staleness(audit: Audit) -> list[str]:
 
 
 def _alarms(audit: Audit) -> list[str]:
-    """Sentences on the steps of the first sign of collapse and of the first collapse."""
+    """Sentences on the first step with a sign of collapse, and on the first step that has collapsed."""
     if audit.steps < 2:
         return []
     if not audit.alarms:
@@ -238,7 +238,7 @@ def _exact(share: float) -> str:
 
 
 def clip_range(clip: Mapping[str, Any]) -> str:
-    """Text of the clip range: `ratio 0.8 … 1.2`."""
+    """Format the clip range: `ratio 0.8 … 1.2`."""
     if clip["name"] == "gmpo":
         return f"log-ratio within ±{number(clip['clip'])}"
     digits = 4 if clip["clip_low"] < 0.01 else 3
@@ -248,7 +248,7 @@ def clip_range(clip: Mapping[str, Any]) -> str:
 
 
 def _spread(row: Mapping[str, float]) -> str:
-    """Text of a distribution: `mean 0.002, 99.9th percentile 0.3, largest 1.2`."""
+    """Format a distribution: `mean 0.002, 99.9th percentile 0.3, largest 1.2`."""
     return f"mean {number(row['mean'])}, 99.9th percentile {number(row['p999'])}, largest {number(row['max'])}"
 
 

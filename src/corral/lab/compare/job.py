@@ -51,18 +51,18 @@ class ExecutionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """A comparison that is ready to run: checked budget and engine."""
+    """Comparison that is ready to run, with checked budget and an engine."""
 
     budget: Budget
     engine: Engine
     reductions: Mapping[str, str] = field(default_factory=dict)
-    """Loss type in TRL for each objective; empty without objectives, or if a sweep sets it."""
+    """Objective → its `loss_type` in TRL. Empty without objectives, or if a sweep sets `loss_type`."""
     warnings: Sequence[str] = ()
     """Warnings about objectives whose loss is averaged in another way (reduction) than the objective's own."""
 
 
 def set_up(comparison: Comparison, config: Path | None, execution: ExecutionConfig) -> Preparation:
-    """Check every planned run and make the engine; writes the number of threads into `comparison.training`.
+    """Check every planned run and make the engine. The number of threads is written into `comparison.training`.
 
     Args:
         config: the file of settings, if there is one.
@@ -117,7 +117,7 @@ def describe(comparison: Comparison, prepared: Preparation) -> list[tuple[str, s
 
 
 def _reduction_text(reductions: Mapping[str, str]) -> str:
-    """Reductions in words: `grpo, for every run`, or that no claims are possible."""
+    """Format the reductions: `grpo, for every run`, or a note that no claims are possible."""
     if len(set(reductions.values())) == 1:
         return f"{next(iter(reductions.values()))}, for every run"
     each = ", ".join(f"{loss_type} for {contestant}" for contestant, loss_type in reductions.items())
@@ -330,7 +330,7 @@ def run_comparison(comparison: Comparison, prepared: Preparation, view: CompareV
 
 
 def comparison_status(comparison: Comparison) -> _Status:
-    """Worst state of all runs: interrupted, failed, or finished."""
+    """Status of the comparison, from its runs: interrupted, failed, or finished."""
     states = [record.state for record in comparison.records]
     if any(state in ("waiting", "running", "interrupted") for state in states):
         return "interrupted"
@@ -369,7 +369,7 @@ def choose(comparison: Comparison) -> ChosenSettings:
 
 
 def sweep_rows(comparison: Comparison) -> list[SweepRow]:
-    """Build one row per run of the sweep. A failed run gets the worst score."""
+    """Build one row of scores per run of the sweep. A failed run gets the worst score."""
     done = [record for record in comparison.sweep_records if record.state in COUNTED]
     runs = {record.folder: read_run(comparison.folder(record)) for record in done}
     measure = main_metric([*runs.values()])
@@ -388,7 +388,7 @@ def write_report(comparison: Comparison) -> tuple[RunReport, Path]:
 
 
 def report_lines(report: RunReport) -> list[str]:
-    """Lines on the sweep with its usable ranges, the results of each contestant, and the possible claims."""
+    """List the report's lines: usable ranges of the sweep, results of each contestant, and possible claims."""
     swept = []
     for sweep in report.sweeps:
         measured = f"final {report.measure.name} and its mean over the run ({sweep.seeds_text})"

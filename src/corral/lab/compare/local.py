@@ -22,7 +22,7 @@ class Engine(Protocol):
     slots: int
     """Number of jobs that run at a time."""
     threads: int | None
-    """Threads of each job; None leaves the number to the process."""
+    """Number of threads of each job; None leaves the number to the job."""
 
     @property
     def about(self) -> str:
@@ -32,7 +32,7 @@ class Engine(Protocol):
         """Start `corral` with these arguments for the run in this folder. The folder's name identifies the job."""
 
     def poll(self) -> Mapping[str, int]:
-        """Exit statuses of jobs that ended since the last call, by name; for a killed job the negative signal number."""
+        """Exit statuses by job name, of jobs that ended since the last call. A killed job has the negative signal number."""
 
     def stop(self, name: str) -> None:
         """Request that a job ends after its step, with a checkpoint."""
@@ -120,7 +120,7 @@ def start_process(
 
 
 def environment(threads: int | None, gpu: str | None) -> dict[str, str]:
-    """Environment of a job: threads, and its visible GPU."""
+    """Environment variables of a job: number of threads, and visible GPU."""
     given = {"OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": gpu}
     return {**os.environ, **{name: str(value) for name, value in given.items() if value is not None}}
 

@@ -156,7 +156,7 @@ def parse_sweeps(texts: Sequence[str]) -> dict[str, list[Any] | None]:
 
 
 def half_decades(rates: Sequence[float], around: int = _AROUND) -> list[float]:
-    """Learning rates √10 apart, of two digits, around `rates`.
+    """Learning rates √10 apart, rounded to two digits, around `rates`.
 
     They run from `around` half-decades below the lowest to as many above the highest.
 
@@ -205,7 +205,7 @@ class Training:
     settings: Mapping[str, str | list[str]] = field(default_factory=dict)
     """Flags by the name of their setting, with a list for a repeated flag."""
     threads: int | None = None
-    """Threads of each process; None leaves the number to the process."""
+    """Number of threads of each process; None leaves the number to the process."""
 
 
 def start_arguments(kind: Kind, training: Training, run: PlannedRun, where: Path) -> list[str]:
@@ -227,7 +227,7 @@ def resume_arguments(run: PlannedRun, where: Path) -> list[str]:
 
 
 def run_settings(kind: Kind, training: Training, run: PlannedRun) -> dict[str, Any]:
-    """Flags of one run by the name of their setting: the flags that all runs share, then those of contestant and run."""
+    """Flags of one run by the name of their setting: flags that all runs share, then flags of this contestant and run."""
     name, variant = split_contestant(run.contestant)
     flags = {key: str(value).lower() if isinstance(value, bool | None) else str(value) for key, value in run.setting.items()}
     own = {contestant_key(kind, name, key): value for key, value in flags.items()}
@@ -238,7 +238,7 @@ def run_settings(kind: Kind, training: Training, run: PlannedRun) -> dict[str, A
 
 
 def split_contestant(contestant: str) -> tuple[str, dict[str, str]]:
-    """Split `troll bound=0.1 support=union` into the objective and flags for its own settings, or for any of a run's."""
+    """Split a contestant such as `troll bound=0.1 support=union` into the objective's name and flags for its settings."""
     name, *pairs = contestant.split(" ")
     if not pairs:
         return name, {}
@@ -248,7 +248,7 @@ def split_contestant(contestant: str) -> tuple[str, dict[str, str]]:
 
 
 def contestant_key(kind: Kind, contestant: str, key: str) -> str:
-    """Name of a swept setting for this contestant: robot algorithms have different names for their learning rate."""
+    """Translate the name of a swept setting for a contestant: robot algorithms have other names for their learning rate."""
     if kind == "robot" and key == RATE:
         return "learner.rate" if contestant.startswith("sb3-") else "learner.policy_rate"
     return key
@@ -272,7 +272,7 @@ class Budget:
 
 
 def check_plan(plan: ComparisonPlan, training: Training, config: Path | None = None) -> Budget:
-    """Resolve every contestant with every setting as `corral train` does; a RunError for the first invalid run.
+    """Resolve the settings of every contestant as `corral train` does. Raises a RunError for the first invalid run.
 
     Returns:
         The budget, which is the same for all: a contestant or setting with another one is refused too.
@@ -297,7 +297,7 @@ def check_plan(plan: ComparisonPlan, training: Training, config: Path | None = N
 
 
 def resolve_run(kind: Kind, training: Training, run: PlannedRun, config: Path | None = None) -> Any:
-    """Resolve the settings of one run from recipe, file, --smoke and flags."""
+    """Resolve the settings of one run from recipe, settings file, --smoke and flags."""
     return resolve(kind, training.recipe, config, run_settings(kind, training, run).items(), smoke=training.smoke)
 
 

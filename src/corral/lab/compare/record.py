@@ -106,7 +106,7 @@ class Comparison(LockedFolder):
         self.save()
 
     def resume(self, *, retry_failed: bool) -> None:
-        """Resume in this process: read states from the runs' files, and reset failed runs if they are to be retried.
+        """Resume in this process: read the runs' states from their files, and reset failed runs if `retry_failed` is set.
 
         If runs of the sweep are retried, settings are chosen again.
         """
@@ -133,7 +133,7 @@ class Comparison(LockedFolder):
 
 
 def refuse_taken(new: Comparison) -> None:
-    """Refuse a folder that contains this comparison already, another one, or other files."""
+    """Refuse a folder that already contains this comparison, another comparison, or other files."""
     path = new.path
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return

@@ -24,7 +24,7 @@ _EVERY = 60.0
 
 
 class CompareView(RunView):
-    """View for --quiet, and base of the other views: prints failures and the end. A `ScheduleView`."""
+    """View for --quiet, which prints failures and the end. The other views extend it."""
 
     def __init__(self, console: Console, problems: Console) -> None:
         super().__init__(console, problems)
@@ -121,7 +121,7 @@ def make_compare_view(*, quiet: bool) -> CompareView:
 
 
 def run_cells(records: Sequence[PlannedRun], progress: dict[str, Progress]) -> list[list[str]]:
-    """Cells of a table of runs, headings first; columns that are empty for all runs are omitted."""
+    """Build the cells of a table of runs, headings first. Columns that are empty for all runs are omitted."""
     swept, failed = any(record.setting for record in records), any(record.error for record in records)
     names = ["contestant", *(["setting"] if swept else []), "seed", "state", "step", "success", "left"]
     rows = [names + (["what went wrong"] if failed else [])]
@@ -147,7 +147,7 @@ def _run_table(records: Sequence[PlannedRun], progress: dict[str, Progress]) -> 
 
 
 def visible_records(records: Sequence[PlannedRun], most: int) -> list[PlannedRun]:
-    """Select at most `most` runs: active runs before ended runs, and the latest of these. They keep the order of the plan."""
+    """Select at most `most` runs: active runs first, then the latest finished runs. The plan's order is kept."""
     by_state = {state: [record for record in records if record.state == state] for state in _COLOURS}
     by_state["finished"].reverse()
     chosen = [record for state in _COLOURS for record in by_state[state]][:most]

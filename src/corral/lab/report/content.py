@@ -36,7 +36,7 @@ class RunReport:
     comparisons: Sequence[SavedComparison]
     measure: outcomes.Measure
     threshold: float | None
-    """Score for the column of steps until a run reaches it; None if every problem has its own threshold."""
+    """Threshold for the column "steps to reach it"; None if every problem has its own threshold."""
     metrics: Sequence[figures.Metric]
     every: int
     """Number of steps per point of a figure."""
@@ -67,7 +67,7 @@ class RunReport:
 
     @cached_property
     def styles(self) -> dict[int, tuple[int, int, int]]:
-        """Colour, marker and dash of each group, by its key. Dashes distinguish up to four settings, markers the others."""
+        """Colour, marker and dash of each group, by its key. Dashes distinguish four settings, markers any more settings."""
         settings, found = list(dict.fromkeys(group.setting for group in self.groups)), {}
         for group in self.groups:
             (colour, marker), place = self.looks[group.objective], 0 if group.chosen else settings.index(group.setting)

@@ -53,7 +53,7 @@ def assign_looks(names: Iterable[str]) -> dict[str, Look]:
 
 
 def _look(place: int) -> Look:
-    """Colour and marker by index: the first eight are all different, later ones are new combinations."""
+    """Colour and marker by index. The first eight looks differ in both; later looks are new combinations."""
     row, colour = divmod(place, len(LIGHT))
     return colour, (colour + 3 * row) % len(MARKERS)
 

@@ -29,7 +29,7 @@ class Group:
     key: int
     """Position in the report, which determines the colour."""
     objective: str
-    """Name of the objective, with its own settings that were varied: `troll bound=0.1`."""
+    """Name of the objective, with settings of this objective that were varied: `troll bound=0.1`."""
     setting: str
     """All other settings that were varied, often none: `learning_rate=0.001`."""
     problem: str
@@ -238,7 +238,7 @@ def _counted(scores: pd.DataFrame, column: str = "final") -> pd.DataFrame:
 
 
 def by_seed(scores: pd.DataFrame, group: Group, column: str = "final") -> dict[str, float]:
-    """A group's numbers in one column by seed, from runs that count in statistics."""
+    """Map each seed of a group to its number in one column, for runs that count in statistics."""
     return _counted(scores[scores["group"] == group.key], column).set_index("seed")[column].to_dict()
 
 

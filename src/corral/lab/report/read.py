@@ -66,7 +66,7 @@ class Run:
     config: Mapping[str, Any] = field(default_factory=dict)
     summary: Mapping[str, Any] = field(default_factory=dict)
     lines: Sequence[Mapping[str, Any]] = ()
-    """Lines of metrics in the order of their steps, with numbers as floats, including NaN and infinite ones."""
+    """Lines of metrics sorted by step. Their numbers are floats, which may be NaN or infinite."""
     completions: Sequence[Mapping[str, Any]] = ()
     tokens: Sequence[Mapping[str, Any]] = ()
     notes: Sequence[str] = ()
@@ -149,12 +149,12 @@ class Run:
         return self.model == "smoke" or (isinstance(command, list) and "--smoke" in command)
 
     def values(self, key: str) -> list[tuple[int, float]]:
-        """Steps at which a metric was measured, and its finite values."""
+        """List of (step, value) for every finite measurement of a metric."""
         pairs = ((int(line["step"]), line.get(key)) for line in self.lines)
         return [(step, value) for step, value in pairs if isinstance(value, float) and math.isfinite(value)]
 
     def final(self, key: str) -> float | None:
-        """Last finite value of a metric."""
+        """Last finite value of a metric; None if it was never measured."""
         return next((value for _, value in reversed(self.values(key))), None)
 
     def last(self, key: str) -> float | None:

@@ -123,7 +123,7 @@ def difference(ours: Mapping[str, float], theirs: Mapping[str, float]) -> Differ
 
 
 def holm(ps: Sequence[float | None]) -> list[float]:
-    """Adjust p-values by Holm's correction, so that of all families of comparisons at most 5 % have a false claim at p ≤ .05.
+    """Adjust p-values by Holm's correction: at p ≤ .05, at most 5 % of all families of comparisons have a false claim.
 
     The smallest of m is multiplied by m, the next by m − 1, …, and none is below one before it. None counts as one of the m,
     for it was looked at too, and becomes 1.

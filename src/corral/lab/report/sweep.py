@@ -68,7 +68,7 @@ class Cell:
 
     @property
     def is_stable(self) -> bool:
-        """True if no run failed or fell below its start."""
+        """True if no run failed or fell below its value before training."""
         return all(not row.fell_below_start and math.isfinite(row.final) and math.isfinite(row.auc) for row in self.rows)
 
 
@@ -99,7 +99,7 @@ def is_number(value: object) -> bool:
 
 
 def _sort_key(setting: Mapping[str, Any]) -> tuple[object, ...]:
-    """Sort key of a setting: numbers before texts, ascending."""
+    """Sort key that puts settings in ascending order, numbers before texts."""
     items = sorted(setting.items())
     return tuple((name, 0, value, "") if is_number(value) else (name, 1, 0.0, str(value)) for name, value in items)
 
@@ -147,7 +147,7 @@ RULE = f"the lower 95 % bounds of both are within {100 * SHARE:g} % of the tuned
 
 @dataclass(frozen=True, kw_only=True)
 class UsableRange:
-    """Values of one setting with which a contestant comes close to a tuned setting, for fixed other settings."""
+    """Values of one setting with which a contestant scores close to a tuned setting, while other settings are fixed."""
 
     contestant: str
     key: str
@@ -156,11 +156,11 @@ class UsableRange:
     tried: tuple[Value, ...]
     """Tried values of `key`: numbers ascending, then `auto`."""
     own: tuple[Value, ...]
-    """Values that are certainly close to the contestant's own tuned setting."""
+    """Values that are certainly close to this contestant's best setting."""
     overall: tuple[Value, ...]
-    """Values that are certainly close to the tuned setting of the best contestant."""
+    """Values that are certainly close to the best setting of the best contestant."""
     possible: tuple[Value, ...]
-    """Values that are possibly close to the contestant's own tuned setting: its runs do not exclude it."""
+    """Values that may be close to this contestant's best setting: its runs do not rule it out."""
     judged: bool = True
     """True if a setting was run with several seeds, so that the spread over seeds can be estimated."""
 

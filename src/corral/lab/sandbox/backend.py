@@ -19,7 +19,7 @@ BACKENDS = ("bwrap", "unshare")
 _INSIDE = Path(__file__).with_name("inside")
 _PACKAGE = "corral.lab.sandbox.inside"
 _MODULES = ("syscalls", "kernel", "filter", "root", "program", "memory", "zygote")
-"""Modules of the folder `inside`, each after the modules it imports."""
+"""Names of the modules in folder `inside`. Each module comes after the modules that it imports."""
 
 # Bound modules are given as code objects: nothing of this package has to be visible inside, nor is compiled twice.
 _BOOT = """
@@ -52,7 +52,7 @@ _REFUSAL = (
 
 
 def refusal(reasons: str) -> SandboxUnavailable:
-    """The error for a system without a sandbox: the reason, and what to do."""
+    """Build the error for a system without a working sandbox, with the reasons and what to do."""
     return SandboxUnavailable(_REFUSAL.format(reasons=reasons))
 
 

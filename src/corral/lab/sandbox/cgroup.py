@@ -15,13 +15,13 @@ from corral.lab.sandbox.result import SandboxLimits
 
 PREFIX = "corral-"
 _LIMIT_AND_EVENTS = {1: ("memory.limit_in_bytes", "memory.oom_control"), 2: ("memory.max", "memory.events")}
-"""Names of the file with the limit and of the file with the line `oom_kill`, by version of cgroups."""
+"""Version of cgroups → names of two files: the file with the limit, and the file with the line `oom_kill`."""
 _NO_SWAP = {1: ("memory.swappiness", "0"), 2: ("memory.swap.max", "0")}
 
 _WORKER_BYTES = 48 << 20
-"""Bytes for the worker itself and for a program's last error message."""
+"""Memory in bytes for the worker itself and for a program's last error message."""
 _PROCESS_BYTES = 2 << 20
-"""Bytes that every process takes: pages that a fork copies, and the kernel's tables for them."""
+"""Memory in bytes that every process takes: pages that a fork copies, and the kernel's tables for them."""
 _TRIES = 5
 _EXIT_SECONDS = 2.0
 """Seconds to wait until the last process has left a group."""
@@ -52,8 +52,10 @@ class MemoryCgroup:
             raise
 
     def set_limit(self, limits: SandboxLimits) -> None:
-        """Set the memory limit of the next program. Polling normally stops a program earlier, unless its growth is fast or
-        charged to no process."""
+        """Set the memory limit of the next program.
+
+        Polling normally stops a program earlier, unless its growth is fast or charged to no process.
+        """
         memory = limits.memory_mb << 20
         total = memory + min(limits.folder_size, memory) + limits.processes * _PROCESS_BYTES + _WORKER_BYTES
         if total != self._bound:
@@ -92,7 +94,7 @@ def sweep(parent: Path) -> None:
 
 @cache
 def find_cgroup_parent() -> tuple[Path, int] | None:
-    """A delegated cgroup, found by creating a group below it, and its version of cgroups; None if there is none."""
+    """Find a delegated cgroup by creating a group below it. Returns its path and version of cgroups, or None."""
     for place in places(Path("/proc/self/cgroup"), Path("/proc/self/mountinfo")):
         if group := make_cgroup(*place):
             group.close()

@@ -24,7 +24,7 @@ POLLING = "memory bounded by limits, polling all processes every 20 ms, and the 
 
 @cache
 def _probe(backend: str) -> tuple[str, str]:
-    """Try a backend with an empty program. Returns why it does not work here ("" if it does), and what bounds memory."""
+    """Try a backend with an empty program. Returns the reason why it fails ("" if it works), and what bounds memory."""
     try:
         with SandboxWorker(backend) as worker:
             worker.run(SandboxJob(code=""))
@@ -34,17 +34,17 @@ def _probe(backend: str) -> tuple[str, str]:
 
 
 def why_not(backend: str) -> str:
-    """The reason why a backend does not work here; "" if it works."""
+    """Return the reason why a backend does not work here; "" if it works."""
     return _probe(backend)[0]
 
 
 def memory_bound(backend: str) -> str:
-    """The mechanism that bounds the memory of all processes of a program together, for a backend that works."""
+    """Name the mechanism that bounds the memory of all processes of a program together, for a working backend."""
     return _probe(backend)[1]
 
 
 def available_backend(backend: str | None = None) -> str:
-    """The isolation backend in use; SandboxUnavailable with the reasons if there is none."""
+    """Return the isolation backend in use. Raises SandboxUnavailable with the reasons if no backend works."""
     return choose(why_not, backend)
 
 
@@ -113,5 +113,5 @@ def _shared(owner: int, workers: int | None, backend: str | None, unsafe_code_ex
 
 
 def shared_pool(workers: int | None = None, *, backend: str | None = None, unsafe_code_execution: bool = False) -> SandboxPool:
-    """The pool of this process with these settings, opened at the first call and closed when the process ends."""
+    """Return this process's pool with these settings. It opens at the first call and closes when the process ends."""
     return _shared(os.getpid(), workers, backend, unsafe_code_execution)

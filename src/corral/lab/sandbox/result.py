@@ -64,5 +64,5 @@ class SandboxJob:
 
 
 def encode(text: str) -> bytes:
-    """Text as bytes for a program; a lone surrogate becomes invalid UTF-8, since it is no character."""
+    """Encode a text as UTF-8 for a program. A lone surrogate, which is no character, becomes invalid UTF-8."""
     return text.encode("utf-8", "surrogatepass")

@@ -26,9 +26,9 @@ class FileView:
     """Files that a sandboxed program can read: absolute paths, with outer folders before inner folders."""
 
     paths: list[str]
-    """Files and folders with equal paths inside and outside."""
+    """Files and folders that have the same path outside and inside the sandbox."""
     links: list[tuple[str, str]]
-    """Symbolic links: target, and place of the link."""
+    """Symbolic links, as (target, place of the link)."""
     hidden: list[str]
     """Folders below `paths` that are empty inside: installed packages, which include this package's problems and answers."""
     devices: list[str]

@@ -15,7 +15,7 @@ _METHODS = {"clip": "ppo_clip", "dppo": "dppo", "troll": "troll"}
 
 
 def explore_page() -> str:
-    """Build a self-contained page whose Content-Security-Policy allows its own style and script only, by their digests."""
+    """Build a self-contained page. Its Content-Security-Policy allows this style and script only, by their digests."""
     style = palette_css() + _read("style.css")
     script = "\n".join(_read(name) for name in _SCRIPTS)
     sign = Safe('<svg viewBox="-6 -6 12 12" class="sign c{}" aria-hidden="true"><path d="{}"></path></svg>')

@@ -98,7 +98,7 @@ def _body(name: str) -> list[bytes]:
 
 
 def _search(starts: list[tuple[int, list[bytes]]]) -> list[bytes]:
-    """A binary search over numbers: the kernel runs a new filter on every number, and a list would cost half a millisecond."""
+    """Build a binary search over call numbers, because a list would cost half a millisecond when the filter is installed."""
     if len(starts) == 1:
         return starts[0][1]
     middle = len(starts) // 2

@@ -60,7 +60,7 @@ _top = ctypes.c_void_p(ctypes.addressof(_stack) + len(_stack) & ~15)
 
 
 def first_process() -> int:
-    """Start PID 1 of a new PID namespace and return its number here. When it dies, the kernel kills all others there.
+    """Start PID 1 of a new PID namespace and return its number here. If it dies, the kernel kills all processes there.
 
     It runs nothing but libc's pause(), on a stack of its own in this process's memory, with this process's open files: nothing
     is copied for it. This process must have no signal handlers, since they would be its too: without any, the kernel keeps from
@@ -76,7 +76,7 @@ def first_process() -> int:
 
 
 def children_go_to(process: int) -> None:
-    """Start the next children in the PID namespace of `process`, an open pidfd of a process in this namespace or below."""
+    """Start the next children in the PID namespace of `process`, a pidfd of a process in this namespace or below."""
     _check("setns", _libc.setns(process, NEW_PIDS))
 
 
@@ -117,7 +117,7 @@ def read_at(folder: int, path: str) -> str:
 
 
 def clone_mount(path: str, flags: int) -> int:
-    """A detached bind mount of `path` and all below it, with `flags` throughout."""
+    """Make a detached bind mount of `path` and all below it, with `flags` on every mount."""
     tree = _syscall("open_tree", _AT_CWD, os.fsencode(path), _CLONE_TREE | _CLOSE_ON_EXEC | _AT_RECURSIVE)
     restrict_mount(tree, flags)
     return tree

@@ -1,4 +1,4 @@
-"""Memory of all processes of a program together, read from /proc; the kernel's own limit counts each process alone."""
+"""Memory of all processes of a program together, read from /proc, because the kernel's limit counts each process alone."""
 
 import _socket
 import os
@@ -53,7 +53,7 @@ class Memory:
         return self._kills > before
 
     def group_ran_out(self) -> bool:
-        """True if the kernel has killed a process of the program for lack of memory; the cgroup holds no other processes."""
+        """True if the kernel has killed a process of the program for lack of memory. False without a cgroup."""
         return self.events is not None and self.ran_out()
 
     def _children(self, number: str) -> list[str]:

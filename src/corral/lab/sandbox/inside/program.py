@@ -1,4 +1,4 @@
-"""A program from fork to exit: limits, streams, filter, execution, exit status. The program owns its process from then on."""
+"""A program from fork to exit: limits, streams, system-call filter, execution, exit status."""
 
 import _signal  # the functions without the enumerations around them
 import atexit
@@ -20,7 +20,7 @@ OUT_OF_MEMORY = signal.SIGRTMAX
 """Signal by which a program ends after a MemoryError. Nothing else sends it, and forging it gains nothing."""
 
 _SPARE = 16 << 20
-"""Address space kept free for the report that memory has run out."""
+"""Address space kept free in bytes, for the report that memory has run out."""
 
 ENVIRONMENT = {"HOME": "/tmp", "LANG": "C.UTF-8", "PATH": "/usr/bin:/bin", "TMPDIR": "/tmp", "PYTHONDONTWRITEBYTECODE": "1"}
 
@@ -31,7 +31,7 @@ _exit, _setrlimit, _getrlimit, _ADDRESS_SPACE = os._exit, resource.setrlimit, re
 
 
 def warm_up() -> None:
-    """Do before the fork what every program would otherwise repeat: open standard streams, create the compiler's types."""
+    """Open standard streams and create the compiler's types before the fork, so that no program has to."""
     reader, writer = os.pipe()
     source = os.memfd_create("input")
     for number, file in enumerate((source, writer, writer)):  # of the kind that programs get: Python asks when it opens them
@@ -78,7 +78,7 @@ class LaunchPlan:
                 (resource.RLIMIT_MSGQUEUE, 0, 0),
             )
         ]
-        """Limits that the kernel counts per process or per user; none can be raised again."""
+        """Limits that the kernel counts per process or per user. The program cannot raise them again."""
 
 
 def _at_most(kind: int, soft: int, hard: int) -> tuple[int, tuple[int, int]]:
@@ -145,7 +145,7 @@ def _report_failure(error: BaseException) -> int:
 
 
 def _report(error: BaseException) -> None:
-    """Report an exception by the program's own hook, if it has one; errors of the hook are ignored."""
+    """Report an exception by the hook that the program has set, if any. Errors of the hook are ignored."""
     with contextlib.suppress(BaseException):
         sys.excepthook(type(error), error, error.__traceback__)
 
@@ -163,8 +163,10 @@ def _out_of_memory(error: BaseException, main: types.ModuleType) -> int:
 
 
 def _finish(main: types.ModuleType) -> int:
-    """Wait for threads, run exit handlers, release the program's objects, flush. The interpreter is not shut down, which takes
-    longer than most programs. Returns 120 if output is lost, as the interpreter does."""
+    """Wait for threads, run exit handlers, release the program's objects, and flush. Returns 120 if output is lost.
+
+    The interpreter returns 120 in this case too. It is not shut down, which takes longer than most programs.
+    """
     code = 0
     wait_for_threads = threading._shutdown  # type: ignore[attr-defined]  # private: the interpreter's own way at its end
     for step in (wait_for_threads, atexit._run_exitfuncs, main.__dict__.clear):

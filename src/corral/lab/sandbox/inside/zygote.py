@@ -83,7 +83,7 @@ class _Zygote:
         self.control = control
         self.memory = memory
         self.first = 0
-        """First process of the running program."""
+        """PID of the first process of the running program; 0 without a program."""
         self.rules = filter.Filter(filter.build(kernel.MACHINE))
         self.home = os.pidfd_open(os.getpid())
         self.complaints, self.complain = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -102,7 +102,7 @@ class _Zygote:
                 _send(self.control, self.run(json.loads(limits), list(files)))
 
     def run(self, limits: dict[str, Any], files: list[int]) -> dict[str, object]:
-        """Run one program from its first process to its last; returns how it ended.
+        """Run one program from its first process to its last. Returns its status and the seconds it took.
 
         Args:
             limits: fields of SandboxLimits.
@@ -182,7 +182,7 @@ class _Zygote:
 
 
 def _end(first: int) -> dict[int, int]:
-    """Kill a program's PID 1 and with it its whole PID namespace; returns the wait status of each of our children."""
+    """Kill a program's PID 1 and with it its whole PID namespace. Returns the wait status of each child of this process."""
     statuses: dict[int, int] = {}
     if first:
         os.kill(first, signal.SIGKILL)
