@@ -48,7 +48,7 @@ MOVED = {
     "task.tool": "lab.tasks.imports",
     "types": "tensors",
 }
-"""Old path → new path below `corral`; the modules inside a moved package move with it."""
+"""Map from old path to new path below `corral`. Modules inside a moved package move with the package."""
 
 
 ENTRY = f"{__file__}:moved"

@@ -11,7 +11,7 @@ from corral.tensors import SparseDist
 from corral.validate import number_in
 
 ANCHOR_TOLERANCE = 1e-3
-"""Largest difference, in nats, between an old policy's log-prob of the sampled token and its entry in the support."""
+"""Largest difference, in nats, between the two log-probs of the sampled token: in `logp_old` and in the old support."""
 _LOGP_MAX = 1e-3
 """Largest log-probability that rounding errors can explain; larger values are refused."""
 _MASS_TOLERANCE, _MASS_TOLERANCE_HALF = 1e-3, 5e-2
@@ -273,7 +273,7 @@ def check_id_dtype(where: str, what: str, ids: Tensor) -> None:
 
 
 def refuse_ids(where: str, what: str, low: int, high: int, *, lowest: int, vocabulary: int) -> None:
-    """Raise if the smallest or largest id lies outside `lowest` … V − 1."""
+    """Raise an error if the smallest or largest token id lies outside `lowest` … V − 1."""
     if low < lowest or high >= vocabulary:
         ignored = " At padding put any token, such as 0: the mask leaves it out." if low < lowest == 0 else ""  # labels of −100
         raise ValueError(
@@ -290,7 +290,7 @@ def check_unique(where: str, what: str, ids: Tensor) -> None:
 
 
 def refuse_repeats(where: str, what: str, repeated: bool) -> None:
-    """Raise if a row contains a token twice: its mass would count twice."""
+    """Raise an error if a support contains a token twice: its mass would count twice."""
     if repeated:
         raise ValueError(
             f"{where}: `{what}` has a token twice in one row. A support is a set: keep one of them, −1 pads the row."

@@ -62,11 +62,11 @@ class SparseDist(Tensors):
     """
 
     ids: Int[Tensor, "*b K"]
-    """Token ids, int64 (int32 accepted); −1 is padding, compacted to the end."""
+    """Token ids of the support, int64 (int32 accepted); −1 is padding, always at the end."""
     logp: Float[Tensor, "*b K"]
     """Log-probabilities of these tokens under the full softmax; −inf at padding."""
     rest: Float[Tensor, "*b"]
-    """Log mass of all tokens outside the support; −inf only if there are none."""
+    """Log tail mass, of all tokens outside the support; −inf only if there are none."""
     rest_max: Float[Tensor, "*b"] | None = None
     """Largest log-probability outside the support, a constant for autograd; None if unknown."""
 
@@ -119,7 +119,7 @@ class PackedSparseDist(Tensors):
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of storage per position of the batch."""
+        """Memory per position of the batch, in bytes."""
         stored = sum(x.numel() * x.element_size() for x in vars(self).values() if isinstance(x, Tensor))
         return stored / max(self.counts.numel(), 1)
 
@@ -146,7 +146,7 @@ class TokenBatch(Tensors):
     """Log-probs log π_old of the sampled tokens under the old policy: centre of the trust region, denominator of the ratio."""
     advantages: Float[Tensor, "B T"] | Float[Tensor, " B"]
     mask: Bool[Tensor, "B T"]
-    """True at tokens that are trained on."""
+    """True at tokens that are used for training."""
     dist_new: SparseDist | None = None
     dist_old: SparseDist | None = None
     """Distributions of the new and the old policy on the same support (sampled and top-k tokens) [B T K]."""
@@ -165,7 +165,7 @@ class TokenBatch(Tensors):
         mask: Bool[Tensor, "B T"],
         logp_rollout: Float[Tensor, "B T"] | None = None,
     ) -> "TokenBatch":
-        """Build a batch from two policies on one support, whose slot 0 is the sampled token."""
+        """Build a batch from two policies on the same support, whose first token is the sampled one."""
         return cls(new.logp[..., 0], old.logp[..., 0], advantages, mask, new, old, logp_rollout)
 
 
@@ -180,7 +180,7 @@ class ObjectiveOutput(Tensors):
     """True at tokens on which the trust region acted; `tr/active_frac` is the mean. None if it is not recorded, as in a fused
     kernel."""
     kl_after: Float[Tensor, "B T"] | None = None
-    """KL(projected‖old), for objectives that project."""
+    """KL(projected‖old) of each token, for objectives that project."""
     regression: Float[Tensor, "B T"] | None = None
     """Part of the loss that pulls the new policy back to the trust region. Sampler corrections weigh the policy gradient and
     leave this part alone. None if there is none, or if a fused kernel includes it in the loss only."""

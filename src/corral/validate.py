@@ -46,7 +46,7 @@ _ALSO_CALLED = {
     "delta": ["bound"], "epsilon_low": ["clip_low"], "epsilon_high": ["clip_high"], "lr": ["learning_rate"],
     "rate": ["learning_rate"], "batch_size": ["per_device_train_batch_size"], "max_tokens": ["max_completion_length"],
 }  # fmt: skip
-"""Names from papers and other libraries → their names here, most likely first. Spelling alone would find wrong ones."""
+"""Names from papers and other libraries → names in corral, most likely first. Spelling alone would find wrong ones."""
 
 
 def nearest(name: object, known: Iterable[str]) -> str:

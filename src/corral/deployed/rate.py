@@ -25,7 +25,7 @@ class RateController:
         require(self, "low", above=0, at_most=1)
         require(self, "high", at_least=1, finite=True)
         self.scale = 1.0
-        """Current factor on the initial learning rate."""
+        """Current factor on the initial learning rate, the product of all changes."""
 
     def update(self, distance: float, bound: float) -> float:
         """Adapt `scale` after a batch that moved the network by `distance` instead of `bound`, and return the change as a

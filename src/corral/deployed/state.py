@@ -9,7 +9,7 @@ from torch import nn
 
 @contextmanager
 def preserve_state(model: nn.Module) -> Iterator[None]:
-    """Context without gradients and dropout; afterwards the modes of all modules and the random state are restored."""
+    """Context without gradients and dropout. On exit, the modes of all modules and the random state are restored."""
     modes = [(module, module.training) for module in model.modules()]
     devices = sorted({parameter.device.index or 0 for parameter in model.parameters() if parameter.device.type == "cuda"})
     # Not inference_mode: a model may cache what it computes here, and would find it unusable in the next backward pass.

@@ -33,7 +33,7 @@ STATISTICS: dict[str, Statistic] = {
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BatchKL:
-    """Per-token KLs of a network, in nats, on N tokens of sequences that the old network sampled."""
+    """Per-token KLs between the old and the new network, in nats, on N tokens of sequences that the old network sampled."""
 
     new_old: Float[Tensor, " N"]
     """KL(new‖old) at each token. Statistics of this KL are bounded."""
@@ -42,7 +42,7 @@ class BatchKL:
     sequence: Int[Tensor, " N"]
     """Number of the sequence to which each token belongs; any integers."""
     log_ratio: Float[Tensor, " N"] | None = None
-    """log π_new − log π_old of the sampled token, if known."""
+    """Log-ratio log π_new − log π_old of each sampled token, if known."""
 
     def effective_sample_size(self) -> float:
         """Effective share of the tokens under importance weights, (Σρ)² / (N Σρ²) in (0, 1]; 1 if no ratio is known."""
@@ -64,7 +64,7 @@ class TokenKL:
     """Standard error of the mean, over independent sequences, or over tokens if sequences are unknown. None for one
     sequence."""
     seq_mean: float | None = None
-    """Mean over sequences of Σ_t KL(old‖new): an estimate of the KL of whole sequences."""
+    """Mean of Σ_t KL(old‖new) over sequences: an estimate of the KL of whole sequences."""
     seq_max: float | None = None
     """Largest sum Σ_t KL(old‖new) over one sequence."""
 

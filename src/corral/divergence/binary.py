@@ -9,7 +9,7 @@ from corral.numerics import NEAR, at_least_float32, log1mexp, require_tensors
 
 
 def binary_kl(logp_p: Float[Tensor, "*#b"], logp_q: Float[Tensor, "*#b"]) -> Float[Tensor, "*b"]:
-    """KL between the two-way distributions (p, 1 − p) and (q, 1 − q).
+    """KL between the two-way distributions (p, 1 − p) and (q, 1 − q): the sampled token or any other.
 
         KL = p log(p/q) + (1 − p) log((1 − p)/(1 − q))
 
@@ -28,7 +28,7 @@ def binary_kl(logp_p: Float[Tensor, "*#b"], logp_q: Float[Tensor, "*#b"]) -> Flo
 
 
 def binary_tv(logp_p: Float[Tensor, "*#b"], logp_q: Float[Tensor, "*#b"]) -> Float[Tensor, "*b"]:
-    """Total variation of (p, 1 − p) and (q, 1 − q), which is |p − q|.
+    """Total variation between the two-way distributions (p, 1 − p) and (q, 1 − q), which is |p − q|.
 
     Args:
         logp_p, logp_q: log-probabilities of the sampled token [*].

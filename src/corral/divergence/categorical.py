@@ -28,7 +28,7 @@ def categorical_kl(logp_p: Float[Tensor, "*#b K"], logp_q: Float[Tensor, "*#b K"
 
 
 def kl_elements(logp_p: Tensor, logp_q: Tensor, gap: Tensor) -> Tensor:
-    """Terms of KL(p‖q), one per category, −inf allowed: q where p = 0, inf where only q is 0."""
+    """Compute the terms of KL(p‖q), one per category: q where p = 0, inf where only q is 0. Log-probs may be −inf."""
     # −inf on either side leaves no usable gap, and any far one will do: the term of p = 0 is then q.
     both = (logp_p > -torch.inf) & (logp_q > -torch.inf)
     term = kl_terms(logp_p.exp(), logp_q.exp(), torch.where(both, gap, 1.0))

@@ -186,7 +186,7 @@ class _WassersteinLine(NamedTuple):
 
 
 def wasserstein_line(chol_p: Tensor, chol_q: Tensor, form: WassersteinForm, scaled: bool, diagonal: bool) -> _WassersteinLine:
-    """Line from one covariance to another, with their distance as its length.
+    """Build the straight line from one covariance to another; its length is their Wasserstein distance.
 
     With "bures" and `scaled` its start is I, in the frame of q.
 

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 def choose(where: str, impl: str, hidden: Tensor, weight: Tensor, top_k: int | None = None, given: int = 0) -> Chosen:
-    """Choose the implementation for `impl`. `"auto"` takes Triton on a GPU that supports it, and logs its choice once.
+    """Choose the implementation: "torch", "triton", or "auto" for Triton on a GPU that supports it. The choice is logged once.
 
     Args:
         where: the public function that calls, for messages.
@@ -103,14 +103,14 @@ TILES = {
     torch.float16: Tile(128, 256, 64, stages=4),
     torch.float32: Tile(64, 128, 32, warps=4),
 }
-"""Fastest tiles on an H200, by dtype. A tile has at most 256 columns, so that a column index fits in a byte."""
+"""Fastest GEMM tiles on an H200, by dtype. A tile has at most 256 columns, so that a column index fits in a byte."""
 
 SMALL_TILES = {
     torch.bfloat16: Tile(64, 128, 64, warps=4, stages=2),
     torch.float16: Tile(64, 128, 64, warps=4, stages=2),
     torch.float32: Tile(32, 64, 32, warps=4, stages=2),
 }
-"""Tiles for GPUs with less than 160 KiB of shared memory per block."""
+"""GEMM tiles for GPUs with less than 160 KiB of shared memory per block."""
 
 
 def tile_of(x: Tensor) -> Tile:

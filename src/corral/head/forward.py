@@ -25,14 +25,14 @@ HeadBackward = Callable[..., Gradients]
 
 @dataclass(frozen=True, eq=False)
 class HeadOutput(Tensors):
-    """Results of the head for the next-token distribution at each position."""
+    """Results of the LM head: log-prob, entropy and top-k distribution of the next token at each position."""
 
     SHARED: ClassVar[tuple[str, ...]] = ("report",)
 
     logp: Float[Tensor, "*b"]
-    """Log-probability of the sampled token."""
+    """Log-probability of the sampled token at each position."""
     entropy: Float[Tensor, "*b"] | None
-    """Entropy, if requested."""
+    """Entropy of the next-token distribution, if requested."""
     dist: SparseDist | None
     """Next-token distribution on the top-k or given tokens, with its tail mass, if `top_k` or `ids` was given."""
     report: Float[Tensor, "2"] | None = None

@@ -42,7 +42,7 @@ class LogitSpec:
         return self.finish_(z if bias is None else z.add_(bias))
 
     def finish_(self, z: Tensor) -> Tensor:
-        """Turn h Wᵀ + b into logits, in place."""
+        """Convert dot products with bias, h Wᵀ + b, to logits, in place."""
         if self.softcap is not None:
             return z.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
         return z.mul_(self.slope) if self.slope != 1.0 else z

@@ -80,7 +80,7 @@ class LossTerms(Tensors):
         return replace(self.batch, logp_new=logp, logp_old=logp_old, dist_new=new, dist_old=old)
 
     def __call__(self, logp: Float[Tensor, "B T"], new: SparseDist | None) -> tuple[Float[Tensor, ""], ObjectiveOutput]:
-        """Compute the weighted sum over tokens and the objective's output for a new policy."""
+        """Compute the total loss and the objective's output, given the new policy's log-probs and distribution."""
         old = self.batch.dist_old
         if self.union is not None and old is not None and new is not None:
             old = self.union.extend(old, new.ids, self.spec)
@@ -106,7 +106,7 @@ class FusedLoss:
 
     packing: Packing
     total: Tensor
-    """Weighted sum of the loss, Σ w (c · policy + regression)."""
+    """Weighted sum of the token losses, Σ w (c · policy + regression)."""
     rows: HeadRows
     output: ObjectiveOutput
     """Output of the objective for packed tokens [1, N], with metrics."""

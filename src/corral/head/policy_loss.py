@@ -29,9 +29,9 @@ class PolicyLoss:
     loss: Float[Tensor, ""]
     """Reduced loss Σ w (c · policy + regression), for the weights w and c of each token. No other field has a gradient."""
     per_token: Float[Tensor, "B T"]
-    """Unweighted loss of every token, policy + regression."""
+    """Loss of every token, policy term plus regression, before weighting."""
     logp: Float[Tensor, "B T"]
-    """New log-probs of the sampled tokens."""
+    """New policy's log-probs of the sampled tokens."""
     metrics: dict[str, Tensor]
     """Metrics of the objective. `head/dense_share` and `head/dropped_max` are included unless `report` has them."""
     entropy: Float[Tensor, "B T"] | None = None
@@ -149,7 +149,7 @@ def _fused(source: HeadInput, terms: LossTerms, tolerance: float, impl: Chosen) 
 
 
 def _attach(fused: FusedLoss, source: HeadInput, unit: Tensor | None) -> PolicyLoss:
-    """Unpack the results of a fused path and attach their gradients to autograd."""
+    """Unpack the results of a fused loss to [B T], and attach the precomputed gradients to autograd."""
     packing, rows, loss = fused.packing, fused.rows, fused.total if unit is None else fused.total * unit
     if (finish := fused.finish) is not None:
 

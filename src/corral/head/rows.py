@@ -36,7 +36,7 @@ class HeadInput(Tensors):
 
 @dataclass(frozen=True, eq=False)
 class HeadRows(Tensors):
-    """Results of the head for n tokens."""
+    """Results of the head for n tokens, one row per token."""
 
     lse: Tensor
     """Log of the softmax's normaliser, log Σ eᶻ over all logits z [n]."""
@@ -48,9 +48,9 @@ class HeadRows(Tensors):
     rest: Tensor
     """Log tail mass: the log of the summed probability of all tokens outside the support [n]."""
     entropy: Tensor
-    """Entropy [n]; zeros unless requested."""
+    """Entropy of the next-token distribution [n]; zeros unless requested."""
     rest_max: Tensor
-    """Largest log-probability outside the support [n]."""
+    """Largest log-probability among the tokens outside the support [n]."""
 
     @property
     def dist(self) -> SparseDist:
@@ -71,7 +71,7 @@ class Upstream(Tensors):
 
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Gradients of hidden states, weight and bias; None if one is not needed."""
+"""Gradients of hidden states, weight and bias; None for each that is not needed."""
 
 
 def blank_gradients(source: HeadInput, needed: Sequence[bool]) -> Gradients:

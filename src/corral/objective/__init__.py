@@ -31,7 +31,7 @@ class Objective:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Required fields of TokenBatch."""
+        """Names of the TokenBatch fields that the objective requires."""
         return self.config.needs
 
     @property

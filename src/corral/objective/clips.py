@@ -172,7 +172,7 @@ def ripo(batch: TokenBatch, config: RIPOConfig) -> ObjectiveOutput:
 
 
 _STEP = 0.05
-"""Step by which the upper bound is raised, as in the authors' code."""
+"""Step by which BAPO raises the upper clip bound, as in the authors' code."""
 
 
 def bapo(batch: TokenBatch, config: BAPOConfig) -> ObjectiveOutput:

@@ -1,4 +1,4 @@
-"""Policy-improvement bound of DPPO, for a finite horizon."""
+"""Policy-improvement bound of DPPO: a guaranteed gain in expected reward, for a finite horizon."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class ImprovementBound:
     surrogate: Float[Tensor, ""]
     """First-order gain L′ = E[R Σ_t (ρ_t − 1)]."""
     penalty_max: Float[Tensor, ""]
-    """Penalty 2 ξ T (T − 1) max_s TV(s)²: quadratic in the step, but for the worst state and with T²."""
+    """Penalty 2 ξ T (T − 1) max_s TV(s)². It is quadratic in the step, but counts the worst state, and grows with T²."""
     penalty_mean: Float[Tensor, ""]
     """Penalty 4 ξ E[Σ_t TV_t]: linear in the step."""
 

@@ -149,7 +149,7 @@ def m2po(batch: TokenBatch, config: M2POConfig) -> ObjectiveOutput:
 
 
 def clip_cov(batch: TokenBatch, config: ClipCovConfig) -> ObjectiveOutput:
-    """Clipped surrogate that leaves out a random few of the tokens with a large covariance.
+    """Clipped surrogate without a few randomly chosen tokens of large covariance.
 
         L_t = − m_t min(ρ_t Â_t, clip(ρ_t, 1 − ε_low, 1 + ε_high) Â_t)          ρ_t = π(a_t) / π_old(a_t)
         m_t = 0 on a share of all tokens, drawn from those that the clip leaves alone and  c_low < c_t < c_high
@@ -179,7 +179,7 @@ def clip_cov(batch: TokenBatch, config: ClipCovConfig) -> ObjectiveOutput:
 
 
 def kl_cov(batch: TokenBatch, config: KLCovConfig) -> ObjectiveOutput:
-    """Importance-weighted policy gradient, with a penalty on the tokens whose covariance is largest.
+    """Importance-weighted policy gradient, with a penalty on the tokens with the largest covariance.
 
         L_t = − ρ_t Â_t + β |log ρ_t| 1[t ∈ S]          ρ_t = π(a_t) / π_old(a_t)
         S: the largest  c_t = (Â_t − mean Â)(log π(a_t) − mean log π)  that are above 0, a given share of all tokens
@@ -216,5 +216,5 @@ def token_covariance(batch: TokenBatch) -> Float[Tensor, "B T"]:
 
 
 def share_count(batch: TokenBatch, share: float) -> Tensor:
-    """Number of tokens in a share of the unmasked tokens, rounded down and at least 1; a scalar on the device."""
+    """Number of unmasked tokens in a share of them, rounded down and at least 1; a scalar on the device."""
     return (batch.mask.sum().double() * share).long().clamp(min=1)

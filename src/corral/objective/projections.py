@@ -81,7 +81,7 @@ def _whole(dist: SparseDist, mask: Tensor, config: TROLLConfig) -> Float[Tensor,
 
 @torch.no_grad()
 def _leads_back(new: Tensor, centre: Tensor, batch: TokenBatch) -> Bool[Tensor, "B T"]:
-    """True for tokens whose own step, z ← z + s Â (e_a − π), lowers KL(π‖π_c).
+    """True for tokens whose own gradient step, z ← z + s Â (e_a − π), lowers KL(π‖π_c) to the centre of the ball.
 
     ∂KL/∂z_j = π_j (d_j − KL) with d = log π − log π_c, so that dKL/ds = Â (π_a (d_a − KL) − Σ_j π_j² (d_j − KL)). Never where
     the centre rules out what the new policy allows: there the KL is infinite.
@@ -110,7 +110,7 @@ def _pull(new: Tensor, projection: CategoricalProjection, mask: Tensor) -> Float
 
 
 def distill(batch: TokenBatch, config: DistillConfig) -> ObjectiveOutput:
-    """Regression onto the policy nearest to the teacher inside the old policy's KL ball.
+    """Distillation within a trust region: regression onto the policy nearest to the teacher in the old policy's KL ball.
 
         π* = argmin_r KL(r‖teacher)  s.t.  KL(r‖π_old) ≤ ε  ∝ π_old^(1−t) teacher^t          t ∈ (0, 1]
         L_t = KL(π_t‖π*_t), or KL(π*_t‖π_t) with direction="forward"

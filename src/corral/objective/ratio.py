@@ -60,7 +60,7 @@ def clip_surrogate(
     high: float | Tensor,
     dual: float | None = None,
 ) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
-    """PPO's min(ρ Â, clip(ρ, low, high) Â), and the clipped tokens: past the bound on the side that the advantage pushes to.
+    """Compute PPO's min(ρ Â, clip(ρ, low, high) Â), and a mask of clipped tokens: those moved past a bound along Â.
 
     With a dual clip c = `dual` the surrogate is at least c Â where Â < 0, and tokens with ρ > c are clipped there too.
     """

@@ -1,4 +1,4 @@
-"""Reductions of per-token losses to one number, with explicit totals so that a split batch has the whole batch's gradient."""
+"""Reductions of per-token losses to one number. Explicit totals give a split batch the gradient of the whole batch."""
 
 from typing import get_args
 
@@ -19,7 +19,7 @@ def reduce_loss(
     total: float | Tensor | None = None,
     length: float | None = None,
 ) -> Float[Tensor, ""]:
-    """Reduce a per-token loss: the local sum over the global total.
+    """Reduce per-token losses to one number: the local sum divided by the global total.
 
         token-mean                 Σ_bt L / N_tokens
         seq-mean-token-mean        Σ_b (Σ_t L / |o_b|) / N_sequences
@@ -77,7 +77,7 @@ def reduce_loss(
 def reduction_weights(
     mask: Bool[Tensor, "B T"], how: Reduction, *, total: float | Tensor | None = None, length: float | None = None
 ) -> Float[Tensor, "B T"]:
-    """Weights w [B T] of a reduction, reduce_loss(L) = Σ w L, for `policy_loss_from_hidden`.
+    """Compute the weights w [B T] with reduce_loss(L) = Σ w L, for `policy_loss_from_hidden`.
 
     Args:
         mask, how, total, length: as in `reduce_loss`.

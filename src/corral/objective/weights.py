@@ -51,7 +51,7 @@ def cispo(batch: TokenBatch, config: CISPOConfig) -> ObjectiveOutput:
 
 
 def topr(batch: TokenBatch, config: TOPRConfig) -> ObjectiveOutput:
-    """Off-policy REINFORCE with tapered importance weights.
+    """Off-policy REINFORCE (TOPR) with a capped importance weight on sequences with a negative advantage.
 
         L_t = − w Â_t log π(a_t)          w = 1 where Â_t ≥ 0,  sg[min(Π_s ρ_s, c)] where Â_t < 0
 
@@ -75,7 +75,7 @@ def topr(batch: TokenBatch, config: TOPRConfig) -> ObjectiveOutput:
 
 
 def vespo(batch: TokenBatch, config: VESPOConfig) -> ObjectiveOutput:
-    """Policy gradient with a gamma-shaped weight of the sequence ratio.
+    """Policy gradient with a smooth, gamma-shaped weight on the sequence ratio.
 
         L_t = − sg[φ(W)] Â_t log π(a_t)          φ(W) = W^k e^{λ (1 − W)},  W = Π_s π(a_s) / π_old(a_s)
 

@@ -1,4 +1,4 @@
-"""Projections of the new policy onto the nearest policy inside the trust region."""
+"""Projections: replace a new policy outside the trust region by the nearest policy inside."""
 
 from corral.projection.categorical_kl import CategoricalProjection, project_categorical_kl
 from corral.projection.entropy import EntropyProjection, project_entropy_floor

@@ -83,7 +83,7 @@ def project_categorical_kl(
 
 
 def _normalise(logp_new: Tensor, logp_old: Tensor, bound: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Convert both policies to log-softmax in one dtype and shape, with one bound per row."""
+    """Convert both policies to log-softmax in one dtype and shape, with one bound per distribution."""
     require_tensors("project_categorical_kl", logp_new=logp_new, logp_old=logp_old)
     for name, x in (("logp_new", logp_new), ("logp_old", logp_old)):
         if not x.is_floating_point():

@@ -131,7 +131,7 @@ def _inside_ball(chol: Tensor, floor: Tensor, old: Tensor, bound: Tensor, diagon
 
 @torch.no_grad()
 def _inside(chol: Tensor, old: Tensor, bound: Tensor, diagonal: bool) -> Tensor:
-    """True for covariances that certainly lie in the ball, by the test of `project_gaussian_kl`."""
+    """True for covariances that lie in the KL ball for certain, by the test of `project_gaussian_kl`."""
     return kl_of_covariances(chol, old, diagonal) * (1 + whitening_error(old, diagonal)) <= (1 + TOLERANCE) * bound
 
 

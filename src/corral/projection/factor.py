@@ -11,11 +11,11 @@ class RelativePrecision(NamedTuple):
     """Difference of the new and the old precision matrix, Q = L_oᵀ Σ⁻¹ L_o − I, in coordinates where the old one is I."""
 
     gap: Tensor
-    """Difference Q [*, D, D], or its diagonal [*, D]; 0 on rows with non-finite values."""
+    """Difference Q of the precision matrices [*, D, D], or its diagonal [*, D]; 0 on rows with non-finite values."""
     values: Tensor
     """Eigenvalues q of Q, all ≥ −1 [*, D]."""
     finite: Tensor
-    """True on rows whose values are finite [*]."""
+    """True for covariances whose values are finite [*]."""
 
 
 def relative_precision(chol: Tensor, old: Tensor, diagonal: bool) -> RelativePrecision:

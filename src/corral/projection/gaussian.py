@@ -26,7 +26,7 @@ from corral.projection.root import find_root
 from corral.validate import number_in
 
 Bound = float | Float[Tensor, "..."]
-"""A bound for all rows, or one for each row."""
+"""Bound for all Gaussians of a batch, or one for each."""
 
 TOLERANCE = 0.01
 """Largest distance from its bound at which a KL projection counts as converged, as a share of the bound."""
@@ -77,7 +77,7 @@ class _Gaussians(NamedTuple):
     mean_bound: Tensor
     cov_bound: Tensor
     shared_old_chol: Tensor
-    """`old_chol` with its original rows: a single shared factor whitens all means in one solve."""
+    """Old Cholesky factor with its original batch axes: a single shared factor whitens all means in one solve."""
     diagonal: bool
 
     @property

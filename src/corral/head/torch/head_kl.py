@@ -63,7 +63,7 @@ def head_kl_both_ways(new: HeadStates, old: HeadStates, spec: LogitSpec) -> list
 
 
 def _measure(new: HeadStates, old: HeadStates, spec: LogitSpec, *, both: bool) -> list[Tensor]:
-    """Compute [KL(new‖old)], or with `both` [KL(new‖old), KL(old‖new)]."""
+    """Compute the per-token KLs: [KL(new‖old)], or with `both` [KL(new‖old), KL(old‖new)]."""
     for name, (hidden, weight, bias) in (("new", new), ("old", old)):
         require_tensors("head_kl", **{f"hidden_{name}": hidden, f"weight_{name}": weight})
         if weight.ndim != 2 or hidden.shape[-1:] != weight.shape[-1:]:

@@ -24,7 +24,7 @@ class Shard:
     """
 
     group: dist.ProcessGroup | None = field(default=None, repr=False)
-    """Process group; None if the vocabulary is not sharded."""
+    """Process group over which the vocabulary is sharded; None if it is not."""
     start: int = 0
     vocabulary: int = 0
 

@@ -23,25 +23,25 @@ DEAD, SPARSE, DENSE = map(tl.constexpr, range(3))
 
 @dataclass(frozen=True, eq=False)
 class RowGradient:
-    """Logit gradients of N rows (tokens) in sparse form: S = K + 1 explicit entries, and one factor for all other tokens."""
+    """Logit gradients of N positions in sparse form: S = K + 1 explicit entries, and one factor for all other tokens."""
 
     ids: Tensor
-    """Token id of each explicit entry [N, S] int32; −1 is padding."""
+    """Token id of each explicit gradient entry [N, S] int32; −1 is padding."""
     value: Tensor
     """Gradient with respect to the dot product h·w of each entry's token [N, S], including the slope of the soft cap."""
     factor: Tensor
     """Summed gradient c of all tokens without an entry [N]. Each gets a part in proportion to its share of the tail mass."""
     off: Tensor
     size: Tensor
-    """L1 norms of each row's logit gradient [N]: |c| (0 if there are no other tokens), and Σ |dz| of the whole row."""
+    """L1 norms of each position's logit gradient [N]: |c| (0 if there are no other tokens), and Σ |dz| over all tokens."""
     route: Tensor
-    """Route of each row if only the part measured in `off` may be dropped: DEAD, SPARSE or DENSE [N] int32."""
+    """Route of each position if only the part in `off` may be dropped: DEAD, SPARSE or DENSE [N] int32."""
 
 
 def row_gradient(
     rows: HeadRows, tokens: Tensor, upstream: Upstream, spec: LogitSpec, weights: Tensor | None = None
 ) -> RowGradient:
-    """Compute each row's logit gradient in sparse form; `weights` [N] multiply the upstream gradients."""
+    """Compute the logit gradient of each position in sparse form; `weights` [N] multiply the upstream gradients."""
     (count, kept), device = rows.kept.shape, tokens.device
     ids, value = (torch.empty(count, kept + 1, dtype=kind, device=device) for kind in (torch.int32, torch.float32))
     factor, off, size = (torch.empty(count, device=device) for _ in range(3))
@@ -59,7 +59,7 @@ def _row_kernel(
     ids, kept, rest, logp, lse, entropy, tokens, g_kept, g_rest, g_logp, g_entropy, weights, out_ids, out_value, out_factor,
     out_off, out_size, out_route, slots_in, slots, stride_ids, stride_kept, stride_logp, slope, curve, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute one row's logit gradient: S explicit entries, and one factor c for all other tokens.
+    """Compute one position's logit gradient: S explicit entries, and one factor c for all other tokens.
 
         dz_v = g_v + g_a [v = a] − p_v G                on the support, G = g_a + Σ g_v + g_rest
         dz_v = p_v / p_rest · c,  c = g_rest − p_rest G  off it: one number c per row, shared in proportion to the tail
@@ -129,27 +129,28 @@ def _row_kernel(
 
 
 ROWS = 16
-"""Number of rows (tokens) that one program of `_route_kernel` processes."""
+"""Number of tokens (rows) that one program of `_route_kernel` processes."""
 PADDED = 16
-"""Number to whose multiple the list of dense rows is padded with −1: the width of matrix units."""
+"""Multiple to which the list of tokens with a dense gradient is padded by −1: the width of matrix units."""
 
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """Result of `route_rows`: a sparse or dense logit gradient for each of N rows (tokens), and metrics."""
+    """Result of `route_rows`: for each of N positions a sparse or a dense logit gradient, and metrics."""
 
     key: Tensor
     """Token ids of the entries in a sparse gradient [N, S] int32; V at entries that are left out."""
     counts: Tensor
-    """Number of rows with a gradient, and number of dense rows [2] int32."""
+    """Number of positions with a gradient, and number of positions with a dense gradient [2] int32."""
     dense: Tensor
-    """Indices of the dense rows, padded with −1 to a multiple of PADDED; the remaining elements are undefined [N + PADDED]."""
+    """Indices of positions with a dense gradient, padded with −1 to a multiple of PADDED [N + PADDED]. Elements after the
+    padding are undefined."""
     shares: Tensor
-    """Metrics: share of dense rows, and largest gradient share dropped by a sparse row [2]."""
+    """Metrics: share of positions with a dense gradient, and largest gradient share that a sparse gradient drops [2]."""
 
 
 def route_rows(gradient: RowGradient, spec: LogitSpec, vocabulary: int, tolerance: float, mean: Tensor | None = None) -> Routes:
-    """Choose a sparse or a dense logit gradient for each row (token).
+    """Choose a sparse or a dense logit gradient for each position.
 
     A row is dense if a sparse gradient would drop a share of `tolerance` or more. With tolerance 0 all rows with a gradient are
     dense.
@@ -178,7 +179,7 @@ def _route_kernel(
     ids, value, off, size, need, given_mean, route, key, out_share, count, slots, vocabulary, tolerance, slope, small,
     ROWS: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Choose a sparse or dense gradient for ROWS rows, and mark the entries that a sparse gradient sums."""
+    """Choose a sparse or a dense gradient for ROWS positions, and mark the entries that a sparse gradient sums."""
     if given_mean is not None:
         mean = tl.load(given_mean)
     else:  # every program adds up all rows, in the same order, sooner than another kernel would start
@@ -211,7 +212,7 @@ def _route_kernel(
 
 @triton.jit
 def _tally_kernel(route, share, counts, dense_rows, shares, count, PADDED: tl.constexpr, BLOCK: tl.constexpr):
-    """List the dense rows in one program. This fixes their order, and with it the order of the sums in dW."""
+    """List the positions with a dense gradient in one program. This fixes their order, and so the order of sums in dW."""
     with_gradient, dense, most = 0, 0, 0.0
     for begin in range(0, count, BLOCK):
         row = begin + tl.arange(0, BLOCK)
@@ -237,7 +238,8 @@ def dense_rows(
     source: HeadInput, rows: HeadRows, gradient: RowGradient, picked: Tensor, count: int, out: Gradients, *, add: bool,
     g_entropy: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Recompute the logits of the dense rows, and write their gradients into `out`; with `add`, add to dW and db.
+    """Recompute the logits of positions with a dense gradient, and write their gradients into `out`. With `add`, add to dW and
+    db.
 
     The rows are the first `count` of `picked`, which is padded with −1.
     """
@@ -294,7 +296,7 @@ def _dense_kernel(
     dots, dz, bias, picked, lse, rest, entropy, g_entropy, factor, ids, value, start, width, vocabulary, slots, before, cap,
     after, slope, curve, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK columns of one row's dense logit gradient: the factor times p / p_rest, then the explicit entries."""
+    """Compute BLOCK columns of a position's dense logit gradient: factor times p / p_rest, then the explicit entries."""
     row = tl.load(picked + tl.program_id(0))
     real = row >= 0
     row = tl.where(real, row, 0)
@@ -326,9 +328,9 @@ def _dense_kernel(
 
 
 REACH: tl.constexpr = tl.constexpr(50.0)
-"""Largest distance of a row's reference logit below log Σ eᶻ over all tokens, or above log Σ eᶻ over the tail."""
+"""Largest distance of a token's reference logit below log Σ eᶻ over the vocabulary, or above log Σ eᶻ over the tail."""
 WEAKEST: tl.constexpr = tl.constexpr(2.0**-80)
-"""Smallest factor s of a row, relative to its largest explicit entry. Explicit entries are stored divided by s."""
+"""Smallest factor s of a token, relative to its largest explicit entry. Explicit entries are stored divided by s."""
 LIKELY = 4
 """Number of explicit entries per row whose rounding errors are corrected: the sampled and the most likely tokens."""
 
@@ -344,10 +346,10 @@ class FactoredGradient:
 
     stored: Tensor
     factor: Tensor
-    """Factor s of each row [n]; 0 for rows without a gradient."""
+    """Factor s of each position [n]; 0 where there is no gradient."""
     likely: Tensor
     lost: Tensor
-    """Token ids of the first few explicit entries [n, LIKELY], −1 for padding, and the rounding errors of these entries."""
+    """Token ids of each position's first explicit entries [n, LIKELY], −1 for padding, and rounding errors of these entries."""
 
     def times_weight(self, weight: Tensor, out: Tensor) -> None:
         """Compute dH [n, H] into `out`, and correct the rounding errors of the largest entries."""
@@ -385,7 +387,7 @@ def can_store(hidden: Tensor, spec: LogitSpec) -> bool:
 
 
 def sampled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LogitSpec, tokens: Tensor) -> Tensor:
-    """Compute the logit of each row's sampled token [N], up to rounding, as a reference; without a soft cap.
+    """Compute the logit of each position's sampled token [N], up to rounding, as a reference; without a soft cap.
 
     For a token outside the vocabulary, which is refused elsewhere, it is the logit of the nearest token inside.
     """
@@ -400,7 +402,7 @@ def sampled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: Lo
 def write_entries(
     stored: Tensor, reference: Tensor, rows: HeadRows, gradient: RowGradient, spec: LogitSpec, left_out: Tensor
 ) -> FactoredGradient:
-    """Write explicit gradient entries into `stored` [n, columns], in place. Rows without a gradient get the factor s = 0.
+    """Write explicit gradient entries into `stored` [n, columns], in place. Positions without a gradient get the factor s = 0.
 
     `left_out` [n] becomes True where a row with a gradient is out of range: it gets s = 0 and is recomputed later.
     """
@@ -416,7 +418,7 @@ def write_entries(
 
 @triton.jit
 def _sampled_kernel(hidden, weight, bias, tokens, out, vocabulary, width, slope, BLOCK: tl.constexpr):
-    """Compute the logit of a row's sampled token, from its hidden state and the token's head weights."""
+    """Compute the logit of one sampled token, from its position's hidden state and the token's head weights."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.minimum(tl.maximum(tl.load(tokens + row).to(tl.int64), 0), vocabulary - 1)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -437,7 +439,7 @@ def _entries_kernel(
     stored, reference, lse, rest, off_factor, ids, value, factor, likely, lost_value, left_out, stride, slots, slope,
     LIKELY: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute a row's factor s, and write its explicit entries, divided by s, over the stored exponentials."""
+    """Compute a position's factor s, and write its explicit entries, divided by s, over the stored exponentials."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, SLOTS)
     id = tl.load(ids + row * slots + slot, mask=slot < slots, other=-1)
@@ -471,7 +473,8 @@ def _entries_kernel(
 
 @triton.jit
 def _rows_kernel(x, factor, likely, lost, weight, out, width, LIKELY: tl.constexpr, BLOCK: tl.constexpr):
-    """Multiply a slice of one row by the row's factor. Add the likely tokens' rounding errors times their weights."""
+    """Multiply a slice of one row by its factor s. With `weight`, add the likely tokens' rounding errors times their
+    weights."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     times = tl.load(factor + row)
@@ -490,18 +493,18 @@ BYTES_AT_ONCE = 7 * 2**28
 
 @dataclass(frozen=True, eq=False)
 class DenseRows:
-    """Loss and gradient of rows with a dense logit gradient. The last two GEMMs wait for `finish`, so that the host can read
-    results first."""
+    """Loss and gradient of positions with a dense logit gradient. The last two GEMMs wait for `finish`, so that the host can
+    read results first."""
 
     rows: HeadRows
     loss: LossRows
     sizes: Tensor
-    """L1 norm of each row's logit gradient, Σ |dz| [N]."""
+    """L1 norm of each position's logit gradient, Σ |dz| [N]."""
     left_out: Tensor
-    """True for rows whose gradient could not be stored and must be recomputed [N]. Their sampled token is almost impossible, or
-    their tail has a gradient but almost no mass."""
+    """True for positions whose gradient could not be stored and must be recomputed [N]. Their sampled token is almost
+    impossible, or their tail has a gradient but almost no mass."""
     finish: Callable[[], None]
-    """Function that queues the last GEMMs: the gradients of Σ weights · loss, without the rows in `left_out`."""
+    """Function that queues the last GEMMs: the gradients of Σ weights · loss, without the positions in `left_out`."""
 
 
 def dense_forward(
@@ -511,7 +514,7 @@ def dense_forward(
     out: Gradients,
     overflows: list[AsyncCopy] | None = None,
 ) -> DenseRows:
-    """Compute losses of rows with a dense logit gradient, and write their gradients into `out`.
+    """Compute losses of positions with a dense logit gradient, and write their gradients into `out`.
 
     `overflows` is as in `stream_head`.
 
@@ -564,7 +567,7 @@ def dense_forward(
 
 
 def recompute_rows(source: HeadInput, stored: DenseRows, weights: Tensor, out: Gradients) -> None:
-    """Recompute the rows in `left_out`: write their dH, and add to dW and db."""
+    """Recompute the gradients of the positions in `left_out`: write their dH, and add to dW and db."""
     picked = stored.left_out.nonzero().squeeze(-1)
     padded = torch.nn.functional.pad(picked, (0, -len(picked) % PADDED), value=-1)
     gradient = row_gradient(stored.rows, source.tokens, stored.loss, source.spec, weights)
@@ -597,7 +600,7 @@ PIECE_BYTES = 36 * 2**20
 
 
 def sparse_rows(source: HeadInput, gradient: RowGradient, key: Tensor, out: Gradients, *, add: bool) -> None:
-    """Write the gradients of rows with a sparse logit gradient; dH becomes 0 in all other rows.
+    """Write the gradients of positions with a sparse logit gradient; dH becomes 0 at all others.
 
     With `add`, dW and db are added to.
 
@@ -638,7 +641,7 @@ def sparse_rows(source: HeadInput, gradient: RowGradient, key: Tensor, out: Grad
 
 
 def _sort_by_token(key: Tensor, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort explicit entries by token. Return their tokens, their indices in [N, S], and each token's first entry [V + 1].
+    """Sort gradient entries by token. Return their tokens, their indices in [N, S], and each token's first entry [V + 1].
 
     Entries of one token stay in the order of their rows, so that sums over them repeat bit for bit. On a GPU the sort, which
     is many small kernels, runs on the side stream while dH is computed.
@@ -665,7 +668,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 @functools.lru_cache(maxsize=4)
 def _all_tokens(vocabulary: int, device: torch.device) -> Tensor:
-    """Ids of all tokens, 0 … V."""
+    """Return the token ids 0 … V on a device."""
     return torch.arange(vocabulary + 1, dtype=torch.int32, device=device)
 
 
@@ -673,7 +676,8 @@ def _all_tokens(vocabulary: int, device: torch.device) -> Tensor:
 def _hidden_kernel(
     weight, key, value, out, vocabulary, width, slots, BLOCK: tl.constexpr, SOME: tl.constexpr, SLOTS: tl.constexpr
 ):
-    """Compute a slice of one row's dH: sum its gradient entries times their tokens' weights. A peaked policy has about ten."""
+    """Compute a slice of one position's dH: sum its gradient entries times head weights. A peaked policy has about ten
+    entries."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -778,7 +782,7 @@ def head_gradients(
     mean: Tensor | None = None,
     add: bool = False,
 ) -> tuple[Routes, Callable[[], None]]:
-    """Choose sparse or dense logit gradients, and write the gradients of the rows into `out`.
+    """Choose a sparse or a dense logit gradient for each position, and write the gradients of the head into `out`.
 
     With `add`, dW and db are added to.
 
@@ -808,8 +812,8 @@ def head_gradients(
 def lm_head_backward(
     source: HeadInput, rows: HeadRows, upstream: Upstream, needed: Sequence[bool], *, tolerance: float, report: Tensor | None
 ) -> Gradients:
-    """Compute the needed gradients of `lm_head`. Write the share of dense rows and the largest share dropped to
-    `report` [2]."""
+    """Compute the needed gradients of `lm_head`. Write the share of dense gradients and the largest share dropped to `report`
+    [2]."""
     out = blank_gradients(source, needed)
     if not len(source.hidden):
         hidden, weight, bias = (None if x is None else x.zero_() for x in out)

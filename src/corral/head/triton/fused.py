@@ -21,9 +21,9 @@ from corral.objective import Objective
 from corral.support import LogpTolerance
 
 FEWEST, SMALLEST_SHARE = 128, 0.03
-"""Smallest number and share of rows that are worth a separate GEMM, for dense rows and for streamed rows."""
+"""Smallest number and share of tokens worth a separate GEMM, for both kinds: streamed (sparse) and dense gradients."""
 SMALL = 10**12
-"""Size of a GEMM, in operations, below which splitting rows costs more host time than it saves. All rows then take one
+"""Size of a GEMM, in operations, below which splitting a batch costs more host time than it saves. All tokens then take one
 route."""
 ROWS = 8
 
@@ -31,7 +31,7 @@ ROWS = 8
 def plan_rows(
     terms: LossTerms, tokens: Tensor, weight: Tensor, *, own: int | None, dense: bool, tolerance: float, limits: LogpTolerance
 ) -> tuple[Tensor, Tensor]:
-    """Validate a batch and order its unmasked tokens: streamed rows (mostly sparse gradients) first, then dense rows.
+    """Validate a batch and order its unmasked tokens: streamed ones (sparse gradient expected) first, then dense ones.
 
     A streamed row takes one GEMM and a gradient that is sparse unless `route_rows` finds otherwise, and then a fourth GEMM; a
     row planned to be dense takes three. Shapes have been checked. A row is invalid if a token id is outside the vocabulary, if
@@ -76,7 +76,7 @@ def _inspect_kernel(
     stride_t, slots, vocabulary, highest, slack, ANCHOR: tl.constexpr, DENSE: tl.constexpr, EVERY: tl.constexpr,
     SLOTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Validate each row; compute the L1 norm of its logit gradient, and the part that a sparse backward pass drops.
+    """Validate each token; compute the L1 norm of its logit gradient, and the part that a sparse backward pass drops.
 
     The size −1 marks a masked row, and the dropped part −1 an invalid row.
 
@@ -130,7 +130,7 @@ def _inspect_kernel(
 
 @triton.jit
 def _ways(off, size, row, total, mean, tolerance):
-    """Return masks of the unmasked rows, and of the rows planned to be dense."""
+    """Return masks of the unmasked tokens, and of the tokens planned to have a dense gradient."""
     whole = tl.load(size + row, mask=row < total, other=-1.0)
     dropped = tl.load(off + row, mask=row < total, other=0.0)
     unmasked = ~(whole < 0.0)
@@ -139,7 +139,8 @@ def _ways(off, size, row, total, mean, tolerance):
 
 @triton.jit
 def _order_kernel(off, size, order, counts, total, tolerance, flat, fewest, share, rest, BLOCK: tl.constexpr):
-    """Order the rows in one program, streamed rows first. The mean gradient, which separates them, is then deterministic."""
+    """Order the tokens in one program, sparse gradients first. The mean gradient, which separates both, is then
+    deterministic."""
     sizes = tl.zeros((BLOCK,), tl.float32)
     rows, refused, dense = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
     for begin in range(0, total, BLOCK):
@@ -273,7 +274,7 @@ def fused_loss(
 
 
 def _rows_of(out: Gradients, part: slice) -> Gradients:
-    """Select the gradient memory of some rows: their part of dH, and all of dW and db."""
+    """Select the gradient memory of some tokens: their part of dH, and all of dW and db."""
     d_hidden, d_weight, d_bias = out
     return None if d_hidden is None else d_hidden[part], d_weight, d_bias
 
@@ -286,7 +287,8 @@ def _gradients(
     tolerance: float,
     out: Gradients,
 ) -> tuple[Callable[[], None], Tensor]:
-    """Compute into `out` the gradients of streamed rows, which come first, and of dense rows.
+    """Compute into `out` the gradients of streamed tokens (mostly sparse), which come first, and of tokens with a dense
+    gradient.
 
     Everything that needs no host is queued now; the returned function does the rest. Also returns the share of dense rows, and
     the largest share dropped [2].

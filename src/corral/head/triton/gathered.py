@@ -1,4 +1,4 @@
-"""Compute log-probs of a few given tokens per row on a GPU, without logits of the whole vocabulary.
+"""Compute log-probs of a few given tokens per position on a GPU, without logits of the whole vocabulary.
 
 `extend_rows` puts an old policy on a union of supports; `gather_logp` serves loops that do so themselves.
 """
@@ -20,8 +20,7 @@ LEAST: tl.constexpr = tl.constexpr(LEAST_LEFT)
 def gather_logp(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LogitSpec, tokens: Tensor, logp: Tensor, ids: Tensor
 ) -> Tensor:
-    """Compute log-probabilities of the tokens `ids` [N, M] on a GPU, like `union.gather_logp`. Padding at a row's end
-    is free."""
+    """Compute log-probabilities of the tokens `ids` [N, M] on a GPU, like `union.gather_logp`. Padding at the end is free."""
     own, place = tokens[:, None], torch.arange(len(ids), device=ids.device)
     rest = torch.zeros(len(ids), device=ids.device)  # not used: nothing is taken from a tail
     return _extend(hidden, weight, bias, spec, place, own, logp[:, None], rest, torch.cat([own, ids], 1))[0][:, 1:]
@@ -55,7 +54,7 @@ def _extend(
 
 @triton.jit
 def _logits(hidden, weight, bias, id, row, vocabulary, width, before, cap, after, BLOCK: tl.constexpr):
-    """Compute the logits of some tokens [1, n] for one row."""
+    """Compute the logits of some tokens [1, n] at one position."""
     # One hidden state against n gathered rows of weights: bound by the traffic of n · H weights, and no matrix units are
     # needed.
     dots, member = tl.zeros(id.shape, tl.float32), (id >= 0) & (id < vocabulary)
@@ -74,7 +73,7 @@ def _extend_kernel(
     hidden, weight, bias, row_of, ids, kept, rest, wide, out_kept, out_rest, count, vocabulary, width, slots, joined, before,
     cap, after, BLOCK: tl.constexpr, SOME: tl.constexpr, SLOTS: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
-    """Extend one row: copy its old tokens' log-probs, compute those of the added tokens, and the remaining tail mass."""
+    """Extend one position: copy its old tokens' log-probs, compute those of the added tokens, and the remaining tail mass."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, SLOTS)
     member = tl.load(ids + row * slots + slot, mask=slot < slots, other=-1) >= 0

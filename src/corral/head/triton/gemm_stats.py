@@ -87,18 +87,18 @@ def reduce_plain(z, factor, ENTROPY: tl.constexpr, COMPILED: tl.constexpr, COLUM
 
 @dataclass(frozen=True, eq=False)
 class TileStatistics(Tensors):
-    """Statistics of each token's logits in each tile of C vocabulary columns; [N, V/C] each.
+    """Statistics of each position's logits in each tile of C vocabulary columns; [N, V/C] each.
 
     The largest logit stands apart, and the sum is relative to the second largest: the mass that remains in a tile once its
     largest logit has gone to the support is then known to full precision, however peaked the policy.
     """
 
     peak: Tensor
-    """Largest logit."""
+    """Largest logit of the tile."""
     place: Tensor
     """Column of the largest logit within the tile, uint8; on a tie, any of the equal columns."""
     second: Tensor
-    """Second largest logit."""
+    """Second largest logit of the tile."""
     others: Tensor
     """Sum Σ e^(z − second) over all columns but `place`; at least 1 if all of them are 150 below the largest."""
     weighted: Tensor
@@ -108,7 +108,7 @@ class TileStatistics(Tensors):
 def gemm_stats(
     source: HeadInput, *, store: Tensor | None = None, reference: Tensor | None = None, counter: Tensor | None = None
 ) -> TileStatistics:
-    """Compute statistics of every logit of the hidden states [N, H] times the weight [V, H], in one GEMM.
+    """Compute the statistics of all logits, from hidden states [N, H] and head weight [V, H], in one GEMM.
 
     `store` [N, tiles · C] gets e^(z − reference) of every logit, at most 2¹⁰⁰, for a `reference` [N]: a dense gradient is made
     from it, as exact in half precision as the gradient itself will be. With a `counter` [1] on the device, only that number of
@@ -175,7 +175,7 @@ def _stats_kernel(
     before, cap, after, PLAIN: tl.constexpr, ENTROPY: tl.constexpr, COMPILED: tl.constexpr, PROGRAMS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Persistent kernel of `gemm_stats`: each program computes every PROGRAMS-th tile. GROUP row blocks share weights.
+    """Persistent kernel of `gemm_stats`: each program computes every PROGRAMS-th tile. Groups of row blocks share weights.
 
     First whole tiles of plain logits, which take fewer steps to reduce, then the others: as a rule the last of each row.
     """
@@ -211,7 +211,7 @@ def _stats_kernel(
 
 @triton.jit
 def _tile_at(index, row_blocks, column_blocks, GROUP: tl.constexpr):
-    """Map an index to a tile, in an order in which a group of row blocks shares its weights: first down, then across."""
+    """Map a program's index to a tile. A group of row blocks shares its weights: the order is first down, then across."""
     # Programs that run at the same time then read GROUP blocks of hidden states and a few tiles of weights, all from L2: the
     # weights leave memory once per group, and not once per row block.
     group = index // (GROUP * column_blocks)
@@ -237,7 +237,7 @@ def _store_statistics(
     store, reference, peak, place, second, others, weighted, row_block, column_block, count, tiles, top, at, next_top, total,
     gaps, e, base, is_top, most, ENTROPY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile's statistics, and its exponentials if they are stored."""
+    """Write a tile's statistics, and the exponentials of its logits if these are stored."""
     # Every (row, tile) has one writer, so that nothing here is atomic. Statistics are [rows, tiles]: later kernels read a
     # row's.
     rows = row_block * ROWS + tl.arange(0, ROWS)

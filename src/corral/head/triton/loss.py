@@ -75,7 +75,7 @@ def expm1(x):
 
 @triton.jit
 def log1p(x):
-    """Compute log(1 + x), with the rounding of 1 + x undone."""
+    """Compute log(1 + x), with a correction for the rounding of 1 + x."""
     # What rounding did to 1 + x it did to the denominator too, and the quotient undoes it (Kahan; Goldberg 1991, theorem 4).
     one_more = 1.0 + x
     off = tl.where(one_more == 1.0, 1.0, one_more - 1.0)
@@ -92,7 +92,7 @@ def abs_difference(log_p, log_q):
 
 @triton.jit
 def binary_kl(log_p, log_q):
-    """KL between (p, 1 − p) and (q, 1 − q), like `divergence.binary_kl`."""
+    """KL between the two-way distributions (p, 1 − p) and (q, 1 − q), like `divergence.binary_kl`."""
     sure_p, sure_q = log_p >= 0.0, log_q >= 0.0
     rest_p = tl.where(sure_p, -float("inf"), tl.log(-expm1(tl.where(sure_p, -1.0, log_p))))
     rest_q = tl.where(sure_q, -float("inf"), tl.log(-expm1(tl.where(sure_q, -1.0, log_q))))
@@ -124,7 +124,7 @@ def tilt(t, log_old, p, d, common):
 
 @triton.jit
 def project(new, old, bound):
-    """Project one row onto the KL ball: log r, t, whether the bound binds, KL(r‖old), converged.
+    """Project one token's distribution onto the KL ball: log r, t, whether the bound binds, KL(r‖old), converged.
 
     Fuses `find_root` and `_project_rows` of the PyTorch projection.
     """
@@ -492,7 +492,7 @@ def _token_kernel(
 
 @triton.jit
 def _store(at, count, mask, loss, log_rho, acted, kl_mean, kl_max, kl_after, dual, converged, mismatch, flawed, regression):
-    """Write results of some rows into `LossRows.fields`."""
+    """Write results of some tokens into `LossRows.fields`."""
     tl.store(at + count * LOSS, loss, mask=mask)
     tl.store(at + count * LOG_RHO, log_rho, mask=mask)
     tl.store(at + count * ACTED, acted.to(tl.float32), mask=mask)

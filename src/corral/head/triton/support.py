@@ -17,18 +17,19 @@ from corral.head.triton.gemm_stats import TileStatistics, finish_logits, gemm_st
 from corral.support import refuse_ids, refuse_repeats
 
 WARPS = 4
-"""Number of warps of a program that processes one row (token)."""
+"""Number of warps of a program that processes one position."""
 LOWEST: tl.constexpr = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
 NOTHING: tl.constexpr = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 LEFT_ALONE, LARGEST_TAKEN, RECOMPUTED = map(tl.constexpr, range(3))
-"""States of one row's tile: no logit taken out, the largest taken out, or recomputed with any number taken out."""
+"""States of one position's vocabulary tile: no logit taken out, the largest taken out, or recomputed."""
 
 ROWS_AT_ONCE = 8192
-"""Number of tokens whose tile statistics are stored at once."""
+"""Largest number of positions whose tile statistics are stored at once."""
 ROOM = 4
 """Space for the candidates for top-k tokens, as a multiple of k. Common tokens have neighbouring ids, so k is not enough."""
 MORE_ROOM = 32
-"""Space for rows with more candidates, as a multiple of k. If it overflows, as with equal logits, the PyTorch path is used."""
+"""Space for positions with more candidates, as a multiple of k. If it overflows, as with equal logits, the PyTorch path is
+used."""
 UNION_ROOM = 8
 """Space for candidates if the host does not wait for the overflow flag, as a multiple of k. A flagged batch is recomputed."""
 MOST_LISTED = 8192
@@ -37,21 +38,22 @@ MOST_LISTED = 8192
 
 @dataclass(frozen=True, eq=False)
 class RecomputePlan:
-    """Vocabulary tiles whose logits are recomputed, for N rows. Memory suffices for all tiles, so the host need not wait."""
+    """Vocabulary tiles whose logits are recomputed, for N positions. Memory suffices for all, so that the host need
+    not wait."""
 
     state: Tensor
-    """State of each row's tiles: LEFT_ALONE, LARGEST_TAKEN or RECOMPUTED [N, tiles] uint8."""
+    """State of each position's tiles: LEFT_ALONE, LARGEST_TAKEN or RECOMPUTED [N, tiles] uint8."""
     queue: Tensor
     length: Tensor
-    """Rows for which each vocabulary tile is recomputed [tiles, N], and the number of these rows [tiles]."""
+    """Positions for which each vocabulary tile is recomputed [tiles, N], and the number of these positions [tiles]."""
     listed: Tensor
-    """Candidates of each row: id · M + slot of given tokens, ascending [N, M], or rank keys for top-k tokens [N, room]."""
+    """Candidates at each position: id · M + slot of given tokens, ascending [N, M], or rank keys for top-k tokens [N, room]."""
     filled: Tensor
-    """Number of candidates for a row's top-k tokens [N]; more than `room` if they did not fit."""
+    """Number of candidates for the top-k tokens of each position [N]; more than `room` if they did not fit."""
     floor: Tensor
-    """Lower bound on the logits of a row's top-k tokens, as an integer of equal order [N]."""
+    """Lower bound on the logits of the top-k tokens at each position, as an integer of equal order [N]."""
     overflow: Tensor
-    """Flag for top-k tokens: 1 if `filled` exceeds `room` in any row [1]."""
+    """Flag for top-k tokens: 1 if `filled` exceeds `room` at any position [1]."""
 
 
 def fits_at_once(count: int) -> bool:
@@ -217,7 +219,7 @@ def _blank_rows(part: HeadInput, slots: int) -> HeadRows:
 
 
 def _blank_plan(stats: TileStatistics, listed: int, *, own: bool) -> RecomputePlan:
-    """Allocate a recompute plan with zero counters."""
+    """Allocate an empty recompute plan."""
     (count, tiles), like = stats.peak.shape, stats.peak
     zeros = torch.zeros(tiles + 1, dtype=torch.int32, device=like.device)
     length, overflow = zeros[:tiles], zeros[tiles:]
@@ -263,7 +265,7 @@ def join_supports(given: Tensor, ranked: Tensor, most: int, joins: Tensor | None
 
 @triton.jit
 def _repeat_kernel(ids, found, slots, SLOTS: tl.constexpr, SOME: tl.constexpr):
-    """Set `found` to 1 if a row contains a token twice."""
+    """Set `found` to 1 if the ids of one position contain a token twice."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, SLOTS)
     id = tl.load(ids + row * slots + slot, mask=slot < slots, other=-1)
@@ -290,7 +292,8 @@ def rank_key(z, ids):
 
 @triton.jit
 def _load_tiles(peak, second, others, row, tiles, TILES: tl.constexpr):
-    """Load the statistics of a row's tiles: indices, mask, addresses, two largest logits, and the sum without the largest."""
+    """Load the statistics of a position's tiles: indices, mask, addresses, two largest logits, and the sum without the
+    largest."""
     # One program holds all of a row's tiles in registers: 594 of them for a vocabulary of 152,000.
     tile = tl.arange(0, TILES)
     valid = tile < tiles
@@ -302,7 +305,7 @@ def _load_tiles(peak, second, others, row, tiles, TILES: tl.constexpr):
 
 @triton.jit
 def log_sum(peak, total):
-    """Compute log Σ total e^peak; −inf if there is nothing to sum."""
+    """Compute log Σ total e^peak over tiles; −inf if there is nothing to sum."""
     top = tl.max(peak, 0)
     top = tl.where(top == -float("inf"), 0.0, top)
     return top + tl.log(tl.sum(total * tl.exp(peak - top), 0))
@@ -319,7 +322,7 @@ def whole_tiles(top, runner_up, without):
 
 @triton.jit
 def _normaliser(top, runner_up, without, weighted, lse, entropy, row, tiles, ENTROPY: tl.constexpr, TILES: tl.constexpr):
-    """Write a row's normaliser log Σ e^z, and its entropy."""
+    """Write a position's normaliser log Σ e^z, and its entropy."""
     whole, down = whole_tiles(top, runner_up, without)
     total = log_sum(top, whole)
     tl.store(lse + row, total)
@@ -339,7 +342,8 @@ def _given_kernel(
     peak, place, second, others, weighted, marks, state, queue, length, listed, values, lse, entropy, rows, tiles, slots,
     GIVEN: tl.constexpr, ENTROPY: tl.constexpr, TILES: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute a row's normaliser and entropy. Read off given tokens that are a tile's largest, and queue the other tiles."""
+    """Compute a position's normaliser and entropy. Read off given tokens that are a tile's largest, and queue the
+    other tiles."""
     row = tl.program_id(0).to(tl.int64)
     _tile, valid, here, top, runner_up, without = _load_tiles(peak, second, others, row, tiles, TILES)
     total = _normaliser(top, runner_up, without, weighted, lse, entropy, row, tiles, ENTROPY, TILES)
@@ -392,7 +396,7 @@ def _own_kernel(
     peak, place, second, others, weighted, marks, state, queue, length, listed, filled, floors, overflow, lse, entropy, rows,
     tiles, top_k, ENTROPY: tl.constexpr, TILES: tl.constexpr, ROOM: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute a row's normaliser and entropy, a lower bound on its top k logits, and the tiles to recompute.
+    """Compute a position's normaliser and entropy, a lower bound on its top k logits, and the tiles to recompute.
 
     The k-th largest among the two largest logits of every tile is such a floor. A tile whose second largest logit is below it
     holds one member at most, which is known. Bisection finds a floor that slightly more than k of these logits reach: exact
@@ -511,7 +515,7 @@ def _take_listed(
 
 @triton.jit
 def _take_largest(z, row, valid, tile, listed, filled, floors, overflow, marks, LISTED: tl.constexpr, COLUMNS: tl.constexpr):
-    """List a tile's candidates for top-k tokens: the sampled token first, then logits that reach the row's lower bound."""
+    """List a tile's candidates for top-k tokens: the sampled token first, then logits that reach the position's lower bound."""
     local = tl.arange(0, COLUMNS)
     token = tl.load(marks + row, mask=valid, other=-1)
     mine = valid & (token // COLUMNS == tile) & (token >= 0)
@@ -552,7 +556,7 @@ def _finalize_given_kernel(
     peak, second, others, state, marks, lse, rest, rest_max, values, tiles, slots, GIVEN: tl.constexpr, TILES: tl.constexpr,
     SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Finalize a row with given tokens: its tail mass, and slot 0 if the sampled token is also among the given ones."""
+    """Finalize a position with given tokens: its tail mass, and slot 0 if the sampled token is also among the given ones."""
     row = tl.program_id(0).to(tl.int64)
     total = tl.load(lse + row)
     outside, largest = _left_in_tiles(peak, second, others, state, row, tiles, TILES)
@@ -572,7 +576,7 @@ def _finalize_own_kernel(
     peak, second, others, state, listed, filled, marks, lse, logp, rest, rest_max, ids, kept, tiles, mass, top_k,
     THRESHOLD: tl.constexpr, TILES: tl.constexpr, BEST: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """Finalize a row's top-k tokens: sort the largest of the listed logits, and compute the remaining tail mass."""
+    """Finalize a position's top-k tokens: sort the largest of the listed logits, and compute the remaining tail mass."""
     row = tl.program_id(0).to(tl.int64)
     if tl.load(filled + row) > ROOM:  # no token, until the row is computed again
         every = tl.arange(0, 2 * BEST)
@@ -623,7 +627,7 @@ def _finalize_own_kernel(
 
 @triton.jit
 def _value_of(key):
-    """Convert a rank key back to its logit."""
+    """Convert an integer rank key back to its logit."""
     bits = (key >> 32).to(tl.int32)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
 
@@ -633,7 +637,7 @@ def _join_kernel(
     ids, ranked, joins, out_joined, slots, slots_in, joined, GIVEN: tl.constexpr, RANKED: tl.constexpr, SLOTS: tl.constexpr,
     SOME: tl.constexpr,
 ):  # fmt: skip
-    """Join the token ids of one row, for `join_supports`."""
+    """Join the token ids of one position, for `join_supports`."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, GIVEN)
     first = tl.load(ids + row * slots + place, mask=place < slots, other=-1)
