@@ -1,5 +1,4 @@
-"""The two kinds of training run, language models and robots: each has the modules `settings`, `smoke`, `prepare` and
-`train`."""
+"""The two kinds of training run, llm and robot: each has the modules `settings`, `smoke`, `prepare` and `train`."""
 
 from collections.abc import Iterable
 from importlib import import_module

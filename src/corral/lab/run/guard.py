@@ -11,8 +11,8 @@ from corral.lab.run.settings import GuardMode
 
 @dataclass(frozen=True, kw_only=True)
 class CollapseLimits:
-    """Thresholds of collapse. A threshold counts once `patience` successive lines of metrics exceed it, to ignore an odd
-    batch."""
+    """Thresholds of collapse. A value must be beyond its threshold on `patience` successive lines of metrics, to ignore odd
+    batches."""
 
     success_share: float = 0.5
     """Success below this share of the run's best success is a collapse, if success also fell by `success_margin`."""

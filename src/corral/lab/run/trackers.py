@@ -1,5 +1,4 @@
-"""Trackers of metrics: TensorBoard, wandb and trackio. Robots' runs log through this module, language models through
-transformers."""
+"""Trackers of metrics (TensorBoard, wandb, trackio) for robots' runs; language models log through transformers."""
 
 import json
 import os

@@ -1,5 +1,4 @@
-"""Terminal output of a run: a live panel in a terminal, plain lines elsewhere, and with --quiet only warnings and the
-result."""
+"""Terminal output of a run: a live panel, or plain lines outside a terminal; with --quiet only warnings and the result."""
 
 import math
 import os

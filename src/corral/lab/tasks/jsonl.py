@@ -94,7 +94,7 @@ class Jsonl(MathTask):
 
 
 def read_reward(name: str, value: Any) -> float:
-    """Convert a reward (bool, NumPy or torch number) to a float from 0 to 1. Raises an error in a sentence if it is none."""
+    """Convert a reward (bool, NumPy or torch number) to a float from 0 to 1; raises ValueError for anything else."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one is torch's, for more than one element

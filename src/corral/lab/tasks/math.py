@@ -219,7 +219,7 @@ def _brackets(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class MathTask(FiniteTask):
-    r"""A finite task whose answers are mathematics: (1 − w)·[right] + w·[in the required form], with w = `format_weight`.
+    r"""Base class of mathematical tasks. The reward is (1 − w)·[correct] + w·[in the required form], with w = `format_weight`.
 
     "In the required form" is an answer, right or wrong, that stands in \boxed{…} (or behind ####) and is not empty. Where it is
     extracted from otherwise: corral.lab.tasks.math.

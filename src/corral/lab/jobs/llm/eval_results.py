@@ -175,7 +175,7 @@ class EvalFolder(LockedFolder):
         _write_rows(self.parts / f"{index:06}.parquet", rows)
 
     def finish(self, rows: list[Row], result: dict[str, Any]) -> None:
-        """Write all completions into one file, then the result, and delete the parts."""
+        """Finish an evaluation: write all completions to one file and the result to another, and delete the per-batch files."""
         _write_rows(self.completions, rows)
         write_json(self.result, result)
         shutil.rmtree(self.parts, ignore_errors=True)

@@ -36,7 +36,7 @@ class Subject:
     """A model to evaluate, with the run's settings if the model is a checkpoint of a run."""
 
     name: str
-    """Name as the user gave it."""
+    """Name of the model or run, as the user gave it."""
     model: str
     """Name or path for `load_model`."""
     identity: dict[str, Any]

@@ -1,5 +1,4 @@
-"""Evaluation on held-out problems: sample completions in batches, grade them, and estimate success with confidence
-intervals."""
+"""Evaluation on held-out problems: sample completions, grade them, and estimate success with confidence intervals."""
 
 import hashlib
 import json

@@ -24,7 +24,7 @@ _OF_TRAINING = ("optimizer", "scheduler", "rng_state", "scaler", "trainer_state.
 
 
 def _card(run: RunFolder, name: str, step: int, *, adapter: bool) -> str:
-    """Write the model card of a run's checkpoint: measurements, settings, and whom to cite."""
+    """Build the model card of a run's checkpoint: measurements, settings, and whom to cite."""
     config = run.read_config()
     settings: dict[str, Any] = config["settings"]
     model, task, objective = (str(settings.get(key)) for key in ("model", "task", "objective"))
@@ -44,7 +44,7 @@ def _card(run: RunFolder, name: str, step: int, *, adapter: bool) -> str:
 
 
 def _public(value: Any) -> Any:
-    """Make a setting safe to publish on a model card: without secrets, and with paths cut to file names."""
+    """Make a setting safe to publish on a model card: without secrets, and with absolute paths cut to file names."""
     if isinstance(value, Mapping):
         return {key: _public(entry) for key, entry in value.items() if not SECRET.search(key)}
     return Path(value).name if isinstance(value, str) and os.path.isabs(value) else value

@@ -1,5 +1,4 @@
-"""Loading of user objectives by path: `file.py:function` or `module:function`, with a dataclass of settings in the same
-file."""
+"""Loading of user objectives by path: `file.py:function` or `module:function`, with settings in a dataclass beside it."""
 
 import inspect
 from collections.abc import Callable

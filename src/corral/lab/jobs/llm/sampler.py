@@ -19,7 +19,7 @@ Backend = Literal["transformers", "vllm"]
 
 
 def choose_backend(requested: str, subject: Subject, device: str, *, played: bool = False) -> Backend:
-    """Resolve the sampler's name: `auto` is vLLM if it is installed and a GPU is used, else transformers."""
+    """Resolve the sampler's name: `auto` is vLLM on a GPU if it is installed and can run the model, else transformers."""
     reasons = [
         (played, "tools and environments are played with transformers here."),
         (find_spec("vllm") is None, "vLLM is not installed. Install it: pip install vllm."),

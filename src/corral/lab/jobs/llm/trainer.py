@@ -1,5 +1,4 @@
-"""Trainer of `corral train`: a CorralTrainer with a run folder, success on held-out problems, a guard and sampled
-completions."""
+"""Trainer of `corral train`: CorralTrainer with a run folder, measured success, a guard and sampled completions."""
 
 import logging
 import math
@@ -261,7 +260,7 @@ class RunTrainer(CorralTrainer, TrainerCallback):
         return str(self.record.path / "checkpoints" / ".writing")
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Load the random states late: training has already begun when TRL calls this method."""
+        """Load a checkpoint's random states, or raise RunError. TRL calls this method only after training has begun."""
         try:
             super()._load_rng_state(checkpoint)
         except Exception as error:  # pickle, torch, NumPy and Python have one each for a damaged file

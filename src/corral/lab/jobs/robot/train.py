@@ -175,7 +175,7 @@ def is_captured() -> bool:
 
 
 def select_watched(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Select and rename the metrics in which the guard looks for a collapse."""
+    """Select the metrics in which the guard looks for a collapse."""
     return {key: line[key] for key in _WATCHED if key in line}
 
 

@@ -18,7 +18,7 @@ from corral.lab.tasks.code.value import decode, encode  # inside, both are there
 
 
 def serve(program: str, entry: str, show_changes: bool = False) -> None:
-    """Call the function `entry` of `program` for each line of standard input (its arguments), and print one result per line.
+    """Call the function `entry` of `program` once per line of standard input (its arguments); write one result per line.
 
     The program's own input and output lead nowhere. A line holds a list of arguments, or a tuple of such a list and a dict of
     those with names; the answer holds the value, or the name of what was raised; with `show_changes`, the arguments after the
@@ -45,7 +45,7 @@ def serve(program: str, entry: str, show_changes: bool = False) -> None:
 
 
 def _lead_nowhere(*files: int) -> None:
-    """Point open files to /dev/null."""
+    """Redirect open file descriptors to /dev/null."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for file in files:
         os.dup2(nowhere, file)
