@@ -68,7 +68,7 @@ def new_path(name: str) -> str | None:
 
 
 class MovedFinder(Loader):
-    """Finder for `ENTRY` that makes an old path another name of the module at its new path."""
+    """Import finder for old paths: the old name loads the module at the new path."""
 
     def find_spec(self, fullname: str, target: ModuleType | None = None) -> ModuleSpec | None:
         """Find a module spec for an old path, or for a package that holds old paths; None for any other name."""

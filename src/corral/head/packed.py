@@ -116,7 +116,7 @@ class FusedLoss:
 
 
 class PrecomputedGradients(torch.autograd.Function):
-    """Autograd function whose gradients exist before backward: `finish` multiplies them by the upstream gradient and `unit`.
+    """Autograd function with gradients computed in the forward pass: `finish` scales them by the upstream gradient and `unit`.
 
     It can be used once.
     """

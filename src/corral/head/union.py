@@ -30,7 +30,7 @@ def gather_logp(
     *,
     impl: str = "auto",
 ) -> Float[Tensor, "N M"]:
-    """Compute log-probabilities of the tokens `ids`, relative to one known token of each row; −inf at padding (−1).
+    """Compute log-probabilities of the tokens `ids`, relative to one known token per position; −inf at padding (−1).
 
         log p(v) = log p(a) + z_v − z_a
 

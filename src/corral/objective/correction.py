@@ -100,7 +100,7 @@ class Correction:
     name: str
     config: Any
     check: bool = True
-    """If True, refuse values that cannot be log-probabilities, as in objectives."""
+    """If True, refuse values that cannot be log-probabilities, such as logits or probabilities."""
 
     def __call__(self, batch: TokenBatch) -> Float[Tensor, "B T"]:
         check_batch(self.name, batch, {"logp_rollout"}, check=self.check)

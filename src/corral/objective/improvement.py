@@ -20,11 +20,11 @@ class ImprovementBound:
     """Terms of the bound J(π) − J(π_old) ≥ surrogate − min(penalty_max, penalty_mean)."""
 
     surrogate: Float[Tensor, ""]
-    """First-order gain L′ = E[R Σ_t (ρ_t − 1)]."""
+    """First-order gain in expected reward, L′ = E[R Σ_t (ρ_t − 1)]."""
     penalty_max: Float[Tensor, ""]
-    """Penalty 2 ξ T (T − 1) max_s TV(s)². It is quadratic in the step, but counts the worst state, and grows with T²."""
+    """Penalty from the largest total variation, 2 ξ T (T − 1) max_s TV(s)². It is quadratic in the step, and grows with T²."""
     penalty_mean: Float[Tensor, ""]
-    """Penalty 4 ξ E[Σ_t TV_t]: linear in the step."""
+    """Penalty from the expected sum of total variations, 4 ξ E[Σ_t TV_t]. It is linear in the step."""
 
     @property
     def bound(self) -> Float[Tensor, ""]:

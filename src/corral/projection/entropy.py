@@ -21,7 +21,7 @@ _MAX_STEPS = 128
 
 @dataclass(frozen=True, eq=False)
 class EntropyProjection:
-    """Covariance with sufficient entropy, and the projection's status for each row."""
+    """Covariance with sufficient entropy, and the solver's status for each row of the batch."""
 
     chol: Float[Tensor, "... D"]
     """Projected Cholesky factor L̃ [*, D, D], or standard deviations [*, D]; gradients flow to `chol` only."""

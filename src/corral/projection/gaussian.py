@@ -37,7 +37,7 @@ _MAX_STEPS = 64
 
 @dataclass(frozen=True, eq=False)
 class GaussianProjection:
-    """Projected policy with its status for each row.
+    """Projected Gaussian policy, with the solver's status for each row of the batch.
 
     Means have rows *b and covariances rows *c: a covariance that all means share is projected once, and stays one.
     """
@@ -129,7 +129,7 @@ def _radial(distance: Tensor, bound: Tensor) -> _Part:
 
 
 def _step_mean(g: _Gaussians, distance: Tensor) -> _Part:
-    """Compute the projected mean μ̃ = μ_o + t (μ − μ_o): the nearest mean to μ within the bound, in any quadratic form.
+    """Compute the projected mean μ̃ = μ_o + t (μ − μ_o), the nearest mean to μ within the bound.
 
     `distance` is differentiable in the mean, so that at the bound μ̃ moves along the ellipsoid and not further out.
     """

@@ -25,7 +25,7 @@ def find_root(
     scale: Float[Tensor, "*b"],
     max_steps: int = 24,
 ) -> Root:
-    """Find the root of an increasing function on (0, 1], row by row.
+    """Find the root of an increasing function on (0, 1], for every row of a batch.
 
         x ← x − f(x)/f′(x),   or the middle of the bracket where that step would leave it, or would not
                               be half as long as the last but one: a row may otherwise jump to and fro for ever

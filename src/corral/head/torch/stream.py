@@ -98,7 +98,7 @@ MOST_ROWS = 2048
 HELD = {"cpu": 2**24, "cuda": 2**27}
 """Largest number of logits stored at once: 64 MiB on a CPU, 512 MiB on a GPU."""
 COLUMNS = 4096
-"""Number of logits of a row that are exponentiated at once, so that they stay in the CPU's cache."""
+"""Number of logits at one position that are exponentiated at once, so that they stay in the CPU's cache."""
 IMPOSSIBLE = -1e4
 """Finite value in place of −inf for x = z − max z: eˣ and x eˣ are 0 in every dtype, and 0 · x is still 0."""
 
@@ -110,7 +110,7 @@ class Outside(Tensors):
     mass: Tensor
     """Exponentials e^(z − m) of all logits z [n, V], with m = `peak`; 0 at tokens of the support."""
     peak: Tensor
-    """Reference logit m of each row [n]: the largest logit outside the support."""
+    """Reference logit m at each position [n]: the largest logit outside the support."""
 
 
 def scan_rows(source: HeadInput, shard: Shard, *, outside: bool = False) -> Iterator[tuple[slice, HeadRows, Outside | None]]:
@@ -249,7 +249,7 @@ class HeadGradients(Tensors):
 
 
 class Marks:
-    """Tokens with gradients of their own, such as the top-k tokens of each row [n, M], sorted by block of the vocabulary."""
+    """Tokens with gradients of their own at each position, such as top-k tokens [n, M], sorted by block of the vocabulary."""
 
     def __init__(self, ids: Tensor, blocks: Sequence[slice], first: int = 0) -> None:
         """Sort the ids into vocabulary blocks, the first of which starts at token `first`. −1 and ids outside are in

@@ -330,9 +330,9 @@ def _dense_kernel(
 REACH: tl.constexpr = tl.constexpr(50.0)
 """Largest distance of a token's reference logit below log Σ eᶻ over the vocabulary, or above log Σ eᶻ over the tail."""
 WEAKEST: tl.constexpr = tl.constexpr(2.0**-80)
-"""Smallest factor s of a token, relative to its largest explicit entry. Explicit entries are stored divided by s."""
+"""Smallest factor s of a stored gradient, relative to its largest explicit entry. Entries are stored divided by s."""
 LIKELY = 4
-"""Number of explicit entries per row whose rounding errors are corrected: the sampled and the most likely tokens."""
+"""Number of entries per position whose rounding errors are corrected: those of the sampled and the most likely tokens."""
 
 
 @dataclass(frozen=True, eq=False)
