@@ -57,7 +57,8 @@ def sentence(runs: Sequence[Row]) -> str:
     return (
         f"TROLL reaches {100 * LEVEL:.0f} % held-out success after {ours:.1f} batches of rollouts. "
         f"PPO's clip takes {tuned:.1f}, with the best learning rate and number of\npasses that were tried. "
-        f"These are medians of [{seeds} fresh seeds]({study}#fresh-seeds), with the script's task and model but batches of 512. "
+        f"These are medians of [{seeds} fresh seeds]({study}#fresh-seeds), with the script's task and model but "
+        "batches of 512. "
         f"On {above} of {places} [other tasks and\nstarting models]({study}#elsewhere) TROLL ends above clip.\n"
     )
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
-from corral.trl.card import PAPERS, model_card, settings_section
+from corral.objective.config import OBJECTIVES
+from corral.trl.card import model_card, settings_section
 from corral_trl.tiny_models import make_trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,10 +29,11 @@ def test_a_trainers_card_names_objective_settings_and_paper(objective: str, cite
         assert "trained with corral's ppo_clip." in card.content
         assert "arxiv" not in card.content.lower().replace("vonwerra", "")
     else:
-        paper = PAPERS[objective]
-        assert f"a method introduced in [{paper['title']}](https://huggingface.co/papers/{paper['id']})" in card.content
-        assert paper["citation"] in card.content
-        assert paper["citation"] in (ROOT / "docs" / "cite.md").read_text(), "as it is cited elsewhere"
+        paper = OBJECTIVES[objective][1].paper
+        assert paper is not None
+        assert f"a method introduced in [{paper.plain_title}](https://huggingface.co/papers/{paper.arxiv})" in card.content
+        assert paper.bibtex in card.content
+        assert paper.bibtex in (ROOT / "docs" / "cite.md").read_text(), "as it is cited elsewhere"
         assert f"@misc{{{cited}," in card.content
 
 

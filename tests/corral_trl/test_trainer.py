@@ -1015,6 +1015,8 @@ class TestContract:
         "_prepare_inputs": ["self", "generation_batch"],
         "_maybe_log_save_evaluate": ["self", "tr_loss", "grad_norm", "model"],
         "_save_checkpoint": ["self", "model", "trial"],
+        "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
+        "create_model_card": ["self", "model_name", "dataset_name", "tags"],
     }
 
     @pytest.mark.skipif(trl.__version__.startswith("1.14."), reason="only 1.14 hides its parameters behind *args")

@@ -95,6 +95,7 @@ def trainers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "decoupled": ("decoupled_ppo", {}),
     }
     given = {"use_vllm": True, "vllm_importance_sampling_correction": False, "temperature": 1.0, "loss_type": "grpo"}
+    given |= {"packed_batches": "off"}  # the backbone's output is replaced by that of a padded batch
     made = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", FakeVLLM)

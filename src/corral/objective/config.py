@@ -61,6 +61,34 @@ class ProjectionRule:
     """True if tokens whose own gradient step lowers the KL are not projected."""
 
 
+@dataclass(frozen=True)
+class Paper:
+    """Paper that introduced an objective, as model cards cite it."""
+
+    name: str
+    """Short name of the method."""
+    title: str
+    """Title, with braces around words that BibTeX must not change."""
+    authors: str
+    """Authors as BibTeX lists them."""
+    arxiv: str
+    """Number on arXiv, which begins with the year and the month."""
+
+    @property
+    def plain_title(self) -> str:
+        """Title without braces."""
+        return self.title.replace("{", "").replace("}", "")
+
+    @property
+    def bibtex(self) -> str:
+        """BibTeX entry."""
+        year = f"20{self.arxiv[:2]}"
+        first = self.authors.partition(",")[0].lower()
+        lines = {"title        ": self.title, "author       ": self.authors, "year         ": year, "eprint       ": self.arxiv}
+        entries = "".join(f"  {key} = {{{value}}},\n" for key, value in lines.items())
+        return f"@misc{{{first}{year}{self.name.lower()},\n{entries}  archivePrefix = {{arXiv}}\n}}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig(Checked):
     """Base of every objective's settings. Subclasses are frozen and keyword-only, with limits beside defaults.
@@ -68,6 +96,9 @@ class ObjectiveConfig(Checked):
     Besides its settings a class declares how its objective is used. Trainers, engines, kernels and reports read these
     declarations, and name no objective.
     """
+
+    paper: ClassVar[Paper | None] = None
+    """Paper that a model card cites."""
 
     anchor: ClassVar[Anchor] = "old"
     """Policy whose log-probs are passed as `logp_old`: "old" is recomputed by the trainer, "rollout" is the sampler's."""
@@ -408,6 +439,12 @@ _MEASURES: dict[tuple[str, str], Measure] = {
 
 @dataclass(frozen=True, kw_only=True)
 class DPPOConfig(ObjectiveConfig):
+    paper: ClassVar[Paper] = Paper(
+        "DPPO",
+        "Rethinking the Trust Region in {LLM} Reinforcement Learning",
+        "Qi, Penghui and Zhou, Xiangxin and Liu, Zichen and Pang, Tianyu and Du, Chao and Lin, Min and Lee, Wee Sun",
+        "2602.04879",
+    )
     anchor: ClassVar[Anchor] = "rollout"
     action: ClassVar[Action] = "masked"
     reductions: ClassVar[tuple[Reduction, ...]] = _SUM_FIRST
@@ -533,6 +570,12 @@ class KLCovConfig(JointConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TROLLConfig(ObjectiveConfig):
+    paper: ClassVar[Paper] = Paper(
+        "TROLL",
+        "{TROLL}: Trust Regions improve Reinforcement Learning for Large Language Models",
+        "Becker, Philipp and Freymuth, Niklas and Thilges, Serge and Otto, Fabian and Neumann, Gerhard",
+        "2510.03817",
+    )
     action: ClassVar[Action] = "projected"
     support: ClassVar[Support] = "topk"
 

@@ -1,39 +1,10 @@
 """Model cards of trained models, with the objective, its settings and the paper to cite."""
 
 import json
-import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-PAPERS = {
-    "troll": {
-        "name": "TROLL",
-        "title": "TROLL: Trust Regions improve Reinforcement Learning for Large Language Models",
-        "id": "2510.03817",
-        "citation": textwrap.dedent("""\
-            @misc{becker2025troll,
-              title         = {{TROLL}: Trust Regions improve Reinforcement Learning for Large Language Models},
-              author        = {Becker, Philipp and Freymuth, Niklas and Thilges, Serge and Otto, Fabian and Neumann, Gerhard},
-              year          = {2025},
-              eprint        = {2510.03817},
-              archivePrefix = {arXiv}
-            }"""),
-    },
-    "dppo": {
-        "name": "DPPO",
-        "title": "Rethinking the Trust Region in LLM Reinforcement Learning",
-        "id": "2602.04879",
-        "citation": textwrap.dedent("""\
-            @misc{qi2026dppo,
-              title         = {Rethinking the Trust Region in {LLM} Reinforcement Learning},
-              author        = {Qi, Penghui and Zhou, Xiangxin and Liu, Zichen and Pang, Tianyu and Du, Chao and Lin, Min and Lee, Wee Sun},
-              year          = {2026},
-              eprint        = {2602.04879},
-              archivePrefix = {arXiv}
-            }"""),  # noqa: E501 - a citation as docs/cite.md has it
-    },
-}
-"""Papers that a card cites, by objective: the method's name, the paper's title, its arXiv number and its BibTeX entry."""
+from corral.objective.config import OBJECTIVES
 
 
 def settings_section(objective: str, settings: Mapping[str, Any]) -> str:
@@ -72,10 +43,10 @@ def model_card(
         base: id on the hub of the model that training began with.
         library: library that loads the model.
     """
-    paper = PAPERS.get(objective)
+    paper = OBJECTIVES[objective][1].paper if objective in OBJECTIVES else None
     head = ["---", f"library_name: {library}", *([f"base_model: {json.dumps(base)}"] if base else []), "tags:"]
     head += ["- corral", "- reinforcement-learning", "---", "", f"# {_line(name)}", "", _line(about), ""]
-    cited = ["## Citation", "", "```bibtex", paper["citation"], "```", ""] if paper else []
+    cited = ["## Citation", "", "```bibtex", paper.bibtex, "```", ""] if paper else []
     return "\n".join([*head, settings_section(objective, settings), *cited])
 
 

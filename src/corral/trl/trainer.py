@@ -28,7 +28,7 @@ from corral.objective.metrics import masked_max
 from corral.tensors import SparseDist, TokenBatch
 from corral.trl.api import FUSED, steps_per_batch
 from corral.trl.callbacks import RunRecord, SelfCheck
-from corral.trl.card import PAPERS, settings_section
+from corral.trl.card import settings_section
 from corral.trl.config import CorralConfig, Sampler
 from corral.trl.lag import PastWeights
 from corral.trl.ledger import Ledger, ratio_sums
@@ -134,8 +134,9 @@ class CorralTrainer(GRPOTrainer):
         self.draws_itself = sampler == "transformers"
         args.check_sampler(sampler, base.generation_config)
         self.objective, self.correction, self.anchor = args.make_objective(), args.make_correction(), args.resolve_anchor()
-        self._paper = PAPERS.get(self.objective.name, {})  # TRL's card names and cites it
-        self._name = self._paper.get("name", f"corral's {self.objective.name}")
+        paper = self.objective.config.paper  # TRL's card names and cites it
+        self._name = f"corral's {self.objective.name}" if paper is None else paper.name
+        self._paper = {} if paper is None else {"title": paper.plain_title, "id": paper.arxiv, "citation": paper.bibtex}
         self.needs_support = args.needs_support
         models = [base] if self.ref_model is None else [base, self.ref_model]
         self.own_support = SupportRequest()

@@ -217,7 +217,7 @@ def test_explain_knows_every_objective_and_correction(name: str, capsys: pytest.
 def test_explain_shows_defaults_and_what_they_mean(capsys: pytest.CaptureFixture[str]) -> None:
     main(["explain", "troll"])
     text = capsys.readouterr().out
-    assert "  bound = 0.05\n      ε: KL(projected‖centre) of every token" in text
+    assert "  bound = 0.05\n      Bound ε on KL(projected‖centre) of every token" in text
     assert "L_t = − (π̃(a_t) / π_old(a_t)) Â_t" in text
     assert set(field_docs(TROLLConfig)) == {
         "bound", "regression", "tail", "vocab_size", "level", "gradient", "ratio_cap", "project", "centre",

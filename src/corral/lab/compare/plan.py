@@ -10,8 +10,7 @@ from typing import Any
 
 from corral.lab.jobs import Kind, resolve
 from corral.lab.jobs.llm.own_objective import find_objective
-from corral.lab.report.read import PlannedRun, setting_pairs, setting_text, value_text
-from corral.lab.report.sweep import ChooseBy, is_number
+from corral.lab.report.read import ChooseBy, PlannedRun, is_number, setting_pairs, setting_text, value_text
 from corral.lab.run.settings import guess
 from corral.validate import RunError, check_keys
 

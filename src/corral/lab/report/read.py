@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,6 +15,9 @@ from corral.lab.run.files import MOST_METRICS, read_regular
 from corral.lab.run.files import read_json as read_file
 from corral.lab.run.settings import guess
 from corral.validate import RunError
+
+ChooseBy = Literal["final", "area"]
+"""Score by which settings are chosen: the final value, or the mean over the run."""
 
 STATE = "trainer_state.json"
 
@@ -56,6 +59,11 @@ _NO_METHOD = {
     "eval_every", "eval_size", "eval_batch_size", "checkpoint_every", "keep_checkpoints", "keep_completions",
 }  # fmt: skip
 """Settings that do not belong to the method: they set the problem, or may differ between repetitions of a run."""
+
+
+def is_number(value: object) -> bool:
+    """True if the value of a setting is a number."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True)

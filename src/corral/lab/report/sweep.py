@@ -15,7 +15,7 @@ from typing import Any, Literal
 from scipy import stats
 
 from corral.lab.report.outcomes import COUNTED, Measure, problems_of, varying_settings
-from corral.lab.report.read import Run, SavedComparison, setting_pairs, setting_text, value_text
+from corral.lab.report.read import ChooseBy, Run, SavedComparison, is_number, setting_pairs, setting_text, value_text
 from corral.lab.report.statistics import area_under_curve, has_collapsed
 from corral.lab.run.interval import LEVEL
 from corral.lab.run.settings import guess
@@ -23,9 +23,6 @@ from corral.lab.run.text import count
 
 AUTO = "auto"
 """The only value of a swept setting that is not a number, as in `learning_rate="auto"`."""
-
-ChooseBy = Literal["final", "area"]
-"""Score by which settings are chosen: the final value, or the mean over the run."""
 
 Value = float | str
 """Value of a swept setting on an axis: a number, or `auto`."""
@@ -91,11 +88,6 @@ def cells(rows: Sequence[SweepRow]) -> list[Cell]:
         for contestant, settings in found.items()
         for _, members in sorted(settings.items())
     ]  # fmt: skip
-
-
-def is_number(value: object) -> bool:
-    """True if a value of an axis is a number."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _sort_key(setting: Mapping[str, Any]) -> tuple[object, ...]:
