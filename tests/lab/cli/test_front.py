@@ -281,7 +281,7 @@ def test_a_robot_is_extended_and_exported(tmp_path: Path, capsys: pytest.Capture
         ("demo", ["steps_per_generation = 8", "use it   corral train --recipe demo"]),
         ("tce", ["a robot's algorithm", "mean_bound = 0.05", "arXiv:2401.11437"]),
         ("sb3-sac", ["--algorithm sb3-sac"]),
-        ("eval_every", ["Steps between measurements", "corral train --eval-every VALUE"]),
+        ("eval_every", ["steps between measurements", "corral train --eval-every VALUE"]),
         ("num_generations", ["num_generations = 8", "Number of generations"]),
         ("settings", ["  keep_checkpoints = 2\n", "num_iterations"]),
     ],
