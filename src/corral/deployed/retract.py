@@ -175,7 +175,7 @@ def retract(
 
 @dataclass(frozen=True)
 class _Probe:
-    """One measurement of a step: its share, the bounded statistic of the KL, and all statistics."""
+    """KL measurement at one share of the step: the share, the value compared with the bound, and all KL statistics."""
 
     share: float
     value: float

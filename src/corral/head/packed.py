@@ -61,7 +61,7 @@ class LossTerms(Tensors):
     weights: Float[Tensor, "B T"]
     """Weight w of each token's loss in the reduction."""
     policy_weights: Float[Tensor, "B T"] | None
-    """Weight c of each token's policy term, without the regression; None means 1 everywhere."""
+    """Weight c of each token's policy-gradient loss; the regression is not multiplied by it. None means 1 everywhere."""
     on_policy: bool
     """True if the old policy equals the new one: the head's log-probs then replace `logp_old`."""
     union: UnionSupport | None = None

@@ -102,7 +102,7 @@ class UnionSupport(Tensors):
         return cls(top_k=top_k, mass=mass, hidden=rows, weight=weight.detach(), bias=bias, place=place)
 
     def extend(self, old: SparseDist, ids: Int[Tensor, "B T K"], spec: LogitSpec) -> SparseDist:
-        """Evaluate the old policy on the union `ids`, which begins with the old policy's own tokens.
+        """Evaluate the old policy on `ids`: its own top-k tokens first, then those that only the new policy has.
 
         The reference of `triton.gathered.extend_rows`.
         """

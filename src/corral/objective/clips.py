@@ -200,7 +200,7 @@ def bapo(batch: TokenBatch, config: BAPOConfig) -> ObjectiveOutput:
 
 
 def _find_bounds(ratio: Tensor, advantages: Tensor, config: BAPOConfig) -> tuple[Tensor, Tensor]:
-    """Find the clip bounds l and h that balance a batch. Raising l never does, so that l is one of its two ends."""
+    """Find clip bounds l and h that balance a batch. Raising l never brings balance, so l is `low` or `low_end`."""
     steps = math.ceil((config.high_end - config.high) / _STEP - 1e-9)  # the last one may be short
     highs = ratio.new_tensor([min(config.high + _STEP * i, config.high_end) for i in range(steps + 1)])
     positive = (torch.minimum(ratio.flatten(), highs[:, None]) * advantages.clamp(min=0).flatten()).sum(-1)

@@ -231,13 +231,13 @@ class VESPOConfig(JointConfig):
     anchor: ClassVar[Anchor] = "rollout"
 
     k_positive: float = limited(2.0, at_least=0, finite=True, what="an exponent")
-    """Exponent k for Â ≥ 0. A larger k lowers the weight of an unlikely sequence faster."""
+    """Exponent k for Â ≥ 0. With a larger k, the weight of a sequence falls faster as its ratio falls below 1."""
     lambda_positive: float = limited(3.0, at_least=0, finite=True, what="an exponent")
-    """Exponent λ for Â ≥ 0. A larger λ lowers the weight of a sequence that has become likely faster."""
+    """Exponent λ for Â ≥ 0. With a larger λ, the weight of a sequence falls faster as its ratio grows above 1."""
     k_negative: float = limited(3.0, at_least=0, finite=True, what="an exponent")
-    """Exponent k for Â < 0."""
+    """Exponent k for Â < 0, with the effect of `k_positive`."""
     lambda_negative: float = limited(2.0, at_least=0, finite=True, what="an exponent")
-    """Exponent λ for Â < 0."""
+    """Exponent λ for Â < 0, with the effect of `lambda_positive`."""
 
 
 # ------------------------------------------------------------------------------------------- a clip of the ratio
@@ -321,10 +321,10 @@ class GSPOConfig(ClipRangeConfig):
     tokenwise: ClassVar[bool] = False
 
     clip_low: float = 3e-4
-    """Distance ε_low of the sequence ratio. It is small, because a mean over tokens stays far closer to 1 than a token's
-    ratio."""
+    """Distance ε_low. With a negative advantage, a sequence whose ratio is below 1 − ε_low has no gradient. This
+    ratio is a mean over tokens, and so far closer to 1 than a token's."""
     clip_high: float = 4e-4
-    """Distance ε_high of the sequence ratio."""
+    """Distance ε_high. With a positive advantage, a sequence whose ratio is above 1 + ε_high has no gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,15 +358,15 @@ class RIPOConfig(ObjectiveConfig):
 @dataclass(frozen=True, kw_only=True)
 class BAPOConfig(JointConfig):
     share: float = limited(0.5, at_least=0, below=1, what="a share")
-    """Share ρ₀ of the surrogate that tokens with a positive advantage should have."""
+    """Share ρ₀ of the surrogate. A batch is balanced if tokens with a positive advantage have at least this share."""
     low: float = limited(0.6, at_least=0, at_most=1, what="a ratio")
-    """Smallest ratio with a gradient where Â < 0, in a balanced batch."""
+    """Lower clip bound l of a balanced batch. With a negative advantage, a ratio below l has no gradient."""
     low_end: float = limited(0.9, at_least=0, at_most=1, what="a ratio")
-    """Smallest ratio with a gradient where Â < 0, in an unbalanced batch."""
+    """Lower clip bound l of a batch that is unbalanced with `low` and `high`."""
     high: float = limited(1.2, at_least=1, finite=True, what="a ratio")
-    """Largest ratio with a gradient where Â > 0, in a balanced batch."""
+    """Upper clip bound h of a balanced batch. With a positive advantage, a ratio above h has no gradient."""
     high_end: float = limited(3.0, at_least=1, finite=True, what="a ratio")
-    """Largest value that `high` is raised to in an unbalanced batch."""
+    """Largest upper clip bound h. In an unbalanced batch h rises from `high` in steps of 0.05, until the batch is balanced."""
     dual_clip: float | None = limited(3.0, above=1, what="a ratio")
     """Constant c > 1 of the dual clip. With a negative advantage the loss is at most c|Â|, so a ratio above c has no
     gradient."""

@@ -121,7 +121,7 @@ def _excess(moved: Tensor, mask: Tensor, config: CPPOConfig) -> Tensor:
 
 
 def m2po(batch: TokenBatch, config: M2POConfig) -> ObjectiveOutput:
-    """Importance-weighted policy gradient without outliers: tokens that have moved too far along their advantage.
+    """Importance-weighted policy gradient that masks the tokens whose ratios have moved farthest along their advantage.
 
         L_t = − m_t ρ_t Â_t          ρ_t = π(a_t) / π_old(a_t)
         O = {t : (ρ_t − 1) Â_t > 0};   m_t = 0 on the largest (log ρ_t)² of O, the fewest whose removal leaves a mean ≤ τ

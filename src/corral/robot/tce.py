@@ -127,7 +127,7 @@ class TCE(OnPolicyLearner):
             )
 
     def begin_batch(self, plans: Plans) -> None:
-        """Draw the segments of this batch, and compute the regularisers of their likelihoods."""
+        """Draw this batch's trajectory segments, and compute the regulariser added to each segment's variances."""
         generator = torch.Generator().manual_seed(episode_seeds(self.seed, self.iteration, 1, SEGMENTS)[0])
         self.pairs = draw_pairs(self.reach, self.points, generator=generator)
         self.rows = [position[self.pairs].to(plans.params) for position in self.planner.positions]

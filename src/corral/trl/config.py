@@ -173,7 +173,7 @@ class CorralConfig(GRPOConfig):
         return make_objective(self.objective, **_settings("objective_config", self.objective_config))
 
     def make_correction(self) -> Correction | None:
-        """Build the sampler correction with its settings, if there is one."""
+        """Build the sampler correction that `correction` names, with `correction_config`. Return None if it names none."""
         settings = _settings("correction_config", self.correction_config)
         if self.correction is None and settings:
             raise ValueError(f"CorralConfig: `correction_config` is {settings}, but there is no `correction` to set.")

@@ -48,7 +48,7 @@ class OldPolicy:
     hidden: Float[Tensor, "M H"] | None = None
 
     def store(self, output: dict[str, Any], scoring: ScoringPass) -> None:
-        """Write the old policy's top-k distribution into TRL's buffer `output`, and store hidden states and head for unions."""
+        """Write the old policy's top-k distribution into TRL's buffer `output`. For unions, keep hidden states and head too."""
         dist = scoring.dist()
         assert dist is not None
         write_support(output, dist)
@@ -150,7 +150,7 @@ class Behaviour(LogitsProcessor):
             del model._get_logits_processor
 
     def __call__(self, input_ids: Int[Tensor, "B L"], scores: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
-        """Store the log-probs of the previous position, whose drawn tokens are now known, and hold those of this position."""
+        """Record the log-probs of the tokens drawn last. Keep this position's log-probs until its tokens are drawn."""
         if self._last is not None:
             self._store(input_ids[:, -1])
         self._last = scores.float().log_softmax(-1)

@@ -682,7 +682,7 @@ class CorralTrainer(GRPOTrainer):
         return loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log a line as TRL does, with all metrics so far. The last line of a run includes the final KL measurement."""
+        """Log as TRL does, with corral's metrics since the previous line. A run's last line has the final KL measurement."""
         if self.deployed is not None and "train_runtime" in logs:
             self.deployed.finish()
         self.flush_metrics()

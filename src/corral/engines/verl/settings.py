@@ -55,7 +55,8 @@ class VerlSettings:
     """Largest KL δ between two networks that the sampler receives one after the other. Weights beyond it are pulled back; inf
     only measures."""
     deployed_statistic: str = "mean"
-    """Statistic of the per-token KL: "mean", "p999", "cvar" or "max"."""
+    """Statistic of the per-token KL that `deployed_bound` limits: "mean", "p999" (99.9th percentile), "cvar" (mean of the worst
+    1 %) or "max"."""
 
     def __post_init__(self) -> None:
         if self.loss_mode not in loss_modes():

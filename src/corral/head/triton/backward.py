@@ -352,13 +352,13 @@ class FactoredGradient:
     """Token ids of each position's first explicit entries [n, LIKELY], −1 for padding, and rounding errors of these entries."""
 
     def times_weight(self, weight: Tensor, out: Tensor) -> None:
-        """Compute dH [n, H] into `out`, and correct the rounding errors of the largest entries."""
+        """Compute the gradient of the hidden states, dH [n, H], into `out`. Correct rounding errors at the `likely` tokens."""
         sums = torch.empty_like(out, dtype=torch.float32)  # rounded once, when it is multiplied
         multiply(self.stored, weight, sums)
         self._scale(sums, out, weight)
 
     def times_hidden(self, hidden: Tensor, out: Tensor, *, add: bool) -> None:
-        """Compute dW [V, H] into `out`, or add it to `out`."""
+        """Compute the gradient of the head's weight, dW [V, H], into `out`, or add it to `out`."""
         multiply(self.stored.T, self._scale(hidden, torch.empty_like(hidden)), out, add=add)
 
     def sums(self) -> Tensor:

@@ -31,11 +31,12 @@ ROWS = 8
 def plan_rows(
     terms: LossTerms, tokens: Tensor, weight: Tensor, *, own: int | None, dense: bool, tolerance: float, limits: LogpTolerance
 ) -> tuple[Tensor, Tensor]:
-    """Validate a batch and order its unmasked tokens: streamed ones (sparse gradient expected) first, then dense ones.
+    """Validate a batch and order its unmasked tokens: first those with an expected sparse logit gradient, then all others.
 
-    A streamed row takes one GEMM and a gradient that is sparse unless `route_rows` finds otherwise, and then a fourth GEMM; a
-    row planned to be dense takes three. Shapes have been checked. A row is invalid if a token id is outside the vocabulary, if
-    slot 0 of its support is not the sampled token, or if `objective.check` would refuse it, its `limits` of log-probs included.
+    Rows of the first kind are called streamed, all others dense. A streamed row takes one GEMM and a gradient that is sparse
+    unless `route_rows` finds otherwise, and then a fourth GEMM; a row planned to be dense takes three. Shapes have been
+    checked. A row is invalid if a token id is outside the vocabulary, if slot 0 of its support is not the sampled token, or if
+    `objective.check` would refuse it, its `limits` of log-probs included.
     Without `dense` no row is planned to be dense. With tolerance 0 all rows with a gradient are. If the gradient is to be
     carried by `own` tokens of the new policy's support, all rows of a flat policy are.
 

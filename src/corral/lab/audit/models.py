@@ -49,7 +49,10 @@ class ModelPair:
     def measure(
         self, prompt: list[int], completion: list[int], advantage: float, own: Sequence[int] | None = None
     ) -> pd.DataFrame:
-        """Compare both models on a completion's tokens, a row per token. `own` marks the model's tokens; None means all."""
+        """Measure how both models differ on each token of a completion. Returns one row per token.
+
+        `own` marks the tokens that a model wrote, and only these are measured; None means all.
+        """
         places = torch.arange(len(completion)) if own is None else torch.tensor(own).nonzero()[:, 0]
         ids = torch.tensor(prompt + completion, device=self.old.device)
         found = []

@@ -134,7 +134,7 @@ class Ball:
     passed_inside: int
     passed_outside: int
     passed_outward: int
-    """Tokens outside the ball that are pushed further out and not blocked: the rule misses them."""
+    """Tokens missed by the rule: outside the ball, pushed further out, and not blocked."""
 
     @property
     def blocked(self) -> int:

@@ -251,7 +251,7 @@ class Schedule(Interruptible):
             self._change(record, "failed", failure_reason(folder, status))
 
     def _choose(self) -> None:
-        """Choose settings after the sweep and add the runs to report. If the sweep has to grow first, extend it instead."""
+        """Choose each contestant's best setting and plan its final runs. If the sweep must grow first, extend it instead."""
         chosen = self.choose(self.comparison)
         plan = self.comparison.plan = self.comparison.plan.grown(chosen)
         self.comparison.add_runs()
@@ -388,7 +388,7 @@ def write_report(comparison: Comparison) -> tuple[RunReport, Path]:
 
 
 def report_lines(report: RunReport) -> list[str]:
-    """List the report's lines: usable ranges of the sweep, results of each contestant, and possible claims."""
+    """List the report's lines: the usable range of each swept setting, each contestant's results, and pairwise comparisons."""
     swept = []
     for sweep in report.sweeps:
         measured = f"final {report.measure.name} and its mean over the run ({sweep.seeds_text})"

@@ -339,7 +339,7 @@ def rate_grid(kind: Kind, contestants: tuple[str, ...], training: Training, conf
 def trainer_configs(
     contestants: Iterable[str], training: Training, config: Path | None = None, setting: Setting | None = None
 ) -> dict[str, Any]:
-    """Build the CorralConfig of each objective with one setting of a sweep, or without a sweep."""
+    """Build each contestant's CorralConfig by name, changed by `setting`, one combination of swept values, if given."""
     from corral.lab.jobs.llm.prepare import trainer_config
 
     found = {}

@@ -77,7 +77,10 @@ class WarpBatch:
         self._call(0)
 
     def reset(self, rows: NDArray[np.integer] | slice = slice(None), stage: int | None = None) -> None:
-        """Reset these copies to time 0, at rest in the model's pose. The next call computes derived fields."""
+        """Reset the simulated copies `rows` to time 0, at rest in the model's initial pose.
+
+        The next call of the simulator computes derived fields.
+        """
         self._download("qacc_warmstart")
         self.qpos[rows] = self.model.qpos0
         for name in ("time", "qvel", "ctrl", "qacc_warmstart"):

@@ -288,7 +288,10 @@ def results(groups: Sequence[Group], scores: pd.DataFrame, threshold: float | No
 
 
 def comparisons(groups: Sequence[Group], scores: pd.DataFrame, measure: Measure) -> list[_Row]:
-    """Compute one row per pair and measure, with its sentence. p-values have Holm's correction over all pairs of a measure."""
+    """Compare contestants in pairs: one row with a sentence per pair and measure.
+
+    p-values have Holm's correction over all pairs of a measure.
+    """
     rows = []
     judged = {"final": measure, "area": measure}
     if measure.key == "success":

@@ -11,7 +11,7 @@ from corral.lab.run.settings import GuardMode
 
 @dataclass(frozen=True, kw_only=True)
 class CollapseLimits:
-    """Thresholds of collapse. A value must be beyond its threshold on `patience` successive lines of metrics, to ignore odd
+    """Thresholds for symptoms of a collapse. Most count only after several successive lines of metrics, to ignore odd
     batches."""
 
     success_share: float = 0.5
@@ -22,20 +22,20 @@ class CollapseLimits:
     """Entropy, or a Gaussian's standard deviation, below this share of the run's best value is a collapse. Healthy runs lose
     nine tenths of it and more."""
     kl: float = 1.0
-    """Largest mean KL to the old policy, in nats per token. It lies beyond every usual trust region."""
+    """Largest mean KL to the old policy, in nats per token. Usual trust regions are smaller."""
     reference_kl: float = 10.0
     """Largest mean KL to the reference model, in nats per token, for runs with a reference model."""
     ess: float = 0.7
-    """Smallest effective sample size, as a share of the tokens. Below it, a few importance ratios decide an update, and one
-    line is enough. In the demo `troll` stays above .97; `reinforce` at five times the learning rate starts with .62 and has
-    collapsed at step 4."""
+    """Effective sample size, as a share of the tokens, below which the guard warns. A few importance ratios then decide an
+    update, so that one line of metrics is enough. In the demo `troll` stays above .97; `reinforce` at five times the learning
+    rate starts with .62 and has collapsed at step 4."""
     equal_share: float = 0.9
-    """Share of groups with equal rewards, above which most samples are wasted."""
+    """Share of groups with equal rewards from which the guard warns. Most samples are then wasted."""
     solved: float = 0.9
-    """Success above which a confident policy and equal rewards are normal."""
+    """Success from which low entropy and equal rewards are normal, and no symptoms."""
     patience: int = 3
-    """Successive lines of metrics before success, entropy or KL counts as a collapse. Success is counted in measurements, not
-    steps."""
+    """Successive lines of metrics with success, entropy or KL beyond its threshold before they count as a collapse. Success is
+    counted in measurements, not steps."""
     truncated_patience: int = 10
     """Successive steps with every completion cut off, before the guard warns."""
     equal_patience: int = 20

@@ -101,7 +101,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def _parse(text: str, *, toml: bool) -> Any:
-    """Parse a TOML or YAML file. Errors of TOML and of text encodings are ValueErrors."""
+    """Parse the text of a TOML or YAML file. Raise ValueError for malformed text."""
     if toml:
         return tomllib.loads(text)
     import yaml  # TOML, and so every recipe, needs nothing beyond Python

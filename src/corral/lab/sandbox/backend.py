@@ -71,7 +71,7 @@ def payload(config: dict[str, Any]) -> bytes:
 
 
 def command(backend: str) -> list[str]:
-    """Command line that starts a sandboxed interpreter. The caller appends the open file with its payload."""
+    """Command line that starts a sandboxed interpreter. The caller appends a file descriptor with its `payload`."""
     python = [interpreter(), "-P", "-s", "-S", "-B", "-X", "utf8", "-c", _BOOT]
     return [*_bubblewrap(), *python] if backend == "bwrap" else python
 

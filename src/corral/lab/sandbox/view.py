@@ -30,7 +30,7 @@ class FileView:
     links: list[tuple[str, str]]
     """Symbolic links, as (target, place of the link)."""
     hidden: list[str]
-    """Folders below `paths` that are empty inside: installed packages, which include this package's problems and answers."""
+    """Folders below `paths` that appear empty inside the sandbox: installed packages, among them corral with its answers."""
     devices: list[str]
 
 

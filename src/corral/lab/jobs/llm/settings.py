@@ -225,8 +225,8 @@ class Settings(RunSettings):
     """Rewards in place of the task's verifier: functions with TRL's signature, as `module:function`, `file.py:function=0.5`
     with a weight, or Python functions. `verifier` stands for the task's verifier."""
     tool: str = ""
-    """Tool that writes into the model's completions, as often as fits: `calculator`, or a class of your own as `module:Class`
-    (see corral.lab.tasks.imports.Tool). The tool's text is not trained on."""
+    """Tool whose replies are inserted where a completion calls it: `calculator`, or a class of your own as `module:Class` (see
+    corral.lab.tasks.imports.Tool). Its replies are not trained on."""
     tools: tuple[str | Callable[..., Any], ...] = ()
     """Functions that a chat model may call, TRL's `tools`: as `module:function`, `file.py:function` or Python functions. Their
     results are not trained on."""

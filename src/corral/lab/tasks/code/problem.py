@@ -174,7 +174,7 @@ class Problem:
 def grade_all(
     problems: Sequence[Problem], completions: Sequence[str], pool: SandboxPool, limits: SandboxLimits, partial: bool = False
 ) -> list[float]:
-    """Rewards of many completions in order, several graded at a time. Reference programs without results run first."""
+    """Grade completions in parallel and return their rewards in order. Reference programs without known results run first."""
     _run_references([problem.tests for problem in problems if isinstance(problem.tests, Agreement)], pool, limits)
     return pool.map(lambda problem, completion: problem.grade(completion, pool, limits, partial), problems, completions)
 
@@ -185,9 +185,11 @@ def grade_all(
 def _call_function(
     program: str, entry: str, arguments: Sequence[str], pool: SandboxPool, limits: SandboxLimits, room: int = 0
 ) -> str:
-    """Call a function in the sandbox and return its output: one line per call, unless the program forged lines or ended early.
+    """Call function `entry` of a program in the sandbox, once per line of `arguments`, and return all that was written.
 
-    `room` is the size of what is expected: twice as much may be written, as by whole programs."""
+    That is one line per call, unless the program forged lines or ended early. `room` is the size of the expected output: twice
+    as much may be written, as by whole programs.
+    """
     roomy = replace(limits, output=max(limits.output, 2 * room))
     stdin = "".join(line + "\n" for line in arguments)
     return pool.run_one(SandboxJob(code=harness(f"serve({program!r}, {entry!r})"), stdin=stdin, limits=roomy)).stdout
