@@ -19,6 +19,7 @@ setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; assert v >= (3, 11), f"corral needs Python 3.11 or newer, and $(PYTHON) is {v[0]}.{v[1]}. Try: make PYTHON=python3.12 setup"'
+	@echo 'installing into $(VENV), 1 to 6 GB: some minutes'
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) --constraint constraints.txt --editable $(EXTRAS)
 	@touch $@
@@ -52,7 +53,7 @@ ENV_docs := --requirement docs/requirements.txt
 
 # A model that mostly forgets to carry learns sums; src/corral/lab/recipes/llm/sums.toml has every setting.
 demo: setup
-	$(RUN) -m corral.lab.cli train --recipe sums
+	OMP_NUM_THREADS=1 $(RUN) -m corral.lab.cli train --recipe sums
 	$(RUN) -m corral.lab.cli report runs --out runs/report.html
 
 test: setup

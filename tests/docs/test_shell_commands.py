@@ -169,7 +169,8 @@ def test_the_readme_names_the_demo_and_the_tests() -> None:
 def test_the_demo_trains_the_model_that_forgets_to_carry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = re.findall(r"^demo:.*\n\t\$\(RUN\) -m corral\.lab\.cli (train .*)\n", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    command = r"^demo:.*\n\tOMP_NUM_THREADS=1 \$\(RUN\) -m corral\.lab\.cli (train .*)\n"
+    words = re.findall(command, (ROOT / "Makefile").read_text(), re.MULTILINE)
     monkeypatch.chdir(tmp_path)
     assert main([*shlex.split(words[0]), "--dry-run"]) == 0
     settings = tomllib.loads(capsys.readouterr().out)

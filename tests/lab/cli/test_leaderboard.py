@@ -26,6 +26,9 @@ class Config(corral.ObjectiveConfig):
 def loss(batch, config: Config):
     ratio = (batch.logp_new - batch.logp_old).exp()
     return corral.ObjectiveOutput(torch.where(batch.mask, -config.scale * ratio * credit(batch), 0.0), {})
+
+def no_output(batch):
+    return batch.logp_new
 """
 
 
@@ -66,6 +69,7 @@ def test_settings_of_ones_own_objective(own: str, capsys: pytest.CaptureFixture[
     [
         (["--objective", "mine.py:los"], "mine.py"),
         (["--objective", "none.py:loss"], "none.py"),
+        (["--objective", "mine.py:no_output"], "mine.py:no_output"),
         (["--against", "clip"], "there is no objective 'clip'"),
         (["--lag", "-1"], "rollout_lag"),
         (["--resume", "there"], "corral compare --resume there"),

@@ -150,7 +150,6 @@ def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedToken
         task = make_task(settings.task, **settings.task_config)
         find_objective(settings.objective)
         config = trainer_config(settings, task.max_completion_length + 1)
-        try_objective(config.make_objective())
         turns = make_turns(settings.tool, settings.tools, settings.environment_factory, config.max_tool_calling_iterations)
         if isinstance(turns, TextTool) and config.use_vllm:
             raise ValueError("`tool` plays its turns with the trainer's own model. Leave `use_vllm` out.")
@@ -224,7 +223,7 @@ def lora_config(given: dict[str, Any]) -> LoraConfig | None:
 
 
 def trainer_config(settings: Settings, max_completion_length: int) -> CorralConfig:
-    """Build the trainer's CorralConfig from the run's settings; the user's trainer settings win."""
+    """Build the trainer's CorralConfig from the run's settings, and try the objective; the user's trainer settings win."""
     on_gpu = choose_device(settings.device) == "cuda"
     chosen: dict[str, Any] = {
         "max_completion_length": max_completion_length,
@@ -240,6 +239,7 @@ def trainer_config(settings: Settings, max_completion_length: int) -> CorralConf
         "shuffle_dataset": False,  # problems are drawn at random already
     }
     config = CorralConfig(output_dir="runs", **chosen | settings.trainer)
+    try_objective(config.make_objective())
     cycle = math.lcm(config.gradient_accumulation_steps, steps_per_batch(config))
     config.logging_steps = cycle // config.gradient_accumulation_steps
     config.max_steps = settings.steps * config.logging_steps
