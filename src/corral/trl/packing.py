@@ -324,7 +324,7 @@ def bytes_per_token(call: Callable[[int], Any], tokens: int = 128) -> float:
     """Bytes per token that a forward pass keeps for its backward pass, measured by two calls of different length.
 
     Args:
-        call: function that makes a forward pass of so many tokens and returns its results.
+        call: function that makes a forward pass of the given number of tokens and returns its results.
     """
     kept = []
     for count in (tokens, 2 * tokens):  # weights in half precision are kept too, whatever the number of tokens

@@ -355,7 +355,7 @@ class Arithmetic(ProceduralTask):
     operations: str = "+-*"
     """Operations that occur in problems: one or more of + - *."""
     digits: int = limited(2, at_least=1, at_most=6)
-    """Digits of the longest operand. Operands are drawn uniformly from 1 to the largest number with so many digits."""
+    """Digits of the longest operand. Operands are drawn uniformly from 1 to the largest number with that number of digits."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -324,7 +324,7 @@ class FunctionCalls:
 
 
 Turns = OneTurn | FunctionCalls
-"""How completions are played, in one or several turns: `template` has arguments for the chat template, `trainer_arguments`
+"""Player of completions in one or several turns. `template` has arguments for the chat template, `trainer_arguments` has
 arguments of GRPOTrainer, and `play` generates one completion per problem."""
 
 
