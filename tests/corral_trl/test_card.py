@@ -25,6 +25,8 @@ def test_a_trainers_card_names_objective_settings_and_paper(objective: str, cite
     assert ("| `objective_config.bound` | `0.07` |" in card.content) is (cited is not None)
     assert "GRPO" not in card.content, "not TRL's own method"
     assert not list(tmp_path.glob(".README*"))
+    assert "This model is a fine-tuned version of a local model." in card.content, "it lives in memory, under no name"
+    assert "[None]" not in card.content
     if cited is None:
         assert "trained with corral's ppo_clip." in card.content
         assert "arxiv" not in card.content.lower().replace("vonwerra", "")

@@ -728,7 +728,9 @@ class CorralTrainer(GRPOTrainer):
             settings = about["settings"] | {"reduction": about["reduction"]["name"], "corral": about["versions"]["corral"]}
             beside = card.with_name(".README.part")
             section = settings_section(settings.pop("objective"), settings)
-            beside.write_text(f"{card.read_text(encoding='utf-8').rstrip()}\n\n{section}", encoding="utf-8")
+            # TRL's template links to the model of that name on the hub even if the model has none there.
+            text = card.read_text(encoding="utf-8").replace("[None](https://huggingface.co/None)", "a local model").rstrip()
+            beside.write_text(f"{text}\n\n{section}", encoding="utf-8")
             beside.replace(card)
 
     def flush_metrics(self) -> None:
