@@ -16,10 +16,11 @@ STARTS: dict[str, dict[str, Any]] = {
     **{f"start{seed}": {"model": f"runs/starts/llama-{seed}"} for seed in (1, 2, 3)},
     "gemma": {"model": "runs/starts/gemma-1"},
     "sums": {"model": "tiny-sums", "task": "arithmetic", "task_config": {"operations": "+"}},
+    "script": {"per_device_train_batch_size": 32, "steps_per_generation": 4, "loss_type": "auto"},
 }
 """Models and tasks other than the demo's: numbers that the embedded model has never seen, or few; sums and differences of
 three digits; other warm starts and another family, all made by scripts/warm_start.py; `sums` is embedded, and
-learns to carry."""
+learns to carry; `script` has the demo's own model and task with the batches and the reduction of README's script."""
 
 PRETRAINED, CODED = "evidence-b", "evidence-e"
 """Recipes of pretrained models and of programs, each seed of which has a start of its own."""
@@ -148,9 +149,9 @@ class Run:
         given["deployed_bound"] = 0.02 if self.bound is None else self.bound
         given |= {} if self.reuse is None else {"reuse": self.reuse}
         given |= {"rollout_lag": self.lag} if self.lag else {}
-        given |= STARTS[self.start] | VARIANTS[self.variant] | ({} if self.model == "tiny" else {"model": self.model})
         if self.updates != 8:
             given |= {"steps_per_generation": self.updates, "per_device_train_batch_size": COMPLETIONS // self.updates}
+        given |= STARTS[self.start] | VARIANTS[self.variant] | ({} if self.model == "tiny" else {"model": self.model})
         if self.recipe == CODED:
             given["task_config"] = CODE["task_config"]
         if self.base:  # nothing is resumed, so the optimizer's state, a gigabyte, is not written

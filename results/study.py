@@ -28,7 +28,7 @@ import tempfile
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -49,12 +49,15 @@ from corral.lab.models.load import load_model
 from corral.lab.run.files import append_line
 from corral.lab.run.folder import RunFolder
 from corral.lab.run.settings import read_recipe
+from results.front import front
 from results.packed import Row, read
 from results.plans import PLANS
 from results.runs import DEPLOYED, EVIDENCE, finished
 from results.spec import Run, cost_group
-from results.table import STAGED
+from results.table import long, table
 
+STAGED: dict[str, Callable[[Sequence[Row]], list[Run]]] = {"table": table, "table-long": long, "front": front}
+"""Plans that depend on the rows that there are."""
 STARTUP = 15
 """Seconds that a process may need for its imports."""
 FAILURES = 2

@@ -6,8 +6,8 @@ Later runs depend on earlier ones, so a plan here is a function of the rows that
 has nothing left to do, and one command goes on from wherever the study stopped.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
@@ -51,7 +51,7 @@ class Arm:
         how: dict[str, Any] = {"rate": trial}
         if self.bounded:
             how = {"rate": "auto", "bound": trial, "schedule": "constant"}
-        return Run(objective=self.objective, variant=self.variant, seed=seed, start=TABLE_START, **how, **settings)
+        return Run(objective=self.objective, variant=self.variant, seed=seed, **{"start": TABLE_START, **how, **settings})
 
 
 CLIP, TROLL = Arm("ppo_clip"), Arm("troll")
@@ -99,10 +99,12 @@ class Cell:
     tuning: Sequence[int] = TUNING
     fresh: Sequence[int] = FRESH
     extensions: int = EXTENSIONS
+    rates: Mapping[int, Sequence[float]] = field(default_factory=lambda: RATES)
+    """First trials of the learning rate, by passes."""
 
     def grid(self, bounded: bool) -> list[float]:
         """Trials of the rate, or of the bound, that all arms have; grown where the best trial of an arm lies at an end."""
-        trials = list((BOUNDS if bounded else RATES)[self.settings["passes"]])
+        trials = list((BOUNDS if bounded else self.rates)[self.settings["passes"]])
         first, last = trials[0], trials[-1]
         arms = [arm for arm in self.arms if arm.bounded == bounded]
         while (best := [self._best_of(arm, trials) for arm in arms]) and any(one is not None for one in best):
@@ -205,7 +207,3 @@ def every_arm() -> list[Run]:
     small: dict[str, Any] = {"steps": 2, "eval_size": 16, "eval_every": 2}
     runs = [arm.run(0.02 if arm.bounded else 2e-4, 1, passes=1, lag=lag, **small) for arm in (*ARMS, *RIVALS) for lag in (0, 1)]
     return list(dict.fromkeys(runs))
-
-
-STAGED: dict[str, Callable[[Sequence[Row]], list[Run]]] = {"table": table, "table-long": long}
-"""Plans that depend on the rows that there are."""
