@@ -12,18 +12,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from corral.lab.compare.job import Preparation, Schedule, choose, describe, run_comparison
+from corral.lab.compare.job import Preparation, Schedule, describe, run_comparison
 from corral.lab.compare.local import Engine, LocalEngine
 from corral.lab.compare.plan import Budget, Training, make_plan
 from corral.lab.compare.record import Comparison, Progress, read
-from corral.lab.compare.view import make_compare_view
+from corral.lab.compare.view import CompareView, make_compare_view
 from corral.lab.report.read import PlannedRun
 
 FAKE = (sys.executable, "-I", str(Path(__file__).with_name("fake_train.py")))
 
 
 @dataclass
-class Notes:
+class Notes(CompareView):
     """A board that remembers."""
 
     states: list[tuple[str, str]] = field(default_factory=list)
@@ -65,7 +65,7 @@ def resumed(path: Path, *, retry_failed: bool = False) -> Comparison:
 
 def drive(comparison: Comparison, notes: Notes | None = None, *, stall: float = 60.0, engine: Engine | None = None) -> Schedule:
     engine = engine or LocalEngine(jobs=2, threads=1, program=FAKE)
-    schedule = Schedule(comparison=comparison, engine=engine, view=notes or Notes(), steps=4, choose=choose, stall=stall)
+    schedule = Schedule(comparison=comparison, engine=engine, view=notes or Notes(), steps=4, stall=stall)
     schedule.run()
     comparison.close()
     return schedule

@@ -22,8 +22,8 @@ from corral.lab.compare.plan import (
     make_run,
     rate_grid,
     resolve_run,
+    run_arguments,
     share_reduction,
-    start_arguments,
     trainer_configs,
 )
 from corral.lab.compare.record import open_log, read
@@ -160,14 +160,14 @@ def test_a_common_reduction_is_every_objective_s_own() -> None:
         training = share_reduction("llm", contestants, demo, ())
         assert (training.common, dict(training.settings)) == (True, {"loss_type": common})
         assert {args.loss_type for args in trainer_configs(contestants, training).values()} == {common}
-        words = start_arguments("llm", training, make_run("troll", {}, 0, "report"), Path("x"))
+        words = run_arguments("llm", training, make_run("troll", {}, 0, "report"), Path("x"))
         assert f"--loss-type={common}" in words
 
 
 def test_every_reward_reaches_every_run() -> None:
     rewards = ["verifier", "corral.lab.jobs.llm.smoke:letters=0.5"]
     training, run = Training(recipe="demo", settings={"reward": rewards}), make_run("troll", {}, 0, "report")
-    words = start_arguments("llm", training, run, Path("out"))
+    words = run_arguments("llm", training, run, Path("out"))
     assert [word for word in words if word.startswith("--reward")] == [f"--reward={reward}" for reward in rewards]
     assert resolve_run("llm", training, run).reward == tuple(rewards)
 
@@ -316,7 +316,7 @@ def test_a_sweep_of_robots_from_end_to_end(tmp_path: Path, capsys: pytest.Captur
 def test_a_contestant_with_settings_of_its_own() -> None:
     """The objective's own settings go to its table, others to the run; a sweep's value comes on top."""
     run = make_run("troll bound=0.1 support=union", {"learning_rate": 1e-3}, 7, "report")
-    words = start_arguments("llm", Training(recipe="demo"), run, Path("x"))
+    words = run_arguments("llm", Training(recipe="demo"), run, Path("x"))
     assert words[1:-1] == [
         "--recipe=demo", "--objective=troll", "--objective-config.bound=0.1", "--support=union", "--learning-rate=0.001",
         "--seed=7",

@@ -16,9 +16,8 @@ from corral.lab.compare.plan import (
     make_plan,
     make_run,
     parse_sweeps,
-    resume_arguments,
+    run_arguments,
     run_settings,
-    start_arguments,
 )
 from corral.validate import RunError
 
@@ -149,16 +148,18 @@ def test_half_decades_reach_a_decade_to_either_side(rates: list[float]) -> None:
     assert max(rates) * 10 / 10**0.5 * 0.94 <= grid[-1] <= max(rates) * 10 * 1.06
 
 
-def test_a_run_is_a_command_that_anybody_can_repeat() -> None:
+def test_a_run_is_a_command_that_anybody_can_repeat(tmp_path: Path) -> None:
     training = Training(recipe="demo", smoke=True, settings={"steps": "3", "task_config.numbers": "-4"}, threads=1)
     run = make_run("troll", {"learning_rate": 1e-4, "use_vllm": False, "beta": None}, 2, "sweep")
-    assert start_arguments("llm", training, run, Path("out")) == [
+    assert run_arguments("llm", training, run, Path("out")) == [
         "train", "--recipe=demo", "--smoke", "--steps=3", "--task-config.numbers=-4", "--objective=troll",
         "--learning-rate=0.0001", "--use-vllm=false", "--beta=none", "--seed=2",
         "--out=out/troll_learning_rate=1e-4_use_vllm=False_beta=None_seed2",
     ]  # fmt: skip
-    assert resume_arguments(run, Path("out"))[1].startswith("--resume=out/troll_")
-    from_file = start_arguments("robot", Training(config="settings.toml"), make_run("tce", {}, 0, "report"), Path("out"))
+    (tmp_path / run.folder).mkdir()
+    (tmp_path / run.folder / "config.json").touch()  # it has begun
+    assert run_arguments("llm", training, run, tmp_path) == ["train", f"--resume={tmp_path / run.folder}"]
+    from_file = run_arguments("robot", Training(config="settings.toml"), make_run("tce", {}, 0, "report"), Path("out"))
     assert from_file == ["train", "--config=out/settings.toml", "--algorithm=tce", "--seed=0", "--out=out/tce_seed0"]
 
 

@@ -10,7 +10,7 @@ from fake_comparisons import FAKE, Notes, begun, drive, interrupt_when, resumed,
 
 from corral.lab.cli.leaderboard import ranks
 from corral.lab.compare import local
-from corral.lab.compare.job import Schedule, choose, comparison_status, findings, report_lines, sweep_rows, write_report
+from corral.lab.compare.job import Schedule, comparison_status, findings, sweep_rows
 from corral.lab.compare.local import LocalEngine
 from corral.lab.compare.plan import Training, make_plan
 from corral.lab.compare.record import Comparison, log_tail, read
@@ -138,7 +138,7 @@ def test_settings_are_chosen_on_some_seeds_and_reported_on_others(tmp_path: Path
     assert rows["fine", 1e-4, 1].auc == pytest.approx(0.405)  # a straight line from 0
     assert rows["fine", 4e-4, 0].kl == pytest.approx(4e-4)
     assert rows["crash", 1e-4, 0].final == 0
-    printed = report_lines(write_report(comparison)[0])
+    printed = findings(comparison, pytest.fail)
     assert "fine: 1e-4 (1 of 2 rates); by the best of all: 1e-4 (1 of 2 rates)" in printed
     assert any(line.startswith("fine        learning_rate=1e-4  2 of 2  82.5 % [82.0…83.0]") for line in printed)
     # Mended, crash is chosen for anew; what was reported of fine is kept.
@@ -195,7 +195,7 @@ def test_a_process_that_cannot_be_started_is_a_failed_run(tmp_path: Path) -> Non
 def test_time_left_is_judged_by_what_was_done(tmp_path: Path) -> None:
     left: list[float | None] = []
     comparison = begun(tmp_path, "slow", "fine", seeds=1)
-    schedule = Schedule(comparison=comparison, engine=LocalEngine(jobs=2, program=FAKE), view=Notes(), steps=120, choose=choose)
+    schedule = Schedule(comparison=comparison, engine=LocalEngine(jobs=2, program=FAKE), view=Notes(), steps=120)
     schedule.view.update_time = left.append
     schedule.run()
     comparison.close()

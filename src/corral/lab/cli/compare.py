@@ -95,15 +95,16 @@ def _compare(arguments: argparse.Namespace, rest: list[str]) -> int:
     resuming = arguments.resume is not None
     comparison = _saved_comparison(arguments, rest) if resuming else _new_comparison(arguments, rest)
     # With statistics and figures: only now, when the names on the command line are known to be right.
-    from corral.lab.compare.job import ExecutionConfig, describe, run_comparison, set_up
+    from corral.lab.compare.job import describe, run_comparison, set_up
     from corral.lab.compare.record import refuse_taken
     from corral.lab.compare.view import make_compare_view
 
-    execution = ExecutionConfig(engine=arguments.engine, jobs=arguments.jobs, stall=arguments.stall)
+    if not arguments.stall > 0:
+        raise RunError(f"--stall is in seconds, and more than 0; got {arguments.stall}.")
     config = comparison.config if resuming else arguments.config
     if resuming:
         _say_imports(comparison, config)
-    prepared = set_up(comparison, config, execution)
+    prepared = set_up(comparison, config, engine=arguments.engine, jobs=arguments.jobs)
     try:
         if not resuming:
             refuse_taken(comparison)
@@ -114,7 +115,7 @@ def _compare(arguments: argparse.Namespace, rest: list[str]) -> int:
                 view.end(f"  {record.label}")
             return 0
         comparison.resume(retry_failed=arguments.retry_failed) if resuming else comparison.begin(config)
-        status = run_comparison(comparison, prepared, view, stall=execution.stall)
+        status = run_comparison(comparison, prepared, view, stall=arguments.stall)
     finally:
         prepared.engine.close()
         comparison.close()

@@ -4,14 +4,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 from corral.lab.compare import plan as plans
 from corral.lab.compare.local import Engine, LocalEngine, visible_gpus
-from corral.lab.compare.plan import Budget, ChosenSettings, ComparisonPlan
+from corral.lab.compare.plan import Budget, ChosenSettings
 from corral.lab.compare.record import ENDED, Comparison, Progress, failure_reason, log_tail, read_state, read_summary
 from corral.lab.compare.view import CompareView, align_columns, run_cells
-from corral.lab.report.content import RunReport, make_report
+from corral.lab.report.content import make_report
 from corral.lab.report.outcomes import COUNTED, RETURN, Measure, main_metric
 from corral.lab.report.page import write_page
 from corral.lab.report.read import PlannedRun, read_comparison, read_run, read_runs, setting_pairs, value_text
@@ -35,21 +35,6 @@ _Status = Literal["finished", "failed", "interrupted"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExecutionConfig:
-    """Execution of a comparison: engine, parallel runs, and the time after which a silent run counts as hung."""
-
-    engine: Literal["local", "ray"] = "local"
-    jobs: int | None = None
-    stall: float = 3600.0
-
-    def __post_init__(self) -> None:
-        if self.jobs is not None and self.jobs < 1:
-            raise RunError(f"--jobs must be at least 1; got {self.jobs}.")
-        if not self.stall > 0:
-            raise RunError(f"--stall is in seconds, and more than 0; got {self.stall}.")
-
-
-@dataclass(frozen=True, kw_only=True)
 class Preparation:
     """Comparison that is ready to run, with checked budget and an engine."""
 
@@ -61,34 +46,40 @@ class Preparation:
     """Warnings about objectives whose loss is averaged in another way (reduction) than the objective's own."""
 
 
-def set_up(comparison: Comparison, config: Path | None, execution: ExecutionConfig) -> Preparation:
+def set_up(
+    comparison: Comparison, config: Path | None, *, engine: Literal["local", "ray"] = "local", jobs: int | None = None
+) -> Preparation:
     """Check every planned run and make the engine. The number of threads is written into `comparison.training`.
 
     Args:
         config: the file of settings, if there is one.
+        engine: this machine, or a Ray cluster.
+        jobs: runs at a time; None for as many as cores or GPUs allow.
     """
+    if jobs is not None and jobs < 1:
+        raise RunError(f"--jobs must be at least 1; got {jobs}.")
     plan, training = comparison.plan, comparison.training
     budget = plans.check_plan(plan, training, config)
     settings = plans.resolve_run(plan.kind, training, plans.make_run(plan.contestants[0], {}, 0, "report"), config)
-    on_gpu, threads, jobs = plan.kind == "llm" and settings.device != "cpu", training.threads, execution.jobs
-    engine: Engine
-    if execution.engine == "ray":
+    on_gpu, threads = plan.kind == "llm" and settings.device != "cpu", training.threads
+    chosen: Engine
+    if engine == "ray":
         from corral.lab.compare.ray import RayEngine  # needs corral[ray]
 
-        engine = RayEngine(jobs=jobs, threads=threads, gpus=on_gpu)
+        chosen = RayEngine(jobs=jobs, threads=threads, gpus=on_gpu)
     else:
         gpus = visible_gpus() if on_gpu else []
         # On a CPU a process has one thread, on a GPU as many as it likes.
-        engine = LocalEngine(jobs=jobs, threads=threads if threads is not None or gpus else 1, gpus=gpus)
+        chosen = LocalEngine(jobs=jobs, threads=threads if threads is not None or gpus else 1, gpus=gpus)
     shared = dict(training.settings)
-    if plan.kind == "robot" and engine.threads is not None:
-        shared.setdefault("workers", str(engine.threads))  # its environments are stepped by as many as there are threads
-    comparison.training = replace(training, threads=engine.threads, settings=shared)
+    if plan.kind == "robot" and chosen.threads is not None:
+        shared.setdefault("workers", str(chosen.threads))  # its environments are stepped by as many as there are threads
+    comparison.training = replace(training, threads=chosen.threads, settings=shared)
     fixed = plan.kind == "llm" and not any(key in plan.sweep for key in plans.WEIGHTS)
     configs = plans.trainer_configs(plan.contestants, training, config, plan.settings[0]) if fixed else {}
     reductions = {contestant: args.loss_type for contestant, args in configs.items()}
     warnings = [args.other_reduction for args in configs.values() if args.other_reduction]
-    return Preparation(budget=budget, engine=engine, reductions=reductions, warnings=warnings)
+    return Preparation(budget=budget, engine=chosen, reductions=reductions, warnings=warnings)
 
 
 def describe(comparison: Comparison, prepared: Preparation) -> list[tuple[str, str]]:
@@ -104,10 +95,15 @@ def describe(comparison: Comparison, prepared: Preparation) -> list[tuple[str, s
         rounds, seconds = -(-(plan.count - done) // engine.slots), _PACE[name]
         whole = duration(rounds * (_START + budget.steps * seconds))
         time = f"about {whole} ({seconds:.2g} s a step, as {name} took on one core elsewhere)"
+    who = count(len(plan.contestants), "contestant")
+    runs = f"{who} × {count(len(plan.report_seeds), 'seed')}"
+    if plan.sweep:
+        swept = f"{who} × {count(len(plan.settings), 'setting')} × {count(len(plan.choose_seeds), 'seed')}"
+        runs = f"{swept}, then {runs} with the setting chosen for each"
     lines = [("compare", f"{name}: {', '.join(plan.contestants)}")]
     lines += [("sweep", f"{key} {', '.join(map(value_text, values))}") for key, values in plan.sweep.items()]
     lines += [("reduction", _reduction_text(prepared.reductions))] if prepared.reductions else []
-    lines += [("seeds", seeds), ("budget", f"{plans.budget_text(budget)}, for every run"), ("runs", _runs_text(plan))]
+    lines += [("seeds", seeds), ("budget", f"{plans.budget_text(budget)}, for every run"), ("runs", f"{plan.count}: {runs}")]
     lines += [("engine", engine.about), ("time", time), ("folder", str(comparison.path))]
     lines += [("note", sentence) for sentence in prepared.warnings]
     lines += [("done", f"{count(done, 'run')} already")] if done else []
@@ -124,34 +120,7 @@ def _reduction_text(reductions: Mapping[str, str]) -> str:
     return f"{each}. Where they differ, no difference between objectives can be claimed: --common gives all the same"
 
 
-def _runs_text(plan: ComparisonPlan) -> str:
-    """Number of runs in words: `12: 4 contestants × 3 seeds`."""
-    who = count(len(plan.contestants), "contestant")
-    last = f"{who} × {count(len(plan.report_seeds), 'seed')}"
-    if not plan.sweep:
-        return f"{plan.count}: {last}"
-    swept = f"{who} × {count(len(plan.settings), 'setting')} × {count(len(plan.choose_seeds), 'seed')}"
-    return f"{plan.count}: {swept}, then {last} with the setting chosen for each"
-
-
 # ------------------------------------------------------------------------------------------------------------- schedule
-
-
-@runtime_checkable
-class ScheduleView(Protocol):
-    """Interface for a schedule's output: states of runs, remaining time, and messages."""
-
-    def update_run(self, record: PlannedRun, progress: Progress) -> None:
-        """Called when a run has a new state."""
-
-    def update_time(self, left: float | None) -> None:
-        """Called as time passes; `left` is the estimated number of remaining seconds."""
-
-    def say(self, sentence: str) -> None:
-        """Called with a message for the user."""
-
-    def stopping(self, sentence: str) -> None:
-        """Called after a signal to stop."""
 
 
 @dataclass(kw_only=True)
@@ -160,11 +129,9 @@ class Schedule(Interruptible):
 
     comparison: Comparison
     engine: Engine
-    view: ScheduleView
+    view: CompareView
     steps: int
     """Number of training steps of each run."""
-    choose: Callable[[Comparison], ChosenSettings]
-    """Function that chooses the settings, called at the end of the sweep."""
     stall: float = 3600.0
     """Seconds without new metrics or log output after which a run counts as hung and is ended."""
     running: dict[str, PlannedRun] = field(default_factory=dict)
@@ -190,15 +157,21 @@ class Schedule(Interruptible):
                 self.interrupted = True
             finally:
                 self.patient = False
-                self._abandon()
+                self.engine.close()
+                for record in self.running.values():  # their last checkpoints stay
+                    self._change(record, "interrupted")
+                self.running.clear()
 
     def _poll(self) -> bool:
         """Poll the jobs once. Returns True while jobs are running."""
         for name, status in self.engine.poll().items():
             self._end(self.running.pop(name), status)
-        for record in self.running.values():
-            self._progress(record).update()
-        self._end_hung()
+        for name, record in self.running.items():
+            progress = self._progress(record)
+            progress.update()
+            if progress.silence() > self.stall and name not in self.hung:
+                self.hung.add(name)
+                self.engine.kill(name)
         if self.interrupted and not self.stop_requested:
             self.stop_requested = True
             for name in self.running:
@@ -220,15 +193,12 @@ class Schedule(Interruptible):
                 self._start(record)
 
     def _start(self, record: PlannedRun) -> None:
-        folder, where = self.comparison.folder(record), self.comparison.path.absolute()
-        if (folder / "config.json").is_file():
-            arguments = plans.resume_arguments(record, where)
-        else:
-            arguments = plans.start_arguments(self.comparison.plan.kind, self.comparison.training, record, where)
+        plan, training, path = self.comparison.plan, self.comparison.training, self.comparison.path
+        arguments = plans.run_arguments(plan.kind, training, record, path.absolute())
         self.attempted.add(record.folder)
         self._progress(record).begin()
         try:
-            self.engine.start(folder, arguments)
+            self.engine.start(self.comparison.folder(record), arguments)
         except RunError as error:
             self._change(record, "failed", str(error))
             return
@@ -252,7 +222,7 @@ class Schedule(Interruptible):
 
     def _choose(self) -> None:
         """Choose each contestant's best setting and plan its final runs. If the sweep must grow first, extend it instead."""
-        chosen = self.choose(self.comparison)
+        chosen = choose(self.comparison)
         plan = self.comparison.plan = self.comparison.plan.grown(chosen)
         self.comparison.add_runs()
         if not self.comparison.must_choose:
@@ -266,26 +236,10 @@ class Schedule(Interruptible):
         for name, setting in self.comparison.chosen.items():
             self.view.say(f"chosen for {name}: {', '.join(setting_pairs(setting))}")
 
-    def _end_hung(self) -> None:
-        for name, record in self.running.items():
-            if self._progress(record).silence() > self.stall and name not in self.hung:
-                self.hung.add(name)
-                self.engine.kill(name)
-
     def _change(self, record: PlannedRun, state: str, error: str | None = None) -> None:
         record.state, record.error = state, error
         self.comparison.save()
         self.view.update_run(record, self._progress(record))
-
-    def _abandon(self) -> None:
-        """End all running runs. Their last checkpoints stay."""
-        self.engine.close()
-        for record in self.running.values():
-            record.state = "interrupted"
-            self.view.update_run(record, self._progress(record))
-        if self.running:
-            self.running.clear()
-            self.comparison.save()
 
     @property
     def left(self) -> float | None:
@@ -309,9 +263,7 @@ class Schedule(Interruptible):
 
 def run_comparison(comparison: Comparison, prepared: Preparation, view: CompareView, *, stall: float = 3600.0) -> _Status:
     """Run the remaining runs of a comparison, print the findings, and write the page."""
-    schedule = Schedule(
-        comparison=comparison, engine=prepared.engine, view=view, steps=prepared.budget.steps, choose=choose, stall=stall
-    )
+    schedule = Schedule(comparison=comparison, engine=prepared.engine, view=view, steps=prepared.budget.steps, stall=stall)
     view.open(comparison)
     try:
         schedule.run()
@@ -350,13 +302,25 @@ def _show_runs(comparison: Comparison, progress: dict[str, Progress], view: Comp
 
 
 def findings(comparison: Comparison, warn: Callable[[str], object]) -> list[str]:
-    """Write the report page and return its findings as lines to print. Without runs, no page is written."""
+    """Write DIR/report.html, and return its findings as lines to print. Without runs, no page is written.
+
+    Lines are the usable range of each swept setting, each contestant's results, and pairwise comparisons.
+    """
+    page = comparison.path / "report.html"
     try:
-        report, page = write_report(comparison)
+        report = make_report(read_runs([comparison.path]), [read_comparison(comparison.path)])
+        write_page(report, page)
     except RunError as error:
         warn(f"there is no report: {error}")
         return []
-    return ["", *report_lines(report), "", f"The report is in {page}"]
+    lines = [""]
+    for sweep in report.sweeps:
+        measured = f"final {report.measure.name} and its mean over the run ({sweep.seeds_text})"
+        lines += [f"Usable range of {sweep.key}, by {measured}: {RULE}"]
+        lines += [*(f"{found.sentence}; by the best of all: {found.text(found.overall)}" for found in sweep.ranges), ""]
+    lines += [*_result_lines(report.tables["results"], report.measure), ""]
+    lines += [row["sentence"] for row in report.tables["comparisons"] if row["measure"] == "final"]
+    return [*lines, "", f"The report is in {page}"]
 
 
 # ------------------------------------------------------------------------------------------- results, as the page has them
@@ -377,25 +341,6 @@ def sweep_rows(comparison: Comparison) -> list[SweepRow]:
         sweep_row(record.contestant, record.setting, record.seed, runs.get(record.folder), measure)
         for record in comparison.sweep_records
     ]
-
-
-def write_report(comparison: Comparison) -> tuple[RunReport, Path]:
-    """Write DIR/report.html and return its findings."""
-    report = make_report(read_runs([comparison.path]), [read_comparison(comparison.path)])
-    page = comparison.path / "report.html"
-    write_page(report, page)
-    return report, page
-
-
-def report_lines(report: RunReport) -> list[str]:
-    """List the report's lines: the usable range of each swept setting, each contestant's results, and pairwise comparisons."""
-    swept = []
-    for sweep in report.sweeps:
-        measured = f"final {report.measure.name} and its mean over the run ({sweep.seeds_text})"
-        swept += [f"Usable range of {sweep.key}, by {measured}: {RULE}"]
-        swept += [*(f"{found.sentence}; by the best of all: {found.text(found.overall)}" for found in sweep.ranges), ""]
-    said = [row["sentence"] for row in report.tables["comparisons"] if row["measure"] == "final"]
-    return [*swept, *_result_lines(report.tables["results"], report.measure), "", *said]
 
 
 def _result_lines(results: Sequence[Mapping[str, Any]], measure: Measure) -> list[str]:

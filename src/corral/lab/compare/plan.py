@@ -207,8 +207,10 @@ class Training:
     """Number of threads of each process; None leaves the number to the process."""
 
 
-def start_arguments(kind: Kind, training: Training, run: PlannedRun, where: Path) -> list[str]:
-    """Arguments of `corral` that start a run in its folder under `where`."""
+def run_arguments(kind: Kind, training: Training, run: PlannedRun, where: Path) -> list[str]:
+    """Arguments of `corral` that start a run in its folder under `where`, or resume a run that has begun there."""
+    if (where / run.folder / "config.json").is_file():
+        return ["train", f"--resume={where / run.folder}"]
     words = ["train"]
     words += [f"--recipe={training.recipe}"] if training.recipe else []
     words += [f"--config={where / training.config}"] if training.config else []
@@ -220,30 +222,21 @@ def start_arguments(kind: Kind, training: Training, run: PlannedRun, where: Path
     return [*words, *(f"--{key.replace('_', '-')}={value}" for key, value in pairs), f"--out={where / run.folder}"]
 
 
-def resume_arguments(run: PlannedRun, where: Path) -> list[str]:
-    """Arguments of `corral` that resume a run."""
-    return ["train", f"--resume={where / run.folder}"]
-
-
 def run_settings(kind: Kind, training: Training, run: PlannedRun) -> dict[str, Any]:
-    """Flags of one run by the name of their setting: flags that all runs share, then flags of this contestant and run."""
-    name, variant = split_contestant(run.contestant)
+    """Flags of one run by the name of their setting: flags that all runs share, then flags of this contestant and run.
+
+    A contestant such as `troll bound=0.1 support=union` is an objective's name and settings: its own, or the run's.
+    """
+    name, *pairs = run.contestant.split(" ")
+    known = [item.name for item in fields(find_objective(name))] if pairs else []
+    given = dict(pair.split("=", 1) for pair in pairs)
+    variant = {f"objective_config.{key}" if key in known else key: value for key, value in given.items()}
     flags = {key: str(value).lower() if isinstance(value, bool | None) else str(value) for key, value in run.setting.items()}
     own = {contestant_key(kind, name, key): value for key, value in flags.items()}
     shared = training.settings
     if kind == "robot" and name.startswith("sb3-"):  # no trajectory, and float32: what the others were given is not for it
         shared = {key: value for key, value in shared.items() if key != "dtype" and not key.startswith("prodmp.")}
     return {**shared, _CONTESTANT[kind]: name, **variant, **own, "seed": run.seed}
-
-
-def split_contestant(contestant: str) -> tuple[str, dict[str, str]]:
-    """Split a contestant such as `troll bound=0.1 support=union` into the objective's name and flags for its settings."""
-    name, *pairs = contestant.split(" ")
-    if not pairs:
-        return name, {}
-    own = [item.name for item in fields(find_objective(name))]
-    given = dict(pair.split("=", 1) for pair in pairs)
-    return name, {f"objective_config.{key}" if key in own else key: value for key, value in given.items()}
 
 
 def contestant_key(kind: Kind, contestant: str, key: str) -> str:
