@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from reasoning_gym.factory import DATASETS
 
 import corral.lab.tasks.reasoning_gym as module
-from corral.lab.tasks import make_task, verify_all
+from corral.lab.tasks import make_task, settings_of, verify_all
 from corral.lab.tasks.grader import grader_counts
 from corral.lab.tasks.reasoning_gym import FORMULAS, HALF, LITERALS, ReasoningGym, answer_of, is_harmless
 
@@ -101,7 +101,7 @@ def test_settings_reach_the_generator() -> None:
     prompts = task.train_prompts(10, 0)
     assert all(len(re.findall("[+-]", prompt)) == 1 for prompt in prompts)
     assert task.max_prompt_length == max(map(len, prompts))
-    assert vars(task).keys() == {"generator", "settings", "max_completion_length", "time_limit"}
+    assert settings_of(task).keys() == {"generator", "settings", "max_completion_length", "time_limit"}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from corral.lab.cli.report import NEEDED
 from corral.lab.cli.train import FLAGS, UNSAFE, add_setting_flags, given_settings, quiet_libraries
 from corral.lab.jobs import Kind
 from corral.lab.jobs.llm.own_objective import find_objective
-from corral.lab.run.settings import nested, read_file, read_recipe, recipes
+from corral.lab.run.settings import COMPARE, coerce, nested, read_file, read_recipe, recipes
 from corral.objective import objective_names
 from corral.validate import RunError, nearest, pip_install
 
@@ -143,23 +143,37 @@ def _new_comparison(arguments: argparse.Namespace, rest: list[str]) -> Any:
     if arguments.retry_failed:
         raise RunError("--retry-failed goes with --resume DIR.")
     _take_from_recipe(arguments)
-    training, first = _training(arguments, rest)
+    if arguments.threads is not None and arguments.threads < 1:
+        raise RunError(f"--threads must be at least 1; got {arguments.threads}.")
+    given = dict(given_settings(arguments, rest))
+    for name in _SINGULAR:
+        if name in given:
+            raise RunError(f"compare takes several: --{name}s {given[name]},….")
+    first = coerce("seed", given.pop("seed", 0), int)
     kind = kind_of(arguments)
     contestants = _contestants(kind, arguments)
-    _check_names(kind, arguments, training.settings)
-    from corral.lab.compare.plan import make_plan, parse_sweeps, rate_grid, share_reduction
+    _check_names(kind, arguments, given)
+    from corral.lab.compare.plan import Training, make_plan, parse_sweeps, rate_grid, share_reduction
     from corral.lab.compare.record import Comparison
     from corral.lab.run.folder import default_name
 
-    given = parse_sweeps(arguments.sweep)
-    for key, values in given.items():
-        if values is not None and key in training.settings:
+    training = Training(
+        recipe=recipe_of(arguments),
+        config=None if arguments.config is None else f"settings{arguments.config.suffix}",
+        smoke=arguments.smoke,
+        unsafe_code_execution=arguments.unsafe_code_execution,
+        settings=given,
+        threads=arguments.threads,
+    )
+    swept = parse_sweeps(arguments.sweep)
+    for key, values in swept.items():
+        if values is not None and key in given:
             raise RunError(f"`{key}` is both given and swept. Leave out one of the two.")
     _check_installed(kind)
     if arguments.common:
-        training = share_reduction(kind, contestants, training, given, arguments.config)
+        training = share_reduction(kind, contestants, training, swept, arguments.config)
     # Only the learning rate can be without values.
-    sweep = {key: values or rate_grid(kind, contestants, training, arguments.config) for key, values in given.items()}
+    sweep = {key: values or rate_grid(kind, contestants, training, arguments.config) for key, values in swept.items()}
     seeds, choosing = (3 if arguments.seeds is None else arguments.seeds), arguments.choose_seeds
     if choosing is not None and not sweep:
         raise RunError("--choose-seeds goes with --sweep: without one there is nothing to choose.")
@@ -174,8 +188,6 @@ def _new_comparison(arguments: argparse.Namespace, rest: list[str]) -> Any:
 
 def _take_from_recipe(arguments: argparse.Namespace) -> None:
     """Take contestants, sweep and seeds from the recipe's table `[compare]`, unless flags give them."""
-    from corral.lab.run.settings import COMPARE, coerce, read_file
-
     found = recipes().get(arguments.recipe)
     table = read_file(found).get(COMPARE, {}) if found is not None else {}
     if table and arguments.objectives is None and arguments.algorithms is None:
@@ -237,57 +249,27 @@ def _split_names(given: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _training(arguments: argparse.Namespace, rest: list[str]) -> tuple[Any, int]:
-    """Settings shared by all training runs, and the first random seed."""
-    from corral.lab.compare.plan import Training
-    from corral.lab.run.settings import coerce
-
-    if arguments.threads is not None and arguments.threads < 1:
-        raise RunError(f"--threads must be at least 1; got {arguments.threads}.")
-    given = dict(given_settings(arguments, rest))
-    for name in _SINGULAR:
-        if name in given:
-            raise RunError(f"compare takes several: --{name}s {given[name]},….")
-    first = coerce("seed", given.pop("seed", 0), int)
-    training = Training(
-        recipe=recipe_of(arguments),
-        config=None if arguments.config is None else f"settings{arguments.config.suffix}",
-        smoke=arguments.smoke,
-        unsafe_code_execution=arguments.unsafe_code_execution,
-        settings=given,
-        threads=arguments.threads,
-    )
-    return training, first
-
-
 def _saved_comparison(arguments: argparse.Namespace, rest: list[str]) -> Any:
     """Load the stored comparison to resume. Other flags must repeat its original values."""
+    from corral.lab.compare.plan import parse_sweeps
     from corral.lab.compare.record import list_differences, read
 
     comparison = read(arguments.resume)
     _check_installed(comparison.plan.kind)
     if arguments.out is not None or arguments.config is not None:
         raise RunError("--resume uses the comparison's own folder and settings: --out and --config cannot be given with it.")
-    given = _repeated_flags(arguments, rest)
+    flags, names = vars(arguments), arguments.objectives or arguments.algorithms
+    given = {key: flags[key] for key in ("seeds", "choose_seeds", "recipe", "threads")}
+    given |= {"contestants": _split_names(names) if names else None}
+    given |= {key: flags[key] or None for key in ("smoke", "common", "unsafe_code_execution")}
+    given |= {f"sweep {key}": values and tuple(values) for key, values in parse_sweeps(arguments.sweep).items()}
+    given = {key: value for key, value in given.items() if value is not None} | dict(given_settings(arguments, rest))
     other = list_differences(comparison.flags, given, given)
     if other:
         raise RunError(
             f"{comparison.path} is another comparison: {'; '.join(other)}. With --resume, only {_RESUME_FLAGS} can be given."
         )
     return comparison
-
-
-def _repeated_flags(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    """Flags that determine the runs and are given with --resume, by their names in `Comparison.flags`."""
-    from corral.lab.compare.plan import parse_sweeps
-
-    names = arguments.objectives or arguments.algorithms
-    given = vars(arguments)
-    found = {key: given[key] for key in ("seeds", "choose_seeds", "recipe", "threads")}
-    found |= {"contestants": _split_names(names) if names else None}
-    found |= {key: True if given[key] else None for key in ("smoke", "common", "unsafe_code_execution")}
-    found |= {f"sweep {key}": values and tuple(values) for key, values in parse_sweeps(arguments.sweep).items()}
-    return {key: value for key, value in found.items() if value is not None} | dict(given_settings(arguments, rest))
 
 
 def _check_installed(kind: Kind) -> None:

@@ -103,6 +103,13 @@ def make_task(name: str, **settings: Any) -> Task:
         raise ValueError(f"{name} cannot be made with {settings}: {error}.") from error
 
 
+def settings_of(task: Task) -> dict[str, Any]:
+    """Settings of a task by name, as a run records them: the fields of a dataclass, or the attributes of any other object."""
+    if not dataclasses.is_dataclass(task):
+        return {**vars(task)}
+    return {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
+
+
 def verify_all(task: Task, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
     """Rewards of many completions: from the task's `verify_all` if it has one, else from `verify` for each."""
     if len(prompts) != len(completions):

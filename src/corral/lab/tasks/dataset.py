@@ -1,6 +1,5 @@
 """Finite tasks: problems from a data set, split into training and held-out problems."""
 
-import functools
 import json
 import math
 import warnings
@@ -156,17 +155,16 @@ class Hub:
     held_out: str | None = None
 
 
-class _Slots:
-    """Slots for the loaded problems: `vars(task)` then holds only the settings, which a run records."""
+class _Loaded:
+    """Attributes of a finite task that are loaded, and so no settings: fields of its dataclass are declared below."""
 
-    __slots__ = ("_held_out", "_problems", "_train")
     _problems: dict[str, _KnownProblem]
     _train: list[str]
     _held_out: list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FiniteTask(_Slots, SeededTask):
+class FiniteTask(_Loaded, SeededTask):
     """Base class of tasks with a data set. Subclasses give `name`, `HUB`, `problem` (row → prompt and answer) and a
     verifier."""
 
@@ -205,12 +203,7 @@ class FiniteTask(_Slots, SeededTask):
         problems = {
             prompt: _KnownProblem(answer, {name: row.get(name) for name in columns}) for prompt, (answer, row) in known.items()
         }
-        for slot, value in (("_problems", problems), ("_train", list(train)), ("_held_out", list(held_out))):
-            object.__setattr__(self, slot, value)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle only the settings: a copy reads its files again."""
-        return functools.partial(type(self), **vars(self)), ()
+        vars(self).update(_problems=problems, _train=list(train), _held_out=list(held_out))  # the class is frozen
 
     @abstractmethod
     def problem(self, row: Row) -> tuple[str, Any]:

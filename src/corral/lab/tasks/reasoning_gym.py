@@ -4,8 +4,8 @@ import ast
 import random
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 from corral.lab.tasks.grader import grader_pool
@@ -40,15 +40,8 @@ _MAX_ANSWER = 10_000
 """Longest answer that is scored, in characters."""
 
 
-class _Slots:
-    """A slot for the drawn questions: `vars(task)` then holds only the settings, which a run records."""
-
-    __slots__ = ("_drawn",)
-    _drawn: dict[str, dict[str, Any]]
-
-
 @dataclass(frozen=True, kw_only=True)
-class ReasoningGym(_Slots, SeededTask):
+class ReasoningGym(SeededTask):
     """Questions of one generator. `corral train --task reasoning_gym --set task_config.generator=chain_sum`
 
     The answer is what stands in the last <answer>…</answer>, else the whole completion without the space around it. The reward
@@ -71,7 +64,6 @@ class ReasoningGym(_Slots, SeededTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "_drawn", {})
         known = library("reasoning_gym.factory", "the task reasoning_gym").DATASETS
         if self.generator not in known:
             raise ValueError(f"reasoning_gym: there is no generator {self.generator!r}.{nearest(self.generator, known)}")
@@ -84,9 +76,10 @@ class ReasoningGym(_Slots, SeededTask):
                 f"reasoning_gym: {self.generator} refuses {self.settings}: {type(error).__name__}: {error}"
             ) from error
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the settings and the drawn questions."""
-        return _copy, (type(self), vars(self), self._drawn)
+    @cached_property
+    def _drawn(self) -> dict[str, dict[str, Any]]:
+        """Drawn questions, each with its entry: no field, and so no setting."""
+        return {}
 
     @property
     def max_prompt_length(self) -> int:
@@ -129,27 +122,13 @@ class ReasoningGym(_Slots, SeededTask):
         make = library("reasoning_gym", "the task reasoning_gym").create_dataset
         made = make(self.generator, **self.settings, seed=seed, size=_CHUNK)
         for index in range(_CHUNK):
-            with _own_random_state(seed + index):
+            state = random.getstate()
+            random.seed(seed + index)  # some generators draw from Python's global random state
+            try:
                 entry = made[index]
+            finally:
+                random.setstate(state)
             yield entry
-
-
-def _copy(task_cls: type[ReasoningGym], settings: dict[str, Any], drawn: dict[str, dict[str, Any]]) -> ReasoningGym:
-    """Make a task with the given settings and drawn questions, to unpickle a copy."""
-    task = task_cls(**settings)
-    task._drawn.update(drawn)
-    return task
-
-
-@contextmanager
-def _own_random_state(seed: int) -> Iterator[None]:
-    """Context in which Python's global random state starts from `seed`, since some generators draw from it."""
-    state = random.getstate()
-    random.seed(seed)
-    try:
-        yield
-    finally:
-        random.setstate(state)
 
 
 def answer_of(completion: str) -> str:

@@ -21,7 +21,7 @@ from corral.lab.jobs.llm.turns import Turns, make_turns
 from corral.lab.models.load import choose_device
 from corral.lab.run.life import Evaluation
 from corral.lab.run.view import RunView, make_view
-from corral.lab.tasks import Task, make_task
+from corral.lab.tasks import Task, make_task, settings_of
 from corral.provenance import commit, plain, versions
 from corral.validate import RewardError, RunError, run_errors
 
@@ -60,7 +60,7 @@ class EvalJob:
                 "model": self.subject.name,
                 "step": self.subject.step,
                 "identity": self.subject.identity,
-                "task": {"name": self.task.name, **vars(self.task)},
+                "task": {"name": self.task.name, **settings_of(self.task)},
                 "instruction": self.instruction,
                 "problems": len(self.held_out),
                 "problems_sha256": hashlib.sha256("\0".join(self.held_out).encode(errors="surrogatepass")).hexdigest(),

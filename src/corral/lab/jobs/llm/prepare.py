@@ -33,7 +33,7 @@ from corral.lab.models.packaged import PACKAGED, is_installed
 from corral.lab.run.folder import RunFolder, choose_checkpoint, read_run
 from corral.lab.run.settings import coerce, toml_lines
 from corral.lab.run.trackers import TRACKERS
-from corral.lab.tasks import Task, columns_of, find_task, make_task
+from corral.lab.tasks import Task, columns_of, find_task, make_task, settings_of
 from corral.lab.tasks.dataset import FiniteTask
 from corral.provenance import plain
 from corral.trl import TEACHER_PROMPT
@@ -253,7 +253,7 @@ def config_content(settings: Settings, parts: Parts) -> dict[str, Any]:
         "settings": settings.flat(),
         "objective": {"name": settings.objective, **vars(parts.config.make_objective().config)},
         "reduction": {"name": REDUCTIONS[parts.config.loss_type], "own": parts.config.other_reduction is None},
-        "task": {"name": task.name, **vars(task)},
+        "task": {"name": task.name, **settings_of(task)},
         "data": describe_data(task, parts.dataset["problem"][:], parts.held_out),
         "model": {"name": settings.model, "parameters": sum(p.numel() for p in parts.model.parameters())},
         "trainer": plain(parts.config.to_dict()),
