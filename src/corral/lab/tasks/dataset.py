@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from corral.lab.run.files import read_regular, require_regular
 from corral.lab.run.text import visible
 from corral.lab.tasks.imports import library
+from corral.lab.tasks.messages import Message
 from corral.lab.tasks.procedural import SeededTask, digest, epochs, shuffled
 from corral.validate import limited
 
@@ -107,6 +108,26 @@ def text_column(row: Row, *names: str) -> str:
                 raise Malformed(f"`{name}` should be a text that is not empty; got {str(value)[:60]!r}")
             return value
     raise Malformed(f"there is no `{'` or `'.join(names)}`; the row has {', '.join(map(str, row)) or 'nothing'}")
+
+
+def conversation(prompt: Any, column: str) -> tuple[str, list[Message]]:
+    """Read a prompt from data, as text and as messages: a text, or a chat whose last message is the user's.
+
+    The text of a single message is its content; of several, each follows its role.
+    """
+    chat = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    for one in chat:
+        if not isinstance(one, dict) or not all(
+            isinstance(one.get(key), str) and one[key].strip() for key in ("role", "content")
+        ):
+            what = "a text that is not empty, or a chat, every message with a role and a content"
+            raise Malformed(f"`{column}` should be {what}; got {str(prompt)[:60]!r}")
+    if not chat or chat[-1]["role"] != "user":
+        raise Malformed(f"`{column}` should be a chat that ends with the user's message; got {str(prompt)[:60]!r}")
+    messages = [{"role": one["role"], "content": one["content"]} for one in chat]
+    if len(messages) == 1:
+        return messages[0]["content"], messages
+    return "\n\n".join(f"{one['role']}: {one['content']}" for one in messages), messages
 
 
 # ---------------------------------------------------------------------------------------------------------------- tasks

@@ -9,10 +9,10 @@ from corral.lab.sandbox import SandboxLimits
 from corral.lab.sandbox.pool import shared_pool
 from corral.lab.tasks.code.problem import grade_all
 from corral.lab.tasks.code.task import problem_from_tests
-from corral.lab.tasks.dataset import Malformed, Row, text_column
+from corral.lab.tasks.dataset import Malformed, Row, conversation, text_column
 from corral.lab.tasks.imports import by_path
 from corral.lab.tasks.math import MathTask, one_number, same_number
-from corral.lab.tasks.messages import Message, conversation
+from corral.lab.tasks.messages import Message
 from corral.validate import limited, nearest
 
 _VERIFIERS = ("math", "number", "exact", "code")

@@ -7,9 +7,8 @@ from itertools import chain
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from corral.lab.tasks.dataset import Hub, Malformed, Row, Rows, find_split, read_file, read_hub, text_column
+from corral.lab.tasks.dataset import Hub, Malformed, Row, Rows, conversation, find_split, read_file, read_hub, text_column
 from corral.lab.tasks.math import MathTask, last_box, one_number, same_number
-from corral.lab.tasks.messages import conversation
 from corral.lab.tasks.procedural import digest
 
 # -------------------------------------------------------------------------------------------------------- word problems

@@ -4,8 +4,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from corral.lab.tasks.dataset import Malformed
-
 Message = dict[str, str]
 
 
@@ -39,26 +37,6 @@ def _lines(message: dict[str, Any]) -> Iterator[str]:
     for call in calls:
         function = call.get("function", call)
         yield f"→ {function.get('name')}({json.dumps(function.get('arguments', {}), ensure_ascii=False, default=str)})"
-
-
-def conversation(prompt: Any, column: str) -> tuple[str, list[Message]]:
-    """Read a prompt from data, as text and as messages: a text, or a chat whose last message is the user's.
-
-    The text of a single message is its content; of several, each follows its role.
-    """
-    chat = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-    for one in chat:
-        if not isinstance(one, dict) or not all(
-            isinstance(one.get(key), str) and one[key].strip() for key in ("role", "content")
-        ):
-            what = "a text that is not empty, or a chat, every message with a role and a content"
-            raise Malformed(f"`{column}` should be {what}; got {str(prompt)[:60]!r}")
-    if not chat or chat[-1]["role"] != "user":
-        raise Malformed(f"`{column}` should be a chat that ends with the user's message; got {str(prompt)[:60]!r}")
-    messages = [{"role": one["role"], "content": one["content"]} for one in chat]
-    if len(messages) == 1:
-        return messages[0]["content"], messages
-    return "\n\n".join(f"{one['role']}: {one['content']}" for one in messages), messages
 
 
 def _content(message: dict[str, Any]) -> str:
