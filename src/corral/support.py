@@ -285,8 +285,13 @@ def refuse_ids(where: str, what: str, low: int, high: int, *, lowest: int, vocab
 def check_unique(where: str, what: str, ids: Tensor) -> None:
     """Raise an error for supports [* K] that contain a token twice; −1 may repeat."""
     if not torch.compiler.is_compiling():
-        ordered = ids.sort(-1).values
-        refuse_repeats(where, what, bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any()))
+        refuse_repeats(where, what, bool(has_repeats(ids)))
+
+
+def has_repeats(ids: Tensor) -> Tensor:
+    """True, as a tensor on the device, if a support [* K] contains a token twice; −1 may repeat."""
+    ordered = ids.sort(-1).values
+    return ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any()
 
 
 def refuse_repeats(where: str, what: str, repeated: bool) -> None:

@@ -51,7 +51,6 @@ CASES: list[tuple[Any, dict[str, str], dict[str, Any], int]] = [
     (support._finalize_own_kernel, {"ids": "*i64"}, {"BEST": 64, "ROOM": 2048}, 4),
     (support._join_kernel, {"ids": "*i64"}, {"GIVEN": 128, "RANKED": 128, "SLOTS": 256, "SOME": 16}, 1),
     (gathered._extend_kernel, HEAD | {"ids": "*i64"}, {"BLOCK": 512, "JOINED": 256}, 4),
-    (support._repeat_kernel, {"ids": "*i64", "found": "*i64"}, {"SOME": 16}, 4),
     *((fused._inspect_kernel, {"ids": "*i64"}, {"ROWS": 8, "EVERY": every}, 4) for every in (True, False)),
     (fused._order_kernel, ORDER, {}, 8),
     (backward._row_kernel, {"ids": "*i64"}, {}, 1),

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from corral.head.logits import LogitSpec
-from corral.head.rows import HeadInput
+from corral.head.rows import Gradients, HeadInput
 from interpreted import DEVICE
 
 from corral.head.triton import backward as sparse  # isort: skip  # after `interpreted`
@@ -34,7 +34,7 @@ class Problem:
         gradient = RowGradient(none, self.value.to(DEVICE), none, none, none, none)
         head = torch.empty(VOCABULARY, WIDTH, device=DEVICE)
         source = HeadInput(self.hidden.to(DEVICE), head, None, none, None, LogitSpec())
-        sparse.sparse_rows(source, gradient, self.key.to(DEVICE), (None, weight, bias), add=add)
+        sparse.sparse_rows(source, gradient, self.key.to(DEVICE), Gradients(None, weight, bias), add=add)
 
     def sums(self) -> tuple[Tensor, Tensor]:
         dz = torch.zeros(ROWS, VOCABULARY + 1, dtype=torch.float64)

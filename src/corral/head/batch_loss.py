@@ -4,15 +4,15 @@
 own, calls `lm_head` and then this.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from corral.head.dispatch import MAX_GIVEN, has_triton
-from corral.head.packed import Packing, TokenObjective, token_advantages
+from corral.head.packed import Packing, PrecomputedGradients, TokenObjective, token_advantages
 from corral.head.rows import AsyncCopy
 from corral.support import LogpTolerance
 from corral.tensors import ObjectiveOutput, TokenBatch
@@ -64,25 +64,14 @@ def _in_one_kernel(objective: Any, batch: TokenBatch) -> ObjectiveOutput | None:
                 objective(batch)  # raises its own message, unless only the kernel has noticed
             raise ValueError(f"batch_loss: the loss is not finite at {number} unmasked tokens. NaN comes from the model.")
 
+    def gradients(upstream: Tensor) -> Iterable[Tensor | None]:
+        # Checked right here, the device would idle until the host has the answer.
+        torch.autograd.Variable._execution_engine.queue_callback(check)
+        for g in (found.logp, found.kept, found.rest):
+            yield None if g is None else g * (upstream[:, None] if g.ndim > 1 else upstream)
+
     inputs = packed.logp_new[0], *((None, None) if dist is None else (dist.logp[0], dist.rest[0]))
-    loss = _RowGradients.apply(found.field(LOSS), (found.logp, found.kept, found.rest), check, *inputs)
+    loss = PrecomputedGradients.apply(found.field(LOSS), gradients, *inputs)
     if not loss.requires_grad:
         check()
     return ObjectiveOutput(packing.unpack(loss), metrics)
-
-
-class _RowGradients(torch.autograd.Function):
-    """Autograd function for per-token losses whose gradients the forward kernel has computed; the backward pass scales them."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: tuple[Tensor | None, ...], check: Any, *inputs: Tensor | None) -> Tensor:
-        ctx.gradients, ctx.check = gradients, check
-        return loss.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
-        # Checked here, the device would idle until the host has the answer.
-        torch.autograd.Variable._execution_engine.queue_callback(ctx.check)
-        scaled = (None if g is None else g * (upstream[:, None] if g.ndim > 1 else upstream) for g in ctx.gradients)
-        return (None, None, None, *scaled)

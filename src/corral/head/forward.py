@@ -13,9 +13,9 @@ from torch.autograd.function import once_differentiable
 from corral.head.dispatch import choose, own_top_k
 from corral.head.logits import LogitSpec
 from corral.head.rows import Gradients, HeadInput, HeadRows, Upstream
-from corral.head.torch.stream import Shard, head_backward, head_forward
+from corral.head.torch.stream import Shard, check_tokens, head_backward, head_forward
 from corral.numerics import require_tensors
-from corral.support import check_id_dtype, check_ids, check_unique
+from corral.support import check_id_dtype
 from corral.tensors import SparseDist, Tensors
 from corral.validate import number_in
 
@@ -97,19 +97,10 @@ def lm_head(
         if impl == "triton":
             raise ValueError("lm_head: a vocabulary split over a `group` runs on the torch path. Use impl='auto' or 'torch'.")
         impl = "torch" if impl == "auto" else impl
-    shape, count, report = tokens.shape, tokens.numel(), None
-    source = replace(
-        source,
-        hidden=hidden.reshape(count, hidden.shape[-1]),
-        tokens=tokens.reshape(count).long(),
-        ids=None if ids is None else ids.reshape(count, ids.shape[-1]).long(),
-        joins=None if joins is None else joins.reshape(count),
-    )
+    shape, report = tokens.shape, None
+    source = source.map(lambda x: x.reshape(tokens.numel(), *x.shape[tokens.ndim :]))
     if choose("lm_head", impl, hidden, weight, top_k, 0 if ids is None else ids.shape[-1]) == "torch":
-        check_ids("lm_head", "tokens", source.tokens, lowest=0, vocabulary=shard.vocabulary)
-        if source.ids is not None:
-            check_ids("lm_head", "ids", source.ids, lowest=-1, vocabulary=shard.vocabulary)
-            check_unique("lm_head", "ids", source.ids)
+        source = check_tokens("lm_head", source, shard.vocabulary)
         rows = _Head.on(source, partial(head_forward, shard=shard), partial(head_backward, shard=shard))
     else:
         from corral.head.triton.backward import lm_head_backward  # Triton is an optional dependency
@@ -119,6 +110,7 @@ def lm_head(
             report = torch.full((2,), torch.nan, device=hidden.device)
             if ids is None and top_k is None:  # the policy's own support carries the gradient
                 source = replace(source, top_k=own_top_k(hidden, len(weight)))
+        source = replace(source, tokens=source.tokens.long(), ids=None if source.ids is None else source.ids.long())
         source = source.map(Tensor.contiguous, shared=True)  # kernels read one row behind the other
         with torch.cuda.device_of(hidden):  # Triton launches on the current device, wherever the tensors are
             rows = _Head.on(source, lm_head_forward, partial(lm_head_backward, tolerance=tolerance, report=report))
@@ -156,7 +148,8 @@ class _Head(torch.autograd.Function):
         source = HeadInput(hidden, weight, bias, tokens, None, ctx.spec, entropy=ctx.entropy)
         _, logp, _, kept, rest, entropy, _ = upstream
         given = Upstream(logp=logp, kept=kept, rest=rest, entropy=entropy)
-        return (*ctx.differentiate(source, HeadRows(*fields), given, ctx.needs_input_grad[:3]), None, None, None)
+        gradients = ctx.differentiate(source, HeadRows(*fields), given, ctx.needs_input_grad[:3])
+        return (*vars(gradients).values(), None, None, None)
 
 
 def check_weight(owner: str, weight: object) -> None:

@@ -106,16 +106,10 @@ class Scratch:
         return memory[:size].view(*shape)
 
 
-def slices(total: int, size: int, first: int | None = None) -> Iterator[slice]:
-    """Split range(total) into slices of at most `size`.
-
-    `first` limits the first slice; each later slice is then at most twice all before it.
-    """
-    start, width = 0, size if first is None else first
-    while start < total:
-        stop = min(start + min(width, size), total)
-        yield slice(start, stop)
-        start, width = stop, 2 * stop if first is not None else size
+def slices(total: int, size: int) -> Iterator[slice]:
+    """Split range(total) into slices of at most `size`."""
+    for start in range(0, total, max(size, 1)):
+        yield slice(start, min(start + size, total))
 
 
 def block_size(device: torch.device, tokens: int) -> tuple[int, int]:

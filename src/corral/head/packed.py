@@ -1,6 +1,6 @@
 """Packed batches: only the unmasked tokens, in one sequence, with the loss terms that can be precomputed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch.autograd.function import once_differentiable
 from corral.head.logits import LogitSpec
 from corral.head.rows import Gradients, HeadRows
 from corral.head.union import UnionSupport
-from corral.numerics import at_least_float32
 from corral.tensors import ObjectiveOutput, SparseDist, Tensors, TokenBatch
 
 TokenObjective = Callable[[TokenBatch], ObjectiveOutput]
@@ -112,18 +111,15 @@ class FusedLoss:
     """Output of the objective for packed tokens [1, N], with metrics."""
     finish: Callable[[Tensor], Gradients] | None
     """Function that waits for the gradients of packed hidden states, weight and bias, and multiplies them in place by a scalar
-    tensor. None if no gradient is needed."""
+    tensor; called once. None if no gradient is needed."""
 
 
 class PrecomputedGradients(torch.autograd.Function):
-    """Autograd function with gradients computed in the forward pass: `finish` scales them by the upstream gradient and `unit`.
-
-    It can be used once.
-    """
+    """Autograd function with gradients computed in the forward pass: `finish` scales them by the upstream gradient."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, finish: Any, unit: Tensor | None, *inputs: Tensor | None) -> Tensor:
-        ctx.finish, ctx.unit = finish, unit
+    def forward(ctx: Any, value: Tensor, finish: Callable[[Tensor], Iterable[Tensor | None]], *inputs: Tensor | None) -> Tensor:
+        ctx.finish = finish
         ctx.save_for_backward(*inputs)
         return value.clone()
 
@@ -131,11 +127,4 @@ class PrecomputedGradients(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
         _ = ctx.saved_tensors  # autograd raises if an input was changed in place since: `finish` may read them
-        finish, ctx.finish = ctx.finish, None  # gradients are handed over, not copied
-        if finish is None:
-            raise RuntimeError(
-                "policy_loss_from_hidden: its gradients were handed over by the first backward pass. Call it again, or build "
-                "the loss from corral.lm_head, which can be differentiated any number of times."
-            )
-        factor = at_least_float32(upstream)
-        return (None, None, None, *finish(factor if ctx.unit is None else factor * ctx.unit))
+        return (None, None, *ctx.finish(upstream))

@@ -1,5 +1,6 @@
 """Loss and gradient of a policy from hidden states, in one fused pass of head, objective and reduction."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,9 +10,9 @@ from torch import Tensor
 from corral.head.dispatch import Chosen, choose
 from corral.head.forward import check_weight, lm_head
 from corral.head.logits import LogitSpec
-from corral.head.packed import FusedLoss, LossTerms, Packing, PrecomputedGradients, TokenObjective, has_token_shapes
-from corral.head.rows import Gradients, HeadInput
-from corral.head.torch.fused import all_dense, can_fuse, check_sampled
+from corral.head.packed import LossTerms, Packing, PrecomputedGradients, TokenObjective, has_token_shapes
+from corral.head.rows import HeadInput
+from corral.head.torch.fused import all_dense, check_sampled
 from corral.head.torch.fused import fused_loss as fused_torch
 from corral.head.union import UnionSupport
 from corral.numerics import at_least_float32, require_tensors
@@ -108,7 +109,13 @@ def policy_loss_from_hidden(
     spec = LogitSpec(scale, softcap, temperature)
     terms = LossTerms(objective, batch, weights, policy_weights, on_policy, union, spec)
     _check(hidden, weight, tokens, terms)
-    weights, unit = _unit_scale(weights, batch.mask, hidden.dtype)
+    weights, unit = at_least_float32(weights), None
+    if hidden.dtype == torch.float16 and weights.numel():
+        # A token's weight is about 1/N, and float16 ends at 6e-8: gradients are formed with the largest weight as 1, and
+        # multiplied by it in the backward pass, together with a gradient scaler's factor.
+        largest = torch.where(batch.mask, weights.abs(), 0.0).amax()
+        unit = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
+        weights = weights / unit
     terms = replace(terms, weights=weights)
     ids = None if batch.dist_old is None else batch.dist_old.ids
     source = HeadInput(hidden, weight, bias, tokens, ids, spec, entropy=entropy)
@@ -116,53 +123,41 @@ def policy_loss_from_hidden(
         source = replace(source, top_k=min(union.top_k, len(weight)), mass=union.mass, joins=union.place >= 0)
     chosen = choose("policy_loss_from_hidden", impl, hidden, weight, source.top_k, 0 if ids is None else ids.shape[-1])
     tolerance = 0.0 if exact else TOLERANCE
-    fused = _fused(source, terms, tolerance, chosen) if has_token_shapes(batch) and tokens.numel() else None
-    if fused is None:
-        terms = terms if unit is None else replace(terms, weights=weights * unit)
-        return _from_blocks(source, terms, tolerance, chosen)
-    return _attach(fused, source, unit)
-
-
-def _unit_scale(weights: Tensor, mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Divide the weights by one common scale, and return both: small weights would underflow float16 gradients."""
-    weights = at_least_float32(weights.detach())
-    if dtype != torch.float16 or not weights.numel():
-        return weights, None
-    # A token's weight is about 1/N, and float16 ends at 6e-8: gradients are formed with the largest weight as 1, and multiplied
-    # by it in the backward pass, together with a gradient scaler's factor.
-    largest = torch.where(mask, weights.abs(), 0.0).amax()
-    unit = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
-    return weights / unit, unit
-
-
-def _fused(source: HeadInput, terms: LossTerms, tolerance: float, impl: Chosen) -> FusedLoss | None:
-    """Compute loss and gradient in one fused pass; None if no fused path supports the objective or the batch."""
-    inputs = (source.hidden, source.weight, source.bias)
+    inputs = (hidden, weight, bias)
     needed = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
-    source = source.detach()
-    if impl == "torch":
-        return fused_torch(source, terms, needed) if can_fuse(source.spec, terms.objective) else None
-    from corral.head.triton.fused import fused_loss  # Triton is an optional dependency
+    fused = None
+    if has_token_shapes(batch) and tokens.numel():
+        if chosen == "torch":
+            fused = fused_torch(source.detach(), terms, needed)
+        else:
+            from corral.head.triton.fused import fused_loss  # Triton is an optional dependency
 
-    with torch.cuda.device_of(source.hidden):  # Triton launches on the current device, wherever the tensors are
-        return fused_loss(source, terms, tolerance, needed)
+            with torch.cuda.device_of(hidden):  # Triton launches on the current device, wherever the tensors are
+                fused = fused_loss(source.detach(), terms, tolerance, needed)
+    if fused is None:
+        return _from_blocks(source, terms if unit is None else replace(terms, weights=weights * unit), tolerance, chosen)
 
+    packing, rows, finish = fused.packing, fused.rows, fused.finish
+    loss = fused.total if unit is None else fused.total * unit
 
-def _attach(fused: FusedLoss, source: HeadInput, unit: Tensor | None) -> PolicyLoss:
-    """Unpack the results of a fused loss to [B T], and attach the precomputed gradients to autograd."""
-    packing, rows, loss = fused.packing, fused.rows, fused.total if unit is None else fused.total * unit
-    if (finish := fused.finish) is not None:
+    def gradients(upstream: Tensor) -> Iterable[Tensor | None]:
+        nonlocal finish
+        if finish is None:
+            raise RuntimeError(
+                "policy_loss_from_hidden: its gradients were handed over by the first backward pass. Call it again, or build "
+                "the loss from corral.lm_head, which can be differentiated any number of times."
+            )
+        hand_over, finish = finish, None  # gradients are handed over, not copied
+        factor = at_least_float32(upstream)
+        return vars(hand_over(factor if unit is None else factor * unit).map(packing.unpack)).values()
 
-        def unpack(factor: Tensor) -> Gradients:
-            d_hidden, d_weight, d_bias = finish(factor)
-            return None if d_hidden is None else packing.unpack(d_hidden), d_weight, d_bias
-
-        loss = PrecomputedGradients.apply(loss, unpack, unit, source.hidden, source.weight, source.bias)
+    if finish is not None:
+        loss = PrecomputedGradients.apply(loss, gradients, *inputs)
     out = fused.output.map(lambda x: packing.unpack(x[0]))
-    entropy = packing.unpack(rows.entropy) if source.entropy else None
-    dist = None if source.ids is None else packing.unpack_dist(rows.dist)
+    entropies = packing.unpack(rows.entropy) if entropy else None
+    dist = None if ids is None else packing.unpack_dist(rows.dist)
     return PolicyLoss(
-        loss, out.loss, packing.unpack(rows.logp), out.metrics, entropy, dist, out.acted, out.kl_after, out.regression
+        loss, out.loss, packing.unpack(rows.logp), out.metrics, entropies, dist, out.acted, out.kl_after, out.regression
     )
 
 

@@ -70,15 +70,21 @@ class Upstream(Tensors):
     entropy: Tensor | None = None
 
 
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Gradients of hidden states, weight and bias; None for each that is not needed."""
+@dataclass(frozen=True, eq=False)
+class Gradients(Tensors):
+    """Gradients of hidden states dH, weight dW and bias db; None for each that is not needed."""
+
+    SHARED: ClassVar[tuple[str, ...]] = ("weight", "bias")
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
 
 
-def blank_gradients(source: HeadInput, needed: Sequence[bool]) -> Gradients:
-    """Allocate uninitialised memory for the needed gradients."""
+def blank_gradients(source: HeadInput, needed: Sequence[bool], dtype: torch.dtype | None = None) -> Gradients:
+    """Allocate uninitialised memory for the needed gradients, by default in the dtypes of their inputs."""
     inputs = zip((source.hidden, source.weight, source.bias), needed, strict=True)
-    hidden, weight, bias = (torch.empty_like(x) if need and x is not None else None for x, need in inputs)
-    return hidden, weight, bias
+    return Gradients(*(torch.empty_like(x, dtype=dtype) if need and x is not None else None for x, need in inputs))
 
 
 class AsyncCopy:

@@ -10,38 +10,33 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from corral.head.logits import LogitSpec, Scratch, accumulate, block_size, operand, slices
+from corral.head.logits import Scratch, accumulate, block_size, operand, slices
 from corral.head.packed import FusedLoss, LossTerms, Packing
-from corral.head.rows import Gradients, HeadInput, HeadRows, Upstream
-from corral.head.torch.stream import HeadGradients, LogitGradient, Outside, Shard, scan_rows
+from corral.head.rows import Gradients, HeadInput, HeadRows, Upstream, blank_gradients
+from corral.head.torch.stream import HeadGradients, LogitGradient, Outside, Shard, check_tokens, scan_rows
 from corral.numerics import common_dtype
-from corral.support import check_ids, check_unique
 from corral.tensors import SparseDist, join_outputs
-
-
-def can_fuse(spec: LogitSpec, objective: object) -> bool:
-    """True if the forward pass's logits suffice for the gradients: a token-wise objective, and no soft cap."""
-    config = getattr(objective, "config", None)  # an objective may be any function of a batch
-    return spec.softcap is None and getattr(config, "tokenwise", False)
 
 
 def fused_loss(source: HeadInput, terms: LossTerms, needed: Sequence[bool]) -> FusedLoss | None:
     """Compute loss and gradients of a batch [B T …], one block of tokens at a time.
 
-    None if the batch is empty, or the objective refuses a row: it then gets the whole batch, so that its message covers all.
+    None if the logits of the forward pass do not suffice for the gradients (a soft cap, or an objective of whole sequences), if
+    the batch is empty, or if the objective refuses a row: it then gets the whole batch, so that its message covers all.
     """
     packing = Packing(terms.batch.mask)
-    if not packing.count:
+    config = getattr(terms.objective, "config", None)  # an objective may be any function of a batch
+    if source.spec.softcap is not None or not getattr(config, "tokenwise", False) or not packing.count:
         return None
     source, terms = source.map(packing.pack), terms.pack(packing)
-    source = replace(source, tokens=source.tokens.long(), ids=None if source.ids is None else source.ids.long())
-    check_ids("policy_loss_from_hidden", "tokens", source.tokens, lowest=0, vocabulary=len(source.weight))
-    if source.ids is not None:
-        check_sampled(source.ids, source.tokens)
-        check_ids("policy_loss_from_hidden", "ids", source.ids, lowest=-1, vocabulary=len(source.weight))
-        check_unique("policy_loss_from_hidden", "ids", source.ids)
-    total, found, outputs = source.hidden.new_zeros((), dtype=common_dtype(source.hidden, source.weight)), [], []
-    into, trained = _GradientSum(source, needed), any(needed)
+    check_sampled(source.ids, source.tokens)
+    source = check_tokens("policy_loss_from_hidden", source, len(source.weight))
+    dtype, trained, fresh = common_dtype(source.hidden, source.weight), any(needed), True
+    sums, scratch = blank_gradients(source, needed, dtype), Scratch(source.hidden.device)
+    for x in (sums.hidden, sums.bias):  # dW is written by the first block with a gradient, which saves filling it with zeros
+        if x is not None:
+            x.zero_()
+    total, found, outputs = source.hidden.new_zeros((), dtype=dtype), [], []
     # The logits of a part are gone when the next part's are made: the objective has to see each part by itself, and its
     # gradient with respect to the head's few results is all that autograd does here.
     for part, rows, outside in scan_rows(source, Shard(), outside=trained):
@@ -55,8 +50,10 @@ def fused_loss(source: HeadInput, terms: LossTerms, needed: Sequence[bool]) -> F
                 return None
         if value.requires_grad and outside is not None:
             logp, kept, rest = torch.autograd.grad(value, leaves, allow_unused=True)
-            grads = HeadGradients.of(Upstream(logp=logp, kept=kept, rest=rest), rows)
-            into.add(part, rows, grads.scaled(source.spec.slope), outside)
+            grads = HeadGradients.of(Upstream(logp=logp, kept=kept, rest=rest), rows, source.spec.slope)
+            if len(picked := grads.nonzero()):
+                _add_gradients(sums, source[part], part, rows, grads, picked, outside, scratch, fresh=fresh)
+                fresh = False
         total += value.detach()
         found.append(rows)
         outputs.append(output.detach())
@@ -64,14 +61,44 @@ def fused_loss(source: HeadInput, terms: LossTerms, needed: Sequence[bool]) -> F
     output = replace(output, metrics=output.metrics | all_dense(total))
 
     def finish(factor: Tensor) -> Gradients:
-        gradients = into.gradients()
-        for x in gradients:
-            # On a CPU a factor of 1, as in a plain `backward()`, is skipped; on a GPU reading it would make the host wait.
-            if x is not None and (x.is_cuda or float(factor) != 1.0):
-                x.mul_(factor)
-        return gradients
+        if fresh and sums.weight is not None:
+            sums.weight.zero_()
+        inputs = (source.hidden, source.weight, source.bias)
+        pairs = zip(vars(sums).values(), inputs, strict=True)
+        gradients = Gradients(*(None if g is None or x is None else g.to(x.dtype) for g, x in pairs))
+        # On a CPU a factor of 1, as in a plain `backward()`, is skipped; on a GPU reading it would make the host wait.
+        return gradients.map(lambda x: x.mul_(factor) if x.is_cuda or float(factor) != 1.0 else x, shared=True)
 
     return FusedLoss(packing, total, HeadRows.cat(found), output, finish if trained else None)
+
+
+def _add_gradients(
+    sums: Gradients, source: HeadInput, part: slice, rows: HeadRows, grads: HeadGradients, picked: Tensor, outside: Outside,
+    scratch: Scratch, *, fresh: bool,
+) -> None:  # fmt: skip
+    """Add the gradients of one block of tokens to `sums`: those of its rows `picked`, all others have none.
+
+    `source`, `rows`, `grads` and `outside` are of this block, whose place in dH is `part`. The memory of `outside` is
+    overwritten. With `fresh`, dW is written and not added to.
+    """
+    weight, dtype = source.weight, rows.lse.dtype
+    blocks = list(slices(len(weight), block_size(weight.device, len(picked))[1]))
+    gradient = LogitGradient(source.tokens[picked], rows[picked], grads[picked], blocks, entropy=False)
+    singles = gradient.singles(torch.cat([rows.kept, rows.logp[:, None]], -1)[picked])
+    h = operand(source.hidden[picked], dtype)
+    d_hidden = None if sums.hidden is None else torch.zeros_like(h, dtype=dtype)
+    for i, block in enumerate(blocks):
+        shape = (len(picked), block.stop - block.start)
+        mass = torch.index_select(outside.mass[:, block], 0, picked, out=scratch("mass", shape, dtype))
+        dz = gradient.of_mass(mass, outside.peak[picked, None], i, singles)
+        if d_hidden is not None:
+            accumulate(d_hidden, dz, operand(weight[block], dtype, scratch))
+        if sums.weight is not None:
+            accumulate(sums.weight[block], dz.T, h, fresh=fresh)
+        if sums.bias is not None:
+            sums.bias[block] += dz.sum(0)
+    if sums.hidden is not None and d_hidden is not None:
+        sums.hidden[part.start + picked] = d_hidden
 
 
 def all_dense(like: Tensor) -> dict[str, Tensor]:
@@ -86,50 +113,3 @@ def check_sampled(ids: Tensor | None, tokens: Tensor) -> None:
             f"policy_loss_from_hidden: slot 0 of dist_old.ids is not the sampled token at {wrong} of {len(tokens)} unmasked "
             f"tokens. Both follow the completion tokens; was one of them shifted twice? See docs/data-flow.md#shift."
         )
-
-
-class _GradientSum:
-    """Running sums of the gradients dH, dW and db over blocks of tokens, in the working dtype."""
-
-    def __init__(self, source: HeadInput, needed: Sequence[bool]) -> None:
-        hidden, weight, bias = source.hidden, source.weight, source.bias
-        self.source, self.dtype = source, common_dtype(hidden, weight)
-        self.hidden = torch.zeros_like(hidden, dtype=self.dtype) if needed[0] else None
-        self.weight = torch.empty_like(weight, dtype=self.dtype) if needed[1] else None
-        self.bias = torch.zeros_like(bias, dtype=self.dtype) if bias is not None and needed[2] else None
-        self.fresh = True  # dW holds nothing yet: the first part overwrites it, which saves filling it with zeros
-        self.scratch = Scratch(hidden.device)
-
-    def add(self, part: slice, rows: HeadRows, grads: HeadGradients, outside: Outside) -> None:
-        """Add the gradients of a block of tokens; the memory of `outside` is overwritten."""
-        picked = grads.nonzero()
-        if not len(picked):
-            return
-        hidden, tokens, weight = self.source.hidden[part], self.source.tokens[part], self.source.weight
-        blocks = list(slices(len(weight), block_size(hidden.device, len(picked))[1]))
-        gradient = LogitGradient(tokens[picked], rows[picked], grads[picked], blocks, entropy=False)
-        singles = gradient.singles(torch.cat([rows.kept, rows.logp[:, None]], -1)[picked])
-        h = operand(hidden[picked], self.dtype)
-        d_hidden = None if self.hidden is None else torch.zeros_like(h, dtype=self.dtype)
-        for i, block in enumerate(blocks):
-            shape = (len(picked), block.stop - block.start)
-            mass = torch.index_select(outside.mass[:, block], 0, picked, out=self.scratch("mass", shape, self.dtype))
-            dz = gradient.of_mass(mass, outside.peak[picked, None], i, singles)
-            if d_hidden is not None:
-                accumulate(d_hidden, dz, operand(weight[block], self.dtype, self.scratch))
-            if self.weight is not None:
-                accumulate(self.weight[block], dz.T, h, fresh=self.fresh)
-            if self.bias is not None:
-                self.bias[block] += dz.sum(0)
-        if self.hidden is not None and d_hidden is not None:
-            self.hidden[part.start + picked] = d_hidden
-        self.fresh = False
-
-    def gradients(self) -> Gradients:
-        """Return dH, dW and db in the dtypes of their parameters."""
-        if self.fresh and self.weight is not None:
-            self.weight.zero_()
-        inputs = (self.source.hidden, self.source.weight, self.source.bias)
-        found = zip((self.hidden, self.weight, self.bias), inputs, strict=True)
-        hidden, weight, bias = (None if g is None or x is None else g.to(x.dtype) for g, x in found)
-        return hidden, weight, bias

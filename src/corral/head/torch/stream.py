@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from corral.head.logits import LogitSpec, Scratch, accumulate, block_size, operand, slices
 from corral.head.rows import Gradients, HeadInput, HeadRows, Upstream
 from corral.numerics import common_dtype
-from corral.support import choose_support, rank_top_k
+from corral.support import check_ids, check_unique, choose_support, rank_top_k
 from corral.tensors import Tensors
 
 
@@ -111,6 +111,15 @@ class Outside(Tensors):
     """Exponentials e^(z − m) of all logits z [n, V], with m = `peak`; 0 at tokens of the support."""
     peak: Tensor
     """Reference logit m at each position [n]: the largest logit outside the support."""
+
+
+def check_tokens(where: str, source: HeadInput, vocabulary: int) -> HeadInput:
+    """Raise an error for token ids outside the vocabulary or given twice; return the input with its ids as int64."""
+    check_ids(where, "tokens", source.tokens, lowest=0, vocabulary=vocabulary)
+    if source.ids is not None:
+        check_ids(where, "ids", source.ids, lowest=-1, vocabulary=vocabulary)
+        check_unique(where, "ids", source.ids)
+    return replace(source, tokens=source.tokens.long(), ids=None if source.ids is None else source.ids.long())
 
 
 def scan_rows(source: HeadInput, shard: Shard, *, outside: bool = False) -> Iterator[tuple[slice, HeadRows, Outside | None]]:
@@ -228,24 +237,18 @@ class HeadGradients(Tensors):
     entropy: Tensor
 
     @classmethod
-    def of(cls, upstream: Upstream, rows: HeadRows) -> "HeadGradients":
-        """Build the gradients from `upstream`, with 0 where the loss has no gradient."""
-        pairs = (
-            (upstream.logp, rows.logp),
-            (upstream.kept, rows.kept),
-            (upstream.rest, rows.rest),
-            (upstream.entropy, rows.logp),
+    def of(cls, upstream: Upstream, rows: HeadRows, factor: float = 1.0) -> "HeadGradients":
+        """Build the gradients from `upstream`, times a constant factor, with 0 where the loss has no gradient."""
+        given, like = (
+            (upstream.logp, upstream.kept, upstream.rest, upstream.entropy),
+            (rows.logp, rows.kept, rows.rest, rows.logp),
         )
-        return cls(*(torch.zeros_like(x) if g is None else g for g, x in pairs))
+        return cls(*(torch.zeros_like(x) if g is None else g * factor for g, x in zip(given, like, strict=True)))
 
     def nonzero(self) -> Tensor:
         """Return the indices [m] of rows with a nonzero gradient: masked and blocked tokens are skipped."""
         some = (self.logp != 0) | (self.entropy != 0) | (self.rest != 0) | (self.kept != 0).any(-1)
         return some.nonzero().squeeze(-1)
-
-    def scaled(self, factor: float) -> "HeadGradients":
-        """Return all gradients multiplied by a constant."""
-        return self if factor == 1.0 else self.map(lambda x: x * factor)
 
 
 class Marks:
@@ -349,7 +352,7 @@ def head_backward(source: HeadInput, rows: HeadRows, upstream: Upstream, needed:
     One part of the vocabulary at a time, over all tokens: its rows of dW are then finished once, and never held twice.
     """
     weight, bias, spec, dtype = source.weight, source.bias, source.spec, rows.lse.dtype
-    grads = HeadGradients.of(upstream, rows).scaled(spec.slope)  # the constant part of dz / d(h Wᵀ + b)
+    grads = HeadGradients.of(upstream, rows, spec.slope)  # the constant part of dz / d(h Wᵀ + b)
     picked = grads.nonzero()
     height, columns = block_size(weight.device, len(picked))
     hidden = operand(source.hidden[picked], dtype)
@@ -392,4 +395,4 @@ def head_backward(source: HeadInput, rows: HeadRows, upstream: Upstream, needed:
         if len(picked) < len(source.hidden):
             d_hidden = torch.zeros(source.hidden.shape, dtype=dtype, device=hidden.device).index_copy_(0, picked, d_hidden)
         d_hidden = shard.sum_(d_hidden).to(source.hidden.dtype)
-    return d_hidden, d_weight, d_bias
+    return Gradients(d_hidden, d_weight, d_bias)

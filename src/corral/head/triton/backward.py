@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -134,46 +135,6 @@ PADDED = 16
 """Multiple to which the list of tokens with a dense gradient is padded by −1: the width of matrix units."""
 
 
-@dataclass(frozen=True, eq=False)
-class Routes:
-    """Result of `route_rows`: for each of N positions a sparse or a dense logit gradient, and metrics."""
-
-    key: Tensor
-    """Token ids of the entries in a sparse gradient [N, S] int32; V at entries that are left out."""
-    counts: Tensor
-    """Number of positions with a gradient, and number of positions with a dense gradient [2] int32."""
-    dense: Tensor
-    """Indices of positions with a dense gradient, padded with −1 to a multiple of PADDED [N + PADDED]. Elements after the
-    padding are undefined."""
-    shares: Tensor
-    """Metrics: share of positions with a dense gradient, and largest gradient share that a sparse gradient drops [2]."""
-
-
-def route_rows(gradient: RowGradient, spec: LogitSpec, vocabulary: int, tolerance: float, mean: Tensor | None = None) -> Routes:
-    """Choose a sparse or a dense logit gradient for each position.
-
-    A row is dense if a sparse gradient would drop a share of `tolerance` or more. With tolerance 0 all rows with a gradient are
-    dense.
-
-    `mean` is the mean row's Σ |dz| [1]; by default the mean of these rows.
-    """
-    (count, slots), device = gradient.ids.shape, gradient.ids.device
-    key, route = torch.empty_like(gradient.ids), torch.empty_like(gradient.route)
-    share = torch.empty_like(gradient.size)
-    counts, shares = torch.empty(2, dtype=torch.int32, device=device), torch.empty(2, device=device)
-    dense = torch.empty(count + PADDED, dtype=torch.int64, device=device)
-    _route_kernel[(triton.cdiv(count, ROWS),)](
-        gradient.ids, gradient.value, gradient.off, gradient.size, gradient.route, mean, route, key, share, count, slots,
-        vocabulary, tolerance, abs(spec.slope),
-        # A soft cap flattens the entries after `size` was summed: none is small enough to be left out for certain.
-        0.0 if spec.softcap is not None else tolerance / (8 * slots), ROWS=ROWS, SLOTS=lanes(slots), BLOCK=2048, num_warps=8,
-    )  # fmt: skip
-    _tally_kernel[(1,)](
-        route, share, counts, dense, shares, count, PADDED=PADDED, BLOCK=min(8192, triton.next_power_of_2(count)), num_warps=8
-    )
-    return Routes(key, counts, dense, shares)
-
-
 @triton.jit
 def _route_kernel(
     ids, value, off, size, need, given_mean, route, key, out_share, count, slots, vocabulary, tolerance, slope, small,
@@ -212,7 +173,10 @@ def _route_kernel(
 
 @triton.jit
 def _tally_kernel(route, share, counts, dense_rows, shares, count, PADDED: tl.constexpr, BLOCK: tl.constexpr):
-    """List the positions with a dense gradient in one program. This fixes their order, and so the order of sums in dW."""
+    """List the positions with a dense gradient in one program. This fixes their order, and so the order of sums in dW.
+
+    The list is padded with −1 to a multiple of PADDED; what follows is undefined.
+    """
     with_gradient, dense, most = 0, 0, 0.0
     for begin in range(0, count, BLOCK):
         row = begin + tl.arange(0, BLOCK)
@@ -243,14 +207,13 @@ def dense_rows(
 
     The rows are the first `count` of `picked`, which is padded with −1.
     """
-    d_hidden, d_weight, d_bias = out
     hidden, weight, bias, spec = source.hidden, source.weight, source.bias, source.spec
     for part in slices(triton.cdiv(count, PADDED) * PADDED, ROWS_AT_ONCE):
         add = add or part.start > 0
         row = picked[part]
         real = row[: max(count - part.start, 0)]
         h = hidden[row.clamp(min=0)]
-        d_h = torch.empty(h.shape, dtype=torch.float32, device=h.device) if d_hidden is not None else None
+        d_h = None if out.hidden is None else torch.empty_like(h, dtype=torch.float32)
         # Wide blocks of the vocabulary: dH is read and written once per block.
         columns = max(2048, LOGITS_AT_ONCE // len(row) // 256 * 256)
         memory = h.new_empty(len(row) * min(columns, len(weight)), dtype=torch.float32)
@@ -267,25 +230,21 @@ def dense_rows(
             )  # fmt: skip
             if d_h is not None:
                 multiply(dz, w, d_h, add=block.start > 0)
-            if d_weight is not None:
-                multiply(dz.T, h, d_weight[block], add=add)
-            if d_bias is not None:
+            if out.weight is not None:
+                multiply(dz.T, h, out.weight[block], add=add)
+            if out.bias is not None:
                 d_b = dz.sum(0, dtype=torch.float32)
-                d_bias[block] = d_b + d_bias[block] if add else d_b
-        if d_hidden is not None and d_h is not None:
-            d_hidden.index_copy_(0, real, d_h[: len(real)].to(d_hidden.dtype))
+                out.bias[block] = d_b + out.bias[block] if add else d_b
+        if out.hidden is not None and d_h is not None:
+            out.hidden.index_copy_(0, real, d_h[: len(real)].to(out.hidden.dtype))
 
 
 def multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:
     """Compute `out = left @ right` or `out += left @ right`, accumulated in float32 for any dtype of the factors."""
     # `addmm` adds in the GEMM's epilogue: no temporary of the size of dW, 1.2 GB, and no second pass over it.
-    if left.dtype == out.dtype and (left.is_cuda or left.dtype == torch.float32):
-        torch.addmm(out, left, right, out=out) if add else torch.mm(left, right, out=out)
-    elif left.is_cuda:
-        if add:
-            torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
-        else:
-            torch.mm(left, right, out_dtype=out.dtype, out=out)
+    if left.is_cuda or left.dtype == out.dtype == torch.float32:
+        how: dict[str, Any] = {} if left.dtype == out.dtype else {"out_dtype": out.dtype}
+        torch.addmm(out, left, right, out=out, **how) if add else torch.mm(left, right, out=out, **how)
     else:
         dot = left.float() @ right.float()
         out.copy_(dot + out.float() if add else dot)
@@ -351,34 +310,14 @@ class FactoredGradient:
     lost: Tensor
     """Token ids of each position's first explicit entries [n, LIKELY], −1 for padding, and rounding errors of these entries."""
 
-    def times_weight(self, weight: Tensor, out: Tensor) -> None:
-        """Compute the gradient of the hidden states, dH [n, H], into `out`. Correct rounding errors at the `likely` tokens."""
-        sums = torch.empty_like(out, dtype=torch.float32)  # rounded once, when it is multiplied
-        multiply(self.stored, weight, sums)
-        self._scale(sums, out, weight)
 
-    def times_hidden(self, hidden: Tensor, out: Tensor, *, add: bool) -> None:
-        """Compute the gradient of the head's weight, dW [V, H], into `out`, or add it to `out`."""
-        multiply(self.stored.T, self._scale(hidden, torch.empty_like(hidden)), out, add=add)
-
-    def sums(self) -> Tensor:
-        """Compute the bias gradient db [V] in float32."""
-        # The factor as a sum of two numbers in half precision, so that only E is rounded; matrix units want 8 columns.
-        parts = self.stored.new_zeros(len(self.factor), 8)
-        parts[:, 0] = self.factor
-        parts[:, 1] = self.factor - parts[:, 0].float()
-        out = torch.empty(self.stored.shape[1], 8, device=parts.device)
-        multiply(self.stored.T, parts, out)
-        return out.sum(-1)
-
-    def _scale(self, x: Tensor, out: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Compute out = diag(s) x and, with `weight`, add the likely tokens' rounding errors; s = 0 gives 0 even for NaN."""
-        (count, width), block = x.shape, min(1024, triton.next_power_of_2(x.shape[1]))
-        _rows_kernel[(count, triton.cdiv(width, block))](
-            x, self.factor, self.likely, self.lost, weight, out, width, LIKELY=0 if weight is None else LIKELY, BLOCK=block,
-            num_warps=2,
-        )  # fmt: skip
-        return out
+def scale_rows(x: Tensor, dz: FactoredGradient, out: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Compute out = diag(s) x and, with `weight`, add the likely tokens' rounding errors; s = 0 gives 0 even for NaN."""
+    (count, width), block = x.shape, min(1024, triton.next_power_of_2(x.shape[1]))
+    _rows_kernel[(count, triton.cdiv(width, block))](
+        x, dz.factor, dz.likely, dz.lost, weight, out, width, LIKELY=0 if weight is None else LIKELY, BLOCK=block, num_warps=2
+    )
+    return out
 
 
 def can_store(hidden: Tensor, spec: LogitSpec) -> bool:
@@ -523,8 +462,7 @@ def dense_forward(
     of the device.
     """
     hidden, weight, bias, spec = source.hidden, source.weight, source.bias, source.spec
-    d_hidden, d_weight, d_bias = out
-    bias_sum = None if d_bias is None else torch.zeros_like(d_bias, dtype=torch.float32)
+    bias_sum = None if out.bias is None else torch.zeros_like(out.bias, dtype=torch.float32)
     tile = tile_of(hidden)
     tiles = triton.cdiv(len(weight), tile.columns)
     most = max(tile.rows, BYTES_AT_ONCE // (tiles * tile.columns * hidden.element_size()))
@@ -536,12 +474,21 @@ def dense_forward(
     losses: list[LossRows] = []
 
     def multiply_out(part: slice, dz: FactoredGradient) -> None:
-        if d_hidden is not None:
-            dz.times_weight(weight, d_hidden[part])
-        if d_weight is not None:
-            dz.times_hidden(hidden[part], d_weight, add=part.start > 0)
+        if out.hidden is not None:
+            d_h = torch.empty_like(out.hidden[part], dtype=torch.float32)  # rounded once, when it is multiplied
+            multiply(dz.stored, weight, d_h)
+            scale_rows(d_h, dz, out.hidden[part], weight)
+        if out.weight is not None:
+            scaled = scale_rows(hidden[part], dz, torch.empty_like(hidden[part]))
+            multiply(dz.stored.T, scaled, out.weight, add=part.start > 0)
         if bias_sum is not None:
-            bias_sum.add_(dz.sums())
+            # The factor as a sum of two numbers in half precision, so that only E is rounded; matrix units want 8 columns.
+            factors = dz.stored.new_zeros(len(dz.factor), 8)
+            factors[:, 0] = dz.factor
+            factors[:, 1] = dz.factor - factors[:, 0].float()
+            sums = torch.empty(len(weight), 8, device=weight.device)
+            multiply(dz.stored.T, factors, sums)
+            bias_sum.add_(sums.sum(-1))
 
     pending: tuple[slice, FactoredGradient] | None = None
     for part in slices(len(hidden), len(memory)):
@@ -560,8 +507,8 @@ def dense_forward(
     def finish() -> None:
         assert pending is not None
         multiply_out(*pending)
-        if d_bias is not None and bias_sum is not None:
-            d_bias.copy_(bias_sum)
+        if out.bias is not None and bias_sum is not None:
+            out.bias.copy_(bias_sum)
 
     return DenseRows(HeadRows.cat(found), LossRows.cat(losses), sizes, left_out, finish)
 
@@ -574,10 +521,10 @@ def recompute_rows(source: HeadInput, stored: DenseRows, weights: Tensor, out: G
     dense_rows(source, stored.rows, gradient, padded, len(picked), out, add=True)
 
 
-def scale(x: Tensor, factor: Tensor) -> None:
+def scale(x: Tensor, factor: Tensor) -> Tensor:
     """Multiply `x` in place by the first element of `factor`. A factor of 1, as in a plain sum, leaves `x` unread."""
-    flat = x.view(-1)
-    _scale_kernel[(triton.cdiv(flat.numel(), 65536),)](flat, factor, flat.numel(), BLOCK=8192, num_warps=8)
+    _scale_kernel[(triton.cdiv(x.numel(), 65536),)](x, factor, x.numel(), BLOCK=8192, num_warps=8)
+    return x
 
 
 @triton.jit
@@ -606,13 +553,13 @@ def sparse_rows(source: HeadInput, gradient: RowGradient, key: Tensor, out: Grad
 
     `key` [N, S] has the token of each explicit entry that counts, and V elsewhere.
     """
-    hidden, weight, (d_hidden, d_weight, d_bias) = source.hidden, source.weight, out
+    hidden, weight = source.hidden, source.weight
     (vocabulary, width), slots = weight.shape, key.shape[1]
-    by_token = None if d_weight is None and d_bias is None else _sort_by_token(key, vocabulary)
-    if d_hidden is not None:
+    by_token = None if out.weight is None and out.bias is None else _sort_by_token(key, vocabulary)
+    if out.hidden is not None:
         block = min(1024, triton.next_power_of_2(width))
         _hidden_kernel[(len(hidden), triton.cdiv(width, block))](
-            weight, key, gradient.value, d_hidden, vocabulary, width, slots, BLOCK=block, SOME=4, SLOTS=lanes(slots),
+            weight, key, gradient.value, out.hidden, vocabulary, width, slots, BLOCK=block, SOME=4, SLOTS=lanes(slots),
             num_warps=4,
         )  # fmt: skip
     if by_token is None:
@@ -621,12 +568,12 @@ def sparse_rows(source: HeadInput, gradient: RowGradient, key: Tensor, out: Grad
         torch.cuda.current_stream(hidden.device).wait_stream(_side_stream(hidden.device))
     tokens, order, starts = by_token
     block = min(BLOCK, triton.next_power_of_2(width))
-    blocks = triton.cdiv(width, block) if d_weight is not None else 1
+    blocks = triton.cdiv(width, block) if out.weight is not None else 1
     piece = PIECE
     while len(tokens) // piece * 4 * width > PIECE_BYTES:
         piece *= 2
     pieces = len(tokens) // piece
-    sums = None if d_weight is None else hidden.new_empty(pieces, width, dtype=torch.float32)
+    sums = None if out.weight is None else hidden.new_empty(pieces, width, dtype=torch.float32)
     sums_g = hidden.new_empty(pieces, 1, dtype=torch.float32)
     if pieces:
         _piece_kernel[(pieces, blocks)](
@@ -635,8 +582,8 @@ def sparse_rows(source: HeadInput, gradient: RowGradient, key: Tensor, out: Grad
         )  # fmt: skip
     # One program per token of the vocabulary writes its row of dW once: no atomics, no zero fill, and a fixed order of sums.
     _weight_kernel[(vocabulary, blocks)](
-        hidden, gradient.value, order, starts, sums, sums_g, d_weight, d_bias, width, slots, ADD=add, PIECE=piece, BLOCK=block,
-        num_warps=max(1, block // 1024),
+        hidden, gradient.value, order, starts, sums, sums_g, out.weight, out.bias, width, slots, ADD=add, PIECE=piece,
+        BLOCK=block, num_warps=max(1, block // 1024),
     )  # fmt: skip
 
 
@@ -781,32 +728,49 @@ def head_gradients(
     g_entropy: Tensor | None = None,
     mean: Tensor | None = None,
     add: bool = False,
-) -> tuple[Routes, Callable[[], None]]:
+) -> tuple[Tensor, Tensor, Callable[[], None]]:
     """Choose a sparse or a dense logit gradient for each position, and write the gradients of the head into `out`.
 
-    With `add`, dW and db are added to.
+    A row is dense if a sparse gradient would drop a share of `tolerance` or more of its Σ |dz|, or of the mean row's where that
+    is larger. With tolerance 0 all rows with a gradient are dense.
 
-    `mean` is the mean row's Σ |dz| if there are other rows. The returned function waits for the number of dense rows, and
-    recomputes these. All other kernels are queued.
+    Args:
+        g_entropy: gradient with respect to the entropy [N].
+        mean: the mean row's Σ |dz| [1], if there are other rows; by default the mean of these.
+        add: add to dW and db.
+    Returns:
+        Numbers of rows with a gradient and with a dense gradient [2]; the share of dense rows and the largest share dropped
+        [2]; and a function that waits for the number of dense rows, and recomputes these. All other kernels are queued.
     """
-    routes = route_rows(gradient, source.spec, len(source.weight), tolerance, mean)
-    counts, (d_hidden, d_weight, d_bias) = AsyncCopy(routes.counts), out
+    (count, slots), device, spec, vocabulary = gradient.ids.shape, gradient.ids.device, source.spec, len(source.weight)
+    # Token ids of the entries in a sparse gradient [N, S]; V at entries that are left out.
+    key, route, share = (torch.empty_like(x) for x in (gradient.ids, gradient.route, gradient.size))
+    counts, shares = torch.empty(2, dtype=torch.int32, device=device), torch.empty(2, device=device)
+    dense = torch.empty(count + PADDED, dtype=torch.int64, device=device)
+    _route_kernel[(triton.cdiv(count, ROWS),)](
+        gradient.ids, gradient.value, gradient.off, gradient.size, gradient.route, mean, route, key, share, count, slots,
+        vocabulary, tolerance, abs(spec.slope),
+        # A soft cap flattens the entries after `size` was summed: none is small enough to be left out for certain.
+        0.0 if spec.softcap is not None else tolerance / (8 * slots), ROWS=ROWS, SLOTS=lanes(slots), BLOCK=2048, num_warps=8,
+    )  # fmt: skip
+    _tally_kernel[(1,)](
+        route, share, counts, dense, shares, count, PADDED=PADDED, BLOCK=min(8192, triton.next_power_of_2(count)), num_warps=8
+    )
+    found = AsyncCopy(counts)
     if tolerance > 0:
-        sparse_rows(source, gradient, routes.key, out, add=add)
-    elif d_hidden is not None:
-        d_hidden.zero_()
+        sparse_rows(source, gradient, key, out, add=add)
+    elif out.hidden is not None:
+        out.hidden.zero_()
     written = tolerance > 0 or add
 
     def finish() -> None:
-        _, dense = counts.wait()
-        if dense:
-            dense_rows(source, rows, gradient, routes.dense, dense, out, add=written, g_entropy=g_entropy)
+        _, number = found.wait()
+        if number:
+            dense_rows(source, rows, gradient, dense, number, out, add=written, g_entropy=g_entropy)
         elif not written:  # no row has a gradient
-            for x in (d_weight, d_bias):
-                if x is not None:
-                    x.zero_()
+            out.map(torch.zero_, shared=True)
 
-    return routes, finish
+    return counts, shares, finish
 
 
 def lm_head_backward(
@@ -816,12 +780,11 @@ def lm_head_backward(
     [2]."""
     out = blank_gradients(source, needed)
     if not len(source.hidden):
-        hidden, weight, bias = (None if x is None else x.zero_() for x in out)
-        return hidden, weight, bias
+        return out.map(torch.zero_, shared=True)
     upstream = upstream.map(Tensor.contiguous)
     gradient = row_gradient(rows, source.tokens, upstream, source.spec)
-    routes, finish = head_gradients(source, rows, gradient, tolerance, out, g_entropy=upstream.entropy)
+    _, shares, finish = head_gradients(source, rows, gradient, tolerance, out, g_entropy=upstream.entropy)
     if report is not None:
-        report.copy_(routes.shares)
+        report.copy_(shares)
     finish()
     return out

@@ -1,7 +1,7 @@
 """Fused loss and gradient in Triton. Once per batch, each token is planned for a sparse or a dense logit gradient."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from corral.head.dispatch import own_top_k
 from corral.head.packed import FusedLoss, LossTerms, Packing, token_advantages
 from corral.head.rows import AsyncCopy, Gradients, HeadInput, HeadRows, blank_gradients
-from corral.head.triton.backward import DenseRows, can_store, dense_forward, head_gradients, recompute_rows, row_gradient, scale
+from corral.head.triton.backward import can_store, dense_forward, head_gradients, recompute_rows, row_gradient, scale
 from corral.head.triton.gathered import extend_rows
 from corral.head.triton.gemm_stats import gemm_stats, lanes
 from corral.head.triton.loss import TOLERATED, LossRows, kernel_rule, row_losses, summarize
@@ -235,7 +235,7 @@ def fused_loss(
     del stats  # 40 MB at 8192 tokens and a vocabulary of 152,000
     stored = None
     if streamed < count:
-        stored = dense_forward(packed[second], terms_packed[:, second], loss_of, _rows_of(out, second), overflows)
+        stored = dense_forward(packed[second], terms_packed[:, second], loss_of, out[second], overflows)
         parts.append((stored.rows, stored.loss))
     rows, loss = HeadRows.cat([rows for rows, _ in parts]), LossRows.cat([loss for _, loss in parts])
     old = terms_packed.batch.dist_old
@@ -243,9 +243,25 @@ def fused_loss(
     weights = terms_packed.weights[0]
     metrics, total, flawed = summarize(rule, both, loss, weights, terms_packed.policy_weights)
     flaws = AsyncCopy(flawed)
-    finish, shares = None, weights.new_zeros(2)
-    if trained:
-        finish, shares = _gradients(packed, parts[0] if streamed else None, stored, weights, tolerance, out)
+
+    # Gradients: all that needs no number from the device is queued now, the rest in `finish`.
+    shares, left_out, finish_streamed = weights.new_zeros(2), None, None  # of dense rows, and the largest share dropped
+    if trained and stored is not None:
+        left_out = AsyncCopy(stored.left_out.sum())
+        stored.finish()
+        shares[0].fill_(1.0)
+    if trained and streamed:
+        ahead, mean, (rows_ahead, loss_ahead) = packed[first], None, parts[0]
+        gradient = row_gradient(rows_ahead, ahead.tokens, loss_ahead, spec, weights[first])
+        if stored is not None:  # the error is measured against the mean row of both
+            mean = (gradient.size.sum() + stored.sizes.sum()) / len(weights)
+        (alive, dense_rows), shares, finish_streamed = head_gradients(
+            ahead, rows_ahead, gradient, tolerance, out[first], mean=mean, add=stored is not None
+        )
+        if stored is not None:
+            with_gradient = (stored.sizes > 0).sum()
+            share = (dense_rows + with_gradient) / (alive + with_gradient).clamp(min=1)
+            shares = torch.stack([share, shares[1]])
 
     if overflows and any(overflow.wait()[0] for overflow in overflows):
         return fused_loss(source, terms, tolerance, needed, wait=True)
@@ -259,67 +275,15 @@ def fused_loss(
                 f"says where."
             )
 
-    def finish_scaled(factor: Tensor) -> Gradients:
+    def finish(factor: Tensor) -> Gradients:
         check_finite()  # here, where the host waits anyway: before, the device would idle
-        assert finish is not None
-        finish()
-        for x in out:
-            if x is not None:
-                scale(x, factor)
-        return out
-
-    if finish is None:
-        check_finite()
-    metrics |= {"head/dense_share": shares[0], "head/dropped_max": shares[1]}
-    return FusedLoss(packing, total, rows, loss.output(rule, metrics), finish_scaled if trained else None)
-
-
-def _rows_of(out: Gradients, part: slice) -> Gradients:
-    """Select the gradient memory of some tokens: their part of dH, and all of dW and db."""
-    d_hidden, d_weight, d_bias = out
-    return None if d_hidden is None else d_hidden[part], d_weight, d_bias
-
-
-def _gradients(
-    source: HeadInput,
-    streamed: tuple[HeadRows, LossRows] | None,
-    stored: DenseRows | None,
-    weights: Tensor,
-    tolerance: float,
-    out: Gradients,
-) -> tuple[Callable[[], None], Tensor]:
-    """Compute into `out` the gradients of streamed tokens (mostly sparse), which come first, and of tokens with a dense
-    gradient.
-
-    Everything that needs no host is queued now; the returned function does the rest. Also returns the share of dense rows, and
-    the largest share dropped [2].
-    """
-    count = 0 if streamed is None else len(streamed[0].lse)
-    some_left_out, finish_streamed, shares = None, None, weights.new_zeros(2)
-    if stored is not None:
-        some_left_out = AsyncCopy(stored.left_out.sum())
-        stored.finish()
-        shares[0].fill_(1.0)
-    if streamed is not None:
-        rows, loss = streamed
-        ahead, mean = source[:count], None
-        gradient = row_gradient(rows, ahead.tokens, loss, source.spec, weights[:count])
-        if stored is not None:  # the error is measured against the mean row of both
-            mean = (gradient.size.sum() + stored.sizes.sum()) / len(weights)
-        routes, finish_streamed = head_gradients(
-            ahead, rows, gradient, tolerance, _rows_of(out, slice(0, count)), mean=mean, add=stored is not None
-        )
-        shares = routes.shares
-        if stored is not None:
-            with_gradient = (stored.sizes > 0).sum()
-            alive, dense = routes.counts
-            share = (dense + with_gradient) / (alive + with_gradient).clamp(min=1)
-            shares = torch.stack([share, routes.shares[1]])
-
-    def finish() -> None:
-        if stored is not None and some_left_out is not None and some_left_out.wait():
-            recompute_rows(source[count:], stored, weights[count:], _rows_of(out, slice(count, None)))
+        if stored is not None and left_out is not None and left_out.wait():
+            recompute_rows(packed[second], stored, weights[second], out[second])
         if finish_streamed is not None:
             finish_streamed()
+        return out.map(lambda x: scale(x, factor), shared=True)
 
-    return finish, shares
+    if not trained:
+        check_finite()
+    metrics |= {"head/dense_share": shares[0], "head/dropped_max": shares[1]}
+    return FusedLoss(packing, total, rows, loss.output(rule, metrics), finish if trained else None)

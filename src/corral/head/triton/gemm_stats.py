@@ -189,10 +189,10 @@ def _stats_kernel(
         for index in tl.range(tl.program_id(0), row_blocks * whole, PROGRAMS, flatten=True):
             row_block, column_block = _tile_at(index, row_blocks, whole, GROUP)
             z = _multiply(hidden, weight, row_block, column_block, width, ROWS, COLUMNS, DEPTH)
-            top, at, next_top, total, gaps, e, base, is_top = reduce_plain(z, before, ENTROPY, COMPILED, COLUMNS)
+            found = reduce_plain(z, before, ENTROPY, COMPILED, COLUMNS)
             _store_statistics(
-                store, reference, peak, place, second, others, weighted, row_block, column_block, count, tiles, top, at,
-                next_top, total, gaps, e, base, is_top, 100.0 - HEADROOM, ENTROPY, ROWS, COLUMNS,
+                store, reference, peak, place, second, others, weighted, row_block, column_block, count, tiles, found,
+                100.0 - HEADROOM, ENTROPY, ROWS, COLUMNS,
             )  # fmt: skip
     # The second loop goes on where the first one stopped dealing out tiles: no program gets two more than another.
     first = (tl.program_id(0) + PROGRAMS - row_blocks * whole % PROGRAMS) % PROGRAMS
@@ -202,10 +202,10 @@ def _stats_kernel(
         z = _multiply(hidden, weight, row_block, column_block, width, ROWS, COLUMNS, DEPTH)
         columns = column_block * COLUMNS + tl.arange(0, COLUMNS)
         z = finish_logits(z, columns, bias, vocabulary, before, cap, after)
-        top, at, next_top, total, gaps, e, base, is_top = reduce_any(z, ENTROPY, COLUMNS)
+        found = reduce_any(z, ENTROPY, COLUMNS)
         _store_statistics(
-            store, reference, peak, place, second, others, weighted, row_block, column_block, count, tiles, top, at, next_top,
-            total, gaps, e, base, is_top, 100.0, ENTROPY, ROWS, COLUMNS,
+            store, reference, peak, place, second, others, weighted, row_block, column_block, count, tiles, found, 100.0,
+            ENTROPY, ROWS, COLUMNS,
         )  # fmt: skip
 
 
@@ -234,10 +234,11 @@ def _multiply(hidden, weight, row_block, column_block, width, ROWS: tl.constexpr
 
 @triton.jit
 def _store_statistics(
-    store, reference, peak, place, second, others, weighted, row_block, column_block, count, tiles, top, at, next_top, total,
-    gaps, e, base, is_top, most, ENTROPY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    store, reference, peak, place, second, others, weighted, row_block, column_block, count, tiles, found, most,
+    ENTROPY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write a tile's statistics, and the exponentials of its logits if these are stored."""
+    top, at, next_top, total, gaps, e, base, is_top = found
     # Every (row, tile) has one writer, so that nothing here is atomic. Statistics are [rows, tiles]: later kernels read a
     # row's.
     rows = row_block * ROWS + tl.arange(0, ROWS)

@@ -390,8 +390,11 @@ def _token_kernel(
     kl_mean = kl_term(tl.exp(bounded * 0.0), ratio, bounded)
     sampled_kl = binary_kl(tl.minimum(old, CERTAIN), tl.minimum(new, CERTAIN))
     kl_max = sampled_kl
-    tv = 0.0 * ratio
-    reverse = 0.0 * ratio
+    moved = tl.abs(excess)
+    if MEASURE == "binary_tv":
+        moved = abs_difference(old, new)
+    if MEASURE == "binary_kl":
+        moved = sampled_kl
     if kept_old is not None:
         slot = tl.arange(0, SLOTS)[None, :]
         at, each = row[:, None], there[:, None]
@@ -405,9 +408,9 @@ def _token_kernel(
         kl_mean = tl.sum(kl_elements(p, q), 1)
         kl_max = kl_mean
         if MEASURE == "support_tv":
-            tv = 0.5 * tl.sum(abs_difference(q, p), 1)
+            moved = 0.5 * tl.sum(abs_difference(q, p), 1)
         if MEASURE == "support_kl":
-            reverse = tl.sum(kl_elements(q, p), 1)
+            moved = tl.sum(kl_elements(q, p), 1)
 
     # The loss, its derivative with respect to log π, and whether the region acted.
     plain = ratio * advantage
@@ -428,15 +431,6 @@ def _token_kernel(
             acted = acted | ((ratio > cap) & (advantage < 0.0))
         loss, own = -surrogate, tl.where(flows, -plain, 0.0)
     elif RULE == "mask":
-        moved = tl.abs(excess)
-        if MEASURE == "binary_tv":
-            moved = abs_difference(old, new)
-        if MEASURE == "binary_kl":
-            moved = sampled_kl
-        if MEASURE == "support_tv":
-            moved = tv
-        if MEASURE == "support_kl":
-            moved = reverse
         blocks = log_rho * advantage > 0.0
         if SYMMETRIC:
             blocks = advantage != 0.0
@@ -486,24 +480,16 @@ def _token_kernel(
         c = tl.load(policy_weights + row, mask=there, other=0.0).to(tl.float32)
         own = tl.where(c == 0.0, 0.0, own * c)
     none = 0.0 * ratio
-    _store(fields + row, count, there, loss, log_rho, acted, kl_mean, kl_max, none, none, none + 1.0, gap, flawed, none)
+    results = loss, log_rho, acted, kl_mean, kl_max, none, none, none + 1.0, gap, flawed, none
+    _store(fields + row, count, there, results)
     tl.store(out_own + row, own, mask=there)
 
 
 @triton.jit
-def _store(at, count, mask, loss, log_rho, acted, kl_mean, kl_max, kl_after, dual, converged, mismatch, flawed, regression):
-    """Write results of some tokens into `LossRows.fields`."""
-    tl.store(at + count * LOSS, loss, mask=mask)
-    tl.store(at + count * LOG_RHO, log_rho, mask=mask)
-    tl.store(at + count * ACTED, acted.to(tl.float32), mask=mask)
-    tl.store(at + count * KL_MEAN, kl_mean, mask=mask)
-    tl.store(at + count * KL_MAX, kl_max, mask=mask)
-    tl.store(at + count * KL_AFTER, kl_after, mask=mask)
-    tl.store(at + count * DUAL, dual, mask=mask)
-    tl.store(at + count * CONVERGED, converged.to(tl.float32), mask=mask)
-    tl.store(at + count * MISMATCH, mismatch, mask=mask)
-    tl.store(at + count * FLAWED, flawed.to(tl.float32), mask=mask)
-    tl.store(at + count * REGRESSION, regression, mask=mask)
+def _store(at, count, mask, results):
+    """Write results of some tokens into `LossRows.fields`; `results` are in the order of FIELDS."""
+    for i in tl.static_range(len(results)):
+        tl.store(at + count * i, results[i].to(tl.float32), mask=mask)
 
 
 @triton.jit
@@ -588,6 +574,7 @@ def _troll_kernel(
         gap = abs_difference(sampled, anchor)
         flawed = flawed | ~(tl.abs(sampled) < float("inf")) | (sampled > 1.001 * highest)
     eta = (1.0 - t) / t
-    _store(fields + row, count, None, loss, log_rho, active, kl_before, kl_before, kl_after, eta, converged, gap, flawed, pull)
+    results = loss, log_rho, active, kl_before, kl_before, kl_after, eta, converged, gap, flawed, pull
+    _store(fields + row, count, None, results)
     tl.store(g_kept + row * slots + slot, g, mask=here)
     tl.store(g_rest + row, tl.sum(tl.where(slot == slots, g, 0.0), 0))

@@ -14,7 +14,7 @@ from corral.head.logits import slices
 from corral.head.rows import AsyncCopy, HeadInput, HeadRows
 from corral.head.torch.stream import Shard, head_forward
 from corral.head.triton.gemm_stats import TileStatistics, finish_logits, gemm_stats, lanes, processors, spec_arguments
-from corral.support import refuse_ids, refuse_repeats
+from corral.support import has_repeats, refuse_ids, refuse_repeats
 
 WARPS = 4
 """Number of warps of a program that processes one position."""
@@ -75,8 +75,7 @@ def queue_id_check(where: str, tokens: Tensor, ids: Tensor | None, vocabulary: i
     given = [(x, name, low) for x, name, low in ((tokens, "tokens", 0), (ids, "ids", -1)) if x is not None and x.numel()]
     found = [bound for x, _, _ in given for bound in x.aminmax()]
     if ids is not None and ids.numel():
-        found.append(ids.new_zeros(()))
-        _repeat_kernel[(len(ids),)](ids, found[-1], ids.shape[1], SLOTS=lanes(ids.shape[1]), SOME=16, num_warps=4)
+        found.append(has_repeats(ids).long())
     copy = AsyncCopy(torch.stack(found)) if found else None
 
     def check() -> None:
@@ -261,20 +260,6 @@ def join_supports(given: Tensor, ranked: Tensor, most: int, joins: Tensor | None
         GIVEN=lanes(slots), RANKED=lanes(ranked.shape[1]), SLOTS=lanes(joined), SOME=16, num_warps=1,
     )  # fmt: skip
     return out
-
-
-@triton.jit
-def _repeat_kernel(ids, found, slots, SLOTS: tl.constexpr, SOME: tl.constexpr):
-    """Set `found` to 1 if the ids of one position contain a token twice."""
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.arange(0, SLOTS)
-    id = tl.load(ids + row * slots + slot, mask=slot < slots, other=-1)
-    for begin in range(0, slots, SOME):
-        before = begin + tl.arange(0, SOME)
-        other = tl.load(ids + row * slots + before, mask=before < slots, other=-1)
-        same = (id[:, None] == other[None, :]) & (slot[:, None] > before[None, :]) & (id >= 0)[:, None]
-        # Several programs may write, but all write 1.
-        tl.store(found, 1, mask=tl.max(tl.max(same.to(tl.int32), 1), 0) > 0)
 
 
 @triton.jit
@@ -477,68 +462,49 @@ def _tile_kernel(
             h = tl.load(hidden + row[:, None] * width + (k + depth)[None, :], mask=valid[:, None] & within[None, :], other=0.0)
             dots = tl.dot(h, weight.load([tile * COLUMNS, k]).T, dots, input_precision="ieee")
         z = finish_logits(dots, columns, bias, vocabulary, before, cap, after)
-        if OWN:
-            z = _take_largest(z, row, valid, tile, listed, filled, floors, overflow, marks, LISTED, COLUMNS)
-        else:
-            z = _take_listed(z, row, valid, entry % LISTED, tile, listed, lse, values, slots, GIVEN, LISTED, COLUMNS)
+        if OWN:  # list the candidates for top-k tokens: the sampled token first, then logits that reach the row's lower bound
+            token = tl.load(marks + row, mask=valid, other=-1)
+            mine = valid & (token // COLUMNS == tile) & (token >= 0)
+            hit = (local[None, :] == (token % COLUMNS)[:, None]) & mine[:, None]
+            own = tl.sum(tl.where(hit, z, 0.0), 1)
+            tl.store(listed + row * LISTED, rank_key(own, token), mask=mine)
+            z = tl.where(hit, -float("inf"), z)
+            floor = tl.load(floors + row, mask=valid, other=0)
+            largest = tl.max(z, 1)
+            wanted = valid & (rank_bits(largest) >= floor) & (largest > -float("inf"))
+            while tl.max(wanted.to(tl.int32), 0) > 0:
+                at = tl.min(tl.where(z == largest[:, None], local[None, :], COLUMNS - 1), 1)
+                # Other tiles of this row are in other programs, and append to the same list. It is sorted by (logit, id) later,
+                # which makes the result independent of the order.
+                place = tl.atomic_add(filled + row, tl.full(at.shape, 1, tl.int32), mask=wanted, sem="relaxed")
+                fits = place < LISTED
+                tl.store(listed + row * LISTED + place, rank_key(largest, tile * COLUMNS + at), mask=wanted & fits)
+                tl.store(overflow + tl.zeros_like(at), tl.full(at.shape, 1, tl.int32), mask=wanted & ~fits)
+                z = tl.where((local[None, :] == at[:, None]) & wanted[:, None], -float("inf"), z)
+                largest = tl.max(z, 1)
+                wanted = wanted & fits & (rank_bits(largest) >= floor) & (largest > -float("inf"))
+        else:  # move the logits of listed tokens to their slots: members of the support no longer count in the tile
+            place = entry % LISTED
+            total = tl.load(lse + row, mask=valid, other=0.0)
+            key = tl.load(listed + row * LISTED + place, mask=valid, other=NOTHING)
+            here = valid & (key // (LISTED * COLUMNS) == tile)
+            # One token of each row at a time, as long as any row of the block has one in this tile: rarely more than two.
+            while tl.max(here.to(tl.int32), 0) > 0:
+                column, slot = (key // LISTED % COLUMNS).to(tl.int32), (key % LISTED).to(tl.int32)
+                hit = (local[None, :] == column[:, None]) & here[:, None]
+                tl.store(values + row * slots + slot, tl.sum(tl.where(hit, z, 0.0), 1) - total, mask=here)
+                if GIVEN:  # the sampled token, where it is no member, stays
+                    hit = hit & (slot > 0)[:, None]
+                z = tl.where(hit, -float("inf"), z)
+                place += 1
+                # NOTHING, behind a full list, is in no tile; −1 would be in the first, since division truncates.
+                key = tl.load(listed + row * LISTED + place, mask=here & (place < LISTED), other=NOTHING)
+                here = here & (key // (LISTED * COLUMNS) == tile)
         # What is left in the tile replaces its statistics. A row waits for a tile once, so that nobody else writes here.
         top = tl.max(z, 1)
         base = tl.where(top == -float("inf"), 0.0, top)
         tl.store(second + row * tiles + tile, top, mask=valid)
         tl.store(others + row * tiles + tile, tl.sum(tl.exp(z - base[:, None]), 1), mask=valid)
-
-
-@triton.jit
-def _take_listed(
-    z, row, valid, position, tile, listed, lse, values, slots, GIVEN: tl.constexpr, LISTED: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """Move the logits of listed tokens from this tile to their slots. Tokens of the support no longer count in the tile."""
-    local = tl.arange(0, COLUMNS)
-    total = tl.load(lse + row, mask=valid, other=0.0)
-    key = tl.load(listed + row * LISTED + position, mask=valid, other=NOTHING)
-    here = valid & (key // (LISTED * COLUMNS) == tile)
-    # One token of each row at a time, as long as any row of the block has one in this tile: rarely more than two.
-    while tl.max(here.to(tl.int32), 0) > 0:
-        column, slot = (key // LISTED % COLUMNS).to(tl.int32), (key % LISTED).to(tl.int32)
-        hit = (local[None, :] == column[:, None]) & here[:, None]
-        value = tl.sum(tl.where(hit, z, 0.0), 1) - total
-        tl.store(values + row * slots + slot, value, mask=here)
-        if GIVEN:  # the sampled token, where it is no member, stays
-            hit = hit & (slot > 0)[:, None]
-        z = tl.where(hit, -float("inf"), z)
-        position += 1
-        # NOTHING, behind a full list, is in no tile; −1 would be in the first, since division truncates.
-        key = tl.load(listed + row * LISTED + position, mask=here & (position < LISTED), other=NOTHING)
-        here = here & (key // (LISTED * COLUMNS) == tile)
-    return z
-
-
-@triton.jit
-def _take_largest(z, row, valid, tile, listed, filled, floors, overflow, marks, LISTED: tl.constexpr, COLUMNS: tl.constexpr):
-    """List a tile's candidates for top-k tokens: the sampled token first, then logits that reach the position's lower bound."""
-    local = tl.arange(0, COLUMNS)
-    token = tl.load(marks + row, mask=valid, other=-1)
-    mine = valid & (token // COLUMNS == tile) & (token >= 0)
-    hit = (local[None, :] == (token % COLUMNS)[:, None]) & mine[:, None]
-    own = tl.sum(tl.where(hit, z, 0.0), 1)
-    tl.store(listed + row * LISTED, rank_key(own, token), mask=mine)
-    z = tl.where(hit, -float("inf"), z)
-
-    floor = tl.load(floors + row, mask=valid, other=0)
-    top = tl.max(z, 1)
-    wanted = valid & (rank_bits(top) >= floor) & (top > -float("inf"))
-    while tl.max(wanted.to(tl.int32), 0) > 0:
-        at = tl.min(tl.where(z == top[:, None], local[None, :], COLUMNS - 1), 1)
-        # Other tiles of this row are in other programs, and append to the same list. It is sorted by (logit, id) later, which
-        # makes the result independent of the order.
-        position = tl.atomic_add(filled + row, tl.full(at.shape, 1, tl.int32), mask=wanted, sem="relaxed")
-        fits = position < LISTED
-        tl.store(listed + row * LISTED + position, rank_key(top, tile * COLUMNS + at), mask=wanted & fits)
-        tl.store(overflow + tl.zeros_like(at), tl.full(at.shape, 1, tl.int32), mask=wanted & ~fits)
-        z = tl.where((local[None, :] == at[:, None]) & wanted[:, None], -float("inf"), z)
-        top = tl.max(z, 1)
-        wanted = wanted & fits & (rank_bits(top) >= floor) & (top > -float("inf"))
-    return z
 
 
 @triton.jit
