@@ -165,8 +165,6 @@ types: setup
 
 bench: setup
 	$(RUN) benchmarks/projection_steps.py --save
-	OMP_NUM_THREADS=1 $(RUN) benchmarks/gaussian_projection.py --save
-	OMP_NUM_THREADS=1 $(RUN) benchmarks/tce_update.py --save
 	$(RUN) benchmarks/sandbox_rate.py --save
 
 # Everything on docs/performance.md that a GPU measures, the most important first: MINUTES of it at a time, resumable.

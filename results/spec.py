@@ -27,32 +27,14 @@ PRETRAINED, CODED = "evidence-b", "evidence-e"
 WORDS = read_recipe(PRETRAINED)
 BASES: dict[str, dict[str, Any]] = {
     "smollm2": {"model": "runs/pretrained/smollm2"},
-    "gemma": {"model": "runs/pretrained/gemma-{start}", "instruction": "{problem}\nAnswer:"},
-    "books": {
-        "model": "runs/pretrained/books-{start}",
-        "task": "words",
-        "task_config": {"path": "runs/words", "part": "rl"},
-        "eval_size": 1000,
-    },
-    "gsm8k": {
-        "model": "runs/pretrained/smollm2",
-        "task": "gsm8k",
-        "task_config": {"path": "runs/gsm8k"},
-        "instruction": "{problem}\nThink in one short line, and put the final number into \\boxed{}.",
-        "max_completion_length": 96,
-        "eval_size": 128,
-    },
     "qwen": {
         "model": "runs/pretrained/qwen", "task_config": {"path": "runs/gsm8k"}, "per_device_train_batch_size": 8,
         "gradient_accumulation_steps": 4, "steps_per_generation": 32, "max_completion_length": 400, "use_vllm": True,
         "gradient_checkpointing": False, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.08, "eval_size": 128,
     },
 }  # fmt: skip
-"""Pretrained models and what they are asked: SmolLM2 as it comes, Gemma from a supervised warm-up of each seed's own, SmolLM2
-on word problems from books (runs/words has asdiv, mawps and svamp), warmed up on the other half of them, and, as it comes, on
-GSM8K. starts.py makes the folders. Qwen2.5-Coder-0.5B-Instruct is asked GSM8K with vLLM, 256 completions a batch."""
-CODE = {**read_recipe(CODED), "task_config": {"path": "runs/code-starts/problems", "workers": 1}}
-"""Settings of runs that write programs; starts.py makes the problems and the starts."""
+"""Pretrained models and what they are asked: SmolLM2 as it comes, and Qwen2.5-Coder-0.5B-Instruct, which is asked GSM8K with
+vLLM, 256 completions a batch. The folders hold the models as transformers saves them."""
 COMPLETIONS = 512
 """Of a batch of rollouts, as the demo has it."""
 
@@ -60,30 +42,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "": {},
     "top-K": {"objective_config": {"estimator": "topk"}},
     "unprojected": {"objective_config": {"gradient": "unprojected"}},
-    "constant dual": {"objective_config": {"gradient": "constant_dual"}},
-    "no regression": {"objective_config": {"regression": 0.0}},
-    "ε=.01": {"objective_config": {"bound": 0.01}},
-    "ε=.2": {"objective_config": {"bound": 0.2}},
-    "α=.1": {"objective_config": {"regression": 0.1}},
-    "α=.3": {"objective_config": {"regression": 0.3}},
-    "α=3": {"objective_config": {"regression": 3.0}},
-    "α=10": {"objective_config": {"regression": 10.0}},
     **{f"ε={e:g}".replace("0.", "."): {"objective_config": {"clip_low": e, "clip_high": e}} for e in (0.05, 0.1, 0.3, 0.4)},
     "KL to the start": {"beta": 0.1},
-    "δ=.1": {"objective_config": {"bound": 0.1}},
-    "δ=.15": {"objective_config": {"bound": 0.15}},
-    "rloo": {"advantage": "rloo"},
-    "no std": {"advantage": "dr_grpo"},
-    "reinforce++": {"advantage": "reinforce++"},
-    "union": {"support": "union"},
-    "fill": {"objective_config": {"tail": "fill", "vocab_size": 100}},
-    "published": {"objective_config": {"tail": "fill", "vocab_size": 100}, "support": "union", "loss_type": "dapo"},
-    "K=4": {"support_size": 4, "support_mass": 1.0},
-    "K=16": {"support_size": 16, "support_mass": 1.0},
-    "mass .9": {"support_mass": 0.9},
-    "K=4, mass .9": {"support_size": 4, "support_mass": 0.9},
-    "token mean": {"loss_type": "dapo"},
-    "token sum, no std": {"loss_type": "luspo", "advantage": "dr_grpo"},
 }
 """What an arm changes in its objective and the trainer, by name."""
 
@@ -134,7 +94,7 @@ class Run:
     @property
     def key(self) -> str:
         """A name that no other run has."""
-        parts = [self.base or ("code" if self.recipe == CODED else ""), "shipped", "" if self.start == START else self.start]
+        parts = [self.base, "shipped", "" if self.start == START else self.start]
         parts += [self.objective, self.arm.replace(" ", ""), str(self.rate), self.schedule, f"x{self.passes}{self.reuse or ''}"]
         parts += [str(self.steps), str(self.seed), self.variant, f"m{self.updates}" if self.updates != 8 else ""]
         parts += [f"lag{self.lag}" if self.lag else ""]
@@ -152,8 +112,6 @@ class Run:
         if self.updates != 8:
             given |= {"steps_per_generation": self.updates, "per_device_train_batch_size": COMPLETIONS // self.updates}
         given |= STARTS[self.start] | VARIANTS[self.variant] | ({} if self.model == "tiny" else {"model": self.model})
-        if self.recipe == CODED:
-            given["task_config"] = CODE["task_config"]
         if self.base:  # nothing is resumed, so the optimizer's state, a gigabyte, is not written
             given = BASES[self.base] | given | {"model": self.model, "bf16": self.device == "cuda", "save_only_model": True}
         return given

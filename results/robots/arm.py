@@ -9,7 +9,6 @@ import numpy as np
 from corral.lab.report.statistics import difference, holm, steps_to
 from results.packed import Row
 from results.pages import interval_text, new_figure, p_text, save_figure, spaced_table, thousands
-from results.robots.plans import ARM_TRIED
 from results.robots.runs import ROWS
 from results.runs import where
 
@@ -23,7 +22,7 @@ SAID = {
     "small-steps": "bound of the mean 0.1, of the network 0.15, rate 5·10⁻⁴",
     "basis-5": "5 basis functions",
 }
-"""What `ARM_TRIED` changes, in words."""
+"""Settings that were tried, as changes of the recipe via_point_long."""
 COLOURS = {"TCE, best setting": "#2563eb", "TCE, the recipe": "#0891b2", "BBRL, best setting": "#dc2626"}
 REWARDS = ("dense", "sparse")
 
@@ -69,7 +68,7 @@ def tuning_table(tuned: Sequence[Row]) -> str:
     columns = [(row, reward) for row in ("tce", "bbrl") for reward in REWARDS]
     best = {at: max(reached(run) for key, run in found.items() if key[:2] == at) for at in columns}
     lines = []
-    for name in ARM_TRIED:
+    for name in SAID:
         cells = [SAID[name]]
         for at in columns:
             success, paid = reached(found[*at, name])

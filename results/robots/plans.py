@@ -1,7 +1,6 @@
-"""Plans of the robots' studies: settings, seeds and steps of runs. `study.py` runs them."""
+"""Plans of the robots' studies that still have runs to make: settings, seeds and steps. `study.py` runs them."""
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -9,8 +8,6 @@ from typing import Any
 TUNED_ON = (100, 101)
 """Seeds that settings are chosen on; none of them is in a table of results."""
 SEEDS = range(5)
-Score = Callable[[str], tuple[float, float]]
-"""How well a setting did so far: success and return, means over its seeds, worst of all where it has not been run."""
 
 
 @dataclass(frozen=True)
@@ -40,49 +37,6 @@ def jobs(setting: str, recipe: str, seeds: Sequence[int], **changes: Any) -> Ite
     yield from (Job(setting, recipe, given, seed) for seed in seeds)
 
 
-_WIDE = {"learner__cov_bound": 0.003}
-ARM_TRIED: Mapping[str, Mapping[str, Any]] = {
-    "critic": {**_WIDE, "learner__plans_per_context": 1, "learner__mirrored": "false", "learner__critic_rate": 3e-3},
-    "batch-512": {**_WIDE, "learner__episodes": 512},
-    "cov-0.01": {"learner__cov_bound": 0.01},
-    "cov-0.003": _WIDE,
-    "cov-0.001": {"learner__cov_bound": 0.001},
-    "independent-plans": {**_WIDE, "learner__mirrored": "false"},
-    "small-steps": {**_WIDE, "learner__mean_bound": 0.1, "learner__deployed_bound": 0.15, "learner__policy_rate": 5e-4},
-    "basis-5": {**_WIDE, "prodmp__basis": 5},
-}
-"""Eight settings for each row, changes of the recipe via_point_long, the slowest first."""
-ARM_EPISODES = {"tune": 150 * 1024, "final": 300 * 1024}
-"""Of 100 steps each, however large a batch is; the final runs are longer than those that choose their settings."""
-
-
-def arm_tune(_: Score) -> Iterator[Job]:
-    """Eight settings of both rows on both of the arm's rewards, on one seed."""
-    for name, row, reward in product(ARM_TRIED, ("tce", "bbrl"), ("dense", "sparse")):
-        yield from _arm(f"arm-tune-{row}-{reward}-{name}", TUNED_ON[:1], row, reward, ARM_EPISODES["tune"], ARM_TRIED[name])
-
-
-def arm_final(score: Score) -> Iterator[Job]:
-    """Fresh seeds of what did best in `arm-tune`, five of TCE and three of BBRL."""
-    for row, reward in product(("tce", "bbrl"), ("dense", "sparse")):
-        found = {name: score(f"arm-tune-{row}-{reward}-{name}") for name in ARM_TRIED}
-        if max(found.values())[0] == -math.inf:
-            raise SystemExit(
-                f"arm-final: no run of arm-tune for {row} on {reward} is here. Run --plan arm-tune, or name it with --done."
-            )
-        best, seeds = max(found, key=lambda name: found[name]), SEEDS if row == "tce" else SEEDS[:3]
-        yield from _arm(f"arm-{row}-{reward}-{best}", seeds, row, reward, ARM_EPISODES["final"], ARM_TRIED[best])
-
-
-def _arm(setting: str, seeds: Sequence[int], row: str, reward: str, episodes: int, changes: Mapping[str, Any]) -> Iterator[Job]:
-    """Runs of equally many episodes; ten measurements each, so that time goes into learning."""
-    batches = episodes // changes.get("learner__episodes", 1024)
-    about = {"algorithm": row, "environment_config__reward": reward, "iterations": batches, "eval_every": batches // 10}
-    yield from jobs(setting, "via_point_long", seeds, **about, keep_checkpoints=1, **changes)
-
-
-WHOLE: Mapping[str, Any] = {"learner__segments_until": "inf"}
-"""Segments all over an episode of the hopper, though its plans rest from 1 s on."""
 LONG: Mapping[str, Any] = {"eval_every": 25, "checkpoint_every": 25, "keep_checkpoints": 1, "workers": 1}
 """A checkpoint a minute or so, since a piece may end at any time."""
 
@@ -100,50 +54,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def hopper_long(_: Score) -> Iterator[Job]:
-    """Hopper jump at 10 million steps with five seeds of plans, of TCE also with segments of the whole episode; PPO, and PPO
-    through the controller of plans, at 5 million."""
-    ten = LONG | {"iterations": 625}
-    yield from _hopper_plans("10M", SEEDS, ten)
-    yield from jobs("hopper-10M-tce-to-go", "hopper_jump", SEEDS, **ten, **WHOLE)
-    five = LONG | {"iterations": 325, "algorithm": "sb3-ppo"}
-    yield from jobs("hopper-5M-ppo", "hopper_jump", SEEDS, **five)
-    yield from jobs("hopper-5M-ppo-controller", "hopper_jump", SEEDS, **five, learner__controller_span=1.0)
-
-
-def hopper_48m(_: Score) -> Iterator[Job]:
-    """Plans on hopper jump once at the published 48 million steps."""
-    yield from _hopper_plans("48M", SEEDS[:1], LONG | {"iterations": 3000, "eval_every": 75})
-
-
-def _hopper_plans(size: str, seeds: Sequence[int], length: Mapping[str, Any]) -> Iterator[Job]:
-    yield from jobs(f"hopper-{size}-tce-moving", "hopper_jump", seeds, **length)
-    yield from jobs(f"hopper-{size}-tce-published", "hopper_jump_published", seeds, **length)
-    yield from jobs(f"hopper-{size}-bbrl", "hopper_jump", seeds, **length, algorithm="bbrl")
-
-
-def hopper_credit(_: Score) -> Iterator[Job]:
-    """Why TCE stands still on hopper jump: 2 million steps with and without credit for what a segment changes later, with a
-    critic and with the other plans of a context as the baseline."""
-    plans = {"learner__plans_per_context": 4, "learner__mirrored": "true"}
-    now = WHOLE | {"learner__credit_lam": 0.0}
-    rows: Mapping[str, Mapping[str, Any]] = {
-        "tce": now, "tce-plans-to-go": plans | WHOLE, "bbrl": {"algorithm": "bbrl"}, "tce-to-go": WHOLE, "tce-moving": {},
-        "tce-plans": plans | now, "bbrl-plans": plans | {"algorithm": "bbrl"},
-        "tce-take-off": now | {"learner__move_to_event": "true"},
-    }  # fmt: skip
-    for seed, (row, changes) in product(SEEDS[:3], rows.items()):
-        yield from jobs(f"hopper-2M-{row}", "hopper_jump", [seed], **LONG, iterations=125, **changes)
-
-
-def hopper_sac(_: Score) -> Iterator[Job]:
-    """SAC on hopper jump for a million steps with its own update ratio and networks, one update for every step, on a GPU."""
-    own = {"algorithm": "sb3-sac", "learner__train_freq": 1, "learner__gradient_steps": 1, "learner__hidden": [256, 256]}
-    length = LONG | {"iterations": 63, "eval_every": 9, "learner__device": "cuda"}
-    yield from jobs("hopper-1M-sac", "hopper_jump", SEEDS[:3], **length, **own)
-
-
-def hopper_steps(_: Score) -> Iterator[Job]:
+def hopper_steps() -> Iterator[Job]:
     """Hopper jump at 5 million steps with the other step-based rows: coloured noise and TRPL, with torques and through the
     controller of plans."""
     for name, changes in STEP_BASED.items():
@@ -152,7 +63,7 @@ def hopper_steps(_: Score) -> Iterator[Job]:
         yield from jobs(f"hopper-5M-{name}-controller", "hopper_jump", SEEDS[:3], **LONG, iterations=325, **through)
 
 
-def variants(_: Score) -> Iterator[Job]:
+def variants() -> Iterator[Job]:
     """Runs with several plans per episode, or a covariance of the context, on the arm and the hopper."""
     for name, changes in VARIANTS.items():
         for recipe in ("via_point", "via_point_sparse_short"):
@@ -164,24 +75,6 @@ def variants(_: Score) -> Iterator[Job]:
         yield from jobs(
             f"hopper-5M-replan-{every}", "hopper_jump", SEEDS[:3], **LONG, iterations=325, learner__replan_every=every
         )
-
-
-def box_long(_: Score) -> Iterator[Job]:
-    """Box pushing, dense, at 10 million steps with five seeds; both sparse rewards with three."""
-    ten = LONG | {"iterations": 658, "eval_every": 47}
-    for row in ("tce", "bbrl"):
-        yield from jobs(f"box-10M-{row}", "box_pushing", SEEDS, **ten, algorithm=row)
-    for reward in ("temporal_sparse", "temporal_spatial_sparse"):
-        for row in ("tce", "bbrl"):
-            changes = ten | {"algorithm": row, "environment_config__reward": reward}
-            yield from jobs(f"box-10M-{reward}-{row}", "box_pushing", SEEDS[:3], **changes)
-
-
-def box_40m(_: Score) -> Iterator[Job]:
-    """Box pushing, dense, once at 40 million steps."""
-    for row in ("tce", "bbrl"):
-        length = LONG | {"iterations": 2640, "eval_every": 132, "algorithm": row}
-        yield from jobs(f"box-40M-{row}", "box_pushing", SEEDS[:1], **length)
 
 
 DECISIVE: Mapping[str, tuple[str, int, Mapping[str, Any]]] = {
@@ -199,7 +92,7 @@ DECISIVE: Mapping[str, tuple[str, int, Mapping[str, Any]]] = {
 """One change each of a recipe and the recipe itself: what decides which long runs are worth their hours."""
 
 
-def decisive(_: Score) -> Iterator[Job]:
+def decisive() -> Iterator[Job]:
     """Short runs that differ in one setting: poses by cosine and sine, goals as offsets, rates that fall over 40 million steps,
     an entropy floor where the reward is sparse, and a hopper that observes its take-off."""
     for name, (recipe, batches, changes) in DECISIVE.items():
@@ -210,7 +103,7 @@ BBRL_PUBLISHED: Mapping[str, Any] = {"algorithm": "bbrl", "prodmp__tau": 1.5}
 """Box pushing's trajectory belongs to the recipe, and BBRL's was published shorter."""
 
 
-def published(_: Score) -> Iterator[Job]:
+def published() -> Iterator[Job]:
     """Box pushing, dense, by the published rules at 10 million steps, five seeds of TCE and BBRL; the hopper's TCE at 4
     million with three, for its height; two of Meta-World's tasks at 10 million with three, which need corral[metaworld]."""
     ten = LONG | {"iterations": 658, "eval_every": 47}
@@ -223,7 +116,7 @@ def published(_: Score) -> Iterator[Job]:
         yield from jobs(f"metaworld-10M-published-{task}", "metaworld_published", SEEDS[:3], **length)
 
 
-def published_40m(_: Score) -> Iterator[Job]:
+def published_40m() -> Iterator[Job]:
     """Box pushing at 40 million steps: both rules and both rows with three seeds, dense; the recipe's TCE with two where the
     reward is paid in the last step."""
     length = LONG | {"iterations": 2640, "eval_every": 132}
@@ -252,21 +145,21 @@ METAWORLD_TRIED: Mapping[str, Mapping[str, Any]] = {
 """Settings for TCE and BBRL, as changes of the recipe metaworld; the last is what the recipe had before."""
 
 
-def metaworld_tune(_: Score) -> Iterator[Job]:
+def metaworld_tune() -> Iterator[Job]:
     """Half a million steps of reach with each setting of TCE and BBRL, on a seed of its own; needs corral[metaworld]."""
     for (name, changes), row in product(METAWORLD_TRIED.items(), ("tce", "bbrl")):
         length = LONG | {"iterations": 64, "eval_every": 16, "eval_size": 32, "algorithm": row}
         yield from jobs(f"metaworld-tune-{row}-{name}", "metaworld", TUNED_ON[:1], **length, **changes)
 
 
-def metaworld(_: Score) -> Iterator[Job]:
+def metaworld() -> Iterator[Job]:
     """Five of Meta-World's tasks at 2 million steps, three seeds of TCE, BBRL and PPO; needs corral[metaworld]."""
     for task, row in product(METAWORLD, ("tce", "bbrl", "sb3-ppo")):
         length = LONG | {"iterations": 250, "eval_size": 32, "algorithm": row, "environment_config__task": task}
         yield from jobs(f"metaworld-2M-{task}-{row}", "metaworld", SEEDS[:3], **length)
 
 
-def top_erl(_: Score) -> Iterator[Job]:
+def top_erl() -> Iterator[Job]:
     """TOP-ERL on a GPU against TCE at equal steps: box pushing, dense and sparse, 5 million; hopper jump, 3.2 million; two of
     Meta-World's tasks, 2 million, which need corral[metaworld]."""
     box, hopper, tasks = ({"iterations": batches, "eval_every": batches // 10} for batches in (330, 200, 250))
@@ -279,7 +172,7 @@ def top_erl(_: Score) -> Iterator[Job]:
             yield from jobs(f"metaworld-2M-{task}-{row}", "metaworld", [seed], **how | tasks, environment_config__task=task)
 
 
-def top_erl_arm(_: Score) -> Iterator[Job]:
+def top_erl_arm() -> Iterator[Job]:
     """TOP-ERL against TCE on the arm in 0.2 million steps, batches of 16 episodes each, on a CPU."""
     small = {"learner__episodes": 16, "iterations": 125, "eval_every": 6}
     updates = {"learner__critic_epochs": 80, "learner__policy_epochs": 40}
@@ -289,15 +182,7 @@ def top_erl_arm(_: Score) -> Iterator[Job]:
 
 
 PLANS = {
-    "arm-tune": arm_tune,
-    "arm-final": arm_final,
-    "hopper-long": hopper_long,
-    "hopper-48M": hopper_48m,
     "hopper-steps": hopper_steps,
-    "hopper-sac": hopper_sac,
-    "hopper-credit": hopper_credit,
-    "box-long": box_long,
-    "box-40M": box_40m,
     "decisive": decisive,
     "published": published,
     "published-40M": published_40m,

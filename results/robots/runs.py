@@ -1,23 +1,17 @@
 """Rows of the robots' studies from folders of runs.
 
 python -m results.robots.runs RUNS [RUNS …] --keep      folders of `corral train`, or folders of those, into runs.parquet
-python -m results.robots.runs RUNS --into arm           the arm's long runs, by the names that study.py gives them
-python -m results.robots.runs RUNS --into credit        the study of credit on the hopper
 """
 
 import argparse
 import json
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from results.packed import FOLDER, Row, add, read, write
-from results.robots.plans import ARM_TRIED
+from results.packed import FOLDER, Row, read, write
 
 FILES = {name: FOLDER / f"robots/{name}.parquet" for name in ("runs", "arm", "credit")}
-ARM = re.compile(r"(?P<name>(arm|arm-tune)-(?P<row>tce|bbrl)-(?P<reward>dense|sparse)-(?P<setting>\S+)-(?P<seed>\d+))")
-CREDIT = re.compile(r"hopper-2M-(?P<row>.+)-(?P<seed>\d+)")
 TASKS = {
     "corral/ViaPointReacher-v0": "via-point arm",
     "corral/HopperJump-v0": "hopper jump",
@@ -122,45 +116,16 @@ def longest(runs: list[Row]) -> list[Row]:
     return [kept[key] for key in sorted(kept)]
 
 
-def read_arm(root: Path) -> Iterator[Row]:
-    """The last measurement of the arm's runs, and the way there; a batch is as many episodes as its setting says."""
-    for folder in run_folders(root):
-        if (found := ARM.fullmatch(folder.name)) and (lines := measured_lines(folder)):
-            last, episodes = lines[-1], int(ARM_TRIED[found["setting"]].get("learner__episodes", 1024))
-            yield {
-                **found.groupdict(), "seed": int(found["seed"]),
-                "step": last["step"], "env_steps": 100 * last["step"] * episodes,
-                "success": round(last["success"], 4), "paid": round(last["return"], 2),
-                "curve": [[line["env_steps"], round(line["success"], 4)] for line in lines],
-            }  # fmt: skip
-
-
-def read_credit(root: Path) -> Iterator[Row]:
-    """Environment steps, return and success of each measurement of the finished runs about credit."""
-    for folder in run_folders(root):
-        if (found := CREDIT.fullmatch(folder.name)) and (folder / "summary.json").exists():
-            lines = measured_lines(folder)
-            curve = [[line["env_steps"], round(line["return"], 3), round(line["success"], 4)] for line in lines]
-            yield {**found.groupdict(), "curve": curve}
-
-
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path)
-    parser.add_argument("--into", choices=FILES, default="runs")
-    parser.add_argument("--out", type=Path, help="a file other than the study's own")
+    parser.add_argument("--out", type=Path, default=FILES["runs"], help="a file other than the study's own")
     parser.add_argument("--keep", action="store_true", help="add to what runs.parquet holds, instead of replacing it")
     chosen = parser.parse_args()
-    file = chosen.out or FILES[chosen.into]
-    if chosen.into == "runs":
-        found = [run for root in chosen.runs for path in run_folders(root) if (run := read_run(path)) is not None]
-        write(file, longest([*(read(file) if chosen.keep else []), *found]))
-    elif chosen.into == "arm":
-        add(file, [run for root in chosen.runs for run in read_arm(root)], "name")
-    else:
-        add(file, [run for root in chosen.runs for run in read_credit(root)], "row", "seed")
-    print(f"{len(read(file))} runs in {file}, {file.stat().st_size / 1e3:.0f} kB")
+    found = [run for root in chosen.runs for path in run_folders(root) if (run := read_run(path)) is not None]
+    write(chosen.out, longest([*(read(chosen.out) if chosen.keep else []), *found]))
+    print(f"{len(read(chosen.out))} runs in {chosen.out}, {chosen.out.stat().st_size / 1e3:.0f} kB")
 
 
 if __name__ == "__main__":

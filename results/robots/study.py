@@ -1,10 +1,10 @@
 """Many robots' runs side by side, in pieces: a run that a piece does not finish goes on in the next.
 
-    python -m results.robots.study --plan arm-tune --workers 16 --minutes 8 --out PIECE
-    python -m results.robots.study --plan arm-tune --table --out PIECE      what came out so far
-    python -m results.robots.study --plan arm-tune --try                    a batch of each kind of run; the plan's cost
-    python -m results.robots.study --plan box-long --only 'tce-[01]$' …     some of its runs, the others on another machine
-    python -m results.robots.study --plan box-long --set simulator=warp …   simulated on a GPU that all runs share
+    python -m results.robots.study --plan decisive --workers 16 --minutes 8 --out PIECE
+    python -m results.robots.study --plan decisive --table --out PIECE      what came out so far
+    python -m results.robots.study --plan decisive --try                    a batch of each kind of run; the plan's cost
+    python -m results.robots.study --plan decisive --only 'planar-[01]$' …  some of its runs, the others on another machine
+    python -m results.robots.study --plan decisive --set simulator=warp …   simulated on a GPU that all runs share
     python -m results.robots.runs --keep PIECE                              runs → results/robots/runs.parquet
 
 Every run is one `corral train` on one thread, in a folder of --out. Plans are in plans.py.
@@ -12,7 +12,6 @@ Every run is one `corral train` on one thread, in a folder of --out. Plans are i
 
 import argparse
 import json
-import math
 import os
 import re
 import signal
@@ -22,9 +21,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from statistics import mean
 
 import pandas as pd
 import torch
@@ -131,12 +128,6 @@ def outcome(folder: Path) -> str:
     return f"step {last['step']:5}  success {success}  return {last['return']:8.2f}  {last['seconds']:5.0f} s"
 
 
-def score(root: Path, setting: str) -> tuple[float, float]:
-    """Mean success and return of a setting's runs, where they were last measured."""
-    last = [lines[-1] for folder in sorted(root.glob(f"{setting}-[0-9]*")) if (lines := measured_lines(folder))]
-    return (mean(x["success"] or 0.0 for x in last), mean(x["return"] for x in last)) if last else (-math.inf, -math.inf)
-
-
 def by_setting(jobs: Sequence[Job]) -> dict[str, list[Job]]:
     """Runs that differ in their seed alone."""
     groups: dict[str, list[Job]] = defaultdict(list)
@@ -177,13 +168,13 @@ def main() -> None:
     options = parser.parse_args()
     if options.rehearse:
         torch.set_num_threads(1)
-        found = [job for plan in options.plan for job in PLANS[plan](partial(score, options.out))]
+        found = [job for plan in options.plan for job in PLANS[plan]()]
         return try_jobs(select(found, options.only, options.given))
     root = options.out
     root.mkdir(parents=True, exist_ok=True)
     began, jobs = time.monotonic(), list[Job]()
-    for plan in options.plan:  # one after the other: what the next runs may depend on what came out
-        jobs += (own := select(PLANS[plan](partial(score, root)), options.only, options.given))
+    for plan in options.plan:
+        jobs += (own := select(PLANS[plan](), options.only, options.given))
         left = [job for job in own if not is_finished(root / job.name)]
         if options.list:
             print("\n".join(" ".join([job.name, *job.arguments()]) for job in left))

@@ -206,24 +206,6 @@ def test_golden_fresh_seeds() -> None:
     assert said.endswith("− clipping, 4 passes at 2e-4 | +11.0 (8.5 … 13.5) | 3 | **.0027** |")
 
 
-def test_plans_have_the_seeds_that_their_names_promise() -> None:
-    some = plans.reuse()
-    assert {run.passes for run in some} == {1, 2, 4, 8}
-    tuning, fresh = {301, 302, 303}, {*range(401, 411)}
-    for name, seeds in {
-        "bound": tuning,
-        "tune": tuning - {303},
-        "rates": tuning - {303},
-        "confirm-reuse": fresh,
-        "confirm-many": fresh,
-    }.items():
-        assert {run.seed for run in plans.PLANS[name]()} == seeds, name
-    assert {run.seed for run in plans.confirm_rates(plans.FRESH)} == fresh
-    held = Run(objective="troll", rate="auto", seed=3, bound=None)
-    assert held.layer()["deployed_bound"] == 0.02  # whatever is the default by now
-    assert Run(objective="troll", rate=1e-3, seed=3, bound=0.02).layer()["deployed_bound"] == 0.02
-
-
 def test_golden_bounds_with_a_constant_schedule() -> None:
     same: dict[str, Any] = {"rewards": [0.1] * 10, "steps": 10, "schedule": "constant", "passes": 4}
     some = [

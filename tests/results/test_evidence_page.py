@@ -37,7 +37,7 @@ def made_up(objective: str, seed: int, success: list[float], rate: float = 1e-3,
     lines = [{"step": step, "success": value, "greedy": value, "reward": value} for step, value in enumerate(success)]
     about = {"objective": objective, "rate": rate, "seed": seed, "passes": 1, "steps": 15, "schedule": "linear", "arm": "off"}
     about |= {"variant": "", "model": "tiny", "updates": 8, "sampler": "", "anchor": "auto", "reuse": None}
-    about |= {"recipe": "demo", "start": "demo", "eval_every": 5, "device": "cpu", "base": ""}
+    about |= {"recipe": "demo", "start": "demo", "eval_every": 5, "device": "cpu", "base": "", "lag": 0}
     return {**about, "dead": False, "lines": lines, **more}
 
 

@@ -1,13 +1,11 @@
 """The arm's long runs → the results page: which are tuning, which count, and what is said of them."""
 
-import json
 from pathlib import Path
 
 from results import packed
 from results.packed import Row
 from results.robots import arm as robot_arm
-from results.robots.plans import ARM_TRIED
-from results.robots.runs import FILES, read_arm
+from results.robots.runs import FILES
 
 
 def run(row: str, setting: str, seed: int, success: float, paid: float = -2.0, *, tuned: bool = False) -> Row:
@@ -16,25 +14,10 @@ def run(row: str, setting: str, seed: int, success: float, paid: float = -2.0, *
     return {**found, "name": name, "success": success, "paid": paid, "curve": [[0, 0.0], [1_000_000, success]]}
 
 
-def test_every_setting_has_words() -> None:
-    assert set(robot_arm.SAID) == set(ARM_TRIED)
-
-
-def test_folders_are_read_with_the_way_there(tmp_path: Path) -> None:
-    for name in ("arm-tce-sparse-cov-0.001-4", "something-else-0"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text("{}")
-        lines = [{"step": n, "success": 0.4 * n, "return": -9.0 / (n + 1), "env_steps": 100 * n} for n in range(3)]
-        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (found,) = read_arm(tmp_path)
-    assert found["name"] == "arm-tce-sparse-cov-0.001-4"
-    assert found["env_steps"] == 2 * 1024 * 100
-    assert (found["setting"], found["seed"], found["success"], found["paid"]) == ("cov-0.001", 4, 0.8, -3.0)
-    assert found["curve"] == [[0, 0.0], [100, 0.4], [200, 0.8]]
-
-
 def test_the_block_names_seeds_steps_and_the_best_settings() -> None:
-    tuned = [run(row, name, 100, 0.5 + (name == "basis-5") / 4, tuned=True) for row in ("tce", "bbrl") for name in ARM_TRIED]
+    tuned = [
+        run(row, name, 100, 0.5 + (name == "basis-5") / 4, tuned=True) for row in ("tce", "bbrl") for name in robot_arm.SAID
+    ]
     tuned += [one | {"name": one["name"].replace("dense", "sparse"), "reward": "sparse"} for one in tuned]
     final = [run("tce", "basis-5", seed, 0.96 + seed / 100, -2.0 - seed) for seed in range(3)]
     final += [run("bbrl", "basis-5", seed, success) for seed, success in enumerate((0.5, 0.53, 0.5))]

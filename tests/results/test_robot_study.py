@@ -1,7 +1,6 @@
 """The study of robots in pieces: plans that can be resolved, and what came out so far."""
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from results.robots.plans import PLANS, TUNED_ON, jobs
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_run_of_a_plan_has_settings_that_exist_and_a_name_of_its_own(plan: str) -> None:
-    jobs = list(PLANS[plan](lambda setting: (float(setting.endswith("cov-0.001")), 0.0)))
+    jobs = list(PLANS[plan]())
     assert len({job.name for job in jobs}) == len(jobs)
     for job in jobs:
         settings = robot_study.settings_of(job)
@@ -22,16 +21,18 @@ def test_every_run_of_a_plan_has_settings_that_exist_and_a_name_of_its_own(plan:
 
 
 def test_some_runs_of_a_plan_are_chosen_by_name() -> None:
-    found = list(PLANS["hopper-long"](lambda _: (0.0, 0.0)))
-    chosen = robot_study.select(found, "10M-(tce-moving|bbrl)-[01]$")
-    assert [job.name for job in chosen] == [f"hopper-10M-{row}-{seed}" for row in ("tce-moving", "bbrl") for seed in (0, 1)]
+    found = list(PLANS["decisive"]())
+    chosen = robot_study.select(found, "2M-(planar|published)-[01]$")
+    assert [job.name for job in chosen] == [
+        f"{name}-{seed}" for name in ("box-2M-planar", "hopper-2M-published") for seed in (0, 1)
+    ]
     assert robot_study.select(found, None) == found
 
 
 def test_runs_of_a_plan_take_other_settings_and_see_the_gpu_where_these_need_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = [*PLANS["box-40M"](lambda _: (0.0, 0.0))][:1]
+    found = [*PLANS["published-40M"]()][:1]
     [warped] = robot_study.select(found, None, ["simulator=warp", "iterations=3"])
     settings = robot_study.settings_of(warped)
     assert (settings.simulator, settings.iterations, warped.name) == ("warp", 3, found[0].name)
@@ -46,7 +47,7 @@ def test_runs_of_a_plan_take_other_settings_and_see_the_gpu_where_these_need_it(
 def test_a_run_that_began_on_a_gpu_is_resumed_by_the_simulator_that_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    [job] = [*PLANS["box-40M"](lambda _: (0.0, 0.0))][:1]
+    [job] = [*PLANS["published-40M"]()][:1]
     (tmp_path / job.name / "checkpoints/checkpoint-25").mkdir(parents=True)
     seen = []
     monkeypatch.setattr("subprocess.Popen", lambda command, **_: seen.append(command[4:]))
@@ -57,26 +58,10 @@ def test_a_run_that_began_on_a_gpu_is_resumed_by_the_simulator_that_is_given(
 
 
 def test_a_choice_of_no_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ["study.py", "--plan", "hopper-48M", "--only", "10M", "--list", "--out", str(tmp_path)]
+    arguments = ["study.py", "--plan", "decisive", "--only", "10M", "--list", "--out", str(tmp_path)]
     monkeypatch.setattr("sys.argv", arguments)
-    with pytest.raises(SystemExit, match="no run of hopper-48M matches --only '10M'"):
+    with pytest.raises(SystemExit, match="no run of decisive matches --only '10M'"):
         robot_study.main()
-
-
-def test_the_final_runs_are_of_what_did_best_and_of_nothing_where_nothing_was_tuned(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="no run of arm-tune for tce on dense"):
-        list(PLANS["arm-final"](partial(robot_study.score, tmp_path)))
-    for job in PLANS["arm-tune"](lambda _: (0.0, 0.0)):
-        best = "tce-dense-cov-0.001" if "tce-dense" in job.name else "batch-512"
-        line = {"step": 1, "return": -2.0 + (best in job.name), "success": 0.5}  # equally often: the return decides
-        (tmp_path / job.name).mkdir()
-        (tmp_path / job.name / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    chosen = list(PLANS["arm-final"](partial(robot_study.score, tmp_path)))
-    assert {job.setting for job in chosen} == {
-        "arm-tce-dense-cov-0.001", "arm-tce-sparse-batch-512", "arm-bbrl-dense-batch-512", "arm-bbrl-sparse-batch-512"
-    }  # fmt: skip
-    batches = {dict(job.changes)["iterations"] for job in chosen if "512" in job.setting}
-    assert batches == {"600"}, "as many episodes as in batches of 1024"
 
 
 def test_a_table_has_means_over_seeds_and_what_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,6 @@ import torch
 from warm_start import FAMILIES, build, main
 
 from corral.lab.models.load import load_model
-from results.plans import FAMILIES as PLANNED
-from results.plans import PLANS
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -35,9 +33,3 @@ def test_a_start_is_a_folder_that_loads(tmp_path: Path) -> None:
     card = json.loads((tmp_path / "moe-1" / "warm_start.json").read_text())
     assert (card["settings"]["family"], card["settings"]["seed"]) == ("moe", 1)
     assert set(card["held_out_success"]) == {"prompts", "temperature_1", "greedy"}
-
-
-def test_the_plan_of_starts_uses_what_the_command_makes() -> None:
-    assert set(PLANNED) | {"llama"} == set(FAMILIES)
-    folders = {Path(spec.model) for spec in PLANS["a-starts"]()}
-    assert {folder.name for folder in folders} == {"llama-1", "llama-2", "llama-3", *(f"{name}-1" for name in PLANNED)}
