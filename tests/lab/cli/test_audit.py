@@ -172,6 +172,30 @@ def test_mistakes_get_a_sentence(
     assert [path.name for path in tmp_path.rglob("*")] == ["empty"], "nothing is written before everything is checked"
 
 
+@pytest.mark.parametrize(
+    ("files", "old", "new"),
+    [
+        (["checkpoint-2/trainer_state.json", "checkpoint-10/optimizer.pt", "checkpoint-10/trainer_state.json"], "2", "10"),
+        (["config.json", "checkpoint-2/trainer_state.json", "checkpoint-10/trainer_state.json"], "2", "10"),
+        (["checkpoint-4/trainer_state.json", "checkpoint-4/optimizer.pt"], "MODEL", "4"),
+        (["config.json", "model.safetensors"], "MODEL", "here"),
+    ],
+    ids=["checkpoints", "checkpoints and a model", "one checkpoint", "a model"],
+)
+def test_the_output_folder_of_a_trainer_is_explained(
+    files: list[str], old: str, new: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text('{"model_type": "qwen2"}')
+    names = {"MODEL": "MODEL", "here": str(tmp_path)}
+    old, new = (names.get(name, f"{tmp_path}/checkpoint-{name}") for name in (old, new))
+    assert main(["audit", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"corral: {tmp_path} is the output folder of a trainer: it holds models")
+    assert f"corral audit --old {old} --new {new} --task TASK. To audit the next training run, call corral.llm.audit(" in said
+
+
 def test_other_vocabularies_are_refused(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", "--old", model, "--new", "smoke", *SMALL.split(), "--out", str(tmp_path / "audit")]) == 1
     assert "different vocabularies" in capsys.readouterr().err

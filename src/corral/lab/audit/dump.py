@@ -19,6 +19,7 @@ from pyarrow.types import is_boolean, is_floating, is_integer, is_null
 from corral.divergence import categorical_kl, categorical_tv
 from corral.lab.audit.folder import NothingYet
 from corral.lab.audit.tokens import Bools, Floats, Ints
+from corral.lab.report.read import is_run, newest_state
 from corral.lab.run.text import count
 from corral.validate import RunError
 
@@ -426,6 +427,14 @@ def find_dump(path: Path) -> Dump:
         lines = (path,)
     if not lines and tables:
         return Dump(path, "trl", tuple(file for file in tables if file.name.startswith("completions")) or tables)
+    state = newest_state(path)
+    if not lines and (state is not None or ((path / "config.json").is_file() and not is_run(path))):
+        old, new = ["MODEL", *(sorted(path.glob("checkpoint-*"), key=_natural) or [path])][-2:]
+        raise RunError(
+            f"{path} is the output folder of a trainer: it holds models, and no audit or log of tokens. Compare two models: "
+            f"corral audit --old {old} --new {new} --task TASK. To audit the next training run, call "
+            f"corral.llm.audit(trainer, out=…) before trainer.train()."
+        )
     if not lines and tensors:
         return Dump(path, "slime", tensors)
     if not lines:

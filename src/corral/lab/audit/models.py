@@ -142,7 +142,7 @@ def _sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: Eva
 
 
 def audit_texts(
-    dump: Dump, models: tuple[str, str], settings: EvalSettings, rules: Rules, out: Path, progress: Callable[[int], object]
+    dump: Dump, models: Sequence[str], settings: EvalSettings, rules: Rules, out: Path, progress: Callable[[int], object]
 ) -> Path:
     """Compare both models on every logged completion, and return the audit's folder.
 

@@ -204,8 +204,8 @@ class Tally:
             self._groups[group].add([key], values[_BLOCKED] if group == "token" else values)
             if group == "token" or (group == "step" and measure != "whole"):
                 continue  # a percentile takes memory, and a dump may have a hundred thousand steps
-            for name in ("kl", "tv", "furthest", "k2", "k3", "mismatch") if group == "all" else ("kl", "tv"):
-                self._spreads[group, name].add(key, values[name])
+            for name in _DISTANCES if group == "all" else ("kl", "tv"):
+                self._spreads[group, name].add(key, values[_DISTANCES[name]])
         if len(self._groups["step"].count) > _MOST_STEPS:
             raise RunError(f"there are more than {_MOST_STEPS:,} steps. Is `step` the number of the completion? Leave it out.")
         self._keep_completions(tokens)
@@ -229,11 +229,8 @@ class Tally:
         by_probability = self._rows("probability", "name", PROBABILITY_NAMES)
         rare = [row for row in by_probability if row["name"] in PROBABILITY_NAMES[:_RARE]]
         blocked = sum(row["blocked"] for row in rare)
-        names = {"kl": "kl", "tv": "tv", "k1": "furthest", "k2": "k2", "k3": "k3", "mismatch": "mismatch"}
-        distances = {name: self._spreads["all", column].row() for name, column in names.items()}
-        verdicts = {
-            name: self.thresholds.balls(f"{name} acts") for name in VERDICTS if self.measure == "whole" or name == "clipped"
-        }
+        distances = {name: row for name in _DISTANCES if (row := self._spreads["all", name].row()) is not None}
+        verdicts = VERDICTS if self.measure == "whole" else VERDICTS[:1]
         return Audit(
             info=info,
             measure=self.measure,
@@ -243,9 +240,9 @@ class Tally:
             kl_bound=self.thresholds.kl_bound,
             tv_bound=self.thresholds.tv_bound,
             ess=total["ess"],
-            distances={name: row for name, row in distances.items() if row is not None},
+            distances=distances,
             k1=total["k1"],
-            verdicts=verdicts,
+            verdicts={name: self.thresholds.balls(f"{name} acts") for name in verdicts},
             thresholds=self.thresholds.rows(),
             troll_tv=total["troll_tv"] or 0.0,
             rare={
@@ -265,43 +262,37 @@ class Tally:
             **more,
         )
 
-    def _rows(self, group: str, label: str = "name", names: Sequence[str] = (), keys: pd.Index | None = None) -> list[Row]:
+    def _rows(self, group: str, label: str = "name", names: Sequence[str] = ()) -> list[Row]:
         """Build table rows of a group such as "step" or "age": number of tokens, means, and upper percentiles of KL and TV.
 
         A mean is None where nothing was reported.
         """
-        sums, rows = self._groups[group], []
-        count, mean = (table if keys is None else table.loc[keys] for table in (sums.count, sums.sum / sums.count))
-        for (key, means), counts in zip(mean.to_dict("index").items(), count.to_dict("index").values(), strict=True):
-            row: Row = {label: names[int(key)] if names else int(key), "tokens": int(counts["p_old"])}
-            row |= {name: None if math.isnan(value) else value for name, value in means.items()}
-            row["blocked"] = int(counts["blocked_tv"])
-            if "weight" in row:
-                squares = row["weight_squared"]
-                row["ess"] = row["weight"] ** 2 / squares if squares else 0.0  # every ratio may have underflowed
-                row["furthest"] = sums.max.loc[key, "furthest"]
-            for name in ("kl", "tv"):
-                if (spread := self._spreads[group, name].row(int(key))) is not None:
-                    row |= {f"{name}_{tail}": spread[tail] for tail in ("p999", "max")}
-            rows.append(row)
-        return rows
+        sums = self._groups[group]
+        rows, keys = sums.sum / sums.count, sums.count.index.astype(int)
+        rows.insert(0, label, [names[key] for key in keys] if names else keys)
+        rows.insert(1, "tokens", sums.count["p_old"])
+        squares = rows["weight_squared"]
+        ess = (rows["weight"] ** 2 / squares).where(squares > 0, 0.0)  # every ratio may have underflowed
+        rows = rows.assign(blocked=sums.count["blocked_tv"], ess=ess, furthest=sums.max["furthest"])
+        for name in ("kl", "tv"):
+            if (group, name) in self._spreads:
+                found = [self._spreads[group, name].row(key) for key in keys]
+                rows[[f"{name}_p999", f"{name}_max"]] = pd.DataFrame(found, rows.index, ["p999", "max"])
+        return rows.astype(object).where(rows.notna(), None).to_dict("records")
 
     def _blocked_tokens(self) -> list[Row]:
         """The tokens that clipping blocks most often; ties go to the lowest ids."""
-        blocked = self._groups["token"].count["blocked_tv"]
-        most = blocked[blocked > 0].sort_values(ascending=False, kind="stable").index[:_BLOCKED_TOKENS]
-        return [
-            {
-                "token": row["token"],
-                "seen": row["tokens"],
-                "blocked": row["blocked"],
-                "inside": round(row["blocked"] * row["blocked_inside"]),
-                "p_old": row["blocked_p_old"],
-                "tv": row["blocked_tv"],
-            }
-            for row in self._rows("token", "token", keys=most)
-        ]
+        count, total = self._groups["token"].count, self._groups["token"].sum
+        rows = pd.DataFrame(
+            {"seen": count["p_old"], "blocked": count["blocked_tv"], "inside": total["blocked_inside"].astype(int)}
+        )
+        rows["p_old"], rows["tv"] = (total[name] / rows["blocked"] for name in ("blocked_p_old", "blocked_tv"))
+        most = rows[rows["blocked"] > 0].sort_values("blocked", ascending=False, kind="stable")[:_BLOCKED_TOKENS]
+        return most.rename_axis("token").reset_index().astype(object).to_dict("records")
 
+
+_DISTANCES = {"kl": "kl", "tv": "tv", "k1": "furthest", "k2": "k2", "k3": "k3", "mismatch": "mismatch"}
+"""Distances between the policies → columns of `_statistics`. Those with values ≥ 0 have percentiles."""
 
 _BLOCKED = ["p_old", "blocked_inside", "blocked_p_old", "blocked_tv"]
 """Columns that are summed by token id: old probability and blocked tokens."""
@@ -362,13 +353,10 @@ class DumpAudit:
     def __init__(self, rules: Rules) -> None:
         assert rules.clip.config.bounds is not None, "whatever clips has a range"
         self.rules, self._clip = rules, range_rule(*rules.clip.config.bounds)
-        self._clear()
-
-    def _clear(self) -> None:
-        """Reset all counts."""
         self._tally = Tally(self.rules.kl_bound, self.rules.tv_bound, (self._clip, *FAMILIES))
         self._places: dict[Path, FilePlace] = {}
         self._format: str | None = None
+        """Format of the files that were read; None before the first read."""
 
     def read(self, dump: Dump, progress: Callable[[int], object], *, growing: bool = False) -> bool:
         """Read and count new completions. Returns True if there were any. If files were replaced, the dump is read again.
@@ -379,7 +367,8 @@ class DumpAudit:
         if self._format not in (None, dump.format) or any(
             path in self._places and path.stat().st_size < self._places[path].bytes for path in dump.files
         ):
-            self._clear()
+            self._tally = Tally(self.rules.kl_bound, self.rules.tv_bound, (self._clip, *FAMILIES))
+            self._places = {}
         self._format = dump.format
         before, waiting, size = self._tally.sequences, list[pd.DataFrame](), 0
 

@@ -155,6 +155,14 @@ def _alarms(audit: Audit) -> list[str]:
     return said if collapse is first else [*said, f"At step {collapse['step']:,}: {collapse['sentence']}"]
 
 
+def status(audit: Audit) -> str:
+    """Line of at most 70 characters with training progress and the share that clipping would block, for --live."""
+    ball = audit.verdicts["clipped"]["kl"]
+    newest = f"{'update' if audit.whole else 'step'} {audit.by_step[-1]['step']:,}"
+    inside = f", {percent(ball.inside)} of these inside the KL ball" if ball.blocked else ""
+    return f"{newest}, {count(ball.tokens, 'token')}: would clip {percent(ball.share)}{inside}"
+
+
 def shown_rules(audit: Audit) -> Mapping[str, str]:
     """Rules whose shares are shown in tables by bucket: column → name."""
     return RULES if audit.whole else SHOWN_RULES

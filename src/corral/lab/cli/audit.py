@@ -15,7 +15,7 @@ from corral.lab.cli import INTERRUPTED, check_installed, check_kind, given_flags
 from corral.lab.cli.eval import FLAGS, eval_settings
 from corral.lab.cli.train import TOOLS, UNSAFE, quiet_libraries
 from corral.lab.run.files import write_json
-from corral.lab.run.text import count, visible
+from corral.lab.run.text import visible
 from corral.provenance import plain
 from corral.validate import RunError
 
@@ -125,36 +125,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the audit, or read a stored one, and show the result."""
     check_installed("audits need", _NEEDED, "report")
-    _check_files(arguments)
-    _check_live(arguments)
+    _check(arguments)
+    look = _reader(arguments)
     if arguments.live:
-        return _follow(arguments)
+        return _follow(look, arguments)
     try:
-        return _finish(*_measure(arguments), arguments)
+        found = look()
+        assert found is not None, "only growing input has nothing new"
+        return _finish(*found, arguments)
     except KeyboardInterrupt:
         return refuse("interrupted.", INTERRUPTED)
 
 
-def _check_files(arguments: argparse.Namespace) -> None:
-    """Refuse unreadable input and unwritable output before any computation."""
-    if arguments.path is not None:
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse unreadable input, unwritable output, impossible limits, and `--live` without growing files before computing."""
+    path, interval, limit = arguments.path, arguments.interval, arguments.fail_above
+    if path is not None:
         try:
-            arguments.path.stat()
+            path.stat()
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise RunError(f"{str(arguments.path)[:200]} cannot be read: {reason}.") from error
-    limit = arguments.fail_above
+            raise RunError(f"{str(path)[:200]} cannot be read: {reason}.") from error
     if limit is not None and not 0 <= limit <= 100:
         raise RunError(f"--fail-above is a percentage from 0 to 100; got {limit:g}.")
     if arguments.fail_if:
         _limits(arguments)
     if arguments.json not in (None, "-") and not Path(arguments.json).parent.is_dir():
         raise RunError(f"there is no folder {Path(arguments.json).parent} to write {Path(arguments.json).name} into.")
-
-
-def _check_live(arguments: argparse.Namespace) -> None:
-    """Refuse `--live` for input that does not grow."""
-    interval, path = arguments.interval, arguments.path
     if interval is not None and not arguments.live:
         raise RunError("--interval is the time between two looks of --live, which is not given.")
     if not arguments.live:
@@ -180,64 +177,51 @@ def _refuse_others(arguments: argparse.Namespace, kind: str) -> None:
             raise RunError(f"{why}, so --{name.replace('_', '-')} cannot be given with it.")
 
 
-def _measure(arguments: argparse.Namespace) -> "tuple[Audit, Path]":
-    """Compute the audit that the arguments describe, and choose the path of its page."""
-    from corral.lab.audit.dump import find_dump
+def _reader(arguments: argparse.Namespace) -> "Callable[[], tuple[Audit, Path] | None]":
+    """Build a function that returns the current audit and the path of its page. With --live it returns None without new data.
 
-    path: Path | None = arguments.path
-    measured = path is not None and (path / "audit.json").is_file()
-    if path is None or (not measured and (path / "config.json").is_file()):
-        return _read_folder(_audit_models(arguments))
-    if not measured and (dump := find_dump(path)).form.texts:
-        return _read_folder(_rescore(dump, arguments))
-    found = _reader(arguments)()
-    assert found is not None, "only growing input has nothing new"
-    return found
-
-
-def _read_folder(folder: Path) -> "tuple[Audit, Path]":
-    """Read a stored audit from its folder, and choose the path of its page."""
-    from corral.lab.audit.folder import read_audit
-    from corral.lab.audit.tally import audit_table
-
-    return audit_table(*read_audit(folder)), folder / "audit.html"
-
-
-def _reader(arguments: argparse.Namespace, *, growing: bool = False) -> "Callable[[], tuple[Audit, Path] | None]":
-    """Build a function that returns the current audit and its page; for growing files it returns None without new data.
-
-    A dump, or an audit's folder: which of them is decided at every look, as either may still have to appear.
+    With --live, a dump and an audit's folder are told apart at every look, as either may still have to appear.
     """
     from corral.lab.audit.dump import find_dump
-    from corral.lab.audit.tally import DumpAudit
+    from corral.lab.audit.folder import read_audit
+    from corral.lab.audit.tally import DumpAudit, audit_table
+    from corral.lab.report.read import is_run
 
-    path: Path = arguments.path
-    stream, seen = DumpAudit(_rules(arguments)), frozenset[Path]()
+    path, live, rules = arguments.path, arguments.live, _rules(arguments)
+    stream, seen = DumpAudit(rules), frozenset[Path]()
 
     def look() -> "tuple[Audit, Path] | None":
         nonlocal seen
-        if (path / "audit.json").is_file():
+        folder, parts = path, frozenset[Path]()
+        if path is not None and (path / "audit.json").is_file():
             _refuse_others(arguments, "{path} is an audit that was measured already")
             parts = frozenset((path / "audit.parquet").glob("update-*.parquet"))
-            if parts and parts == seen:
+            if live and parts and parts == seen:
                 return None
-            found = _read_folder(path)
-            seen = parts
-            return found
-        dump = find_dump(path)
-        if dump.form.texts:
-            raise RunError(
-                f"{path} holds logged texts ({dump.format}), which two models have to rescore: audit it without --live."
-            )
+        elif path is None or (not live and (path / "config.json").is_file() and is_run(path)):
+            folder = _audit_models(arguments, rules)
+        else:
+            dump = find_dump(path)
+            if not dump.form.texts:
+                return read_dump(dump)
+            if live:
+                raise RunError(
+                    f"{path} holds logged texts ({dump.format}), which two models have to rescore: audit it without --live."
+                )
+            folder = _rescore(dump, arguments, rules)
+        found = audit_table(*read_audit(folder)), folder / "audit.html"
+        seen = parts
+        return found
+
+    def read_dump(dump: "Dump") -> "tuple[Audit, Path] | None":
         _refuse_others(arguments, "{path} is a dump of logged tokens")
-        with _progress_bar(dump.bytes, quiet=growing or arguments.quiet) as progress:
-            new = stream.read(dump, progress, growing=growing)
-        if growing and not new:
-            return None
+        with _progress_bar(dump.bytes, quiet=live or arguments.quiet) as progress:
+            if not stream.read(dump, progress, growing=live) and live:
+                return None
         decode = {} if arguments.tokenizer is None else {"texts": partial(_token_texts, arguments.tokenizer)}
         audit, folder = stream.result(dump, **decode), Path("audits")
         folder.mkdir(exist_ok=True)  # below the current folder, since nothing is written to a dump
-        return audit, folder / f"{_label(dump.path.resolve().name, 80)}.html"
+        return audit, folder / f"{_label(dump.path, 80)}.html"
 
     return look
 
@@ -253,16 +237,16 @@ def _token_texts(name: str, ids: Sequence[int]) -> dict[int, str]:
     return {token: tokenizer.decode([token]) if 0 <= token < known else f"⟨{token}⟩" for token in ids}
 
 
-def _label(name: str, most: int) -> str:
-    """Turn a name into a file name."""
-    return "".join(x if x.isalnum() or x in "._-" else "-" for x in name).strip("-.")[-most:] or "dump"
+def _label(name: Path | str, most: int) -> str:
+    """Turn a model's name, or the name of a dump, into a file name."""
+    text = name.resolve().name if isinstance(name, Path) else name
+    return "".join(x if x.isalnum() or x in "._-" else "-" for x in text).strip("-.")[-most:] or "dump"
 
 
-def _rescore(dump: "Dump", arguments: argparse.Namespace) -> Path:
+def _rescore(dump: "Dump", arguments: argparse.Namespace, rules: "Rules") -> Path:
     """Rescore the texts of a dump under the two models given by --model, and return the audit's folder."""
     _refuse_others(arguments, "{path} holds logged texts")
-    names, rules = arguments.model, _rules(arguments)
-    if len(names) != 2:
+    if len(arguments.model) != 2:
         raise RunError(
             f"{dump.path} holds texts and scores without log-probs ({dump.format}): name the model that sampled and the one "
             f"that came out of training, --model OLD --model NEW, to have them rescored."
@@ -272,13 +256,13 @@ def _rescore(dump: "Dump", arguments: argparse.Namespace) -> Path:
     from corral.lab.audit.models import audit_texts
     from corral.lab.jobs.llm.eval_settings import EvalSettings
 
-    settings = EvalSettings(model=names[0], **eval_settings(arguments, _TEXT_FLAGS))
-    out = arguments.out or Path("audits") / _label(dump.path.resolve().name, 80)
+    settings = EvalSettings(model=arguments.model[0], **eval_settings(arguments, _TEXT_FLAGS))
     with _progress_bar(dump.bytes, quiet=arguments.quiet) as progress:
-        return audit_texts(dump, (names[0], names[1]), settings, rules, out, progress)
+        out = arguments.out or Path("audits") / _label(dump.path, 80)
+        return audit_texts(dump, arguments.model, settings, rules, out, progress)
 
 
-def _audit_models(arguments: argparse.Namespace) -> Path:
+def _audit_models(arguments: argparse.Namespace, rules: "Rules") -> Path:
     """Audit two models or a run's checkpoints, and return the audit's folder."""
     path, old, new = arguments.path, arguments.old, arguments.new
     if path is None and (old is None or new is None):
@@ -293,7 +277,7 @@ def _audit_models(arguments: argparse.Namespace) -> Path:
     from corral.lab.run.view import make_view
 
     given = {"problems": 16, "samples": 8, "backend": "transformers", **eval_settings(arguments, ("tools", *_MODEL_FLAGS))}
-    settings, rules, say = EvalSettings(**{"model": "", **given}), _rules(arguments), make_view(quiet=arguments.quiet).say
+    settings, say = EvalSettings(**{"model": "", **given}), make_view(quiet=arguments.quiet).say
     if path is not None:
         return audit_run(path, settings, rules, arguments.out or path / "audit", say)
     out = arguments.out or Path("audits") / f"{_label(old, 40)}-{_label(new, 40)}"
@@ -400,23 +384,37 @@ def _limits(arguments: argparse.Namespace) -> "list[Limit]":
     return [*([] if above is None else [Limit("wrong", ">", above, "%")]), *map(read_limit, arguments.fail_if)]
 
 
-def _follow(arguments: argparse.Namespace) -> int:
-    """Poll the files until Ctrl-C, then show the audit; returns the exit status."""
+def _follow(look: "Callable[[], tuple[Audit, Path] | None]", arguments: argparse.Namespace) -> int:
+    """Poll the files until Ctrl-C, with a status line, then show the audit; returns the exit status.
+
+    In a terminal the status line is overwritten; elsewhere it is printed anew after each change.
+    """
+    from rich.live import Live
+    from rich.text import Text
+
     from corral.lab.audit.folder import NothingYet
+    from corral.lab.audit.words import status
+    from corral.lab.run.view import PatientConsole
 
     interval: float = arguments.interval or _INTERVAL
-    look = _reader(arguments, growing=True)
     newest: tuple[Audit, Path] | None = None
+    console, shown = PatientConsole(quiet=arguments.quiet), ""
     try:
-        with _status_line(quiet=arguments.quiet) as say:
+        with Live(Text("Reading …"), console=console, transient=True, auto_refresh=False) as live:
             while True:
+                line = shown
                 try:
                     if (found := look()) is not None:
                         newest = found
                         _publish(*newest, arguments, live=interval)
-                        say(_status(newest[0]))
+                        line = f"{time.strftime('%H:%M:%S')}  {status(newest[0])}"
                 except NothingYet as error:
-                    say(f"Waiting: {error}")
+                    line = f"Waiting: {error}"
+                if line != shown and console.is_terminal:
+                    live.update(Text(line, overflow="ellipsis", no_wrap=True), refresh=True)
+                elif line != shown:
+                    console.print(Text(line), soft_wrap=True)
+                shown = line
                 wait(interval)
     except KeyboardInterrupt:
         if newest is None:
@@ -426,35 +424,3 @@ def _follow(arguments: argparse.Namespace) -> int:
         if newest is not None:
             _publish(*newest, arguments)  # no page goes on calling itself live
         raise
-
-
-def _status(audit: "Audit") -> str:
-    """Line of at most 80 columns with training progress and the audit's findings, for --live."""
-    from corral.lab.audit.words import percent
-
-    ball = audit.verdicts["clipped"]["kl"]
-    newest = f"{'update' if audit.whole else 'step'} {audit.by_step[-1]['step']:,}"
-    inside = f", {percent(ball.inside)} of these inside the KL ball" if ball.blocked else ""
-    return f"{time.strftime('%H:%M:%S')}  {newest}, {count(ball.tokens, 'token')}: would clip {percent(ball.share)}{inside}"
-
-
-@contextmanager
-def _status_line(*, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Context for a status line: overwritten in a terminal, elsewhere printed anew after each change."""
-    from rich.live import Live
-    from rich.text import Text
-
-    from corral.lab.run.view import PatientConsole
-
-    console, last = PatientConsole(quiet=quiet), ""
-
-    def say(text: str) -> None:
-        nonlocal last
-        if console.is_terminal:
-            live.update(Text(text, overflow="ellipsis", no_wrap=True), refresh=True)
-        elif text != last:
-            console.print(Text(text), soft_wrap=True)
-        last = text
-
-    with Live(Text("Reading …"), console=console, transient=True, auto_refresh=False) as live:
-        yield say

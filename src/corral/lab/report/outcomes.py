@@ -172,10 +172,8 @@ class Measure:
             return "—"
         if low is None or high is None:
             return self.text(value)
-        if self.factor == 100:
-            return f"{self.text(value)} [{100 * low:.1f}…{100 * high:.1f}]"
-        middle, *ends = statistics.plains(value, low, high)
-        return f"{middle} [{'…'.join(ends)}]"
+        percent = self.text(value), f"{100 * low:.1f}", f"{100 * high:.1f}"
+        return statistics.bracketed(*(percent if self.factor == 100 else statistics.plains(value, low, high)))
 
 
 RETURN = Measure(key="return", name="return", unit="", factor=1.0)

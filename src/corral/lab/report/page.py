@@ -1,8 +1,9 @@
 """Report page: findings, curves, sweeps, tables and an appendix, with their data as JSON."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from corral.lab.report.html import Columns, Row, Safe, cell, shorten, table
 from corral.lab.report.looks import fit
 from corral.lab.report.outcomes import BESIDE, sort_pairs
 from corral.lab.report.read import setting_text, value_text
-from corral.lab.report.statistics import ENOUGH, plains, signed
+from corral.lab.report.statistics import ENOUGH, bracketed, plains, signed
 from corral.lab.report.sweep import RULE, Sweep, ordered, value_at, without
 from corral.lab.run.text import count, duration, visible
 
@@ -25,6 +26,12 @@ _FILTERED = ("curves", "region", "motion", "tokens")
 
 _HTML = html.macros("report.html")
 
+_AXES = {
+    "step": "steps", "update": "updates", "rollouts": "rollouts", "env_steps": "environment steps", "tokens": "tokens",
+    "seconds": "seconds",
+}  # fmt: skip
+"""Names of the curves' horizontal axes."""
+
 
 def write_page(report: RunReport, out: Path) -> int:
     """Write the page atomically, and return its size in bytes."""
@@ -33,58 +40,50 @@ def write_page(report: RunReport, out: Path) -> int:
 
 def page(report: RunReport) -> str:
     """Build the whole HTML page."""
-    speaks = not all(run.is_robot for run in report.runs)
+    runs, tables, single = report.runs, report.tables, report.is_single
+    robots = all(run.is_robot for run in runs)
     moves = any(metric.section == "motion" for metric in report.metrics)
     swept = [_sweep_part(report, index, sweep) for index, sweep in enumerate(report.sweeps)]
+    what: Columns = {"Objective": "objective", "Seed": "seed", "Step": "step", "Kind": "kind", "What happened": "what"}
+    healthy = html.note("None: every run finished, the guard had nothing to say, and every file could be read.", good=True)
+    compared = [text for plan in report.comparisons if (text := compare_command(plan.command))]
+    versions = table(tables["versions"], {"Package": "package", "Version": "versions"}, "Versions")
     found = {
-        "findings": ("Findings", _single_run(report) if report.is_single else _findings(report)),
+        "findings": ("Findings", _single_run(report) if single else _findings(report)),
         "sweep": ("Sweep", Safe("").join(swept)) if swept else None,
         "curves": ("Learning curves", _HTML.curves()),
         "region": ("Trust region", _HTML.region(report)),
         "motion": ("Motion", _HTML.motion()) if moves else None,
-        "tokens": ("Tokens", _HTML.tokens(report)) if speaks else None,
-        "completions": ("Completions", _HTML.completions(report)) if speaks else None,
-        "events": ("Failures and warnings", _events(report.tables["events"])),
-        "runs": None if report.is_single else ("Runs", _run_table(report)),
+        "tokens": None if robots else ("Tokens", _HTML.tokens(report)),
+        "completions": None if robots else ("Completions", _HTML.completions(report)),
+        "events": ("Failures and warnings", _table(tables, "events", what, "Failures and warnings") or healthy),
+        "runs": None if single else ("Runs", _run_table(report)),
         "configuration": ("Configuration", _configuration(report)),
-        "reproduce": ("Reproduce", _reproduce(report)),
+        "reproduce": ("Reproduce", _HTML.reproduce(report, compared, versions)),
     }
     parts = {name: part for name, part in found.items() if part is not None}
     made = {"sweep": None, **html.sections(parts, (*_FILTERED, "completions"))}
-    body = html.page_body(
-        report.title,
-        _summary(report),
-        parts,
-        _HTML.main(_HTML.controls(report, _axes(report)), made, _FILTERED),
-        f"the files of {count(len(report.runs), 'run')}",
-    )
+
+    logged = {key for run in runs for line in run.lines for key in line}
+    there = {"rollouts": all(run.rollouts_per_step for run in runs)}
+    there |= {"env_steps": "env_steps" in logged, "tokens": "num_tokens" in logged}
+    names = ["env_steps", *_AXES] if robots else [*_AXES]
+    axes = {name: _AXES[name] for name in names if there.get(name, True)}
+
+    how = ", ".join(f"{number} {stopped}" for stopped, number in sorted(Counter(run.stopped for run in runs).items()))
+    seeds = {len(group.runs) for group in report.groups}
+    each = "" if single else f", {count(max(seeds), 'seed')} {'each' if len(seeds) == 1 else 'at most'}"
+    tried = sum(len(group.runs) for group in report.sweep_groups)
+    more = f" Their settings were chosen on {count(tried, 'run')} of a sweep." if tried else ""
+    lead = f"{count(len(runs), 'run')}{each}: {how}.{more}"
+    main = _HTML.main(_HTML.controls(report, axes), made, _FILTERED)
+    body = html.page_body(report.title, lead, parts, main, f"the files of {count(len(runs), 'run')}")
     return html.document(report.title, body, page_data(report), _SCRIPTS)
 
 
-def _summary(report: RunReport) -> str:
-    """Line below the title: the number of runs, and their outcomes."""
-    how = ", ".join(f"{number} {stopped}" for stopped, number in sorted(Counter(run.stopped for run in report.runs).items()))
-    seeds = {len(group.runs) for group in report.groups}
-    each = "" if report.is_single else f", {count(max(seeds), 'seed')} {'each' if len(seeds) == 1 else 'at most'}"
-    swept = sum(len(group.runs) for group in report.sweep_groups)
-    more = f" Their settings were chosen on {count(swept, 'run')} of a sweep." if swept else ""
-    return f"{count(len(report.runs), 'run')}{each}: {how}.{more}"
-
-
-_AXES = {
-    "step": "steps", "update": "updates", "rollouts": "rollouts", "env_steps": "environment steps", "tokens": "tokens",
-    "seconds": "seconds",
-}  # fmt: skip
-"""Names of the curves' horizontal axes."""
-
-
-def _axes(report: RunReport) -> dict[str, str]:
-    """Horizontal axes with logged data; for robots environment steps come first."""
-    logged = {key for run in report.runs for line in run.lines for key in line}
-    there = {"rollouts": all(run.rollouts_per_step for run in report.runs)}
-    there |= {"env_steps": "env_steps" in logged, "tokens": "num_tokens" in logged}
-    names = ["env_steps", *_AXES] if all(run.is_robot for run in report.runs) else [*_AXES]
-    return {name: _AXES[name] for name in names if there.get(name, True)}
+def _table(tables: Mapping[str, Sequence[Row]], name: str, columns: Columns, label: str) -> Safe | None:
+    """Build one of a report's tables, whose rows a reader can save; None without rows."""
+    return table(tables[name], columns, label, name) if tables[name] else None
 
 
 # ------------------------------------------------------------------------------------------------------------- findings
@@ -92,32 +91,31 @@ def _axes(report: RunReport) -> dict[str, str]:
 
 def _findings(report: RunReport) -> Safe:
     """Build the findings: sentences, the plot of final values, tables, and the method."""
-    name = report.measure.name
-    rows = [row for row in report.tables["comparisons"] if row["measure"] == "final"]
+    name, compared = report.measure.name, report.tables["comparisons"]
+    final = sort_pairs([row for row in compared if row["measure"] == "final"])
     swept = []
     for sweep in report.sweeps:
         of = f" on {sweep.problem}" if len(report.sweeps) > 1 else ""
         lead = f"Usable range of {sweep.key}{of}, by final {name} and its mean over the run ({sweep.seeds_text}): {RULE}."
         ranges = sorted(sweep.ranges, key=lambda found: -len(found.own))
-        said = [(f"{found.sentence}; by the best of all: {found.text(found.overall)}.", "range") for found in ranges]
-        swept.append((lead, said))
-    more = {f"On the mean {name} over the run": _said(report, "area"), "On the final return": _said(report, "return")}
+        swept.append((lead, [(f"{one.sentence}; by the best of all: {one.text(one.overall)}.", "range") for one in ranges]))
+    others = {f"On the mean {name} over the run": "area", "On the final return": "return"}
+    claims_first = sorted(compared, key=lambda row: not row["claimed"])
+    more = {title: sentence_pairs([row for row in claims_first if row["measure"] == key]) for title, key in others.items()}
+    columns: Columns = {
+        "Objective": "objective", "Tasks": "tasks", "Seeds": "seeds", "Interquartile mean": _spread("middle", _three),
+        "Mean": _spread("mean", _three), "Chance to be better": cell("chance", "{:.2f}".format),
+    }  # fmt: skip
     threshold = "90 % of the best end" if report.threshold is None else report.measure.text(report.threshold)
     return _HTML.findings(
-        report, _warnings(report), swept, sentence_pairs(sort_pairs(rows)), more, _comparison_table(report),
-        _result_table(report), _overall_table(report), threshold,
+        report, _warnings(report), swept, sentence_pairs(final), more, _comparison_table(report),
+        _result_table(report), _table(report.tables, "overall", columns, "All tasks together"), threshold,
     )  # fmt: skip
 
 
 def sentence_pairs(rows: Sequence[Row]) -> list[tuple[str, str]]:
     """Sentence of each comparison row, with its kind, which sets the mark beside the sentence."""
     return [(row["sentence"], "claim" if row["claimed"] else "tie") for row in rows]
-
-
-def _said(report: RunReport, measure: str) -> list[tuple[str, str]]:
-    """Sentences about one measure, significant differences first."""
-    rows = [row for row in report.tables["comparisons"] if row["measure"] == measure]
-    return sentence_pairs(sorted(rows, key=lambda row: not row["claimed"]))
 
 
 def _warnings(report: RunReport) -> list[tuple[str, str | None]]:
@@ -143,8 +141,7 @@ def _single_run(report: RunReport) -> Safe:
     reached = report.tables["results"][0]["steps_to_threshold"]
     if report.threshold is not None and reached is not None:
         shown[f"steps to {text(report.threshold)}"] = f"{reached:,.0f}"
-    shown |= {"steps": f"{run.steps:,} of {run.planned_steps:,}"}
-    shown |= {"time": "—" if row["seconds"] is None else duration(row["seconds"])}
+    shown |= {"steps": f"{run.steps:,} of {run.planned_steps:,}", "time": str(cell("seconds", duration)(row))}
     ended = run.stopped if run.stopped != "not ended" else "goes on, or was killed"
     verb = "" if not run.summary else "has " if ended == "finished" else "was "
     return _HTML.single_run(run, shown, verb + ended)
@@ -153,19 +150,19 @@ def _single_run(report: RunReport) -> Safe:
 # --------------------------------------------------------------------------------------------------------------- tables
 
 
-def _yes(key: str) -> Callable[[Row], str]:
-    return lambda row: "—" if row[key] is None else "yes" if row[key] else "no"
+def _yes(value: object) -> str:
+    return "yes" if value else "no"
 
 
-def _spread(key: str, digits: int = 4) -> Callable[[Row], str]:
-    """Format a number without a unit, with its interval if the row has one."""
+_three, _four = (partial(plains, digits=digits) for digits in (3, 4))
+
+
+def _spread(key: str, form: Callable[..., Iterable[str]] = _four) -> Callable[[Row], str]:
+    """Format a number and its interval, if the row has one; `form` formats numbers that stand together."""
 
     def show(row: Row) -> str:
-        if row[key] is None:
-            return "—"
-        ends = [row[name] for name in (key, f"{key}_low", f"{key}_high") if row.get(name) is not None]
-        middle, *interval = plains(*ends, digits=digits)
-        return middle + (f" [{'…'.join(interval)}]" if interval else "")
+        numbers = [row[name] for name in (key, f"{key}_low", f"{key}_high") if row.get(name) is not None]
+        return bracketed(*form(*numbers)) if numbers else "—"
 
     return show
 
@@ -176,22 +173,16 @@ def _whole(value: Any) -> str:
 
 def _comparison_table(report: RunReport) -> Safe | None:
     """Build the comparison table, one row per pair and measure."""
-
-    def probability(row: Row) -> str:
-        low, high = row["probability_low"], row["probability_high"]
-        return f"{row['probability']:.2f}" + ("" if low is None else f" [{low:.2f}…{high:.2f}]")
-
     columns: Columns = {
         "Difference": "{ours} − {theirs}".format_map,
         "Of": "measure",
         report.measure.unit.capitalize() or "Value": cell("difference", lambda value: signed(value)[0]),
         "95 % interval": lambda row: "—" if row["low"] is None else "…".join(plains(row["low"], row["high"])),
         "p": cell("p", "{:.2g}".format),
-        "Claimed": _yes("claimed"),
-        "Probability of improvement": probability,
+        "Claimed": cell("claimed", _yes),
+        "Probability of improvement": _spread("probability", lambda *shares: map("{:.2f}".format, shares)),
     }
-    rows = report.tables["comparisons"]
-    return table(rows, columns, "Comparisons", "comparisons") if rows else None
+    return _table(report.tables, "comparisons", columns, "Comparisons")
 
 
 def _result_table(report: RunReport) -> Safe:
@@ -223,25 +214,6 @@ def _result_table(report: RunReport) -> Safe:
     return table(rows, columns, "Results", "results")
 
 
-def _overall_table(report: RunReport) -> Safe | None:
-    """Build the table over several tasks, one row per contestant; None for a single task."""
-    rows = report.tables["overall"]
-    columns: Columns = {
-        "Objective": "objective", "Tasks": "tasks", "Seeds": "seeds",
-        "Interquartile mean": _spread("middle", 3), "Mean": _spread("mean", 3),
-        "Chance to be better": cell("chance", "{:.2f}".format),
-    }  # fmt: skip
-    return table(rows, columns, "All tasks together", "overall") if rows else None
-
-
-def _events(rows: list[Row]) -> Safe:
-    """Build the table of guard warnings, incomplete runs, and unreadable files."""
-    if not rows:
-        return html.note("None: every run finished, the guard had nothing to say, and every file could be read.", good=True)
-    columns: Columns = {"Objective": "objective", "Seed": "seed", "Step": "step", "Kind": "kind", "What happened": "what"}
-    return table(rows, columns, "Failures and warnings", "events")
-
-
 def _run_table(report: RunReport) -> Safe:
     """Build the table of runs, one row per run."""
     rows, text = report.tables["runs"], report.measure.text
@@ -269,13 +241,6 @@ def _configuration(report: RunReport) -> Safe:
     return _HTML.configuration(report, shown, f"{count(len(same), 'setting')}{shared_by}" if same else None, shared)
 
 
-def _reproduce(report: RunReport) -> Safe:
-    """List versions, and a command or a file of settings per run."""
-    compared = [text for plan in report.comparisons if (text := compare_command(plan.command))]
-    versions = table(report.tables["versions"], {"Package": "package", "Version": "versions"}, "Versions")
-    return _HTML.reproduce(report, compared, versions)
-
-
 def _sweep_part(report: RunReport, index: int, sweep: Sweep) -> Safe:
     """Build the section of a sweep: seeds, chosen settings, figures and table."""
     rows = [row for row in report.tables["sweep"] if (row["problem"], row["axis"]) == (sweep.problem, sweep.key)]
@@ -290,8 +255,8 @@ def _sweep_part(report: RunReport, index: int, sweep: Sweep) -> Safe:
     columns: Columns = {"Objective": "objective", sweep.key: cell("value", value_text)}
     columns |= {"Other settings": "other"} if any(row["other"] for row in rows) else {}
     columns |= {"Seeds": "seeds", **{heading: cell(key, form) for key, (heading, form) in kept.items()}}
-    columns |= {"Usable": _yes("usable"), "By the best of all": _yes("usable_of_all")}
-    columns |= {"Chosen": _yes("chosen")} if any(row["chosen"] is not None for row in rows) else {}
+    columns |= {"Usable": cell("usable", _yes), "By the best of all": cell("usable_of_all", _yes)}
+    columns |= {"Chosen": cell("chosen", _yes)} if any(row["chosen"] is not None for row in rows) else {}
     plan = sweep.comparison
     tried, reported = (
         f"seed{'' if len(seeds) == 1 else 's'} {', '.join(map(str, seeds))}"
@@ -325,17 +290,17 @@ _MOST_PAIRS = 40
 def _forest(report: RunReport) -> list[Row]:
     """Build the figure of differences between groups for each problem, significant differences first."""
     made: list[Row] = []
+    final = [row for row in report.tables["comparisons"] if row["measure"] == "final"]
     for problem in report.problems:
-        compared = report.tables["comparisons"]
         pairs = []
-        for row in sort_pairs([row for row in compared if (row["measure"], row["problem"]) == ("final", problem)]):
+        for row in sort_pairs([row for row in final if row["problem"] == problem]):
             colour, marker = report.looks[row["our_objective"]]
             value, *interval = signed(row["difference"], *(() if row["low"] is None else (row["low"], row["high"])))
             pairs.append(
                 {
                     "name": visible(f"{fit(row['ours'], 24)} − {fit(row['theirs'], 24)}"), "colour": colour, "marker": marker,
                     "value": row["difference"], "low": row["low"], "high": row["high"], "hollow": not row["claimed"],
-                    "numbers": value + (f" [{'…'.join(interval)}]" if interval else ""), "said": visible(row["sentence"]),
+                    "numbers": bracketed(value, *interval), "said": visible(row["sentence"]),
                     "kind": f"pair {'claim' if row['claimed'] else 'tie'}",
                 }
             )  # fmt: skip

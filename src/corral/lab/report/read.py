@@ -228,7 +228,7 @@ def find_runs(folders: Iterable[Path]) -> list[Path]:
 
 
 def _runs_in(folder: Path, depth: int) -> Iterable[Path]:
-    if _is_run(folder) or newest_state(folder) is not None:
+    if is_run(folder) or newest_state(folder) is not None:
         yield folder
     elif depth:
         for inner in folder.iterdir():
@@ -244,7 +244,7 @@ def newest_state(folder: Path) -> Path | None:
     return max(found, key=lambda path: int(path.parent.name.removeprefix("checkpoint-")), default=None)
 
 
-def _is_run(folder: Path) -> bool:
+def is_run(folder: Path) -> bool:
     """True for a folder with the files of a run; a config.json of a model does not count."""
     if (folder / "metrics.jsonl").is_file():
         return True
@@ -259,7 +259,7 @@ def _is_run(folder: Path) -> bool:
 
 def read_run(path: Path) -> Run:
     """Read one run, with notes about unreadable files."""
-    state = None if _is_run(path) else newest_state(path)
+    state = None if is_run(path) else newest_state(path)
     if state is not None:
         return _read_trainer(path, state)
     notes: list[str] = []

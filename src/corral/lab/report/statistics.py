@@ -218,6 +218,11 @@ def signed(value: float, *ends: float) -> list[str]:
     return [f"{'+' if value >= 0 else ''}{first}", *others]
 
 
+def bracketed(middle: str, *ends: str) -> str:
+    """Join a formatted number and the ends of its interval, if there is one: `67.6 [65.0…70.1]`."""
+    return middle + (f" [{'…'.join(ends)}]" if ends else "")
+
+
 def plain(value: float) -> str:
     """Format a number for people: one decimal from .1 on, else two significant digits, and a typographic minus."""
     text = f"{value:.1f}" if abs(value) >= 0.1 or value == 0 else f"{value:.2g}"
