@@ -50,7 +50,16 @@ def group_advantages(
             f"group_advantages: rewards and group are both [B] with B ≥ 1; got {list(rewards.shape)} and {list(group.shape)}."
         )
     if mask is not None:
-        _check_mask(mask, len(rewards), how)
+        require_tensors("group_advantages", mask=mask)
+        if how != "reinforce++":
+            raise ValueError(f"group_advantages: `mask` is what reinforce++ whitens over, and {how} reads none. Leave it out.")
+        if mask.ndim != 2 or len(mask) != len(rewards) or mask.dtype != torch.bool:
+            raise ValueError(
+                f"group_advantages: `mask` is bool and [B T] with B = {len(rewards)}, True at the tokens that are trained on; "
+                f"got {mask.dtype} {list(mask.shape)}."
+            )
+        if not bool(mask.any()):
+            raise ValueError("group_advantages: `mask` has no unmasked token to whiten over. Skip this batch.")
     if not rewards.is_floating_point() or group.is_floating_point():
         raise ValueError(
             f"group_advantages: rewards are floating point and group ids integers; got {rewards.dtype} and {group.dtype}. "
@@ -82,20 +91,6 @@ def group_advantages(
         return deviation / (spread + _STD_FLOOR)
     std = (group_sum(centred**2) / (count - 1).clamp(min=1)).sqrt()
     return centred / (std + _STD_FLOOR)
-
-
-def _check_mask(mask: Tensor, completions: int, how: Advantage) -> None:
-    """Raise an error for a mask that whitening over tokens cannot use, or that `how` ignores."""
-    require_tensors("group_advantages", mask=mask)
-    if how != "reinforce++":
-        raise ValueError(f"group_advantages: `mask` is what reinforce++ whitens over, and {how} reads none. Leave it out.")
-    if mask.ndim != 2 or len(mask) != completions or mask.dtype != torch.bool:
-        raise ValueError(
-            f"group_advantages: `mask` is bool and [B T] with B = {completions}, True at the tokens that are trained on; got "
-            f"{mask.dtype} {list(mask.shape)}."
-        )
-    if not bool(mask.any()):
-        raise ValueError("group_advantages: `mask` has no unmasked token to whiten over. Skip this batch.")
 
 
 def gae(

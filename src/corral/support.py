@@ -70,10 +70,7 @@ def top_k_support(
     with torch.no_grad():
         ranked = rank_top_k(logp, k)
         support = choose_support(tokens.long(), ranked, logp.gather(-1, ranked), mass, ids)
-    dist = _gather(logp, support)
-    if check:
-        _check_mass("top_k_support", dist)
-    return dist
+    return _gather("top_k_support", logp, support, check)
 
 
 def gather_support(logp: Float[Tensor, "*b V"], ids: Int[Tensor, "*b K"], *, check: bool = True) -> SparseDist:
@@ -90,10 +87,7 @@ def gather_support(logp: Float[Tensor, "*b V"], ids: Int[Tensor, "*b K"], *, che
     """
     _check_logp("gather_support", logp)
     _check_given("gather_support", logp, ids)
-    dist = _gather(logp, ids)
-    if check:
-        _check_mass("gather_support", dist)
-    return dist
+    return _gather("gather_support", logp, ids, check)
 
 
 def extend_support(dist: SparseDist, ids: Int[Tensor, "*b K"], logp: Float[Tensor, "*b M"]) -> SparseDist:
@@ -169,13 +163,21 @@ def choose_support(
 ) -> Int[Tensor, "*b slots"]:
     """Choose the token ids of a support: the sampled token or given tokens, then ranked tokens until they reach `mass`."""
     first = tokens.unsqueeze(-1) if given is None else given.long()
-    known = (ranked.unsqueeze(-1) == first.unsqueeze(-2)).any(-1)
-    ids = torch.cat([first, torch.where(_reached_before(logp, mass) | known, -1, ranked)], dim=-1)
+    left_out = (ranked.unsqueeze(-1) == first.unsqueeze(-2)).any(-1)
+    if mass != 1.0:  # more likely tokens already reach `mass`, up to the rounding of their probabilities
+        p = logp.double().exp()
+        before = p.cumsum(-1) - p
+        left_out |= (before > 0) & (before >= mass - 2 * torch.finfo(logp.dtype).eps)
+    ids = torch.cat([first, torch.where(left_out, -1, ranked)], dim=-1)
     return ids.gather(-1, torch.argsort((ids < 0).byte(), dim=-1, stable=True))
 
 
-def _gather(logp: Tensor, ids: Tensor) -> SparseDist:
-    """Evaluate a policy on a support that has been validated."""
+def _gather(where: str, logp: Tensor, ids: Tensor, check: bool) -> SparseDist:
+    """Evaluate a policy on a support that has been validated. With `check`, raise an error for rows whose mass is not 1.
+
+    NaN passes, since padding may contain it. The tolerance is that of float32, which the result is in, also for log-probs that
+    were rounded to half precision before: an objective would refuse the support otherwise.
+    """
     logp = at_least_float32(logp)
     padding = ids < 0
     kept = torch.where(padding, -torch.inf, logp.gather(-1, torch.where(padding, 0, ids).long()))
@@ -183,7 +185,17 @@ def _gather(logp: Tensor, ids: Tensor) -> SparseDist:
     outside = torch.ones(*logp.shape[:-1], logp.shape[-1] + 1, dtype=torch.bool, device=logp.device)
     outside = outside.scatter(-1, torch.where(padding, logp.shape[-1], ids).long(), False)[..., :-1]
     tail = torch.where(outside, logp, -torch.inf)
-    return SparseDist(ids, kept, logsumexp(tail), tail.detach().amax(-1))
+    dist = SparseDist(ids, kept, logsumexp(tail), tail.detach().amax(-1))
+    if check and not torch.compiler.is_compiling():
+        mass = dist.detach().with_rest().exp().sum(-1)
+        off = (mass - 1).abs() > _MASS_TOLERANCE
+        if bool(off.any()):
+            raise ValueError(
+                f"{where}: `logp` holds no log-probabilities: a row sums to {mass[off][0]:.6g}, not 1 ± {_MASS_TOLERANCE:g}, "
+                f"at {int(off.sum())} of {off.numel()} rows. Take log_softmax over the last axis, of logits in float32; "
+                f"check=False takes them as they are."
+            )
+    return dist
 
 
 def rank_top_k(logp: Float[Tensor, "*b V"], k: int) -> Int[Tensor, "*b k"]:
@@ -204,15 +216,6 @@ def rank_top_k(logp: Float[Tensor, "*b V"], k: int) -> Int[Tensor, "*b k"]:
     return ids.gather(-1, by_value)
 
 
-def _reached_before(ranked: Tensor, mass: float) -> Tensor:
-    """True where the more likely tokens already reach `mass`, up to the rounding of their probabilities."""
-    if mass == 1.0:
-        return torch.zeros_like(ranked, dtype=torch.bool)
-    p = ranked.double().exp()
-    before = p.cumsum(-1) - p
-    return (before > 0) & (before >= mass - 2 * torch.finfo(ranked.dtype).eps)
-
-
 def _check_logp(where: str, logp: Tensor) -> None:
     """Raise an error for tensors that cannot be log-probabilities: integers, or a single number."""
     require_tensors(where, logp=logp)
@@ -229,32 +232,11 @@ class LogpTolerance(NamedTuple):
     @classmethod
     def of(cls, *policies: Tensor | SparseDist | None) -> "LogpTolerance":
         """Build the tolerances for policies by their dtypes; the lowest precision decides."""
-        half = any(
-            x.dtype in (torch.float16, torch.bfloat16)
-            for policy in policies
-            if policy is not None
-            for x in ((policy.logp, policy.rest) if isinstance(policy, SparseDist) else (policy,))
-        )
+        given = [
+            x for policy in policies for x in ((policy.logp, policy.rest) if isinstance(policy, SparseDist) else (policy,))
+        ]
+        half = any(x is not None and x.dtype in (torch.float16, torch.bfloat16) for x in given)
         return cls(_LOGP_MAX, _MASS_TOLERANCE_HALF if half else _MASS_TOLERANCE)
-
-
-def _check_mass(where: str, dist: SparseDist) -> None:
-    """Raise an error for rows whose support and tail do not sum to 1. NaN passes, since padding may contain it.
-
-    The tolerance is that of float32, which `dist` is in, also for log-probs that were rounded to half precision before: an
-    objective would refuse the support otherwise.
-    """
-    if torch.compiler.is_compiling():
-        return
-    with torch.no_grad():
-        mass = dist.with_rest().exp().sum(-1)
-        off = (mass - 1).abs() > _MASS_TOLERANCE
-    if bool(off.any()):
-        raise ValueError(
-            f"{where}: `logp` holds no log-probabilities: a row sums to {mass[off][0]:.6g}, not 1 ± {_MASS_TOLERANCE:g}, "
-            f"at {int(off.sum())} of {off.numel()} rows. Take log_softmax over the last axis, of logits in float32; "
-            f"check=False takes them as they are."
-        )
 
 
 def check_ids(where: str, what: str, ids: Tensor, *, lowest: int, vocabulary: int) -> None:

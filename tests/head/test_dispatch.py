@@ -13,7 +13,7 @@ HIDDEN, WEIGHT = torch.zeros(3, 8, device=DEVICE), torch.zeros(600, 8, device=DE
 
 @pytest.fixture(autouse=True)
 def say_again() -> None:
-    dispatch._say.cache_clear()
+    dispatch._log_choice.cache_clear()
 
 
 def test_what_is_asked_for_is_what_runs():

@@ -43,7 +43,7 @@ def choose(where: str, impl: str, hidden: Tensor, weight: Tensor, top_k: int | N
         if reason is not None:
             raise ValueError(f"{where}: impl='triton' cannot run here, because {reason}. Use impl='auto' or 'torch'.")
         return "triton"
-    _say(where, reason, hidden.device.type)
+    _log_choice(where, reason, hidden.device.type)
     return "torch" if reason is not None else "triton"
 
 
@@ -115,13 +115,8 @@ SMALL_TILES = {
 
 def tile_of(x: Tensor) -> Tile:
     """Return the shape of the GEMM's tiles for this dtype on this device."""
-    return (SMALL_TILES if x.is_cuda and _little_memory(x.device) else TILES)[x.dtype]
-
-
-@functools.cache
-def _little_memory(device: torch.device) -> bool:
-    properties: Any = torch.cuda.get_device_properties(device)  # its stub lacks this field
-    return bool(properties.shared_memory_per_block_optin < 160 * 1024)
+    properties: Any = torch.cuda.get_device_properties(x.device) if x.is_cuda else None  # its stub lacks the field below
+    return (SMALL_TILES if x.is_cuda and properties.shared_memory_per_block_optin < 160 * 1024 else TILES)[x.dtype]
 
 
 @functools.cache
@@ -130,11 +125,8 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-@functools.cache
-def _say(where: str, reason: str | None, device: str) -> None:
-    if reason is None:
-        _log.info("%s runs on Triton kernels.", where)
-    elif device == "cuda":
-        _log.warning("%s runs on the slower torch path, because %s.", where, reason)
-    else:
-        _log.info("%s runs on the torch path, because %s.", where, reason)
+@functools.cache  # every choice is logged once
+def _log_choice(where: str, reason: str | None, device: str) -> None:
+    slower = reason is not None and device == "cuda"
+    path = "Triton kernels" if reason is None else f"the {'slower ' * slower}torch path, because {reason}"
+    _log.log(logging.WARNING if slower else logging.INFO, "%s runs on %s.", where, path)

@@ -92,7 +92,11 @@ def lm_head(
     require_tensors("lm_head", hidden=hidden, tokens=tokens)
     spec, shard = LogitSpec(scale, softcap, temperature), Shard.of(weight, group)
     source = HeadInput(hidden, weight, bias, tokens, ids, spec, top_k, mass, entropy, joins)
-    _check(source, shard.vocabulary)
+    if (problem := _problem(source, shard.vocabulary)) is not None:
+        raise ValueError(f"lm_head: {problem}")
+    check_id_dtype("lm_head", "tokens", tokens)
+    if ids is not None:
+        check_id_dtype("lm_head", "ids", ids)
     if group is not None:
         if impl == "triton":
             raise ValueError("lm_head: a vocabulary split over a `group` runs on the torch path. Use impl='auto' or 'torch'.")
@@ -161,30 +165,26 @@ def check_weight(owner: str, weight: object) -> None:
         )
 
 
-def _check(source: HeadInput, vocabulary: int) -> None:
-    """Raise an error if shapes, dtypes or settings do not match."""
+def _problem(source: HeadInput, vocabulary: int) -> str | None:
+    """Return the first mismatch of shapes and dtypes, or the first impossible setting; None if all is right."""
     hidden, weight, tokens, ids, joins = source.hidden, source.weight, source.tokens, source.ids, source.joins
     bias, top_k, mass = source.bias, source.top_k, source.mass
     if weight.ndim != 2 or hidden.shape[-1] != weight.shape[-1] or tokens.shape != hidden.shape[:-1]:
-        raise ValueError(
-            f"lm_head: hidden is [*, H], weight [V, H], tokens [*]; got {list(hidden.shape)}, {list(weight.shape)}, "
-            f"{list(tokens.shape)}."
-        )
+        shapes = ", ".join(str(list(x.shape)) for x in (hidden, weight, tokens))
+        return f"hidden is [*, H], weight [V, H], tokens [*]; got {shapes}."
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"lm_head: bias is [V] with V = {len(weight)}; got {list(bias.shape)}.")
+        return f"bias is [V] with V = {len(weight)}; got {list(bias.shape)}."
     if top_k is not None and (type(top_k) is not int or not 1 <= top_k <= vocabulary):
-        raise ValueError(f"lm_head: `top_k` must lie in 1 … V = {vocabulary}; got {top_k!r}.")
+        return f"`top_k` must lie in 1 … V = {vocabulary}; got {top_k!r}."
     if not (number_in(mass, 0, 1) and mass > 0):
-        raise ValueError(f"lm_head: `mass` is a probability in (0, 1], 1.0 for no threshold; got {mass!r}.")
+        return f"`mass` is a probability in (0, 1], 1.0 for no threshold; got {mass!r}."
     if top_k is None and mass != 1.0:
-        raise ValueError(f"lm_head: `mass` is where `top_k` stops; got {mass} without a `top_k`. Pass both.")
+        return f"`mass` is where `top_k` stops; got {mass} without a `top_k`. Pass both."
     if ids is not None and ids.shape[:-1] != tokens.shape:
-        raise ValueError(f"lm_head: ids is {list(tokens.shape)} + [K]; got {list(ids.shape)}.")
+        return f"ids is {list(tokens.shape)} + [K]; got {list(ids.shape)}."
     if joins is not None and (joins.shape != tokens.shape or joins.dtype != torch.bool or ids is None or top_k is None):
-        raise ValueError(
-            f"lm_head: `joins` says where `top_k` adds to `ids`, bool {list(tokens.shape)}, and goes with both; got "
-            f"{joins.dtype} {list(joins.shape)}, top_k = {top_k}, ids {None if ids is None else list(ids.shape)}."
+        return (
+            f"`joins` says where `top_k` adds to `ids`, bool {list(tokens.shape)}, and goes with both; got {joins.dtype} "
+            f"{list(joins.shape)}, top_k = {top_k}, ids {None if ids is None else list(ids.shape)}."
         )
-    check_id_dtype("lm_head", "tokens", tokens)
-    if ids is not None:
-        check_id_dtype("lm_head", "ids", ids)
+    return None

@@ -108,7 +108,8 @@ def policy_loss_from_hidden(
         )
     spec = LogitSpec(scale, softcap, temperature)
     terms = LossTerms(objective, batch, weights, policy_weights, on_policy, union, spec)
-    _check(hidden, weight, tokens, terms)
+    if (problem := _problem(hidden, weight, tokens, terms)) is not None:
+        raise ValueError(f"policy_loss_from_hidden: {problem}")
     weights, unit = at_least_float32(weights), None
     if hidden.dtype == torch.float16 and weights.numel():
         # A token's weight is about 1/N, and float16 ends at 6e-8: gradients are formed with the largest weight as 1, and
@@ -181,48 +182,38 @@ def _from_blocks(source: HeadInput, terms: LossTerms, tolerance: float, impl: Ch
     )  # fmt: skip
 
 
-def _check(hidden: Tensor, weight: Tensor, tokens: Tensor, terms: LossTerms) -> None:
-    """Raise an error if shapes do not match, or if `union` has no old top-k tokens or belongs to another head or batch."""
-    batch, union = terms.batch, terms.union
-    shape = batch.mask.shape
+def _problem(hidden: Tensor, weight: Tensor, tokens: Tensor, terms: LossTerms) -> str | None:
+    """Return the first mismatch of shapes, dtypes or devices, or of a `union` with its batch and head; None if all is right."""
+    batch, union, shape = terms.batch, terms.union, terms.batch.mask.shape
     for name, x in (("weights", terms.weights), ("policy_weights", terms.policy_weights)):
         if x is not None and (x.shape != shape or not x.is_floating_point() or x.requires_grad):
-            raise ValueError(
-                f"policy_loss_from_hidden: {name} are constants [B T] like the mask, {list(shape)}; got {list(x.shape)}, "
-                f"{x.dtype}{', with a gradient' if x.requires_grad else ''}."
-            )
+            more = ", with a gradient" if x.requires_grad else ""
+            return f"{name} are constants [B T] like the mask, {list(shape)}; got {list(x.shape)}, {x.dtype}{more}."
     fit = tokens.shape == shape == hidden.shape[:-1] and hidden.ndim == 3 and weight.ndim == 2
     if not fit or hidden.shape[-1] != weight.shape[-1]:
-        raise ValueError(
-            f"policy_loss_from_hidden: hidden is [B T H], tokens and mask are [B T], weight is [V H]; got hidden "
-            f"{list(hidden.shape)}, tokens {list(tokens.shape)}, mask {list(shape)}, weight {list(weight.shape)}. Hidden "
-            f"states are those that predict the tokens: one position before them."
+        return (
+            f"hidden is [B T H], tokens and mask are [B T], weight is [V H]; got hidden {list(hidden.shape)}, tokens "
+            f"{list(tokens.shape)}, mask {list(shape)}, weight {list(weight.shape)}. Hidden states are those that predict the "
+            f"tokens: one position before them."
         )
     if batch.mask.dtype != torch.bool:
-        raise ValueError(
-            f"policy_loss_from_hidden: mask must be bool, True where a token is trained on; got {batch.mask.dtype}."
-        )
+        return f"mask must be bool, True where a token is trained on; got {batch.mask.dtype}."
     if batch.dist_old is not None and batch.dist_old.rest.shape != shape:
-        raise ValueError(
-            f"policy_loss_from_hidden: dist_old describes {list(batch.dist_old.rest.shape)} positions, the mask {list(shape)}."
-        )
+        return f"dist_old describes {list(batch.dist_old.rest.shape)} positions, the mask {list(shape)}."
     if terms.on_policy and batch.dist_old is not None:
-        raise ValueError(
-            "policy_loss_from_hidden: on_policy=True takes the new policy for the anchor, and a dist_old was given. Pass one."
-        )
-
+        return "on_policy=True takes the new policy for the anchor, and a dist_old was given. Pass one."
     if union is None:
-        return
+        return None
     if batch.dist_old is None:
-        raise ValueError("policy_loss_from_hidden: a `union` joins the support of `dist_old`, and there is none. Pass both.")
-    if union.weight.shape != weight.shape or union.place.shape != batch.mask.shape:
-        raise ValueError(
-            f"policy_loss_from_hidden: union.weight is [V H] like the weight, {list(weight.shape)}, and union.place [B T] like "
-            f"the mask, {list(batch.mask.shape)}; got {list(union.weight.shape)} and {list(union.place.shape)}."
+        return "a `union` joins the support of `dist_old`, and there is none. Pass both."
+    if union.weight.shape != weight.shape or union.place.shape != shape:
+        return (
+            f"union.weight is [V H] like the weight, {list(weight.shape)}, and union.place [B T] like the mask, {list(shape)}; "
+            f"got {list(union.weight.shape)} and {list(union.place.shape)}."
         )
-    where = {str(x.device) for x in (union.hidden, union.weight, union.place)} - {str(weight.device)}
-    if where:
-        raise ValueError(
-            f"policy_loss_from_hidden: the tensors of a union lie where the weight does, on {str(weight.device)!r}; got one on "
-            f"{where.pop()!r}. Move it with .to()."
+    if where := {str(x.device) for x in (union.hidden, union.weight, union.place)} - {str(weight.device)}:
+        return (
+            f"the tensors of a union lie where the weight does, on {str(weight.device)!r}; got one on {where.pop()!r}. Move it "
+            f"with .to()."
         )
+    return None

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from corral.head.logits import LogitSpec, Scratch, accumulate, block_size, operand, slices
-from corral.head.rows import Gradients, HeadInput, HeadRows, Upstream
+from corral.head.rows import Gradients, HeadInput, HeadRows, Upstream, blank_gradients
 from corral.numerics import common_dtype
 from corral.support import check_ids, check_unique, choose_support, rank_top_k
 from corral.tensors import Tensors
@@ -353,46 +353,41 @@ def head_backward(source: HeadInput, rows: HeadRows, upstream: Upstream, needed:
     """
     weight, bias, spec, dtype = source.weight, source.bias, source.spec, rows.lse.dtype
     grads = HeadGradients.of(upstream, rows, spec.slope)  # the constant part of dz / d(h Wᵀ + b)
-    picked = grads.nonzero()
+    picked, out = grads.nonzero(), blank_gradients(source, needed)
+    if not len(picked):
+        return out.map(torch.zero_, shared=True)
     height, columns = block_size(weight.device, len(picked))
-    hidden = operand(source.hidden[picked], dtype)
-    parts, blocks = list(slices(len(picked), height)), list(slices(len(weight), columns))
-    chosen = [picked[part] for part in parts]
-    entropy = source.entropy
-    makers = [
-        LogitGradient(source.tokens[row], rows[row], grads[row], blocks, first=shard.start, entropy=entropy) for row in chosen
-    ]
-    d_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if needed[0] else None
-    make_weight = torch.empty_like if parts else torch.zeros_like  # every row of it is written, once there is any gradient
-    d_weight = make_weight(weight) if needed[1] else None
-    d_bias = torch.zeros_like(bias) if bias is not None and needed[2] else None
-    scratch = Scratch(hidden.device)
+    hidden, scratch = operand(source.hidden[picked], dtype), Scratch(weight.device)
+    blocks, makers = list(slices(len(weight), columns)), []
+    for part in slices(len(picked), height):
+        row = picked[part]
+        given = source.tokens[row], rows[row], grads[row], blocks
+        makers.append((part, LogitGradient(*given, first=shard.start, entropy=source.entropy)))
+    d_hidden = None if out.hidden is None else torch.zeros_like(hidden, dtype=dtype)
     # Blocks of the vocabulary outside, rows inside: dW of a block is complete before the next begins, and weights in another
     # precision are converted once.
     for i, block in enumerate(blocks):
         w, b = operand(weight[block], dtype, scratch), None if bias is None else bias[block]
         d_w = d_b = None
-        if d_weight is not None:
-            d_w = d_weight[block] if weight.dtype == dtype else scratch("d_weight", w.shape, dtype)
-        for part, make in zip(parts, makers, strict=True):
+        if out.weight is not None:
+            d_w = out.weight[block] if weight.dtype == dtype else scratch("d_weight", w.shape, dtype)
+        for part, make in makers:
             shape = (part.stop - part.start, len(w))
             z = spec.block(hidden[part], w, b, out=scratch("z", shape, dtype))
             capped = None if spec.softcap is None else scratch("capped", shape, dtype).copy_(z)
-            dz = make.block(z, i, scratch("p", shape, dtype) if entropy else None)
+            dz = make.block(z, i, scratch("p", shape, dtype) if source.entropy else None)
             if capped is not None:
                 spec.flatten(dz, capped)
             if d_hidden is not None:
                 accumulate(d_hidden[part], dz, w)
             if d_w is not None:
                 accumulate(d_w, dz.T, hidden[part], fresh=part.start == 0)
-            if d_bias is not None:
+            if out.bias is not None:
                 d_b = dz.sum(0) if d_b is None else d_b.add_(dz.sum(0))
-        if d_weight is not None and d_w is not None and weight.dtype != dtype and parts:
-            d_weight[block] = d_w
-        if d_bias is not None and d_b is not None:
-            d_bias[block] = d_b
-    if d_hidden is not None:
-        if len(picked) < len(source.hidden):
-            d_hidden = torch.zeros(source.hidden.shape, dtype=dtype, device=hidden.device).index_copy_(0, picked, d_hidden)
-        d_hidden = shard.sum_(d_hidden).to(source.hidden.dtype)
-    return Gradients(d_hidden, d_weight, d_bias)
+        if out.weight is not None and d_w is not None and weight.dtype != dtype:
+            out.weight[block] = d_w
+        if out.bias is not None and d_b is not None:
+            out.bias[block] = d_b
+    if out.hidden is not None and d_hidden is not None:
+        out.hidden.zero_().index_copy_(0, picked, shard.sum_(d_hidden).to(out.hidden.dtype))
+    return out
