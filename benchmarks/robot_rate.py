@@ -4,7 +4,7 @@
     python benchmarks/robot_rate.py --threads 1 16 --episodes 512 --way batch --repetitions 2 --save     16 cores? a minute
     python benchmarks/robot_rate.py --threads 1 --episodes 76 1024 --way batch warp --save     a GPU, and corral[warp]?
     python benchmarks/robot_rate.py --learner           and TCE's batches of the recipes, one thread
-    python benchmarks/robot_rate.py --task --learner    those alone; `make results` writes saved rows into docs/environments.md
+    python benchmarks/robot_rate.py --task --learner    those alone; `make results` writes saved rows into docs/warp.md
 
 Best of several repetitions, rewards and observations included; seconds of the clock and of the processor. A batch of many
 threads wants many copies: at every step the threads wait for the slowest of them.

@@ -1,4 +1,4 @@
-"""docs/performance.md, docs/design/head.md, and docs/environments.md: what the rows of benchmarks/results say."""
+"""docs/performance.md, docs/design/head.md and docs/warp.md: what the rows of benchmarks/results say."""
 
 import sys
 from collections.abc import Callable
@@ -278,5 +278,5 @@ def pages(read: Callable[[Path], str]) -> Texts:
     rates = {"rate": lambda: robot_rates(read_rows(ROBOT_RATE))}
     return {
         **fill(read, HEAD_PAGES, "measured", {name: partial(block, rows) for name, block in BLOCKS.items()}),
-        **fill(read, (DOCS / "environments.md",), "measured", rates),
+        **fill(read, (DOCS / "warp.md",), "measured", rates),
     }

@@ -13,7 +13,7 @@ def test_the_pages_say_what_the_raw_rows_say() -> None:
     found = make.pages()
     assert {path.relative_to(pages.ROOT).as_posix() for path in found} == {
         "README.md", "docs/results/deployed.md", "docs/results/llm.md", "docs/results/robots.md", "docs/results/index.md",
-        "docs/performance.md", "docs/design/head.md", "docs/environments.md",
+        "docs/performance.md", "docs/design/head.md", "docs/warp.md",
     }  # fmt: skip
     for path, text in found.items():
         assert path.read_text() == text, f"{path.name} is not what its raw rows say: run `make results`"

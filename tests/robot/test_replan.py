@@ -176,7 +176,7 @@ class Still(Tracking):
     """Joints at rest."""
 
     def state(self, observation: Any) -> tuple[Any, Any]:
-        return observation[..., :2], np.zeros_like(observation[..., :2])
+        return observation[..., :2], 0 * observation[..., :2]
 
 
 def _absolute(prodmp: ProDMP, params: torch.Tensor, start: torch.Tensor) -> torch.Tensor:

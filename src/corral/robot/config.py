@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -24,6 +24,12 @@ PROJECTIONS: dict[str, Callable[..., GaussianProjection]] = {
 }
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
+
+AS_PUBLISHED: dict[str, dict[str, Any]] = {
+    "tce": {"closing_segment": False, "common_jitter": True, "floor_in_region": False},
+    "bbrl": {"floor_in_region": False},
+}
+"""Settings of each algorithm that give the published rules where corral's defaults differ (docs/tce.md)."""
 
 
 def check_device(owner: str, device: str) -> None:

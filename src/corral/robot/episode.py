@@ -69,7 +69,8 @@ class Plant:
     """
 
     def __init__(self, envs: VectorEnv, tracking: Tracking, steps: int) -> None:
-        self.envs, self.tracking, self.steps = envs, tracking, steps
+        self.envs: Any = envs  # every vector environment takes a list of seeds, which its base class does not say
+        self.tracking, self.steps = tracking, steps
         space = envs.single_observation_space
         if space.shape is None or len(space.shape) != 1:
             raise ValueError(
@@ -119,7 +120,7 @@ class Plant:
         options = {"episodes": len(seeds), "learned_from": learned_from}
         padded = [*seeds, *[seeds[-1]] * (self.envs.num_envs - len(seeds))]
         ours = self.envs.metadata.get("reset_options")  # of tasks that move all copies in one call
-        observation, _ = reset_each(self.envs, padded, options if ours else None)
+        observation, _ = self.envs.reset(seed=padded, options=options if ours else None)
         self._started = True
         return np.asarray(observation, np.float64)[: len(seeds)]
 
@@ -188,11 +189,6 @@ def read_info(info: Mapping[str, Any], name: str, count: int) -> Array:
         return np.full(count, np.nan)
     present = np.asarray(info.get(f"_{name}", True))  # Gymnasium's mask of who has the entry
     return np.where(present, np.asarray(info[name], float), np.nan)
-
-
-def reset_each(envs: VectorEnv, seeds: list[int], options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
-    """Begin an episode in every environment, each with its own seed."""
-    return envs.reset(seed=seeds, options=options)  # type: ignore[arg-type]  # all take a list; their base class says int
 
 
 def check_finite(observations: Array, rewards: Array) -> None:

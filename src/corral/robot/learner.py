@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from jaxtyping import Bool, Float
@@ -146,12 +146,17 @@ class Learner(ABC):
         """Play episodes of the mean plans, without exploration."""
         return self.planner.play(seeds, None)[0]
 
+    @torch.no_grad()
     def predict(self, observation: Array) -> tuple[Array, Array]:
         """Mean plan for an episode's first observation [* O]: desired positions and velocities [* T D].
 
         Entry t is for the time (t + 1) Δt. With `replan_every` it is the first plan, up to the next.
         """
-        return self.planner.predict(observation)
+        context = torch.from_numpy(self.plant.context(observation))
+        mean = self.policy(context.to(self.policy.log_diagonal))[0].cpu()
+        start = (part.to(self.dtype) for part in self.plant.tracking.state(context))
+        position, velocity = self.prodmp.trajectory(self.planner.times[: self.planner.every], mean, *start)
+        return cast(tuple[Array, Array], (position.double().numpy(), velocity.double().numpy()))
 
     def explore(self, seeds: list[int]) -> Episodes:
         """Play episodes of plans drawn as in training."""

@@ -123,30 +123,14 @@ class Planner:
             drawn.params[index], drawn.mean[index] = params, mean
             (drawn.chol if chol.ndim == 2 else drawn.chol[index]).copy_(chol)
             if reached is None or self.start == "state":
-                position, velocity = self.plant.tracking.state(observation)
-                reached = torch.from_numpy(position).to(self.dtype), torch.from_numpy(velocity).to(self.dtype)
+                position, velocity = self.plant.tracking.state(torch.from_numpy(observation))
+                reached = position.to(self.dtype), velocity.to(self.dtype)
             times = self.times[index * self.every : (index + 1) * self.every]
             positions, velocities = self.prodmp.trajectory(times, params, *reached, self.starts[index])
             index, reached = index + 1, (positions[:, -1], velocities[:, -1])
             return cast(tuple[Array, Array], (positions.double().numpy(), velocities.double().numpy()))
 
         return self.plant.follow_anew(context, plan, self.every)
-
-    @torch.no_grad()
-    def predict(self, observation: Array) -> tuple[Array, Array]:
-        """Mean plan for an episode's first observation [* O]: desired positions and velocities [* R D].
-
-        Entry t is for the time (t + 1) Δt. R is the whole episode, unless the policy plans anew on the way.
-        """
-        given = self.plant.context(observation)
-        context = given.reshape(-1, given.shape[-1])
-        mean = self.policy(torch.from_numpy(context).to(self.policy.log_diagonal))[0].cpu()
-        start = [torch.from_numpy(part).to(self.dtype) for part in self.plant.tracking.state(context)]
-        found = self.prodmp.trajectory(self.times[: self.every], mean, *start)
-        positions, velocities = (
-            part.double().unflatten(0, given.shape[:-1]) if given.ndim > 1 else part[0].double() for part in found
-        )
-        return cast(tuple[Array, Array], (positions.numpy(), velocities.numpy()))
 
     def begun(self, episodes: Episodes) -> Bool[Tensor, "P E"]:
         """True for plans that began, because their episode was still running when they were due."""

@@ -104,7 +104,7 @@ class GaussianPolicy(nn.Module):
         self.log_diagonal.copy_(_inverse_softplus(excess))
         self.lower.copy_(chol.flatten()[self._below])
 
-    def forward(self, context: Float[Tensor, "E C"]) -> tuple[Float[Tensor, "E W"], Float[Tensor, "*c W W"]]:
+    def forward(self, context: Float[Tensor, "*e C"]) -> tuple[Float[Tensor, "*e W"], Float[Tensor, "*c W W"]]:
         """Mean for each context, and the Cholesky factor of the covariance, common to all contexts or one per context."""
         return self.mean(self.normalise(context)), self.cholesky(context)
 

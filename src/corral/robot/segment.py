@@ -173,7 +173,21 @@ def segment_advantages(
         first a on, minus V(s_a): the values in between cancel; that is A_n of λ = 1.
     """
     mask = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
-    _check_episodes(rewards, values, pairs, mask)
+    if not rewards.shape == values.shape == mask.shape or rewards.ndim != 2 or not rewards.numel():
+        raise ValueError(
+            f"segment_advantages: rewards, values and mask are all [B T] with at least one step; got {list(rewards.shape)}, "
+            f"{list(values.shape)}, {list(mask.shape)}."
+        )
+    if mask.dtype != torch.bool or bool((mask[:, 1:] & ~mask[:, :-1]).any()):
+        raise ValueError("segment_advantages: mask is bool, True from an episode's first step to its last and False after.")
+    if pairs.ndim != 2 or pairs.shape[-1] != 2 or not len(pairs):
+        raise ValueError(f"segment_advantages: pairs is [N 2] with N ≥ 1; got {list(pairs.shape)}.")
+    first, last = pairs.to(rewards.device).unbind(-1)
+    if not bool((first >= 0).all() & (first < last).all() & (last <= rewards.shape[1]).all() & (first.diff() > 0).all()):
+        raise ValueError(
+            f"segment_advantages: each pair has 0 ≤ a < b ≤ T = {rewards.shape[1]}, and a rises from pair to pair; got "
+            f"{pairs.tolist()}."
+        )
     if not (number_in(gamma, 0, 1) and number_in(lam, 0, 1)):
         raise ValueError(f"segment_advantages: `gamma` and `lam` must lie in [0, 1]; got {gamma!r} and {lam!r}.")
     if lam and not torch.equal(pairs[1:, 0], pairs[:-1, 1]):
@@ -184,7 +198,6 @@ def segment_advantages(
     values = torch.where(mask, at_least_float32(values.detach()), 0.0)
     if not bool(rewards.isfinite().all() & values.isfinite().all()):
         raise ValueError("segment_advantages: rewards and values must be finite at unmasked steps. Look at both their sources.")
-    first, last = pairs.to(rewards.device).unbind(-1)
     step = torch.arange(rewards.shape[1], device=rewards.device)
     since = step - first[:, None]  # [N T]
     # A table of γ^(t−a) rather than differences of running sums, which would cancel once γ^t is small.
@@ -245,21 +258,3 @@ def _factor(rows: Tensor, chol: Tensor) -> Tensor:
             f"and chol {list(chol.shape)}. Rows are design.position[..., pairs, :]."
         )
     return torch.einsum("...nsm,...dmw->...ndsw", rows, chol.unflatten(-2, (-1, columns))).flatten(-3, -2)
-
-
-def _check_episodes(rewards: Tensor, values: Tensor, pairs: Tensor, mask: Tensor) -> None:
-    if not rewards.shape == values.shape == mask.shape or rewards.ndim != 2 or not rewards.numel():
-        raise ValueError(
-            f"segment_advantages: rewards, values and mask are all [B T] with at least one step; got {list(rewards.shape)}, "
-            f"{list(values.shape)}, {list(mask.shape)}."
-        )
-    if mask.dtype != torch.bool or bool((mask[:, 1:] & ~mask[:, :-1]).any()):
-        raise ValueError("segment_advantages: mask is bool, True from an episode's first step to its last and False after.")
-    if pairs.ndim != 2 or pairs.shape[-1] != 2 or not len(pairs):
-        raise ValueError(f"segment_advantages: pairs is [N 2] with N ≥ 1; got {list(pairs.shape)}.")
-    first, last = pairs.unbind(-1)
-    if not bool((first >= 0).all() & (first < last).all() & (last <= rewards.shape[1]).all() & (first.diff() > 0).all()):
-        raise ValueError(
-            f"segment_advantages: each pair has 0 ≤ a < b ≤ T = {rewards.shape[1]}, and a rises from pair to pair; got "
-            f"{pairs.tolist()}."
-        )

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from corral.robot.config import LearnerConfig
+from corral.robot.config import AS_PUBLISHED, LearnerConfig
 from corral.robot.episode import SEGMENTS, Episodes, Plant, episode_seeds
 from corral.robot.learner import Credit, OnPolicyLearner
 from corral.robot.planner import Plans
@@ -51,9 +51,6 @@ def rewards_at_event(rewards: Float[Tensor, "B T"], event: Float[Tensor, "B"]) -
     return torch.where(known[:, None], moved, rewards)
 
 
-AS_PUBLISHED = {"closing_segment": False, "common_jitter": True, "floor_in_region": False}
-
-
 @dataclass(frozen=True, kw_only=True)
 class TCEConfig(LearnerConfig):
     """Settings of TCE."""
@@ -93,7 +90,7 @@ class TCEConfig(LearnerConfig):
         Bounds, rates and epochs were published per task and are settings like any other. See docs/tce.md for what still
         differs.
         """
-        return cls(**AS_PUBLISHED | settings)
+        return cls(**AS_PUBLISHED["tce"] | settings)
 
 
 class TCE(OnPolicyLearner):

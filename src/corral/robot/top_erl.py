@@ -169,14 +169,15 @@ class TopERL(Learner):
         starts = starts.to(replay.params.device)
         rows, states = starts[:, None] + torch.arange(length, device=starts.device), replay.observations[:, starts]
         inside, rows = rows < self.plant.steps, rows.clamp(max=self.plant.steps - 1)
-        followed, velocity = self._followed(replay)
-        desired = self.config.replan_from == "desired"
-        begin = (followed[:, starts], velocity[:, starts]) if desired else self._joints(states)
-        return Segments(replay, rows, states, *begin, followed[:, 1:][:, rows], replay.mask[:, rows] & inside)
+        followed, speed = self._followed(replay)
+        position, velocity = followed[:, starts], speed[:, starts]
+        if self.config.replan_from == "state":
+            position, velocity = self.plant.tracking.state(states)
+        return Segments(replay, rows, states, position, velocity, followed[:, 1:][:, rows], replay.mask[:, rows] & inside)
 
     def plan(self, params: Float[Tensor, "B W"], at: Segments) -> Float[Tensor, "B K L D"]:
         """Desired positions of the plans `params` in each segment, restarted at the segment's first state."""
-        rows, (start, _) = at.rows.cpu(), self._joints(at.replay.observations[:, 0])
+        rows, (start, _) = at.rows.cpu(), self.plant.tracking.state(at.replay.observations[:, 0])
         params = self.prodmp.absolute(params, start)[:, None]  # goals relative to the episode's start, not to a segment's
         begin = self.dt * rows[:, 0].double()  # to the bit what the episode's own plan had as the time of this state
         return self.anew.trajectory(self.planner.times[rows], params, at.position, at.velocity, begin)[0]
@@ -218,14 +219,9 @@ class TopERL(Learner):
         values = self.critic(at.states, self.plan(params, at))[..., 1:] / self.critic.scale
         return torch.where(at.mask, values, 0.0).sum() / at.mask.sum().clamp(min=1)
 
-    def _joints(self, states: Float[Tensor, "*b O"]) -> tuple[Float[Tensor, "*b D"], Float[Tensor, "*b D"]]:
-        """Joint positions and joint velocities in observations."""
-        tracking = self.plant.tracking
-        return states[..., slice(*tracking.joints)], states[..., slice(*tracking.velocities)]
-
     def _followed(self, replay: Replay) -> tuple[Float[Tensor, "B S D"], Float[Tensor, "B S D"]]:
         """Desired positions and velocities at every state, from each episode's own plan."""
-        begin = self._joints(replay.observations[:, 0])
+        begin = self.plant.tracking.state(replay.observations[:, 0])
         plans = self.prodmp.trajectory(self.planner.times, replay.params, *begin)
         position, velocity = (torch.cat([first[:, None], later], 1) for first, later in zip(begin, plans, strict=True))
         return position, velocity

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,8 +59,8 @@ class Tracking(Checked):
         """Number D of joints."""
         return self.joints[1] - self.joints[0]
 
-    def state(self, observation: Array) -> tuple[Array, Array]:
-        """Joint positions and velocities [* D] in observations [* O]."""
+    def state(self, observation: Any) -> tuple[Any, Any]:
+        """Joint positions and velocities [* D] in observations [* O], which are arrays or tensors."""
         return observation[..., slice(*self.joints)], observation[..., slice(*self.velocities)]
 
     def action(self, position: Array, velocity: Array, observation: Array) -> Array:

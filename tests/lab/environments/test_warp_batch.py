@@ -10,8 +10,9 @@ import torch
 
 from corral.lab.environments import ENVIRONMENTS, make_envs
 from corral.lab.environments.box_pushing import UNSTABLE, BoxPushings, scene
-from corral.lab.jobs.robot.prepare import describe, prepare
+from corral.lab.jobs.robot.prepare import prepare
 from corral.lab.jobs.robot.settings import resolve
+from corral.lab.jobs.robot.train import RobotRun
 from corral.lab.run.settings import read_recipe
 from corral.robot.episode import Episodes, Plant
 from corral.validate import RunError
@@ -81,11 +82,14 @@ def test_a_learner_samples_from_it_and_is_measured_without_it(algorithm: str) ->
 
 
 def test_a_run_says_which_release_simulated_its_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("corral.lab.jobs.robot.prepare.version", lambda name: {"mujoco-warp": "4.0.0"}[name])
+    monkeypatch.setattr("corral.lab.jobs.robot.train.version", lambda name: {"mujoco-warp": "4.0.0"}[name])
     settings = resolve([read_recipe("hopper_jump"), {"workers": 1}])
     agent = prepare(settings)
-    assert describe(replace(settings, simulator="warp"), agent)["task"]["simulator"] == "mujoco-warp 4.0.0"
-    assert "simulator" not in describe(settings, agent)["task"]
+    run = RobotRun(replace(settings, simulator="warp"))
+    run.agent = agent
+    assert run.describe()["task"]["simulator"] == "mujoco-warp 4.0.0"
+    run.settings = settings
+    assert "simulator" not in run.describe()["task"]
     agent.plant.close()
 
 

@@ -8,11 +8,11 @@ import pytest
 
 from corral.lab.jobs.robot.prepare import EPISODIC, learner_config, prepare
 from corral.lab.jobs.robot.settings import ALGORITHMS, check_flags, resolve
-from corral.lab.jobs.robot.settings import AS_PUBLISHED as BY_SWITCH
 from corral.lab.jobs.robot.smoke import TRAINING
 from corral.lab.jobs.robot.train import train
 from corral.lab.run.settings import RECIPES, read_recipe, recipes
-from corral.robot.tce import AS_PUBLISHED
+from corral.robot.config import AS_PUBLISHED
+from corral.robot.tce import TCEConfig
 from corral.validate import RunError
 
 NAMES = [name for name in sorted(recipes("robot")) if "metaworld" not in name or find_spec("metaworld")]
@@ -39,7 +39,7 @@ def test_every_algorithm_has_settings_in_every_recipe(name: str, algorithm: str)
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in OURS])
 def test_published_recipes_have_the_published_rules(name: str) -> None:
     config = prepare(resolve([read_recipe(name), {"workers": 1}])).config
-    assert {key: getattr(config, key) for key in AS_PUBLISHED} == AS_PUBLISHED
+    assert {key: getattr(config, key) for key in AS_PUBLISHED["tce"]} == AS_PUBLISHED["tce"]
 
 
 def test_published_sizes() -> None:
@@ -64,7 +64,7 @@ def test_metaworld_s_recipes_fit_and_have_the_published_trajectory(name: str) ->
 def test_metaworld_as_published() -> None:
     # 7600 × 16 × 500 = 60.8 million interactions.
     config = learner_config(resolve([read_recipe("metaworld_published")]))
-    assert {key: getattr(config, key) for key in AS_PUBLISHED} == AS_PUBLISHED
+    assert {key: getattr(config, key) for key in AS_PUBLISHED["tce"]} == AS_PUBLISHED["tce"]
     assert config.iterations * config.episodes * 500 == 60_800_000
     assert (config.policy_epochs, config.critic_epochs, config.mean_bound, config.cov_bound) == (50, 50, 0.005, 0.0005)
     assert (config.entropy_floor, config.decay_over, config.floor_over) == (0.0, 10_000, 7600)
@@ -86,14 +86,14 @@ def test_a_switch_takes_the_published_rules(algorithm: str) -> None:
     ours = resolve([read_recipe("via_point"), {"algorithm": algorithm}])
     published = resolve([read_recipe("via_point"), {"algorithm": algorithm, "as_published": "true"}])
     assert published == resolve([read_recipe("via_point_published"), {"algorithm": algorithm}])
-    assert published.learner == ours.learner | BY_SWITCH[algorithm]
+    assert published.learner == ours.learner | AS_PUBLISHED[algorithm]
     assert resolve([published.flat()]) == published, "what a run keeps is the rules themselves"
     assert resolve([read_recipe("via_point"), {"algorithm": algorithm, "as_published": False}]) == ours
     config = learner_config(published)
-    assert {key: getattr(config, key) for key in BY_SWITCH[algorithm]} == BY_SWITCH[algorithm]
+    assert {key: getattr(config, key) for key in AS_PUBLISHED[algorithm]} == AS_PUBLISHED[algorithm]
 
 
 def test_the_switch_and_the_settings_have_the_same_rules() -> None:
-    assert BY_SWITCH["tce"] == AS_PUBLISHED
+    assert TCEConfig.as_published() == TCEConfig(**AS_PUBLISHED["tce"])
     with pytest.raises(RunError, match="`as_published` would change nothing: it is for tce and bbrl, not for sb3-ppo"):
         check_flags(resolve([read_recipe("via_point"), {"algorithm": "sb3-ppo"}]), {"as_published": "true"})

@@ -4,7 +4,6 @@ import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import partial
 from typing import Any, Literal
 
 import gymnasium
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 
 from corral.lab.baselines.config import BaselineConfig
 from corral.robot.config import check_device
-from corral.robot.episode import UPDATES, Episodes, Plant, check_finite, episode_seeds, read_info, reset_each
+from corral.robot.episode import UPDATES, Episodes, Plant, check_finite, episode_seeds, read_info
 from corral.robot.tracking import Array
 from corral.validate import pip_install
 
@@ -59,51 +58,42 @@ class Baseline:
         check_device("baseline", config.device)
         self.envs = StepEnvironments(plant, config.episodes, seed, config.controller_span)
         kind, exploration = BASELINES[algorithm]
+        settings: dict[str, Any] = {
+            "learning_rate": config.rate,
+            "gamma": config.gamma,
+            "use_sde": exploration == "gsde",
+            "device": config.device if kind is GraphedSAC else "cpu",
+            "policy_kwargs": {"net_arch": list(config.hidden)},
+        }
+        if kind is GraphedSAC:
+            each = plant.steps * self.envs.num_envs
+            settings |= {
+                "train_freq": (plant.steps, "step"),
+                "gradient_steps": max(1, each * config.gradient_steps // config.train_freq),
+                "learning_starts": each - 1,
+                "buffer_size": min(_REPLAY_SIZE, config.iterations * config.episodes * plant.steps),
+            }
+        else:
+            batch, odd = divmod(config.episodes * plant.steps, config.minibatches)
+            if odd:
+                raise ValueError(
+                    f"baseline: {config.episodes} episodes of {plant.steps} steps do not divide into {config.minibatches} "
+                    f"minibatches. Choose another number."
+                )
+            settings |= {"n_steps": plant.steps * self.envs.rounds, "batch_size": batch, "n_epochs": config.epochs}
+        if kind is TRPL:
+            settings["config"] = config
         with _seed_generators(episode_seeds(seed, 0, 1, UPDATES)[0], config.device):
-            self.model = self._make_model(kind, gsde=exploration == "gsde")
+            self.model = kind("MlpPolicy", self.envs, **settings)
         if exploration == "coloured":
             self.envs.noise = EpisodeNoise(config.noise_colour, plant.steps, plant.tracking.dof)
             colour_actions(self.model, self.envs.noise)
 
         policy, self.is_sac = self.model.policy, isinstance(self.model, SAC)
         self.networks: dict[str, torch.nn.Module] = {"policy": policy}
+        self.optimizers = {"policy": (policy.actor if self.is_sac else policy).optimizer}
         if self.is_sac:
-            temperature = self.model.ent_coef_optimizer
-            self.optimizers = {"critic": policy.critic.optimizer, "policy": policy.actor.optimizer, "temperature": temperature}
-        else:
-            self.optimizers = {"policy": policy.optimizer}
-
-    def _make_model(self, kind: Any, *, gsde: bool) -> Any:
-        """Make stable-baselines3's algorithm, or TRPL on top of its PPO."""
-        config, plant = self.config, self.plant
-        common: dict[str, Any] = {
-            "learning_rate": config.rate,
-            "gamma": config.gamma,
-            "use_sde": gsde,
-            "device": config.device if kind is GraphedSAC else "cpu",
-            "policy_kwargs": {"net_arch": list(config.hidden)},
-        }
-        if kind is GraphedSAC:
-            each = plant.steps * self.envs.num_envs
-            return GraphedSAC(
-                "MlpPolicy",
-                self.envs,
-                train_freq=(plant.steps, "step"),
-                gradient_steps=max(1, each * config.gradient_steps // config.train_freq),
-                learning_starts=each - 1,
-                buffer_size=min(_REPLAY_SIZE, config.iterations * config.episodes * plant.steps),
-                **common,
-            )
-        batch, odd = divmod(config.episodes * plant.steps, config.minibatches)
-        if odd:
-            raise ValueError(
-                f"baseline: {config.episodes} episodes of {plant.steps} steps do not divide into {config.minibatches} "
-                f"minibatches. Choose another number."
-            )
-        if kind is TRPL:
-            common["config"] = config
-        steps = plant.steps * self.envs.rounds
-        return kind("MlpPolicy", self.envs, n_steps=steps, batch_size=batch, n_epochs=config.epochs, **common)
+            self.optimizers |= {"critic": policy.critic.optimizer, "temperature": self.model.ent_coef_optimizer}
 
     @property
     def env_steps(self) -> int:
@@ -143,22 +133,22 @@ class Baseline:
             return self._play(seeds, deterministic=False)
 
     def _play(self, seeds: list[int], *, deterministic: bool) -> Episodes:
-        parts = []
+        parts, noise = [], self.envs.noise
         for rows in self.plant.rounds(len(seeds)):
-            context = self.plant.start(seeds[rows])
+            first = self.plant.start(seeds[rows])
             if self.model.use_sde and not deterministic:
-                (self.model.actor if self.is_sac else self.model.policy).reset_noise(len(context))
-            if self.envs.noise is not None:
-                self.envs.noise.begin(len(context))
-            parts.append(self.plant.act(context, partial(self._act, context, deterministic)))
-        return Episodes.cat(parts)
+                (self.model.actor if self.is_sac else self.model.policy).reset_noise(len(first))
+            if noise is not None:
+                noise.begin(len(first))
 
-    def _act(self, first: Array, deterministic: bool, _: int, seen: Array) -> Array:
-        """Compute actions in the states [E O] of episodes whose first observations were `first` [E O]."""
-        action, _ = self.model.predict(seen.astype(np.float32), deterministic=deterministic)
-        if self.envs.noise is not None:
-            self.envs.noise.advance(np.zeros(len(seen), bool))
-        return self.envs.commands(action, first, seen)
+            def act(_: int, seen: Array, first: Array = first) -> Array:
+                action, _ = self.model.predict(seen.astype(np.float32), deterministic=deterministic)
+                if noise is not None:
+                    noise.advance(np.zeros(len(seen), bool))
+                return self.envs.commands(action, first, seen)
+
+            parts.append(self.plant.act(first, act))
+        return Episodes.cat(parts)
 
     def state(self) -> dict[str, Any]:
         """Checkpoint of networks, counters and, for SAC, the replay buffer, as a copy that later steps do not change."""
@@ -243,7 +233,7 @@ class StepEnvironments(VecEnv):
 
     def reset(self) -> Array:
         self._returns = np.zeros(self.num_envs)
-        self._seen, _ = reset_each(self.envs, self._next_seeds())
+        self._seen, _ = self.envs.reset(seed=self._next_seeds())
         self._first = self._seen.copy()
         if self.noise is not None:
             self.noise.begin(self.num_envs)
@@ -269,7 +259,7 @@ class StepEnvironments(VecEnv):
             self._returns[over] = 0.0
             self._played += over
             options = None if over.all() else {"reset_mask": over}
-            fresh, _ = reset_each(self.envs, self._next_seeds(), options)
+            fresh, _ = self.envs.reset(seed=self._next_seeds(), options=options)
             self._seen = np.where(over[:, None], fresh, self._seen)
             self._first = np.where(over[:, None], fresh, self._first)
             observation = np.asarray(self._seen, np.float32)

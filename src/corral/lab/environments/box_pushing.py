@@ -23,18 +23,14 @@ Otto et al., "Deep Black-Box Reinforcement Learning with Movement Primitives", 2
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar
 
-import gymnasium
 import mujoco
 import numpy as np
-from numpy.typing import NDArray
 
 from corral.lab.environments.drawing import Camera, picture
 from corral.lab.environments.vector import SimulatedCopies, Single, copies_metadata
 from corral.robot.tracking import Array
-
-_Reward = Literal["dense", "temporal_sparse", "temporal_spatial_sparse"]
 
 STEPS, DT, _TORQUE, UNSTABLE = 100, 0.02, 10.0, -50.0
 LOW = np.array([-2.8973, -1.7628, -2.8973, -3.0718, -2.8973, -0.0175, -2.8973])
@@ -87,7 +83,7 @@ def limit_excess(q: Array, velocity: Array) -> Any:
 
 
 def push_reward(
-    kind: _Reward, *, q: Array, velocity: Array, box: Array, target: Array, tip: Array, rod: Array, torque: Array, last: Any
+    kind: str, *, q: Array, velocity: Array, box: Array, target: Array, tip: Array, rod: Array, torque: Array, last: Any
 ) -> Any:
     """Reward of one step of box pushing, or of many steps [*].
 
@@ -112,25 +108,19 @@ class BoxPushings(SimulatedCopies):
     metadata = copies_metadata(DT, "green: target pose")
     STEPS: ClassVar[int] = STEPS
     FIELDS: ClassVar[tuple[str, ...]] = ("qfrc_bias", "site_xpos", "xquat")
-    single_observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (29,), np.float64)
-    single_action_space = gymnasium.spaces.Box(-1.0, 1.0, (7,), np.float32)
+    REWARDS: ClassVar[tuple[str, ...]] = ("dense", "temporal_sparse", "temporal_spatial_sparse")
 
     def __init__(
         self,
         num_envs: int = 1,
-        reward: _Reward = "dense",
+        reward: str = "dense",
         planar: bool = False,
         *,
         max_episode_steps: int = STEPS,
         workers: int = 1,
     ) -> None:
-        self.planar = planar
-        if planar:
-            self.single_observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (27,), np.float64)
-        super().__init__(scene(), num_envs, max_episode_steps, workers)
-        if reward not in get_args(_Reward):
-            raise ValueError(f"BoxPushing: `reward` is one of {', '.join(map(repr, get_args(_Reward)))}; got {reward!r}.")
-        self.reward, self.target, self._data = reward, np.zeros((num_envs, 7)), mujoco.MjData(self.model)
+        super().__init__(scene(), workers, num_envs, reward, 27 if planar else 29, 7, max_episode_steps)
+        self.planar, self.target, self._data = planar, np.zeros((num_envs, 7)), mujoco.MjData(self.model)
         self._hand, self._tip, self._grip = self.model.body("hand").id, self.model.site("tip").id, self.model.site("grip").id
 
     def begin(self, generators: Sequence[np.random.Generator]) -> None:
@@ -180,7 +170,7 @@ class BoxPushings(SimulatedCopies):
         success = 1.0 * ((p < _REACHED[0]) & (theta < _REACHED[1]))
         return {"success": success, "distance": p, "rotation_distance": theta}
 
-    def draw(self) -> NDArray[np.uint8]:
+    def render(self) -> Any:
         """Render the first environment from above and the front, with a translucent target, at 480 × 360 pixels."""
         return picture(self.model, self.first(), _CAMERA)
 
@@ -214,7 +204,10 @@ class BoxPushings(SimulatedCopies):
 class BoxPushing(Single):
     """Box pushing with a single arm."""
 
-    metadata, COPIES = BoxPushings.metadata, BoxPushings
+    metadata = BoxPushings.metadata
+
+    def __init__(self, render_mode: str | None = None, **settings: Any) -> None:
+        super().__init__(BoxPushings(1, **settings), render_mode)
 
 
 @cache

@@ -19,7 +19,7 @@ Otto et al., "Deep Black-Box Reinforcement Learning with Movement Primitives", 2
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import gymnasium
 import mujoco
@@ -29,8 +29,6 @@ from numpy.typing import NDArray
 from corral.lab.environments.drawing import Camera, picture
 from corral.lab.environments.vector import SimulatedCopies, Single, copies_metadata
 from corral.robot.tracking import Array
-
-_Reward = Literal["sparse", "dense"]
 
 STEPS, DT = 250, 0.008
 _HEIGHT = 1.5
@@ -60,7 +58,7 @@ def next_phase(phase: Any, contact: Any) -> Any:
 
 
 def jump_reward(
-    kind: _Reward, *, height: Any, highest: Any, distance: Any, landing: Any, healthy: Any, action: Array, last: Any
+    kind: str, *, height: Any, highest: Any, distance: Any, landing: Any, healthy: Any, action: Array, last: Any
 ) -> Any:
     """Reward of one step of a jump, or of many steps [*], from the jump's records so far. Actions are [* 3]."""
     cost = 1e-3 * np.square(action).sum(-1)
@@ -75,25 +73,19 @@ class HopperJumps(SimulatedCopies):
     metadata = copies_metadata(DT, "red: where to land")
     STEPS: ClassVar[int] = STEPS
     FIELDS: ClassVar[tuple[str, ...]] = ("xpos", "xmat", "sensordata")
-    single_observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (16,), np.float64)
-    single_action_space = gymnasium.spaces.Box(-1.0, 1.0, (3,), np.float32)
+    REWARDS: ClassVar[tuple[str, ...]] = ("sparse", "dense")
 
     def __init__(
         self,
         num_envs: int = 1,
-        reward: _Reward = "sparse",
+        reward: str = "sparse",
         takeoff: bool = False,
         *,
         max_episode_steps: int = STEPS,
         workers: int = 1,
     ) -> None:
-        self.observes_takeoff = takeoff
-        if takeoff:
-            self.single_observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (17,), np.float64)
-        super().__init__(hopper(), num_envs, max_episode_steps, workers)
-        if reward not in ("sparse", "dense"):
-            raise ValueError(f"HopperJump: `reward` is 'sparse' or 'dense'; got {reward!r}.")
-        self.reward, self.goal = reward, np.zeros(num_envs)
+        super().__init__(hopper(), workers, num_envs, reward, 17 if takeoff else 16, 3, max_episode_steps)
+        self.observes_takeoff, self.goal = takeoff, np.zeros(num_envs)
         self._torso, self._foot = (self.model.body(name).id for name in ("torso", "foot"))
 
     def begin(self, generators: Sequence[np.random.Generator]) -> None:
@@ -148,7 +140,7 @@ class HopperJumps(SimulatedCopies):
         distances = {"landing_distance": self.landing, "goal_distance": self.distance()}
         return {"success": success, "event": self.takeoff, "max_height": self.highest, **distances}
 
-    def draw(self) -> NDArray[np.uint8]:
+    def render(self) -> Any:
         """Render the first hopper from the side, with its goal as a cross, at 480 × 360 pixels."""
         return picture(self.model, self.first(), _CAMERA, [((self.goal[0], 0.0, 0.0), "tab:red")])
 
@@ -156,7 +148,10 @@ class HopperJumps(SimulatedCopies):
 class HopperJump(Single):
     """Hopper jump with a single hopper."""
 
-    metadata, COPIES = HopperJumps.metadata, HopperJumps
+    metadata = HopperJumps.metadata
+
+    def __init__(self, render_mode: str | None = None, **settings: Any) -> None:
+        super().__init__(HopperJumps(1, **settings), render_mode)
 
 
 @cache

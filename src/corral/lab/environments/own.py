@@ -17,11 +17,12 @@ from gymnasium.vector import VectorEnv
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
+from corral.lab.environments import Environment
 from corral.lab.environments.drawing import Camera, picture
-from corral.lab.environments.vector import make_envs
+from corral.lab.environments.vector import Single, as_array, make_envs
 from corral.robot.episode import ELAPSED
 from corral.robot.tracking import Array, Tracking
-from corral.validate import RunError, UserCodeError, number_in, suggest
+from corral.validate import RunError, UserCodeError, number_in, run_errors, suggest
 
 Maker = Any
 """Factory of an environment: a Gymnasium `EnvSpec`, or a subclass of `VectorEnv` that is called with the number of copies."""
@@ -35,10 +36,8 @@ def find_maker(name: str) -> Maker:
     if colon and last.isidentifier():
         from corral.lab.tasks.imports import by_path  # no other part of a robot's run needs tasks
 
-        try:
+        with run_errors():
             found = by_path(name, "an environment of your own is module:Class or file.py:Class")
-        except ValueError as error:
-            raise RunError(str(error)) from error
         if isinstance(found, type) and issubclass(found, VectorEnv):
             return found
         return EnvSpec(f"own/{last}-v0", entry_point=found)
@@ -57,10 +56,8 @@ def find_maker(name: str) -> Maker:
     return registry[last]
 
 
-def probe(
-    name: str, table: Mapping[str, Any], steps: int | None, dt: float | None, config: Mapping[str, Any]
-) -> tuple[Maker, Tracking, int, float]:
-    """Return an environment's factory, controller, steps and Δt. Refuses environments in which no plan could be followed.
+def probe(name: str, table: Mapping[str, Any], steps: int | None, dt: float | None, config: Mapping[str, Any]) -> Environment:
+    """Describe an environment by making one copy of it. Refuses environments in which no plan could be followed.
 
     Args:
         table: settings of the controller, in their types.
@@ -83,10 +80,8 @@ def probe(
                 f"{name}: where are the joints? `tracking.{missing[0]}` is a range [begin, end) of its observation, which has "
                 f"{observed.shape[0]} numbers; there is one joint for each of {actions.shape[0]} actions. {_HOW}."
             )
-        try:
+        with run_errors():
             tracking = Tracking(**table)
-        except ValueError as error:
-            raise RunError(str(error)) from error
         for key, (_, end) in (("joints", tracking.joints), ("velocities", tracking.velocities)):
             if end > observed.shape[0]:
                 raise RunError(f"{name}: `tracking.{key}` ends at {end}; {observed.shape[0]} numbers are observed.")
@@ -99,26 +94,19 @@ def probe(
             raise RunError(f"{name}: with `tracking.p` of 0 no torque pulls a joint to its plan. Give it a gain. {_HOW}.")
         if steps is None and isinstance(maker, EnvSpec):
             steps = maker.max_episode_steps
-        dt = getattr(_inner(one), "dt", None) if dt is None else dt  # Gymnasium's MuJoCo tasks have it
+        inner = one.envs[0].unwrapped if isinstance(one, gymnasium.vector.SyncVectorEnv) else one
+        dt = getattr(inner, "dt", None) if dt is None else dt  # Gymnasium's MuJoCo tasks have it
         if steps is None or steps < 2:
             raise RunError(f"{name}: how long is an episode? `tracking.steps` is a whole number of at least 2; got {steps!r}.")
         if dt is None or not (number_in(dt, 0) and 0 < dt < math.inf):
             raise RunError(f"{name}: how long is a step? `tracking.dt` is in seconds, finite and > 0; got {dt!r}.")
-        first, again = (_observation(one, name) for _ in range(2))
+        first, again = (Adapter(one, name, steps).reset(seed=[0])[0] for _ in range(2))
         if not np.array_equal(first, again):
             raise RunError(
                 f"{name}: two resets with the seed 0 begin in different states, so nothing would be held out and no run would "
                 f"repeat. Call super().reset(seed=seed), and draw from self.np_random alone."
             )
-    return maker, tracking, steps, float(dt)
-
-
-def _observation(envs: VectorEnv, name: str) -> Array:
-    """First observation after a reset with seed 0."""
-    try:
-        return _array(envs.reset(seed=[0])[0])  # type: ignore[arg-type]  # a list, as learners give it
-    except Exception as error:
-        raise UserCodeError(f"{name}: reset(seed=[0]) raised {type(error).__name__}: {error}") from error
+    return Environment(entry_point=name, steps=steps, dt=float(dt), tracking=tracking, maker=maker)
 
 
 def make_own(name: str, maker: Maker, count: int, steps: int, config: Mapping[str, Any], workers: int | None) -> VectorEnv:
@@ -140,16 +128,6 @@ def _make_copies(
     except Exception as error:  # an environment can fail in any way
         own = not (isinstance(maker, EnvSpec) and isinstance(maker.entry_point, str)) and not isinstance(error, ImportError)
         raise (UserCodeError if own else RunError)(f"{name} cannot be made: {error}") from error
-
-
-def _inner(envs: VectorEnv) -> Any:
-    """First environment without its wrappers. A class that steps all copies at once is returned itself."""
-    return envs.envs[0].unwrapped if isinstance(envs, gymnasium.vector.SyncVectorEnv) else envs
-
-
-def _array(x: Any) -> NDArray[Any]:
-    """Convert a tensor on any device, or anything else, to a NumPy array."""
-    return x.detach().cpu().numpy() if isinstance(x, torch.Tensor) else np.asarray(x)
 
 
 class Adapter(VectorEnv):
@@ -178,10 +156,10 @@ class Adapter(VectorEnv):
 
     def step(self, actions: Any) -> tuple[Array, Array, NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]:
         observation, reward, *ends, info = self._call("step", lambda: self.envs.step(actions))
-        terminated, truncated = (_array(end).astype(bool) for end in ends)
+        terminated, truncated = (as_array(end).astype(bool) for end in ends)
         self._time, self._over = np.where(self._over, 0.0, self._time + 1.0), terminated | truncated
-        info = {key: _array(value) if isinstance(value, torch.Tensor) else value for key, value in info.items()}
-        return self._timed(observation), _array(reward).astype(np.float64), terminated, truncated, info
+        info = {key: as_array(value) if isinstance(value, torch.Tensor) else value for key, value in info.items()}
+        return self._timed(observation), as_array(reward).astype(np.float64), terminated, truncated, info
 
     def close_extras(self, **_: Any) -> None:
         self.envs.close()
@@ -193,7 +171,7 @@ class Adapter(VectorEnv):
             raise UserCodeError(f"{self.name}: {what} raised {type(error).__name__}: {error}") from error
 
     def _timed(self, observation: Any) -> Array:
-        seen = _array(observation).astype(np.float64)
+        seen = as_array(observation).astype(np.float64)
         return np.concatenate([seen, np.minimum(self._time / self.steps, 1.0)[:, None]], -1)
 
 
@@ -201,7 +179,7 @@ def make_film(name: str, maker: Maker, steps: int, config: Mapping[str, Any]) ->
     """Make one copy that renders images. MuJoCo tasks are drawn without OpenGL, unless MUJOCO_GL names a renderer."""
     try:
         if not isinstance(maker, EnvSpec):
-            return _First(maker(1, render_mode="rgb_array", **config))
+            return Single(maker(1, render_mode="rgb_array", **config), "rgb_array")
         env = gymnasium.make(maker, max_episode_steps=steps, render_mode="rgb_array", **config)
     except Exception as error:  # as above
         raise RunError(f"{name} cannot be filmed: made with render_mode='rgb_array', it raised {error}") from error
@@ -233,29 +211,3 @@ class _Drawn(gymnasium.Wrapper):
         own: Any = self.unwrapped
         moved = np.add(self._camera.centre, own.data.xpos[self._tracked] - self._from)
         return picture(own.model, own.data, replace(self._camera, centre=tuple(moved.tolist())))
-
-
-class _First(gymnasium.Env):
-    """Single environment around a vector environment that has one copy."""
-
-    def __init__(self, envs: VectorEnv) -> None:
-        self.envs, self.render_mode, self.metadata = envs, "rgb_array", envs.metadata
-        self.observation_space, self.action_space = envs.single_observation_space, envs.single_action_space
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
-        observation, info = self.envs.reset(seed=[seed], options=options)  # type: ignore[arg-type]  # a list, as learners give it
-        return _array(observation)[0], info
-
-    def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
-        observation, *found, info = self.envs.step(action[None])
-        reward, terminated, truncated = (_array(x)[0] for x in found)
-        read = {key: _array(value)[0] for key, value in info.items() if not key.startswith("_")}
-        return _array(observation)[0], float(reward), bool(terminated), bool(truncated), read
-
-    def render(self) -> Any:
-        """Render the first copy as an image."""
-        picture = self.envs.render()
-        return _array(picture[0] if isinstance(picture, tuple | list) else picture)
-
-    def close(self) -> None:
-        self.envs.close()

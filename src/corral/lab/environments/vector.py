@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
+import torch
 from gymnasium.envs.registration import EnvSpec, registry
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
@@ -67,14 +68,19 @@ class Copies(VectorEnv):
 
     STEPS: ClassVar[int]
     """Number T of steps per episode."""
-    time: int
-    """Number of steps since the episodes began."""
+    REWARDS: ClassVar[tuple[str, ...]]
+    """Values of the setting `reward`."""
 
-    def __init__(self, num_envs: int, max_episode_steps: int) -> None:
+    def __init__(self, num_envs: int, reward: str, observed: int, actions: int, max_episode_steps: int) -> None:
+        name = type(self).__name__
+        if reward not in self.REWARDS:
+            raise ValueError(f"{name}: `reward` is {' or '.join(map(repr, self.REWARDS))}; got {reward!r}.")
         if max_episode_steps != self.STEPS:  # Gymnasium passes what was registered
-            name = type(self).__name__
             raise ValueError(f"{name}: episodes have {self.STEPS} steps; got max_episode_steps={max_episode_steps}.")
-        self.num_envs, self.time = num_envs, 0
+        self.num_envs, self.reward = num_envs, reward
+        self.time = 0  # steps since the episodes began
+        self.single_observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (observed,), np.float64)
+        self.single_action_space = gymnasium.spaces.Box(-1.0, 1.0, (actions,), np.float32)
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
         self._generators = [np.random.default_rng() for _ in range(num_envs)]
@@ -94,10 +100,6 @@ class Copies(VectorEnv):
     @abstractmethod
     def outcome(self) -> dict[str, Array]:
         """Info of an episode's last step, each entry [E]."""
-
-    @abstractmethod
-    def draw(self) -> NDArray[np.uint8]:
-        """Render the first copy as a picture."""
 
     def reset(
         self, *, seed: int | list[int] | None = None, options: dict[str, Any] | None = None
@@ -137,8 +139,8 @@ class SimulatedCopies(Copies):
     rows: NDArray[np.integer] | None = None
     """Indices of the copies that play. None if all play."""
 
-    def __init__(self, model: Any, num_envs: int, max_episode_steps: int, workers: int) -> None:
-        super().__init__(num_envs, max_episode_steps)
+    def __init__(self, model: Any, workers: int, num_envs: int, *settings: Any) -> None:
+        super().__init__(num_envs, *settings)
         try:
             from mujoco.batch import Batch
         except ImportError as error:
@@ -167,26 +169,35 @@ class SimulatedCopies(Copies):
 
 
 class Single(gymnasium.Env):
-    """Single environment around one copy of a task, which can be rendered."""
+    """Single environment around a vector environment with one copy, of arrays or of torch tensors."""
 
-    COPIES: ClassVar[type[Copies]]
-
-    def __init__(self, render_mode: str | None = None, **settings: Any) -> None:
-        self.copies, self.render_mode = self.COPIES(1, **settings), render_mode
-        self.observation_space, self.action_space = self.copies.single_observation_space, self.copies.single_action_space
+    def __init__(self, copies: Any, render_mode: str | None = None) -> None:
+        self.copies, self.render_mode, self.metadata = copies, render_mode, copies.metadata
+        self.observation_space, self.action_space = copies.single_observation_space, copies.single_action_space
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
         super().reset(seed=seed)
-        observations, info = self.copies.reset(seed=seed)
-        return observations[0], info
+        observations, info = self.copies.reset(seed=None if seed is None else [seed])
+        return as_array(observations)[0], info
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
-        observations, rewards, _, over, info = self.copies.step(np.asarray(action)[None])
-        return observations[0], float(rewards[0]), False, bool(over[0]), {key: float(value[0]) for key, value in info.items()}
+        *found, info = self.copies.step(np.asarray(action)[None])
+        observation, reward, terminated, truncated = (as_array(part)[0] for part in found)
+        read = {key: as_array(value)[0] for key, value in info.items() if not key.startswith("_")}
+        return observation, float(reward), bool(terminated), bool(truncated), read
 
-    def render(self) -> NDArray[np.uint8]:
+    def render(self) -> Any:
         """Render the copy as a picture."""
-        return self.copies.draw()
+        picture = self.copies.render()
+        return as_array(picture[0] if isinstance(picture, tuple | list) else picture)
+
+    def close(self) -> None:
+        self.copies.close()
+
+
+def as_array(x: Any) -> AnyArray:
+    """Convert a tensor on any device, or anything else, to a NumPy array."""
+    return x.detach().cpu().numpy() if isinstance(x, torch.Tensor) else np.asarray(x)
 
 
 class Threads(VectorEnv):

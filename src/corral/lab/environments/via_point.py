@@ -12,16 +12,12 @@ Observation, 15 numbers: five angles (rad, relative), five velocities (rad/s), v
 """
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Any, ClassVar
 
-import gymnasium
 import numpy as np
-from numpy.typing import NDArray
 
 from corral.lab.environments.vector import Copies, Single, copies_metadata
 from corral.robot.tracking import Array
-
-_Reward = Literal["dense", "sparse"]
 
 _LINKS, STEPS, DT, STRENGTH = 5, 100, 0.02, 40.0
 REACHED = 0.25
@@ -51,23 +47,20 @@ class ViaPointReachers(Copies):
 
     metadata = copies_metadata(DT, "orange: on the way, green: goal")
     STEPS: ClassVar[int] = STEPS
-    single_observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2 * _LINKS + 5,), np.float64)
-    single_action_space = gymnasium.spaces.Box(-1.0, 1.0, (_LINKS,), np.float32)
+    REWARDS: ClassVar[tuple[str, ...]] = ("dense", "sparse")
 
     def __init__(
         self,
         num_envs: int = 1,
-        reward: _Reward = "dense",
+        reward: str = "dense",
         *,
         hidden_goal: bool = False,
         max_episode_steps: int = STEPS,
         workers: int = 1,
     ) -> None:
         """Make the arms, at rest along x. `workers` is ignored, as this task needs no threads."""
-        super().__init__(num_envs, max_episode_steps)
-        if reward not in ("dense", "sparse"):
-            raise ValueError(f"ViaPointReacher: `reward` is 'dense' or 'sparse'; got {reward!r}.")
-        self.reward, self.hidden_goal = reward, hidden_goal
+        super().__init__(num_envs, reward, 2 * _LINKS + 5, _LINKS, max_episode_steps)
+        self.hidden_goal = hidden_goal
         self.angles, self.velocities = np.zeros((num_envs, _LINKS)), np.zeros((num_envs, _LINKS))
         self.via, self.goal, self.missed = np.zeros((num_envs, 2)), np.zeros((num_envs, 2)), np.full(num_envs, np.inf)
 
@@ -110,7 +103,7 @@ class ViaPointReachers(Copies):
         goal = self.distance()
         return {"via_distance": self.missed, "goal_distance": goal, "success": (np.maximum(self.missed, goal) < REACHED) * 1.0}
 
-    def draw(self) -> NDArray[np.uint8]:
+    def render(self) -> Any:
         """Render the first arm, its via-point (circle) and its goal (cross), at 480 × 480 pixels."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -129,4 +122,7 @@ class ViaPointReachers(Copies):
 class ViaPointReacher(Single):
     """Via-point reaching with a single arm."""
 
-    metadata, COPIES = ViaPointReachers.metadata, ViaPointReachers
+    metadata = ViaPointReachers.metadata
+
+    def __init__(self, render_mode: str | None = None, **settings: Any) -> None:
+        super().__init__(ViaPointReachers(1, **settings), render_mode)

@@ -14,7 +14,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from corral.lab.environments import Environment
-from corral.lab.environments.own import make_film
 from corral.lab.jobs.robot.prepare import find_environment, restored
 from corral.lab.run.files import disk_errors, write_json
 from corral.lab.run.interval import LEVEL, Estimate, wilson
@@ -24,7 +23,7 @@ from corral.lab.run.view import PatientConsole, number
 from corral.provenance import commit, versions
 from corral.robot.episode import Episodes, held_out_seeds
 from corral.robot.tracking import Array
-from corral.validate import RunError
+from corral.validate import RunError, run_errors
 
 MOVED = 32
 """Number of contexts on which smoothness and exploration are measured during training."""
@@ -185,15 +184,20 @@ def evaluate(
     if episodes < 1:
         raise RunError(f"`episodes` must be at least 1; got {episodes}.")
     if video is not None:
-        check_video(video)
+        with run_errors((ValueError, ImportError)):
+            from corral.lab.jobs.robot.picture import check_film, render_video  # matplotlib and imageio
+
+            check_film(video)
     seeds = held_out_seeds(episodes)
     with restored(run, checkpoint) as (settings, agent, chosen, complaints):
-        known, given = find_environment(settings), settings.environment_config
+        known, name, given = find_environment(settings), settings.environment, settings.environment_config
         film: gymnasium.Env | None = None
-        if video is not None and known.maker is not None:  # what cannot be filmed is refused before anything is played
-            film = make_film(settings.environment, known.maker, known.steps, given)
-        elif video is not None:
-            film = gymnasium.make(settings.environment, render_mode="rgb_array", **given)
+        if video is not None and known.maker is None:
+            film = gymnasium.make(name, render_mode="rgb_array", **given)
+        elif video is not None:  # what cannot be filmed is refused before anything is played
+            from corral.lab.environments.own import make_film
+
+            film = make_film(name, known.maker, known.steps, given)
         played = {"mean": agent.evaluate(seeds), "exploring": agent.explore(seeds)}
     result = {
         "run": str(run),
@@ -212,8 +216,6 @@ def evaluate(
         where.mkdir(parents=True, exist_ok=True)
     write_json(where / "eval.json", result)
     if video is not None and film is not None:
-        from corral.lab.jobs.robot.picture import render_video  # matplotlib and imageio
-
         with closing(film), disk_errors(video):
             render_video(film, seeds[:_FILM_EPISODES], played["mean"].actions[:_FILM_EPISODES].numpy(), video)
     return Evaluation(where, result)
@@ -248,18 +250,6 @@ def bootstrap(values: Array, statistic: Callable[..., Any], level: float = LEVEL
     draws = np.random.default_rng(0).integers(len(values), size=(_RESAMPLES, len(values)))
     low, high = np.quantile(statistic(values[draws], axis=1), [(1 - level) / 2, (1 + level) / 2])
     return Estimate(float(statistic(values)), float(low), float(high))
-
-
-def check_video(path: Path) -> None:
-    """Refuse a film that cannot be written, before hours of episodes are played."""
-    if path.suffix not in (".gif", ".mp4") or not path.parent.is_dir():
-        raise RunError(f"--video is a file in a folder that is there, and ends in .gif or .mp4; got {path}.")
-    try:
-        from corral.lab.jobs.robot.picture import check_format  # matplotlib and imageio
-
-        check_format(path)
-    except ImportError as error:
-        raise RunError(f"--video {path}: {error}") from error
 
 
 def show(result: Mapping[str, Any], where: Path, video: Path | None, *, quiet: bool) -> None:

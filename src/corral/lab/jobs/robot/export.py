@@ -19,7 +19,7 @@ from corral.robot.learner import Learner
 from corral.robot.policy import ACTIVATIONS
 from corral.robot.prodmp import ProDMP
 from corral.robot.tracking import Array
-from corral.validate import RunError
+from corral.validate import RunError, run_errors
 
 _Bound = float | Sequence[float]
 """Limit of a quantity: one number for all joints, or one per joint."""
@@ -96,10 +96,8 @@ def export_run(run: Path, path: Path, *, checkpoint: str = "latest") -> int:
                 f"{run} was trained with {settings.algorithm}, which has no plans to export. Its policy is in "
                 f"checkpoints/checkpoint-…/{STATE}."
             )
-        try:
+        with run_errors():
             export_program(agent, path) if path.suffix == ".pt2" else export_policy(agent, path)
-        except ValueError as error:
-            raise RunError(str(error)) from error
     return chosen.step
 
 

@@ -51,7 +51,7 @@ def render_video(
         raise ValueError(f"render_video: make the environment with render_mode='rgb_array'; got {env.render_mode!r}.")
     if len(seeds) != len(actions) or (every is not None and every < 1):
         raise ValueError(f"render_video: one seed per episode and every ≥ 1; got {len(seeds)} seeds, {len(actions)} episodes.")
-    check_format(path)
+    check_film(path)
     rate, marks = env.metadata.get("render_fps", 50), env.metadata.get("render_marks", "")
     every = every or max(1, round(rate / _FPS))
     fps = rate / every
@@ -97,10 +97,10 @@ def caption(picture: Any, words: str, marks: str = "", success: bool | None = No
     return np.asarray(out)
 
 
-def check_format(path: Path) -> None:
-    """Refuse a film that could not be written, before any episode is filmed."""
-    if path.suffix not in (".gif", ".mp4"):
-        raise ValueError(f"render_video: `path` ends in .gif or .mp4; got {str(path)!r}.")
+def check_film(path: Path) -> None:
+    """Refuse a film that could not be written, before any episode is played or filmed."""
+    if path.suffix not in (".gif", ".mp4") or not path.parent.is_dir():
+        raise ValueError(f"a film is a file in a folder that is there, and ends in .gif or .mp4; got {path}.")
     if path.suffix == ".mp4":
         try:
             import imageio_ffmpeg  # noqa: F401  # imageio's own plugin for mp4

@@ -3,12 +3,10 @@
 import importlib
 import inspect
 import json
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from functools import lru_cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from gymnasium.envs.registration import registry
 
 from corral.lab.baselines.config import BaselineConfig
 from corral.lab.environments import ENVIRONMENTS, Environment, make_envs
-from corral.lab.environments.own import make_own, probe
 from corral.lab.jobs.robot.settings import ALGORITHMS, Settings, coerce_fields, resolve
 from corral.lab.run.folder import Checkpoint, RunFolder, choose_checkpoint
 from corral.lab.run.settings import coerce, toml_lines
@@ -29,7 +26,7 @@ from corral.robot.prodmp import ProDMP
 from corral.robot.tce import TCE, TCEConfig
 from corral.robot.top_erl import TopERL, TopERLConfig
 from corral.robot.tracking import Tracking
-from corral.validate import RunError, nearest, suggest
+from corral.validate import RunError, nearest, run_errors, suggest
 
 STATE = "state.pt"
 """File name of the learner's state in a checkpoint."""
@@ -40,6 +37,9 @@ EPISODIC: dict[str, tuple[type[Learner], type]] = {
     "top_erl": (TopERL, TopERLConfig),
 }
 
+CONFIGS = {name: EPISODIC[name][1] if name in EPISODIC else BaselineConfig for name in ALGORITHMS}
+"""Settings class of each algorithm."""
+
 Agent = Any
 """A `Learner` or a `Baseline`: both have step, evaluate, explore, state, restore, iteration, updates, env_steps, networks,
 optimizers and config."""
@@ -48,7 +48,7 @@ optimizers and config."""
 def prepare(settings: Settings) -> Agent:
     """Build the environments and the learner from settings, and refuse wrong settings."""
     environment = find_environment(settings)
-    try:
+    with run_errors((ValueError, ImportError)):
         config, planned = learner_config(settings), settings.algorithm in EPISODIC
         if planned:
             usual: dict[str, Any] = {"basis": 5, "tau": environment.steps * environment.dt}
@@ -57,18 +57,28 @@ def prepare(settings: Settings) -> Agent:
             )
         else:
             from corral.lab.baselines.stable import Baseline
+        simulator = None
+        if settings.simulator == "warp":
+            if not planned:
+                raise ValueError(
+                    f"simulator='warp' plays whole plans, and {settings.algorithm} chooses an action at every step. Leave it "
+                    f"at 'mujoco', or choose tce, bbrl or top_erl."
+                )
+            from corral.lab.environments.warp_batch import WarpSimulator
+
+            simulator = WarpSimulator()
         name, given, workers = settings.environment, settings.environment_config, settings.workers
         if environment.maker is None:
-            envs = make_envs(name, config.episodes, workers=workers, simulator=_simulator(settings), **given)
+            envs = make_envs(name, config.episodes, workers=workers, simulator=simulator, **given)
         else:
+            from corral.lab.environments.own import make_own
+
             envs = make_own(name, environment.maker, config.episodes, environment.steps, given, workers)
         plant = Plant(envs, environment.tracking, environment.steps)
         if planned:
             learner, dtype = EPISODIC[settings.algorithm][0], DTYPES[settings.dtype]
             return learner(plant, prodmp, environment.dt, config, seed=settings.seed, dtype=dtype)
         return Baseline(plant, settings.algorithm, config, seed=settings.seed)
-    except (ValueError, ImportError) as error:
-        raise RunError(str(error)) from error
 
 
 def restore(agent: Agent, checkpoint: Checkpoint) -> None:
@@ -112,97 +122,41 @@ def find_environment(settings: Settings) -> Environment:
         return _own_environment(name, json.dumps(table), json.dumps(settings.environment_config), settings.simulator)
     if table:
         raise RunError(f"`tracking` is for environments that are not corral's: {name} has its own controller. Leave it out.")
-    check_environment_config(ENVIRONMENTS[name], settings.environment_config)
-    return ENVIRONMENTS[name]
+    environment = ENVIRONMENTS[name]
+    module, _, maker = (environment.vector_entry_point or environment.entry_point).partition(":")
+    with run_errors(ImportError):
+        made = vars(importlib.import_module(module))[maker]
+    # Gymnasium and vectorised environments report a wrong name late or never.
+    known = inspect.signature(made).parameters.keys() - {"render_mode", "num_envs", "max_episode_steps", "workers"}
+    for key in settings.environment_config:
+        if key not in known:
+            raise RunError(f"{environment.entry_point.rpartition(':')[2]} has no setting `{key}`.{nearest(key, known)}")
+    return environment
 
 
 @lru_cache(maxsize=8)
 def _own_environment(name: str, table: str, config: str, simulator: str) -> Environment:
     """Describe an environment from outside corral by its settings as JSON. Makes one instance to read its properties."""
+    from corral.lab.environments.own import probe
+
     if simulator != "mujoco":
         raise RunError(f"simulator={simulator!r} plays hopper jump and box pushing alone, not {name}. Leave it at 'mujoco'.")
     read = json.loads(table)
-    length = (
-        coerce("tracking.steps", read.pop("steps", None), int | None),
-        coerce("tracking.dt", read.pop("dt", None), float | None),
-    )
-    maker, tracking, steps, dt = probe(name, coerce_fields("tracking", Tracking, read), *length, json.loads(config))
-    return Environment(entry_point=name, steps=steps, dt=dt, tracking=tracking, maker=maker)
-
-
-def check_environment_config(environment: Environment, given: Mapping[str, Any]) -> None:
-    """Refuse settings that the environment does not have: Gymnasium and vectorised environments report them late or never."""
-    name = environment.entry_point.rpartition(":")[2]
-    module, _, maker = (environment.vector_entry_point or environment.entry_point).partition(":")
-    try:
-        made = vars(importlib.import_module(module))[maker]
-    except ImportError as error:
-        raise RunError(str(error)) from error
-    known = inspect.signature(made).parameters.keys() - {"render_mode", "num_envs", "max_episode_steps", "workers"}
-    for key in given:
-        if key not in known:
-            raise RunError(f"{name} has no setting `{key}`.{nearest(key, known)}")
-
-
-def config_class(algorithm: str) -> type:
-    """Settings class of an algorithm: TCEConfig, BBRLConfig, TopERLConfig or BaselineConfig."""
-    return EPISODIC[algorithm][1] if algorithm in EPISODIC else BaselineConfig
+    steps = coerce("tracking.steps", read.pop("steps", None), int | None)
+    dt = coerce("tracking.dt", read.pop("dt", None), float | None)
+    return probe(name, coerce_fields("tracking", Tracking, read), steps, dt, json.loads(config))
 
 
 def learner_config(settings: Settings) -> Any:
     """Build the algorithm's settings object, with every value checked."""
-    config_cls = config_class(settings.algorithm)
+    config_cls = CONFIGS[settings.algorithm]
     given = coerce_fields(settings.algorithm, config_cls, settings.learner, without=["iterations"])
     return config_cls(iterations=settings.iterations, **given)
-
-
-def _simulator(settings: Settings) -> Any:
-    """Factory of the GPU physics engine, imported only if the settings choose it; None for MuJoCo."""
-    if settings.simulator == "mujoco":
-        return None
-    if settings.algorithm not in EPISODIC:
-        raise ValueError(
-            f"simulator='warp' plays whole plans, and {settings.algorithm} chooses an action at every step. Leave it at "
-            f"'mujoco', or choose tce, bbrl or top_erl."
-        )
-    from corral.lab.environments.warp_batch import WarpSimulator
-
-    return WarpSimulator()
 
 
 def parameters(agent: Agent) -> int:
     """Number of trainable parameters."""
     return sum(p.numel() for network in agent.networks.values() for p in network.parameters() if p.requires_grad)
-
-
-def describe(settings: Settings, agent: Agent) -> dict[str, Any]:
-    """Content of config.json for a new run."""
-    environment = find_environment(settings)
-    planned = isinstance(agent, Learner)
-    controlled = planned or agent.config.controller_span is not None
-    return {
-        "settings": settings.flat(),
-        "objective": {"name": settings.algorithm, **asdict(agent.config)},
-        "task": {
-            "name": settings.environment,
-            **settings.environment_config,
-            "steps": environment.steps,
-            "dt": environment.dt,
-            "tracking": asdict(environment.tracking) if controlled else None,
-            **({"simulator": f"mujoco-warp {version('mujoco-warp')}"} if settings.simulator == "warp" else {}),
-        },
-        "model": {
-            "name": model_name(settings),
-            "parameters": parameters(agent),
-            "prodmp": asdict(agent.prodmp) if planned else None,
-        },
-        "command": sys.argv,
-    }
-
-
-def model_name(settings: Settings) -> str:
-    """Name of the policy's class, for config.json."""
-    return "gaussian-prodmp" if settings.algorithm in EPISODIC else "gaussian-mlp"
 
 
 _SOME_BASELINES = {
@@ -217,7 +171,7 @@ _SOME_BASELINES = {
 
 def used_by(algorithm: str) -> set[str]:
     """Names of the `learner` settings that have an effect on an algorithm."""
-    names = {item.name for item in fields(config_class(algorithm))}
+    names = {item.name for item in fields(CONFIGS[algorithm])}
     if algorithm in EPISODIC:
         return names
     return {name for name in names if any(word in algorithm for word in _SOME_BASELINES.get(name, ("sb3",)))}

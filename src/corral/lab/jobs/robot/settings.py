@@ -20,13 +20,6 @@ TABLES = ("environment_config", "tracking", "prodmp", "learner")
 _OF_THE_CRITIC = {f"learner.critic_{name}" for name in ("epochs", "rate", "hidden", "dtype", "inputs")}
 _OF_THE_CRITIC |= {"learner.lam", "learner.normalise_critic"}
 
-AS_PUBLISHED: dict[str, dict[str, Any]] = {
-    "tce": {"closing_segment": False, "common_jitter": True, "floor_in_region": False},
-    "bbrl": {"floor_in_region": False},
-}
-"""Values of `learner` that `as_published = true` sets first: the published rules where corral's defaults differ
-(docs/tce.md)."""
-
 _ELSEWHERE = {
     "steps": "iterations",
     "objective": "algorithm",
@@ -100,6 +93,8 @@ def resolve(layers: Sequence[Mapping[str, Any]]) -> Settings:
         if not isinstance(own, Mapping):
             raise RunError(f"`{algorithm}` is a table of settings; got {own!r}.")
         if coerce("as_published", layer.get("as_published", False), bool):
+            from corral.robot.config import AS_PUBLISHED  # torch, for which few commands have to wait
+
             add_layer(merged, {"learner": AS_PUBLISHED.get(algorithm, {})}, TABLES)
         add_layer(merged, {key: value for key, value in layer.items() if key not in (*ALGORITHMS, "as_published")}, TABLES)
         add_layer(merged, {"learner": own}, TABLES)
@@ -131,8 +126,11 @@ def check_flags(settings: Settings, given: Mapping[str, Any]) -> None:
             why = "there is no floor of the entropy. Set learner.entropy_floor too, or leave it out."
         if why is not None:
             raise RunError(f"`{key}` would change nothing: {why}")
-    if "as_published" in given and algorithm not in AS_PUBLISHED:
-        raise RunError(f"`as_published` would change nothing: it is for {' and '.join(AS_PUBLISHED)}, not for {algorithm}.")
+    if "as_published" in given:
+        from corral.robot.config import AS_PUBLISHED
+
+        if algorithm not in AS_PUBLISHED:
+            raise RunError(f"`as_published` would change nothing: it is for {' and '.join(AS_PUBLISHED)}, not for {algorithm}.")
     if "dtype" in given and algorithm.startswith("sb3-") and settings.dtype != "float32":
         raise RunError(f"`dtype` is float32 for {algorithm}, as stable-baselines3 has it; got {settings.dtype}. Leave it out.")
 

@@ -1,7 +1,10 @@
 """Training runs of robots: build environments and a learner from settings, and train in a resumable run folder."""
 
 import re
+import sys
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,7 @@ import torch
 
 import corral
 from corral.lab.jobs.robot.evaluate import measure
-from corral.lab.jobs.robot.prepare import STATE, Agent, check_used, describe, find_environment, model_name, prepare, restore
+from corral.lab.jobs.robot.prepare import EPISODIC, STATE, Agent, check_used, find_environment, parameters, prepare, restore
 from corral.lab.jobs.robot.settings import Settings, resolve
 from corral.lab.run import life
 from corral.lab.run.folder import Checkpoint
@@ -82,7 +85,7 @@ class RobotRun(Job):
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.about = {"objective": settings.algorithm, "task": settings.environment}
-        self.about |= {"model": model_name(settings), "seed": settings.seed}
+        self.about |= {"model": "gaussian-prodmp" if settings.algorithm in EPISODIC else "gaussian-mlp", "seed": settings.seed}
         self.guard = Guard(settings.guard, LIMITS, select=select_watched)
 
     def prepare(self) -> None:
@@ -90,7 +93,27 @@ class RobotRun(Job):
         self.agent = prepare(self.settings)
 
     def describe(self) -> dict[str, Any]:
-        return describe(self.settings, self.agent)
+        settings, agent, environment = self.settings, self.agent, find_environment(self.settings)
+        planned = isinstance(agent, Learner)
+        controlled = planned or agent.config.controller_span is not None
+        return {
+            "settings": settings.flat(),
+            "objective": {"name": settings.algorithm, **asdict(agent.config)},
+            "task": {
+                "name": settings.environment,
+                **settings.environment_config,
+                "steps": environment.steps,
+                "dt": environment.dt,
+                "tracking": asdict(environment.tracking) if controlled else None,
+                **({"simulator": f"mujoco-warp {version('mujoco-warp')}"} if settings.simulator == "warp" else {}),
+            },
+            "model": {
+                "name": self.about["model"],
+                "parameters": parameters(agent),
+                "prodmp": asdict(agent.prodmp) if planned else None,
+            },
+            "command": sys.argv,
+        }
 
     def check_changes(self, content: Mapping[str, Any], done: int, path: Path, view: RunView) -> dict[str, Any]:
         """Record a change of simulator on resuming: from then on, the numbers differ."""
