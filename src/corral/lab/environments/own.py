@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from corral.lab.environments import Environment
 from corral.lab.environments.drawing import Camera, picture
 from corral.lab.environments.vector import Single, as_array, make_envs
+from corral.lab.tasks.imports import by_path
 from corral.robot.episode import ELAPSED
 from corral.robot.tracking import Array, Tracking
 from corral.validate import RunError, UserCodeError, number_in, run_errors, suggest
@@ -34,8 +35,6 @@ def find_maker(name: str) -> Maker:
     """Find an environment's factory by name: Gymnasium id, `module:Id-v0`, `module:Class` or `file.py:Class`."""
     module, colon, last = name.rpartition(":")
     if colon and last.isidentifier():
-        from corral.lab.tasks.imports import by_path  # no other part of a robot's run needs tasks
-
         with run_errors():
             found = by_path(name, "an environment of your own is module:Class or file.py:Class")
         if isinstance(found, type) and issubclass(found, VectorEnv):
