@@ -38,7 +38,6 @@ SHARDS: dict[str, tuple[str, ...]] = {
     "door": ("tests/corral_trl",),
     "robot": (
         "tests/lab/baselines/test_baseline.py",
-        "tests/lab/baselines/test_graphed_sac.py",
         "tests/robot/test_learner_device.py",
         "tests/robot/test_prodmp.py",
         "tests/lab/environments/test_warp_batch.py",

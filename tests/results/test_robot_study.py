@@ -39,9 +39,9 @@ def test_runs_of_a_plan_take_other_settings_and_see_the_gpu_where_these_need_it(
     seen = []
     monkeypatch.setattr("subprocess.Popen", lambda command, env, **_: seen.append(env.get("CUDA_VISIBLE_DEVICES")))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    for job in (warped, *found):
+    for job in (warped, *robot_study.select(found, None, ["learner.device=cuda"]), *found):
         robot_study.start(job, tmp_path / job.name)
-    assert seen == ["7", ""]
+    assert seen == ["7", "7", ""]
 
 
 def test_a_run_that_began_on_a_gpu_is_resumed_by_the_simulator_that_is_given(

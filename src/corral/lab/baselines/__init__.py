@@ -1,1 +1,1 @@
-"""Step-based baselines for robot tasks: stable-baselines3's algorithms, TRPL, and SAC on a GPU."""
+"""Step-based baselines for robot tasks: stable-baselines3's PPO and SAC, and TRPL."""

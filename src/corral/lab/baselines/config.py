@@ -30,9 +30,7 @@ class BaselineConfig(Checked):
     gradient_steps: int = limited(8, at_least=1)
     """SAC: number of updates in a round. An update for each step, which is SAC's usual setting, is eight times slower."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """SAC: device of the networks. Environments stay on the CPU. On a GPU the updates of a round are replays of one CUDA graph,
-    so that an update for each step is affordable. With gSDE they are launched one by one. A run from a GPU can be evaluated
-    without one."""
+    """SAC: device of the networks. Environments stay on the CPU. A run from a GPU can be evaluated without one."""
     noise_colour: float = limited(1.0, finite=True)
     """sb3-…-pink: exponent β of the noise's power spectrum 1/f^β. Pink noise has β = 1, white noise 0 and red noise 2. For PPO
     0.5 was best."""

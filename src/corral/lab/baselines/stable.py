@@ -22,7 +22,6 @@ try:
     from stable_baselines3.common.vec_env import VecEnv
 
     from corral.lab.baselines.noise import EpisodeNoise, colour_actions
-    from corral.lab.baselines.sac import GraphedSAC
     from corral.lab.baselines.trpl import TRPL
 except ImportError as error:
     raise ImportError(f"corral.lab.baselines.stable needs stable-baselines3: {pip_install('robot')}.") from error
@@ -31,9 +30,9 @@ BASELINES: dict[str, tuple[Any, Literal["white", "gsde", "coloured"]]] = {
     "sb3-ppo": (PPO, "white"),
     "sb3-ppo-gsde": (PPO, "gsde"),
     "sb3-ppo-pink": (PPO, "coloured"),
-    "sb3-sac": (GraphedSAC, "white"),
-    "sb3-sac-gsde": (GraphedSAC, "gsde"),
-    "sb3-sac-pink": (GraphedSAC, "coloured"),
+    "sb3-sac": (SAC, "white"),
+    "sb3-sac-gsde": (SAC, "gsde"),
+    "sb3-sac-pink": (SAC, "coloured"),
     "sb3-trpl": (TRPL, "white"),
 }
 """Algorithm name → its class and exploration noise. White noise is drawn anew at every step, gSDE is a function of the state
@@ -62,10 +61,10 @@ class Baseline:
             "learning_rate": config.rate,
             "gamma": config.gamma,
             "use_sde": exploration == "gsde",
-            "device": config.device if kind is GraphedSAC else "cpu",
+            "device": config.device if kind is SAC else "cpu",
             "policy_kwargs": {"net_arch": list(config.hidden)},
         }
-        if kind is GraphedSAC:
+        if kind is SAC:
             each = plant.steps * self.envs.num_envs
             settings |= {
                 "train_freq": (plant.steps, "step"),

@@ -174,13 +174,7 @@ class RobotRun(Job):
             folder.publish(name, step, self.settings.keep_checkpoints)
 
     def check_update(self, name: str, optimizer: torch.optim.Optimizer) -> None:
-        """Skip an update with a non-finite gradient by deleting the gradients: optimizers then change nothing.
-
-        An update that a CUDA graph captures is not checked: it cannot ask the host, and its replays run no hooks. GraphedSAC
-        checks its networks after them.
-        """
-        if is_captured():
-            return
+        """Skip an update with a non-finite gradient by deleting the gradients: optimizers then change nothing."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         poisoned = not gradient_state(parameters)[0]
         update = f"an update of the {name} in step {self.agent.iteration + 1}"
@@ -190,11 +184,6 @@ class RobotRun(Job):
 
     def close(self) -> None:
         self.agent.plant.close()
-
-
-def is_captured() -> bool:
-    """True while a CUDA graph is being captured."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def select_watched(line: Mapping[str, Any]) -> dict[str, Any]:
