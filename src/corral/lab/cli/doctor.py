@@ -64,8 +64,13 @@ def run(arguments: argparse.Namespace) -> int:
     rows += [("device", *_device()), ("memory", f"{memory:.0f} GB", ""), sandbox()]
     for name, what in _OPTIONAL.items():  # some are there under the name of another distribution
         rows.append((name, installed_version(name) or "there", "") if find_spec(name) else (name, "–", what))
-    if "robots" not in meant or len(meant) != 1:
-        rows += [("embedded", *_embedded_model(name, trouble)) for name in EMBEDDED]
+    for name in EMBEDDED if meant != ["robots"] else ():
+        folder = _PACKAGE / "lab" / "models" / name
+        if (folder / "model.safetensors").is_file():
+            rows.append(("embedded", name, f"{(folder / 'model.safetensors').stat().st_size / 1e6:.1f} MB"))
+        else:
+            rows.append(("embedded", "–", f"{name} is missing"))
+            trouble.append(f"the embedded model in {folder}: reinstall corral, or make it by scripts/warm_start.py")
     for name, what, note in rows:
         sys.stdout.write(f"{name:<17} {what:<14} {note}".rstrip() + "\n")
     sys.stdout.write("\n" + "".join(f"missing: {line}\n" for line in trouble) if trouble else "\n`corral train` can run.\n")
@@ -148,12 +153,3 @@ def sandbox() -> tuple[str, str, str]:
     except SandboxUnavailable as error:
         return "sandbox", "–", str(error)
     return "sandbox", backend, memory_bound(backend)
-
-
-def _embedded_model(name: str, trouble: list[str]) -> tuple[str, str]:
-    """Check whether an embedded model's weights exist, and their size."""
-    folder = _PACKAGE / "lab" / "models" / name
-    if (folder / "model.safetensors").is_file():
-        return name, f"{(folder / 'model.safetensors').stat().st_size / 1e6:.1f} MB"
-    trouble.append(f"the embedded model in {folder}: reinstall corral, or make it by scripts/warm_start.py")
-    return "–", f"{name} is missing"

@@ -15,6 +15,7 @@ from typing import Any
 from corral.lab.cli import refuse
 from corral.lab.jobs.robot.settings import ALGORITHMS
 from corral.lab.run.settings import recipes
+from corral.lab.run.text import columns
 from corral.lab.tasks import TASKS
 from corral.objective import OBJECTIVES, objective_function, objective_names
 from corral.objective.config import ObjectiveConfig
@@ -57,7 +58,15 @@ def run(arguments: argparse.Namespace) -> int:
 def _explanations(name: str) -> Iterator[Sequence[str]]:
     """Yield the explanations of a name, each as parts to print with empty lines between."""
     if name in OBJECTIVES or name in CORRECTIONS:
-        yield _objective(name)
+        function, config_cls = (objective_function(name), OBJECTIVES[name][1]) if name in OBJECTIVES else CORRECTIONS[name]
+        words = _own_doc(config_cls)
+        parts = [f"{name}\n", _body(function), *([f"{words}\n"] if words else []), _settings(config_cls)]
+        if issubclass(config_cls, ObjectiveConfig):
+            own = config_cls()
+            needs = f"needs    {', '.join(sorted(own.needs))}\nanchor   {own.anchor}\nreduced  {own.reductions[0]}\n"
+            yield [*parts, needs, f"use it   corral train --objective {name}\n         docs/objectives/{name}.md\n"]
+        else:
+            yield [*parts, f"use it   CorralConfig(correction={name!r}), where the sampler reports log-probs\n"]
     if name in recipes():  # its comments explain it
         yield f"{name}: a recipe\n", f"{recipes()[name].read_text().rstrip()}\n", f"use it   corral train --recipe {name}\n"
     if name in TASKS:
@@ -71,25 +80,19 @@ def _explanations(name: str) -> Iterator[Sequence[str]]:
             yield (f"{name}: a robot's algorithm; its settings need more: {pip_install('robot')} ({error.name} is missing).\n",)
         else:
             use = f"corral train --recipe via_point --algorithm {name} --set learner.KEY=VALUE"
-            parts = _body(there[learner]), _settings(there[config]), f"use it   {use}\n         docs/robots.md\n"
-            yield f"{name}: a robot's algorithm\n", *parts
+            use = f"use it   {use}\n         docs/robots.md\n"
+            yield f"{name}: a robot's algorithm\n", _body(there[learner]), _settings(there[config]), use
     if name == "settings":
-        yield _all_settings()
+        from corral.lab.jobs.llm.settings import DECIDED, Settings, trainer_types
+
+        others = sorted(set(trainer_types()) - {*_own_settings(), *DECIDED})
+        yield (
+            _settings(Settings, _own_settings(), title="settings of a run: --name VALUE, or name = VALUE in a file"),
+            f"settings of the trainer, CorralConfig and TRL's GRPOConfig (`corral explain NAME` for one)\n"
+            f"{columns(others or ['they are in TRL, which is not installed in a tested release'], 110)}\n",
+        )
     elif name in _own_settings():
         yield _setting(name, name, _own_settings()[name])
-
-
-def _objective(name: str) -> Sequence[str]:
-    """Explain an objective or a correction: docstring, settings, requirements and further reading."""
-    is_objective = name in OBJECTIVES
-    function, config_cls = (objective_function(name), OBJECTIVES[name][1]) if is_objective else CORRECTIONS[name]
-    words = _own_doc(config_cls)
-    parts = [f"{name}\n", _body(function), *([f"{words}\n"] if words else []), _settings(config_cls)]
-    if not issubclass(config_cls, ObjectiveConfig):
-        return [*parts, f"use it   CorralConfig(correction={name!r}), where the sampler reports log-probs\n"]
-    config = config_cls()
-    needs = f"needs    {', '.join(sorted(config.needs))}\nanchor   {config.anchor}\nreduced  {config.reductions[0]}\n"
-    return [*parts, needs, f"use it   corral train --objective {name}\n         docs/objectives/{name}.md\n"]
 
 
 def _own_doc(config_cls: type) -> str:
@@ -115,19 +118,6 @@ def _own_settings() -> dict[str, str]:
 def _setting(name: str, title: str, words: str) -> Sequence[str]:
     """Explain a setting and its flag."""
     return f"{title}\n", f"{textwrap.fill(words, 110)}\n", f"use it   corral train --{name.replace('_', '-')} VALUE\n"
-
-
-def _all_settings() -> Sequence[str]:
-    """Explain every setting of a run, and list the names of TRL's settings."""
-    from corral.lab.jobs.llm.settings import DECIDED, Settings, trainer_types
-    from corral.lab.run.text import columns
-
-    others = sorted(set(trainer_types()) - {*_own_settings(), *DECIDED})
-    return (
-        _settings(Settings, _own_settings(), title="settings of a run: --name VALUE, or name = VALUE in a file"),
-        f"settings of the trainer, CorralConfig and TRL's GRPOConfig (`corral explain NAME` for one)\n"
-        f"{columns(others or ['they are in TRL, which is not installed in a tested release'], 110)}\n",
-    )
 
 
 def _trainer_setting(name: str) -> Iterator[Sequence[str]]:

@@ -1,4 +1,4 @@
-"""Command `corral leaderboard`: a comparison in one cell of the table, by passes and lag, and the ranks that come out."""
+"""Command `corral leaderboard`: run a comparison in one cell of the leaderboard, and print the contestants by rank."""
 
 import argparse
 from pathlib import Path
@@ -17,9 +17,9 @@ fresh seeds. If any contestant is best at an end of the grid, a rate is added th
 """
 
 _RATES = {1: "2e-4,4e-4,8e-4", 4: "1e-4,2e-4,4e-4"}
-"""Learning rates of the table by passes over each batch."""
+"""Learning rates of the leaderboard by number of passes over each batch."""
 _FIRST = 601
-"""First seed of the table, which two runs of each rate begin with."""
+"""First random seed of the leaderboard. Rates are chosen on this seed and the next."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def ranks(path: Path) -> list[str]:
-    """Ranks of a comparison's contestants by the mean success over the run, each with its difference from the first-named.
+    """Rank a comparison's contestants by mean success over the run, with differences from the contestant named first.
 
     Differences are means over paired seeds with Student's 95 % interval; the mean over the run has a bootstrap interval.
     """

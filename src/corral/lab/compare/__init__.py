@@ -1,1 +1,1 @@
-"""Comparisons: contestants × settings × seeds as ordinary runs, side by side, with equal budgets."""
+"""Comparisons of objectives or robot algorithms over settings and seeds, with equal budgets."""

@@ -36,7 +36,7 @@ _Status = Literal["finished", "failed", "interrupted"]
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """Comparison that is ready to run, with checked budget and an engine."""
+    """Result of the checks before a comparison starts: its budget, its engine, and warnings."""
 
     budget: Budget
     engine: Engine

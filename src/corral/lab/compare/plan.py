@@ -35,7 +35,7 @@ _AROUND = 2
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonPlan:
-    """The runs of a comparison: the same settings, seeds and budget for every contestant.
+    """Plan of a comparison: the same settings, seeds and budget for every contestant.
 
     With a sweep, each contestant's setting is chosen on `choose_seeds` and reported on `report_seeds`, which it has never seen:
     the best of several noisy numbers is too good.
@@ -77,14 +77,14 @@ class ComparisonPlan:
         return len(self.contestants) * (len(self.settings) * len(self.choose_seeds) + len(self.report_seeds))
 
     def sweep_runs(self) -> list[PlannedRun]:
-        """Runs of all contestants with all settings, on the seeds for choosing; none without a sweep."""
+        """List the runs of all contestants with all settings, on the seeds for choosing. Without a sweep there are none."""
         return [
             make_run(contestant, setting, seed, "sweep")
             for seed, setting, contestant in product(self.choose_seeds, self.settings, self.contestants)
         ]
 
     def report_runs(self, chosen: ChosenSettings) -> list[PlannedRun]:
-        """Runs of each contestant with its chosen setting on fresh seeds. A contestant without a chosen setting is left out."""
+        """List the runs of each contestant with its chosen setting, on fresh seeds. Without a chosen setting there are none."""
         own = chosen if self.sweep else {contestant: {} for contestant in self.contestants}
         return [
             make_run(contestant, own[contestant], seed, "report")
@@ -93,7 +93,7 @@ class ComparisonPlan:
         ]
 
     def grown(self, chosen: ChosenSettings) -> "ComparisonPlan":
-        """Plan with one more value at each end of an axis of numbers where a contestant's best value lies, up to `extend`."""
+        """Return a plan with another value, up to `extend`, beyond each end of an axis where a contestant's best value lies."""
         added = dict(self.added)
         for key, given in self.sweep.items():
             ends, best = sorted(value for value in given if is_number(value)), {setting.get(key) for setting in chosen.values()}
@@ -155,7 +155,7 @@ def parse_sweeps(texts: Sequence[str]) -> dict[str, list[Any] | None]:
 
 
 def half_decades(rates: Sequence[float], around: int = _AROUND) -> list[float]:
-    """Learning rates √10 apart, rounded to two digits, around `rates`.
+    """Make a grid of learning rates around `rates`, each √10 times the one before and rounded to two digits.
 
     They run from `around` half-decades below the lowest to as many above the highest.
 
@@ -223,7 +223,7 @@ def run_arguments(kind: Kind, training: Training, run: PlannedRun, where: Path) 
 
 
 def run_settings(kind: Kind, training: Training, run: PlannedRun) -> dict[str, Any]:
-    """Flags of one run by the name of their setting: flags that all runs share, then flags of this contestant and run.
+    """Collect the flags of one run by setting: flags that all runs share, then flags of this contestant and run.
 
     A contestant such as `troll bound=0.1 support=union` is an objective's name and settings: its own, or the run's.
     """

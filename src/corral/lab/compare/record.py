@@ -53,7 +53,7 @@ class Comparison(LockedFolder):
         return {"contestants": plan.contestants, **seeds, **sweep, **training.pop("settings"), **training}
 
     def add_runs(self) -> None:
-        """List the runs of the plan anew. Listed runs keep their state; new runs get their state from files.
+        """Update the list of runs from the plan. Listed runs keep their state; new runs get their state from files.
 
         Report runs of a setting that is no longer chosen are let go: that happens if a failed run of the sweep is retried.
         """
@@ -164,7 +164,7 @@ def read(path: Path) -> Comparison:
 
 
 def list_differences(old: Mapping[str, Any], new: Mapping[str, Any], keys: Iterable[str] | None = None) -> list[str]:
-    """List a text `key is x there and y here` for every difference between two mappings."""
+    """List the differences between two mappings as texts: `key is x there and y here`."""
     names = sorted(old.keys() | new.keys()) if keys is None else keys
     return [
         f"{key} is {render_value(old.get(key))} there and {render_value(new.get(key))} here"

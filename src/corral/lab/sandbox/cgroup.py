@@ -1,4 +1,6 @@
-"""A memory cgroup per worker, if a cgroup is delegated to this user: the kernel then limits the memory of all its programs.
+"""Memory cgroups, one per worker, in which the kernel limits the memory of all processes of a program.
+
+They need a cgroup that is delegated to this user.
 
 Its own memory on their behalf is counted too: pages that a fork has copied, page tables, pipes, sockets, locks. Where none
 is delegated (an ordinary login, most containers) the limits of each process, polling all of them, and the filter remain.
@@ -111,7 +113,7 @@ def make_cgroup(parent: Path, version: int) -> MemoryCgroup | None:
 
 
 def places(membership: Path, mounts: Path) -> list[tuple[Path, int]]:
-    """Folders in which cgroups with a memory limit may be made.
+    """List the folders in which cgroups with a memory limit may be made.
 
     In version 1 that is below this process's own. In version 2 no group but the root has both processes and groups with limits
     below it, so beside it is the next try; either must pass the memory controller on.

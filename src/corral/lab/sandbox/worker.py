@@ -47,7 +47,7 @@ def open_pipe() -> Iterator[tuple[FileIO, FileIO]]:
 
 
 class SandboxWorker(WorkerProcess, contextlib.AbstractContextManager["SandboxWorker"]):
-    """A warm sandboxed interpreter that forks once per program; a context manager for one program and one thread at a time."""
+    """Sandboxed interpreter that is already started and forks once per program. A context manager, for one thread at a time."""
 
     def __init__(self, backend: str) -> None:
         self.backend = backend

@@ -104,7 +104,7 @@ def make_task(name: str, **settings: Any) -> Task:
 
 
 def settings_of(task: Task) -> dict[str, Any]:
-    """Settings of a task by name, as a run records them: the fields of a dataclass, or the attributes of any other object."""
+    """Collect the settings of a task by name: the fields of a dataclass, or the attributes of any other object."""
     if not dataclasses.is_dataclass(task):
         return {**vars(task)}
     return {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
@@ -129,7 +129,7 @@ def verify_all(task: Task, prompts: Sequence[str], completions: Sequence[str]) -
 
 
 def columns_of(task: Task, prompts: Sequence[str]) -> dict[str, list[Any]]:
-    """Further columns of the data for these prompts, as lists by name for reward functions; None where a row lacks a column."""
+    """Collect the other columns of these prompts' rows as lists by name. An entry is None where a row lacks the column."""
     columns = getattr(task, "columns", None)
     rows = [columns(prompt) for prompt in prompts] if columns is not None else []
     return {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}

@@ -111,9 +111,11 @@ def text_column(row: Row, *names: str) -> str:
 
 
 def conversation(prompt: Any, column: str) -> tuple[str, list[Message]]:
-    """Read a prompt from data, as text and as messages: a text, or a chat whose last message is the user's.
+    """Read a column's prompt, a text or a chat, and return it as text and as chat messages.
 
-    The text of a single message is its content; of several, each follows its role.
+    A chat ends with a message of the user's.
+
+    The text of one message is its content. The text of several messages has each role before its content.
     """
     chat = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     for one in chat:
@@ -149,7 +151,7 @@ class _KnownProblem(NamedTuple):
 
 
 class _Tally:
-    """Counts rows, and stores place and reason of the first few: there may be millions."""
+    """Count of rows, with place and reason of the first few rows: there may be millions."""
 
     def __init__(self) -> None:
         self.count, self.first = 0, ""
@@ -177,7 +179,7 @@ class Hub:
 
 
 class _Loaded:
-    """Attributes of a finite task that are loaded, and so no settings: fields of its dataclass are declared below."""
+    """Attributes that a finite task loads when it is made. They are no fields of the dataclass, and so no settings."""
 
     _problems: dict[str, _KnownProblem]
     _train: list[str]
@@ -322,8 +324,7 @@ class FiniteTask(_Loaded, SeededTask):
 
 
 def split_by_share(problems: dict[str, Any], share: float) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Hold out the given share of problems, at least one: those with the smallest digests, in any order of rows on any
-    machine."""
+    """Split problems into training and held-out problems. The smallest digests are held out, on every machine the same."""
     held_out = set(sorted(problems, key=lambda prompt: (digest(prompt), prompt))[: max(1, round(share * len(problems)))])
     train = {prompt: answer for prompt, answer in problems.items() if prompt not in held_out}
     return train, {prompt: answer for prompt, answer in problems.items() if prompt in held_out}

@@ -1,4 +1,4 @@
-"""Graders in worker processes: a reliable time limit for scorers that may hang, usable from any thread of any process.
+"""Graders in worker processes, which end scorers that hang. Any thread of any process can use them.
 
 math-verify and some scorers of reasoning-gym hand text to sympy, which can compute for years. Their own limits are alarms: they
 work in the main thread alone, and not inside a long call into C. Results of functions under test are read and compared here
@@ -146,5 +146,5 @@ def grader_pool(kind: str) -> GraderPool:
 
 
 def grader_counts() -> dict[str, dict[str, int]]:
-    """Count this process's answers that were graded, timed out, failed or killed their grader, by kind of grader."""
+    """Count the answers that were graded, timed out, failed or killed their grader in this process, by kind of grader."""
     return {kind: dict(one.counts) for (process, kind), one in list(_POOLS.items()) if process == os.getpid()}

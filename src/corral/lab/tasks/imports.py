@@ -68,8 +68,7 @@ _EXPRESSION = re.compile(r"(?:^|[^0-9])([0-9]{1,9})([+*-])([0-9]{1,9})=$")
 
 @runtime_checkable
 class Tool(Protocol):
-    """Interface of a tool that writes into a completion whenever the model ends its turn; the tool's text is never trained
-    on."""
+    """Interface of a tool that writes text into a completion at stop strings. The tool's text is never trained on."""
 
     @property
     def stops(self) -> Sequence[str]:

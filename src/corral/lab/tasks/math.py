@@ -1,4 +1,4 @@
-"""Grading of mathematical answers: find the final answer in a completion, and compare it with the reference by math-verify."""
+"""Grading of mathematics: find the final answer of a completion, and compare it with the reference by math-verify."""
 
 import re
 import unicodedata
@@ -46,8 +46,7 @@ class Answer:
 
 
 def extract(completion: str) -> Answer | None:
-    """Find the final answer of a completion: the last box, else the text behind the last ####, else the last number, else
-    None."""
+    """Find the final answer: the last box, else the text after the last ####, else the last number, else None."""
     text = ascii_digits(completion)
     box = last_box(text)
     if box is not None:
@@ -131,7 +130,7 @@ def _with_slash(fraction: re.Match[str]) -> str:
 
 
 def same_number(gold: str, answer: str) -> bool:
-    """True if both texts are single numbers and exactly equal: 1,234.50 equals 1234.5, and 50% equals 50."""
+    """True if both texts have one number each, and the numbers are equal: 1,234.50 equals 1234.5, and 50% equals 50."""
     right = _gold_number(gold)
     return right is not None and one_number(answer) == right
 

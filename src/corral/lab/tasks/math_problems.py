@@ -16,7 +16,9 @@ from corral.lab.tasks.procedural import digest
 
 @dataclass(frozen=True, kw_only=True)
 class GSM8K(MathTask):
-    r"""7,473 problems to train on and 1,319 held out: `openai/gsm8k` on the hub, or a folder with train.jsonl and test.jsonl.
+    r"""Word problems of GSM8K from the hub (`openai/gsm8k`), or from a folder with train.jsonl and test.jsonl.
+
+    7,473 problems are for training and 1,319 are held out.
 
     A row has `question` and `answer`, whose last line is "#### 72". A completion is right iff its answer is one number, exactly
     that one; nothing is computed, so this needs no grader. Where in a completion it is found: corral.lab.tasks.math.
@@ -56,7 +58,7 @@ _DECIMALS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class WordProblems(GSM8K):
-    """ASDiv and MAWPS to train on, SVAMP held out: from the hub, or a folder with asdiv, mawps and svamp (.jsonl, .json, …).
+    """Word problems of ASDiv and MAWPS, with SVAMP held out, from the hub or a folder with asdiv, mawps and svamp.
 
     SVAMP was written after ASDiv, so a training problem that has the words of a held-out one, whatever its numbers, is left
     out; so is one with the words and numbers of an earlier one, and one whose answer is not one number (a name, a time, ⅔ as a

@@ -68,7 +68,7 @@ class ProceduralTask(SeededTask):
     """Base class of tasks that generate problems with answers, drawn with replacement."""
 
     NO_PROBLEM: ClassVar[str] = "Try other settings."
-    """Advice in the error when no problem is found."""
+    """Advice at the end of the error that no problem was found."""
 
     def _prompts(self, seed: int, *, held_out: bool) -> Iterator[str]:
         return (prompt for prompt, _ in self._draw(seed, held_out=held_out))
@@ -370,7 +370,7 @@ class Arithmetic(ProceduralTask):
 
     @property
     def max_completion_length(self) -> int:
-        """Characters of the longest correct answer: all its numbers have their greatest length for 99+99, 99*99 and 99-11."""
+        """Characters of the longest correct answer, which large operands have, such as 99+99, 99*99 and 99-11."""
         largest, ones = 10**self.digits - 1, int("1" * self.digits)
         return max(len(_solution(largest, sign, places(ones if sign == "-" else largest))) for sign in self.operations)
 

@@ -1,4 +1,4 @@
-"""Any generator of reasoning-gym by name, with its own scorer (106 of them; Stojanovski et al. 2025; Apache-2.0)."""
+"""Task with the questions and the scorer of any generator of reasoning-gym (Stojanovski et al. 2025; Apache-2.0)."""
 
 import ast
 import random
@@ -78,7 +78,7 @@ class ReasoningGym(SeededTask):
 
     @cached_property
     def _drawn(self) -> dict[str, dict[str, Any]]:
-        """Drawn questions, each with its entry: no field, and so no setting."""
+        """Entries of the drawn questions, by question. They are no field of the dataclass, and so no setting."""
         return {}
 
     @property

@@ -60,12 +60,12 @@ mask."""
 
 
 def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    """A BPF instruction; jumps count the skipped instructions."""
+    """Encode a BPF instruction. Jumps count the instructions that they skip."""
     return struct.pack("=HBBI", code, if_true, if_false, value)
 
 
 def build(machine: str) -> bytes:
-    """The BPF program for one architecture."""
+    """Build the BPF program for one architecture."""
     bodies = {number: _body(name) for name, number in allowed_numbers(machine).items()}
     missing = [_instruction(_RETURN, _REFUSE | errno.ENOSYS)]
     starts: list[tuple[int, list[bytes]]] = []  # numbers from here on, up to the next start, have this body
@@ -83,7 +83,7 @@ def build(machine: str) -> bytes:
 
 
 def _body(name: str) -> list[bytes]:
-    """The instructions that decide a single call."""
+    """Build the instructions that allow or refuse a single call."""
     allow, refuse = _instruction(_RETURN, _ALLOW), _instruction(_RETURN, _REFUSE | errno.EPERM)
     if name in REFUSED_FLAGS:
         index, lists = REFUSED_FLAGS[name]

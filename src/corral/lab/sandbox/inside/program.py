@@ -1,4 +1,4 @@
-"""A program from fork to exit: limits, streams, system-call filter, execution, exit status."""
+"""Execution of a program from fork to exit: limits, streams, system-call filter, exit status."""
 
 import _signal  # the functions without the enumerations around them
 import atexit

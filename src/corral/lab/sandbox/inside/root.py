@@ -1,4 +1,4 @@
-"""A root file system with nothing but an interpreter, in fresh namespaces, as bubblewrap makes one."""
+"""Set-up of a root file system with nothing but an interpreter, in fresh namespaces, as bubblewrap does."""
 
 import _socket
 import os

@@ -1,4 +1,4 @@
-"""The zygote: a warm interpreter that forks once per program, each in its own PID and mount namespace and temporary folder.
+"""The zygote: an interpreter that is already started, and forks once per program into namespaces of its own.
 
 This process is PID 1 of its namespace, takes orders from a socket, keeps time, and runs one program at a time. For each
 it starts a first process that only waits, and forks the program into the namespace of that: when the program has ended, so is

@@ -18,7 +18,7 @@ from corral.lab.tasks.code.value import decode, encode  # inside, both are there
 
 
 def serve(program: str, entry: str, show_changes: bool = False) -> None:
-    """Call the function `entry` of `program` once per line of standard input (its arguments); write one result per line.
+    """Read arguments line by line, call the function `entry` of `program` with them, and write one result per line.
 
     The program's own input and output lead nowhere. A line holds a list of arguments, or a tuple of such a list and a dict of
     those with names; the answer holds the value, or the name of what was raised; with `show_changes`, the arguments after the
@@ -73,7 +73,7 @@ class NotPlainData(Exception):
 
 
 def _is_opaque(code: Any) -> bool:
-    """True if an encoded value contains something that cannot be serialized, except results of the function under test."""
+    """Return True if an encoded value has a part that cannot be serialized. Results of the function under test do not count."""
     if not isinstance(code, list):
         return False
     kind, *items = code
@@ -107,8 +107,7 @@ def _rebuild(name: str, text: str, expected: set[str]) -> Exception:
 
 
 def _read_answer(line: str, expected: set[str]) -> tuple[Any, Any]:
-    """Read a result and the changed arguments (None if unchanged) from a line; raises the exception that the other process
-    raised.
+    """Read a function's result and changed arguments from a line, or raise the exception that the line describes.
 
     The process under test may have forged the line. Whatever reading it provokes is a RemoteError.
     """
@@ -177,7 +176,7 @@ def check(setup: str, tests: list[str], entry: str, nonce: str) -> None:
 
 
 def run_tests(setup: str, tests: list[str], entry: str, calls: TextIOBase, answers: TextIOBase) -> str:
-    """Run all tests. Returns "passed" and the number that pass, or "unable" and the reason why the tests cannot run.
+    """Run all tests. Return "passed" with the number of passed tests, or "unable" with the reason why the tests cannot run.
 
     A test passes if it does whether or not it sees what calls that gave something back did to their arguments. What is raised
     before the function has been called is the tests' fault.

@@ -52,8 +52,7 @@ def defines(program: str, name: str) -> bool:
 
 @dataclass(frozen=True)
 class Runs:
-    """Tests of whole programs: (standard input, expected output) of each run. Spaces at the ends of lines and text are
-    ignored."""
+    """Tests of a whole program: runs with a standard input and the expected output. Spaces at the ends of lines are ignored."""
 
     cases: tuple[tuple[str, str], ...]
     tolerance: float = 0.0
@@ -74,7 +73,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class Calls:
-    """Tests of a function: (arguments, expected result) of each call, as lines of `value.dumps`."""
+    """Tests of a function: calls with arguments and the expected result, both as lines of `value.dumps`."""
 
     entry: str
     cases: tuple[tuple[str, str], ...]
@@ -92,7 +91,7 @@ class Calls:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Tests of a function against a reference program, which runs in the sandbox first."""
+    """Tests that compare a function with a reference program. The reference runs in the sandbox first."""
 
     entry: str
     arguments: tuple[str, ...]
@@ -116,7 +115,7 @@ class Checks:
     tests: tuple[str, ...]
 
     def pass_rate(self, program: str, pool: SandboxPool, limits: SandboxLimits, stop: bool) -> float:
-        """Share of tests that pass; 0, counted as an error, if no verdict carries this run's nonce."""
+        """Share of tests that pass. It is 0, and counted as an error, if no verdict carries the nonce of this run."""
         nonce = secrets.token_hex(16)
         last_line = f"check({self.setup!r}, {list(self.tests)!r}, {self.entry!r}, {nonce!r})"
         _, result = pool.run_connected(
@@ -210,7 +209,7 @@ def _harness() -> bytes:
 
 
 def harness(last_line: str) -> str:
-    """Program for the sandbox: the compiled harness, and one line that starts it."""
+    """Build a program for the sandbox: the compiled harness, and a last line that starts it."""
     return f"import marshal\nexec(marshal.loads({_harness()!r}))\n{last_line}\n"
 
 
@@ -227,7 +226,7 @@ _references: dict[Agreement, tuple[str, ...]] = {}
 
 
 def _run_references(tests: Sequence[Agreement], pool: SandboxPool, limits: SandboxLimits) -> None:
-    """Run all reference programs without results, separately from models' programs; raises ValueError if one fails."""
+    """Run the reference programs whose results are not known yet. Raises ValueError if one fails."""
     missing = [one for one in dict.fromkeys(tests) if one not in _references]
     patient = replace(limits, timeout=min(_PATIENCE * limits.timeout, MAX_TIMEOUT))
     for one, results in zip(missing, pool.map(lambda one: _reference_results(one, pool, patient), missing), strict=True):

@@ -80,7 +80,7 @@ def _parse(source: str) -> ast.Module:
 
 
 def _plain_asserts(body: list[ast.stmt], names: set[str]) -> tuple[tuple[str, str], ...] | None:
-    """Pairs (arguments, result) of all assertions; None unless each has the form name(plain values) == plain value."""
+    """Read arguments and result of all assertions; None unless each has the form name(plain values) == plain value."""
     cases = []
     for node in body:
         match node:
@@ -101,8 +101,7 @@ def _plain_asserts(body: list[ast.stmt], names: set[str]) -> tuple[tuple[str, st
 
 
 def _checks(entry: str, setup: str, tests: tuple[str, ...]) -> Checks:
-    """Tests to run as a program. Raises Malformed unless they use only the standard library, their own names and the
-    function."""
+    """Make tests that run as a program. Raises Malformed if they need more than Python, themselves and the function."""
     source = "\n".join((setup, *tests))
     tree = _parse(source)
     modules = [module for node in ast.walk(tree) for module in _modules(node)]
@@ -155,13 +154,13 @@ def _names(tree: ast.Module) -> set[str]:
 
 
 def _assertions(tree: ast.Module) -> list[list[ast.expr]]:
-    """Arguments of every call assertion(result, expected, tolerance), the form of EvalPlus' tests."""
+    """Arguments of every call assertion(result, expected, tolerance). EvalPlus writes its tests in this form."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) == 3]
     return [call.args for call in calls if _called(call) == "assertion"]
 
 
 def _expected_expression(tree: ast.Module, entry: str) -> str:
-    """Expected value in EvalPlus' assertion(…), as source text, if it is compared with the function's bare result; else ""."""
+    """Source text of the value that EvalPlus' assertion(…) compares with the function's bare result; "" for any other test."""
     bare = ("candidate(*inp)", f"{entry}(*inp)")
     found = {ast.unparse(expected) for got, expected, _ in _assertions(tree) if ast.unparse(got) in bare}
     calls = sum(isinstance(node, ast.Call) and ast.unparse(node.func) in ("candidate", entry) for node in ast.walk(tree))

@@ -1,4 +1,4 @@
-"""Serialization between sandboxes, as JSON that distinguishes lists from tuples, and comparison with expected results.
+"""Serialization of function results as JSON that keeps Python's types, and comparison with expected results.
 
 This file is also run inside the sandbox, before `harness.py`, and by graders: it needs the standard library alone.
 """
