@@ -36,10 +36,6 @@ class Digits:
     prompt_length: int = 3
 
     @property
-    def max_prompt_length(self) -> int:
-        return self.prompt_length
-
-    @property
     def max_completion_length(self) -> int:
         return 4
 

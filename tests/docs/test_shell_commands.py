@@ -61,9 +61,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (here / "my_rewards.py").write_text((here / "rewards.py").read_text())
     objective = (ROOT / "docs" / "tutorials" / "own-objective.md").read_text()
     (here / "mine.py").write_text(objective.partition("```python\n")[2].partition("corral.register_objective")[0])
-    pages = "".join((ROOT / "docs" / name).read_text() for name in ("tasks-details.md", "tools.md", "tutorials/own-task.md"))
+    pages = "".join((ROOT / "docs" / name).read_text() for name in ("tools.md", "tutorials/own-task.md"))
     own = re.findall(r"^```python\n(.*?)^```", pages, re.MULTILINE | re.DOTALL)
-    (here / "my_tasks.py").write_text(next(block for block in own if "class Sorting" in block))
     (here / "doubling.py").write_text(next(block for block in own if "class Doubling" in block))
     (here / "my_tools.py").write_text("\n".join(block for block in own if "class Judge" in block or "class Guess" in block))
     tutorial = (ROOT / "docs" / "tutorials" / "own-objective.md").read_text()
@@ -118,7 +117,7 @@ def test_trainings_are_ready_to_begin(
     words = on_this_machine(line, COMMAND_LINES[line])
     with mock.patch.dict(OBJECTIVES):  # one registers an objective
         assert main(["train", *words, "--dry-run"]) == 0, f"{COMMAND_LINES[line]}: {capsys.readouterr().err}"
-        if any(name in line for name in ("jsonl", "Sorting", "spell_backward", "Judge")):  # and against a chat model
+        if any(name in line for name in ("jsonl", "Doubling --set", "spell_backward", "Judge")):  # and against a chat model
             assert main(["train", *words, "--model", "chat", "--dry-run"]) == 0, capsys.readouterr().err
 
 

@@ -239,7 +239,6 @@ import warnings
 @dataclass(frozen=True)
 class Hostile:
     name: ClassVar[str] = "hostile" + {EVIL!r}
-    max_prompt_length: ClassVar[int] = 3
     max_completion_length: ClassVar[int] = 3
     def train_prompts(self, count, seed): return ["a\\x1b]0;"] * count
     def held_out_prompts(self, count, seed): return ["b\\x1b]0;"] * count

@@ -22,7 +22,7 @@ Path({marker!r}).touch()
 class Task:
     name = "evil"
     stops = ("=",)
-    max_prompt_length = max_completion_length = 4
+    max_completion_length = 4
     def train_prompts(self, count, seed): return ["aaa"] * count
     def held_out_prompts(self, count, seed): return ["qqq"] * count
     def verify(self, prompt, completion): return 1.0

@@ -40,7 +40,6 @@ class Letters:
     name: ClassVar[str] = "letters"
     size: int = 5
 
-    max_prompt_length: ClassVar[int] = 2
     max_completion_length: ClassVar[int] = 3
 
     @property

@@ -26,8 +26,6 @@ class Vowels:
     name: ClassVar[str] = "vowels"
     length: int = 4
     @property
-    def max_prompt_length(self): return self.length
-    @property
     def max_completion_length(self): return 4
     def train_prompts(self, count, seed): return ["abcd"[: self.length]] * count
     def held_out_prompts(self, count, seed): return ["efgh"[: self.length]] * count
@@ -130,4 +128,4 @@ def test_the_embedded_model_reads_every_procedural_task() -> None:
             ids = tokenizer(prompt + answer)["input_ids"]
             assert tokenizer.unk_token_id not in ids
             assert tokenizer.decode(ids, skip_special_tokens=True) == prompt + answer
-        assert task.max_prompt_length + task.max_completion_length + 2 <= 512
+        assert max(map(len, task.train_prompts(1_000, 0))) + task.max_completion_length + 2 <= 512

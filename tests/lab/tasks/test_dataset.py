@@ -58,7 +58,6 @@ def test_a_folder_has_a_file_per_split(folder: Path) -> None:
     assert task.sizes == (20, 6)
     assert set(task.train_prompts(20, 0)) == set(ALPHABET[:20])
     assert set(task.held_out_prompts(100, 0)) == set(ALPHABET[20:])
-    assert task.max_prompt_length == 1
     assert (task.verify("a", "A"), task.verify("z", "A")) == (1.0, 0.0)
     assert settings_of(task) == {"path": str(folder), "held_out": None, "skip_malformed": False, "max_completion_length": 1024}
 

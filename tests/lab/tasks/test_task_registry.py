@@ -49,14 +49,12 @@ class Shout:
     name: ClassVar[str] = "shout"
     loudness: int = 1
     max_completion_length: int = 3
-    @property
-    def max_prompt_length(self): return 3
     def train_prompts(self, count, seed): return ["abc"] * count
     def held_out_prompts(self, count, seed): return ["xyz"] * count
     def verify(self, prompt, completion): return float(completion == prompt.upper())
 
 class Plain:
-    name, max_prompt_length, max_completion_length = "plain", 3, 3
+    name, max_completion_length = "plain", 3
     train_prompts, held_out_prompts, verify = Shout.train_prompts, Shout.held_out_prompts, Shout.verify
     def __init__(self, word="x"): self.word = word
 
@@ -98,7 +96,7 @@ def test_a_class_of_the_users_own(beside: str) -> None:
         ("{}_broken:Task", r"cannot be imported: No module named 'no_such_module'"),
         ("{}_wrong:Task", r"cannot be imported: invalid syntax"),
         ("{}:number", r"is int, which cannot be called"),
-        ("{}:Half", r"is not a task: it has no max_prompt_length, max_completion_length, train_prompts, held_out_prompts"),
+        ("{}:Half", r"is not a task: it has no max_completion_length, train_prompts, held_out_prompts"),
         ("{}:", r"a task of your own is module:Class; got"),
         (":Task", r"a task of your own is module:Class; got ':Task'"),
     ],

@@ -51,7 +51,7 @@ def test_an_oracle_agrees_on_any_text(seed: int, text: str) -> None:
 def test_draws_repeat_extend_fit_and_never_leak() -> None:
     pairs, held_out = TASK.demonstrations(1_000, 1), TASK.held_out_prompts(300, 2)
     assert pairs[:50] == TASK.demonstrations(50, 1)
-    assert all(TASK.verify(prompt, answer) == 1.0 and len(prompt) <= TASK.max_prompt_length for prompt, answer in pairs)
+    assert all(TASK.verify(prompt, answer) == 1.0 for prompt, answer in pairs)
     assert not {prompt for prompt, _ in pairs} & set(held_out)
     assert min(int(answer) for _, answer in pairs) >= 0
     drawn = [operation for prompt in held_out for operation, words in WORDS.items() if any(word in prompt for word in words)]

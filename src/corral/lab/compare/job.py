@@ -262,7 +262,7 @@ class Schedule(Interruptible):
 
 
 def run_comparison(comparison: Comparison, prepared: Preparation, view: CompareView, *, stall: float = 3600.0) -> _Status:
-    """Run the remaining runs of a comparison, print the findings, and write the page."""
+    """Run the remaining runs of a comparison, print every run and the findings, and write the page."""
     schedule = Schedule(comparison=comparison, engine=prepared.engine, view=view, steps=prepared.budget.steps, stall=stall)
     view.open(comparison)
     try:
@@ -270,7 +270,14 @@ def run_comparison(comparison: Comparison, prepared: Preparation, view: CompareV
     finally:
         view.close()
     status = comparison_status(comparison)
-    _show_runs(comparison, schedule.progress, view)
+    for line in ["", *align_columns(run_cells(comparison.records, schedule.progress))]:
+        view.end(line)
+    for record in comparison.records:
+        if record.state == "failed":
+            folder = comparison.folder(record)
+            view.end(f"\n{record.label} failed: {record.error}\nThe end of {folder / LOG}:")
+            for line in log_tail(folder, 5):
+                view.end(f"  {line}")
     for line in [] if schedule.interrupted else findings(comparison, view.warn):
         view.end(line)
     if status == "interrupted":
@@ -287,18 +294,6 @@ def comparison_status(comparison: Comparison) -> _Status:
     if any(state in ("waiting", "running", "interrupted") for state in states):
         return "interrupted"
     return "failed" if "failed" in states else "finished"
-
-
-def _show_runs(comparison: Comparison, progress: dict[str, Progress], view: CompareView) -> None:
-    """Print every run, and the end of the log of each failed run."""
-    for line in ["", *align_columns(run_cells(comparison.records, progress))]:
-        view.end(line)
-    for record in comparison.records:
-        if record.state == "failed":
-            folder = comparison.folder(record)
-            view.end(f"\n{record.label} failed: {record.error}\nThe end of {folder / LOG}:")
-            for line in log_tail(folder, 5):
-                view.end(f"  {line}")
 
 
 def findings(comparison: Comparison, warn: Callable[[str], object]) -> list[str]:

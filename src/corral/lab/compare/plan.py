@@ -154,20 +154,20 @@ def parse_sweeps(texts: Sequence[str]) -> dict[str, list[Any] | None]:
     return found
 
 
-def half_decades(rates: Sequence[float], around: int = _AROUND) -> list[float]:
+def half_decades(rates: Sequence[float]) -> list[float]:
     """Make a grid of learning rates around `rates`, each √10 times the one before and rounded to two digits.
 
-    They run from `around` half-decades below the lowest to as many above the highest.
+    They run from a decade below the lowest rate to a decade above the highest.
 
-        r_k = r_min · 10^(k/2),   k = −around …,   r_k ≤ r_max · 10^(around/2)
+        r_k = r_min · 10^(k/2),   k = −2, −1, …,   r_k ≤ 10 r_max
 
     So the recipe's own rate is one of them where all contestants have the same.
     """
     low, high = min(rates), max(rates)
     if not (low > 0 and math.isfinite(high)):
         raise RunError(f"a grid around a learning rate of {low} cannot be made. Give values: --sweep {RATE}=1e-4,3e-4.")
-    last = around + math.floor(2 * math.log10(high / low) + 1e-9)
-    return [float(f"{low * 10 ** (step / 2):.1e}") if step else low for step in range(-around, last + 1)]
+    last = _AROUND + math.floor(2 * math.log10(high / low) + 1e-9)
+    return [float(f"{low * 10 ** (step / 2):.1e}") if step else low for step in range(-_AROUND, last + 1)]
 
 
 def _refuse_duplicates(what: str, values: Sequence[Any]) -> None:

@@ -107,12 +107,18 @@ class LiveCompareView(PlainCompareView):
 
     def table(self) -> Group:
         """Build the table of the runs that fit on the screen, and a line of totals."""
-        rows = visible_records(self.comparison.records, max(3, self.console.height - 6))
+        shown = visible_records(self.comparison.records, max(3, self.console.height - 6))
+        names, *rows = run_cells(shown, self.progress)
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for name in names:
+            table.add_column(name, justify="right" if name in ("seed", "step", "success", "left") else "left", no_wrap=True)
+        for record, row in zip(shown, rows, strict=True):
+            table.add_row(*(Text(cell, style=_COLOURS[record.state] if cell == record.state else "") for cell in row))
         caption = self.progress_line()
-        if len(rows) < len(self.comparison.records):
-            caption += f"; {len(self.comparison.records) - len(rows)} not shown"
+        if len(shown) < len(self.comparison.records):
+            caption += f"; {len(self.comparison.records) - len(shown)} not shown"
         last = [Text(self.last, style="yellow")] if self.last else []
-        return Group(_run_table(rows, self.progress), Text(caption, style="bold"), *last)
+        return Group(table, Text(caption, style="bold"), *last)
 
 
 def make_compare_view(*, quiet: bool) -> CompareView:
@@ -133,17 +139,6 @@ def run_cells(records: Sequence[PlannedRun], progress: dict[str, Progress]) -> l
         row += [seen.left if seen and record.state == "running" else "", *([record.error or ""] if failed else [])]
         rows.append(row)
     return rows
-
-
-def _run_table(records: Sequence[PlannedRun], progress: dict[str, Progress]) -> Table:
-    """Build the table of runs for a terminal."""
-    names, *rows = run_cells(records, progress)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in names:
-        table.add_column(name, justify="right" if name in ("seed", "step", "success", "left") else "left", no_wrap=True)
-    for record, row in zip(records, rows, strict=True):
-        table.add_row(*(Text(cell, style=_COLOURS[record.state] if cell == record.state else "") for cell in row))
-    return table
 
 
 def visible_records(records: Sequence[PlannedRun], most: int) -> list[PlannedRun]:

@@ -31,10 +31,6 @@ class Task(Protocol):
     name: ClassVar[str]
 
     @property
-    def max_prompt_length(self) -> int:
-        """Characters of the longest prompt."""
-
-    @property
     def max_completion_length(self) -> int:
         """Tokens that a correct completion may need, without the end token. Characters for tasks of the embedded models."""
 
@@ -65,7 +61,7 @@ TASKS = _Tasks(
 )  # fmt: skip
 """All packaged tasks by name."""
 
-_PARTS = ("name", "max_prompt_length", "max_completion_length", "train_prompts", "held_out_prompts", "verify")
+_PARTS = ("name", "max_completion_length", "train_prompts", "held_out_prompts", "verify")
 """Attributes that a class needs to be a task."""
 
 

@@ -237,11 +237,6 @@ class FiniteTask(_Loaded, SeededTask):
         return row
 
     @property
-    def max_prompt_length(self) -> int:
-        """Characters of the longest prompt."""
-        return max(map(len, self._problems))
-
-    @property
     def sizes(self) -> tuple[int, int]:
         """Number of training problems, and number of held-out problems."""
         return len(self._train), len(self._held_out)

@@ -178,11 +178,6 @@ class Countdown(ProceduralTask):
         require(self, "value_max", at_least=self.n_max, at_most=99_999, integer=True, note="no less than `n_max`")
 
     @property
-    def max_prompt_length(self) -> int:
-        """Characters of the longest prompt: n numbers, each followed by a space or ">", the target and ":"."""
-        return self.n * (len(str(self.n_max)) + 1) + len(str(self.value_max)) + 1
-
-    @property
     def max_completion_length(self) -> int:
         """Characters of the longest answer: a number, then an operator, a number, "=" and a result for every step."""
         number, value = len(str(self.n_max)), len(str(self.value_max))
@@ -264,11 +259,6 @@ class Expression(ProceduralTask):
     """Largest absolute value of an output f(x)."""
     max_length: int = limited(16, at_least=9, at_most=64)
     """Length of the longest answer that is parsed, in characters."""
-
-    @property
-    def max_prompt_length(self) -> int:
-        """Characters of the longest prompt: for every pair an input, ">", an output with its sign, and a space or ":"."""
-        return self.pairs * (1 + 1 + 1 + len(str(self.value_max)) + 1)
 
     @property
     def max_completion_length(self) -> int:
@@ -364,11 +354,6 @@ class Arithmetic(ProceduralTask):
             raise ValueError(f"arithmetic: `operations` is one or more of + - *, each once; got {given!r}.")
 
     @property
-    def max_prompt_length(self) -> int:
-        """Characters of the longest prompt: two operands, the sign and ":"."""
-        return 2 * self.digits + 2
-
-    @property
     def max_completion_length(self) -> int:
         """Characters of the longest correct answer, which large operands have, such as 99+99, 99*99 and 99-11."""
         largest, ones = 10**self.digits - 1, int("1" * self.digits)
@@ -449,11 +434,6 @@ class TwoNumbers(ProceduralTask):
     """Largest number that is added or subtracted; the smallest is 2."""
     factor_max: int = limited(12, at_least=2, at_most=999)
     """Largest factor in a multiplication."""
-
-    @property
-    def max_prompt_length(self) -> int:
-        """Characters of the longest prompt: no number is longer than the placeholder {a} or {b} in its text."""
-        return max(len(text) for text, _ in _STORIES)
 
     @property
     def max_completion_length(self) -> int:

@@ -81,11 +81,6 @@ class ReasoningGym(SeededTask):
         """Entries of the drawn questions, by question. They are no field of the dataclass, and so no setting."""
         return {}
 
-    @property
-    def max_prompt_length(self) -> int:
-        """Characters of the longest question drawn so far: generators themselves have no limit."""
-        return max(map(len, self._drawn), default=0)
-
     def _prompts(self, seed: int, *, held_out: bool) -> Iterator[str]:
         """Yield distinct questions of one split until no new one comes; then repeat training questions in another order."""
         start = digest(f"{self.generator} {seed}") % (HALF // _CHUNK) * _CHUNK
