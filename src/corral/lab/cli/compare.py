@@ -1,7 +1,6 @@
 """Command `corral compare`: train several objectives or algorithms with several seeds, and compare the results."""
 
 import argparse
-import importlib
 import importlib.util
 import shlex
 import sys
@@ -12,7 +11,7 @@ from typing import Any
 from corral.lab.cli import FAILED, INTERRUPTED, check_installed, check_kind, kind_of, recipe_of, refuse, say
 from corral.lab.cli.report import NEEDED
 from corral.lab.cli.train import FLAGS, UNSAFE, add_setting_flags, given_settings, quiet_libraries
-from corral.lab.jobs import Kind
+from corral.lab.jobs import Kind, job_module
 from corral.lab.jobs.llm.own_objective import find_objective
 from corral.lab.run.settings import COMPARE, coerce, nested, read_file, read_recipe, recipes
 from corral.objective import objective_names
@@ -126,7 +125,7 @@ def _say_imports(comparison: Any, config: Path | None) -> None:
     """Print the user code that a resumed comparison will import from its folder."""
     from corral.lab.jobs.llm.settings import named_code
 
-    settings = importlib.import_module(f"corral.lab.jobs.{comparison.plan.kind}.settings")
+    settings = job_module(comparison.plan.kind, "settings")
     layers = [
         *([read_file(config)] if config is not None else []),
         nested(comparison.training.settings.items(), settings.TABLES),
@@ -204,7 +203,7 @@ def _contestants(kind: Kind, arguments: argparse.Namespace) -> tuple[str, ...]:
     objectives, algorithms = arguments.objectives, arguments.algorithms
     what, given, other = ("objective", objectives, algorithms) if kind == "llm" else ("algorithm", algorithms, objectives)
     # Objectives that an imported package has registered are among them.
-    known = objective_names() if kind == "llm" else [*importlib.import_module("corral.lab.jobs.robot.settings").ALGORITHMS]
+    known = objective_names() if kind == "llm" else [*job_module("robot", "settings").ALGORITHMS]
     if other is not None:
         learns = "a language model learns" if kind == "llm" else "a robot learns"
         instead = " For a robot, name its recipe: --recipe via_point_sparse." if kind == "llm" else ""
@@ -227,7 +226,7 @@ def _contestants(kind: Kind, arguments: argparse.Namespace) -> tuple[str, ...]:
 
 def _check_names(kind: Kind, arguments: argparse.Namespace, given: Mapping[str, Any]) -> None:
     """Refuse unknown settings before torch and statistics are imported. Settings of a single contestant are checked later."""
-    settings = importlib.import_module(f"corral.lab.jobs.{kind}.settings")
+    settings = job_module(kind, "settings")
     layer = nested(given.items(), settings.TABLES)
     recipe = recipe_of(arguments)
     before = [read_recipe(recipe)] if recipe else []

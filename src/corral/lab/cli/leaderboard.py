@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from corral.lab.cli import compare, say
 from corral.validate import RunError
@@ -70,18 +71,18 @@ def ranks(path: Path) -> list[str]:
     report = make_report(read_runs([path]), [saved])
     found = [row for row in report.tables["results"] if row["area"] is not None]
     first, measure = saved.contestants[0], report.measure
-    pairs = {(row["ours"], row["theirs"]): row for row in report.tables["comparisons"] if row["measure"] == "area"}
+    pairs: dict[tuple[str, str], tuple[int, dict[str, Any]]] = {}
+    for pair in report.tables["comparisons"]:
+        if pair["measure"] == "area":
+            pairs |= {(pair["ours"], pair["theirs"]): (1, pair), (pair["theirs"], pair["ours"]): (-1, pair)}
     rows = [["rank", "objective", "setting", f"mean {measure.name} over the run", f"less {first}"]]
     for rank, row in enumerate(sorted(found, key=lambda row: -row["area"]), 1):
-        name, sign, pair = row["objective"], 1, pairs.get((row["objective"], first))
-        if pair is None and (pair := pairs.get((first, name))) is not None:
-            sign = -1
         gap = ""
-        if pair is not None:
+        if (row["objective"], first) in pairs:
+            sign, pair = pairs[row["objective"], first]
             bounds = sorted(sign * pair[end] for end in ("low", "high") if pair[end] is not None)
             value, *ends = signed(sign * pair["difference"], *bounds)
             gap = f"{value} [{'…'.join(ends)}] {pair['unit']}" if ends else f"{value} {pair['unit']}"
-        rows.append(
-            [str(rank), name, row["setting"], measure.estimate(*(row[f"area{end}"] for end in ("", "_low", "_high"))), gap]
-        )
+        estimate = measure.estimate(row["area"], row["area_low"], row["area_high"])
+        rows.append([str(rank), row["objective"], row["setting"], estimate, gap])
     return align_columns(rows)
