@@ -33,7 +33,7 @@ ENV_metaworld := torch==2.13.0 $(TESTING) --editable '.[metaworld]'
 ENV_warp := torch==2.13.0 $(TESTING) --editable '.[robot,warp]'
 ENV_fancy := fancy_gym==0.3.0 gymnasium==0.29.1 mujoco==2.3.3 torch==2.13.0
 ENV_ray := --constraint constraints.txt --editable '.[dev,robot,report,ray]'
-ENV_verl := --constraint tests/engines/constraints-verl.txt torch verl TransferQueue cachetools fastapi uvicorn pyzmq msgspec $(TESTING) --editable .
+ENV_verl := --constraint tests/engines/constraints-verl.txt torch verl megatron-core==0.16.1 TransferQueue cachetools fastapi uvicorn pyzmq msgspec $(TESTING) --editable .
 ENV_engines := torch==2.13.0 tinker==0.38.0 ray==2.60.0 loguru omegaconf pyyaml $(TESTING) --editable .
 THEN_engines := install --no-deps --ignore-requires-python skyrl==0.4.0 openrlhf==0.11.2
 ENV_distributed := --constraint constraints.txt --editable '.[dev,llm,task]' setuptools wheel ninja

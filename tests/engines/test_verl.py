@@ -56,7 +56,7 @@ def composed(lines: str, *more: str) -> Any:
 def test_the_lines_that_doctor_prints_are_verls_configuration(what: str) -> None:
     actor = check_config(composed(LINES[what]))
     assert isinstance(actor.policy_loss, CorralPolicyLossConfig)
-    assert actor.policy_loss.resolve().needs_support == (what in ("TROLL", "DPPO, on a support"))
+    assert actor.policy_loss.resolve().needs_support == (what in ("TROLL", "TROLL, with Megatron", "DPPO, on a support"))
 
 
 PAGE = "".join((Path(__file__).parents[2] / "docs" / name).read_text() for name in ("verl.md", "verl-details.md"))
@@ -91,7 +91,6 @@ def test_every_recipe_was_found() -> None:
     assert [name for name, _ in RECIPES] == ["first", "troll", "dppo"]
 
 
-@pytest.mark.refuses("scale: Megatron, on a support", door="verl")
 @pytest.mark.refuses("other: deployed network, FSDP 1 or sequence parallelism", door="verl")
 @pytest.mark.refuses("kept: `use_fused_kernels`, on a support", door="verl")
 @pytest.mark.parametrize(
@@ -99,7 +98,7 @@ def test_every_recipe_was_found() -> None:
     [
         ("TROLL", "actor_rollout_ref.model.use_fused_kernels=true", "use_fused_kernels=false"),
         ("TROLL", "+actor_rollout_ref.model.model_type=language_model", r"Set \+actor_rollout_ref\.model\.model_type"),
-        ("TROLL", "actor_rollout_ref.actor.strategy=megatron", r"FSDP engines alone have; got actor\.strategy=megatron"),
+        ("TROLL", "actor_rollout_ref.actor.strategy=veomni", r"engines alone have; got actor\.strategy=veomni"),
         ("TROLL", "algorithm.rollout_correction.bypass_mode=true", "bypass_mode makes no pass"),
         ("TROLL", f"+{LOSS}.objective.bund=1", "no setting `bund`"),
         ("DPPO, on the sampler's log-probs", "actor_rollout_ref.rollout.calculate_log_probs=false", "calculate_log_probs=true"),
@@ -119,6 +118,27 @@ def test_what_cannot_work_is_refused_by_the_driver(what: str, override: str, mat
         lines = [line for line in lines if "bypass_mode" not in line]
     with pytest.raises(Exception, match=match):
         check_config(composed("\n".join(lines), override))
+
+
+def test_doctors_lines_for_megatron_choose_its_engine() -> None:
+    lines = LINES["TROLL, with Megatron"]
+    assert check_config(composed(lines, "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2")).strategy == "megatron"
+
+
+@pytest.mark.refuses("scale: Megatron, on a support, context parallelism", door="verl")
+@pytest.mark.parametrize(
+    ("override", "match"),
+    [
+        ("actor_rollout_ref.actor.megatron.context_parallel_size=2", r"beside context_parallel_size > 1\. Leave that off"),
+        ("++actor_rollout_ref.actor.megatron.pad_to_length=true", "beside pad_to_length"),
+        ("++actor_rollout_ref.actor.megatron.use_megatron_fsdp=true", "beside use_megatron_fsdp"),
+        ("actor_rollout_ref.model.mtp.enable=true", r"beside model\.mtp\.enable"),
+        (f"+{LOSS}.deployed_bound=0.02", r"weights of FSDP2; got actor\.strategy=megatron"),
+    ],
+)
+def test_what_megatron_supports_were_never_tried_beside_is_refused_by_the_driver(override: str, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        check_config(composed(LINES["TROLL, with Megatron"], override))
 
 
 @pytest.mark.supports("anchor: `old` and `rollout`, compared with bypass_mode at start-up", door="verl")

@@ -20,7 +20,8 @@ triton/             on a GPU
 union.py            the old policy on a union of supports; triton/gathered.py on a GPU
 
 `lm_head` (forward.py) goes through autograd instead, with a forward and a backward of torch/stream.py, or of triton/support.py
-and triton/backward.py. batch_loss.py computes an objective's loss from its results.
+and triton/backward.py. from_logits.py does the same from logits that an engine has made. batch_loss.py computes an objective's
+loss from its results.
 """
 
 from corral.head.forward import HeadOutput, lm_head

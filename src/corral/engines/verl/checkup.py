@@ -28,6 +28,12 @@ LINES = {
 +{_LOSS}.support_size=64
 actor_rollout_ref.actor.strategy=fsdp2
 +actor_rollout_ref.model.model_type={MODEL_TYPE}""",
+    "TROLL, with Megatron": f"""model_engine=megatron
+{_COMMON}
+{_LOSS}.loss_mode=corral_troll
++{_LOSS}.objective.bound=0.05
++{_LOSS}.support_size=64
++actor_rollout_ref.model.model_type={MODEL_TYPE}""",
     "DPPO, on the sampler's log-probs": f"""{_COMMON}
 {_LOSS}.loss_mode=corral_dppo
 +{_LOSS}.objective.bound=0.2
@@ -62,7 +68,8 @@ def checkup() -> Checkup:
         return found
     found.rows.append(("flash-attn", attention()))
     found.rows.append(("policy losses", ", ".join(loss_modes())))
-    found.rows.append(("engine", f"{MODEL_TYPE} (fsdp, fsdp2)"))
+    megatron = ", megatron" if plugin.HAS_MEGATRON else ""
+    found.rows.append(("engine", f"{MODEL_TYPE} (fsdp, fsdp2{megatron})"))
     found.rows.append(("trainers", ", ".join(PREFIX + name for name in TRAINERS)))
     found.trouble += [f"{part} not registered: {why}" for part, why in plugin.FAILED.items()]
     found.trouble += [why for mode in loss_modes() if (why := plugin.missing(mode)) is not None]

@@ -25,6 +25,7 @@ from corral.engines.verl.head import (
     write_support,
 )
 from corral.engines.verl.settings import DEPLOYED_BOUND, DEPLOYED_STATISTIC, DEPLOYED_SYNC, MASS, MODEL_TYPE, TOP_K
+from corral.tensors import SparseDist
 
 
 @EngineRegistry.register(model_type=MODEL_TYPE, backend=["fsdp", "fsdp2"], device=["cuda", "npu"])
@@ -68,24 +69,18 @@ class SupportFSDPEngine(FSDPEngineWithLMHead):
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
         """Prepare verl's inputs, and tell corral's head what this pass must compute."""
         inputs, output_args = super().prepare_model_inputs(micro_batch)
-        for key in ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only"):
-            if get_non_tensor_data(micro_batch, key, False):
-                raise ValueError(f"corral for verl: {key} reads all logits, which model_type={MODEL_TYPE} never holds.")
-        tokens, ids = output_args["input_ids_rmpad_rolled"], None
-        top_k = get_non_tensor_data(micro_batch, TOP_K, None)
-        if top_k is not None and torch.is_grad_enabled():
-            slots, top_k = min(top_k, self.head.linear.out_features) + 1, None
-            ids = tokens.new_full((len(micro_batch["input_ids"].values()), slots), -1)  # where no response token follows
-            ids = ids.index_copy(0, response_positions(micro_batch), read_support(micro_batch, slots).ids)
+        refuse_dense(micro_batch)
+        ids = given_ids(micro_batch, self.head.linear.out_features)
+        if ids is not None:
             rank, ranks = 0, 1
             if self.use_ulysses_sp:
                 rank, ranks = self.ulysses_device_mesh["sp"].get_local_rank(), self.ulysses_sequence_parallel_size
             ids = local_rows(ids, output_args.get("pad_size", 0), rank, ranks)
         self.head.expect(
             HeadCall(
-                tokens,
-                temperature=_one_temperature(micro_batch["temperature"]),
-                top_k=top_k,
+                output_args["input_ids_rmpad_rolled"],
+                temperature=one_temperature(micro_batch),
+                top_k=get_non_tensor_data(micro_batch, TOP_K, None) if ids is None else None,
                 mass=get_non_tensor_data(micro_batch, MASS, 1.0),
                 ids=ids,
                 entropy=bool(get_non_tensor_data(micro_batch, "calculate_entropy", False)),
@@ -107,15 +102,35 @@ class SupportFSDPEngine(FSDPEngineWithLMHead):
             assert rows.entropy is not None  # a column of every pass
             found["entropy"] = torch.nested.nested_tensor_from_jagged(rows.entropy, offsets)
         if rows.dist is not None:
-            found |= (write_new if torch.is_grad_enabled() else write_support)(rows.dist, micro_batch)
+            found |= exchange(rows.dist, micro_batch)
         return found
 
 
-def _one_temperature(temperature: Any) -> float:
+def refuse_dense(data: TensorDict) -> None:
+    """Refuse a pass that reads all logits."""
+    for key in ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only"):
+        if get_non_tensor_data(data, key, False):
+            raise ValueError(f"corral for verl: {key} reads all logits, which model_type={MODEL_TYPE} never holds.")
+
+
+def given_ids(data: TensorDict, vocabulary: int) -> Tensor | None:
+    """Old policy's top-k tokens at every packed position [N K], −1 where no response token follows. None in an old pass."""
+    top_k = get_non_tensor_data(data, TOP_K, None)
+    if top_k is None or not torch.is_grad_enabled():
+        return None
+    slots, tokens = min(top_k, vocabulary) + 1, data["input_ids"].values()
+    ids = tokens.new_full((len(tokens), slots), -1)
+    return ids.index_copy(0, response_positions(data), read_support(data, slots).ids)
+
+
+def exchange(dist: SparseDist, data: TensorDict) -> dict[str, Tensor]:
+    """Fields for a pass's output: the old policy's top-k tokens, or in an update the new policy on them."""
+    return (write_new if torch.is_grad_enabled() else write_support)(dist, data)
+
+
+def one_temperature(data: TensorDict) -> float:
     """Temperature of a batch. Several are refused, since a top-k distribution belongs to one temperature."""
-    if isinstance(temperature, Tensor):
-        low, high = (float(x) for x in temperature.aminmax())
-        if low != high:
-            raise ValueError(f"corral for verl: sequences were sampled at temperatures from {low} to {high}. Use one.")
-        return low
-    return float(temperature)
+    low, high = torch.as_tensor(data["temperature"], dtype=torch.float64).aminmax()
+    if low != high:
+        raise ValueError(f"corral for verl: sequences were sampled at temperatures from {low:g} to {high:g}. Use one.")
+    return float(low)

@@ -9,6 +9,7 @@ import logging
 import os
 from importlib.metadata import PackageNotFoundError, version
 
+import verl.workers.engine
 from verl.trainer.ppo import core_algos
 
 from corral.engines.checkup import release_in
@@ -21,6 +22,8 @@ logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))  # as verl's own module
 LOSSES = {mode: make_policy_loss(mode, core_algos.agg_loss) for mode in loss_modes()}
 """loss_mode → the registered policy loss."""
 
+HAS_MEGATRON = verl.workers.engine.MegatronEngineWithLMHead is not None
+"""True if verl found Megatron, which few installations have."""
 FAILED: dict[str, str] = {}
 """Part that could not be registered → the reason."""
 
@@ -57,6 +60,8 @@ def _register() -> None:
             "engine": lambda: importlib.import_module("corral.engines.verl.engine"),
             "trainers": lambda: importlib.import_module("corral.engines.verl.trainer"),
         }
+        if HAS_MEGATRON:
+            parts["Megatron engine"] = lambda: importlib.import_module("corral.engines.verl.megatron")
         for part, register in parts.items():
             try:
                 register()

@@ -112,3 +112,25 @@ class VerlSettings:
         if self.deployed_bound is None:
             return {}
         return {DEPLOYED_BOUND: self.deployed_bound, DEPLOYED_STATISTIC: self.deployed_statistic, DEPLOYED_SYNC: sync}
+
+
+def refuse_megatron(engine: Any, model: Any) -> None:
+    """Refuse settings of verl's Megatron engine under which a support was never tested, or would be of other tokens.
+
+    Args:
+        engine: verl's McoreEngineConfig, or `actor.megatron` of its configuration.
+        model: verl's HFModelConfig, or `actor_rollout_ref.model`.
+    """
+    refused = {
+        "context_parallel_size > 1": engine.context_parallel_size > 1,
+        "dynamic_context_parallel": engine.dynamic_context_parallel,
+        "pad_to_length": engine.pad_to_length,
+        "use_megatron_fsdp": engine.use_megatron_fsdp,
+        "model.mtp.enable": model.mtp.enable,
+        "model.use_fused_kernels": model.use_fused_kernels,
+    }
+    if used := [name for name, on in refused.items() if on]:
+        raise ValueError(
+            f"corral for verl: a support on Megatron's logits is not kept beside {', '.join(used)}. Leave that off, or use "
+            f"actor.strategy=fsdp2; tensor, pipeline, expert and sequence parallelism may stay."
+        )

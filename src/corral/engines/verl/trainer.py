@@ -10,7 +10,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from corral.engines.verl.config import CorralPolicyLossConfig
 from corral.engines.verl.head import OLD
 from corral.engines.verl.loss import corral_ppo_loss
-from corral.engines.verl.settings import CONFIG, MODEL_TYPE, PREFIX
+from corral.engines.verl.settings import CONFIG, MODEL_TYPE, PREFIX, refuse_megatron
 
 
 class _WithRegion:
@@ -100,15 +100,17 @@ def check_config(config: Any) -> Any:
 def _check_support(config: Any, why: str) -> None:
     """Refuse settings with which verl would bypass corral's head."""
     model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
-    if actor.strategy not in ("fsdp", "fsdp2"):
+    if actor.strategy not in ("fsdp", "fsdp2", "megatron"):
         raise ValueError(
-            f"corral for verl: {why}, which the FSDP engines alone have; got actor.strategy={actor.strategy}. Megatron's "
-            f"engine hands over logits of a part of the vocabulary, and no hidden states. Use fsdp2."
+            f"corral for verl: {why}, which corral's FSDP and Megatron engines alone have; got actor.strategy="
+            f"{actor.strategy}. Use fsdp2."
         )
     if model.get("model_type", "language_model") != MODEL_TYPE:
         raise ValueError(f"corral for verl: {why}. Set +actor_rollout_ref.model.model_type={MODEL_TYPE}.")
     if model.use_fused_kernels:
         raise ValueError("corral for verl: set actor_rollout_ref.model.use_fused_kernels=false; corral's head is in its place.")
+    if actor.strategy == "megatron":
+        refuse_megatron(omega_conf_to_dataclass(actor).megatron, model)
 
 
 def _check_deployed(config: Any) -> None:

@@ -140,7 +140,7 @@ def scan_rows(source: HeadInput, shard: Shard, *, outside: bool = False) -> Iter
         given = None if source.ids is None else pad(source.ids[part], (0, 0, 0, missing), value=-1)
         joins = None if source.joins is None else pad(source.joins[part], (0, missing))
         z = make_logits(h, weight, source.bias, source.spec, dtype, scratch)
-        rows, rest = _read(z, replace(source, tokens=t, ids=given, joins=joins), shard, scratch, outside)
+        rows, rest = read_logits(z, replace(source, tokens=t, ids=given, joins=joins), shard, scratch, outside)
         if missing:
             rows, rest = rows[:real], None if rest is None else rest[:real]
         yield part, rows, rest
@@ -163,7 +163,9 @@ def make_logits(
     return z
 
 
-def _read(z: Tensor, source: HeadInput, shard: Shard, scratch: Scratch, outside: bool) -> tuple[HeadRows, Outside | None]:
+def read_logits(
+    z: Tensor, source: HeadInput, shard: Shard, scratch: Scratch, outside: bool = False
+) -> tuple[HeadRows, Outside | None]:
     """Compute the head's results for n tokens from their logits [n, V], which are overwritten."""
     tokens, given = source.tokens, source.ids
     whole = _Normaliser(z, source.entropy, shard, scratch)

@@ -1,0 +1,111 @@
+"""Log-probs, entropy and top-k tokens from logits that an engine has made, also where processes share the vocabulary."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from corral.head.forward import HeadOutput
+from corral.head.logits import LogitSpec, Scratch, slices
+from corral.head.rows import HeadInput, HeadRows, Upstream
+from corral.head.torch.stream import HELD, MOST_ROWS, HeadGradients, LogitGradient, Shard, read_logits
+from corral.numerics import common_dtype, require_tensors
+from corral.support import check_ids, check_unique
+
+
+def head_from_logits(
+    logits: Float[Tensor, "N V"],
+    tokens: Int[Tensor, " N"],
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    mass: float = 1.0,
+    ids: Int[Tensor, "N K"] | None = None,
+    entropy: bool = False,
+    group: torch.distributed.ProcessGroup | None = None,
+) -> HeadOutput:
+    """Compute what `lm_head` computes, from logits [N, V] instead of hidden states.
+
+        log p = z / temperature − logsumexp(z / temperature)
+
+    For engines whose own output layer runs, such as Megatron's. Nothing but the logits is kept for the backward pass; their
+    gradient is made a few rows at a time, in the dtype of the logits.
+
+    Args:
+        logits: of the whole vocabulary, or of this process's part of it.
+        tokens: sampled tokens [N].
+        temperature: what the sampler divides logits by.
+        top_k, mass: keep at most k of the most likely tokens, until they hold `mass`; slot 0 is the sampled token.
+        ids: a support to evaluate on [N, K], −1 at padding, no token twice. Either this or `top_k`, or neither.
+        entropy: compute it too.
+        group: processes that each hold some columns of the logits, in the order of their ranks, and the same of everything
+            else. Every process gets the same result, and a loss that each of them computes in full gives each the gradient of
+            its own columns.
+    Returns:
+        HeadOutput, float32 or better, differentiable in `logits`.
+    Ref:
+        Invariant: equal to top_k_support and gather_support on the full log-softmax.
+    """
+    require_tensors("head_from_logits", logits=logits, tokens=tokens)
+    if logits.ndim != 2 or tokens.shape != logits.shape[:1] or (ids is not None and ids.shape[:-1] != tokens.shape):
+        raise ValueError(
+            f"head_from_logits: logits are [N V], tokens [N], ids [N K]; got {list(logits.shape)}, {list(tokens.shape)}, "
+            f"{None if ids is None else list(ids.shape)}."
+        )
+    if ids is not None and top_k is not None:
+        raise ValueError("head_from_logits: `top_k` chooses a support and `ids` gives one. Pass one of them.")
+    shard = Shard.of(logits.T, group)
+    if top_k is not None and not 1 <= top_k <= shard.vocabulary:
+        raise ValueError(f"head_from_logits: `top_k` must lie in 1 … V = {shard.vocabulary}; got {top_k!r}.")
+    check_ids("head_from_logits", "tokens", tokens, lowest=0, vocabulary=shard.vocabulary)
+    if ids is not None:
+        check_ids("head_from_logits", "ids", ids, lowest=-1, vocabulary=shard.vocabulary)
+        check_unique("head_from_logits", "ids", ids)
+        ids = ids.long()
+    spec = LogitSpec(temperature=temperature)
+    source = HeadInput(logits.detach(), logits.detach(), None, tokens.long(), ids, spec, top_k, mass, entropy)
+    rows = HeadRows(*_FromLogits.apply(logits, source, shard))
+    dist = None if ids is None and top_k is None else rows.dist
+    return HeadOutput(rows.logp, rows.entropy if entropy else None, dist)
+
+
+class _FromLogits(torch.autograd.Function):
+    """Autograd function of `head_from_logits`, whose `source.hidden` are the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, source: HeadInput, shard: Shard) -> tuple[Tensor, ...]:
+        dtype, scratch = common_dtype(logits), Scratch(logits.device)
+        rows = HeadRows.cat(
+            [
+                read_logits(source.spec.finish_(logits[part].to(dtype, copy=True)), source[part], shard, scratch)[0]
+                # The same slices in all processes, which talk to each other about each; one of no rows for an empty batch.
+                for part in list(slices(len(logits), _rows_at_once(shard))) or [slice(0, 0)]
+            ]
+        )
+        ctx.spec, ctx.entropy, ctx.shard = source.spec, source.entropy, shard
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(rows.lse, rows.ids, rows.rest_max)
+        ctx.save_for_backward(logits, source.tokens, *vars(rows).values())
+        return tuple(vars(rows).values())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor, None, None]:
+        logits, tokens, *fields = ctx.saved_tensors
+        rows, (_, logp, _, kept, rest, entropy, _) = HeadRows(*fields), upstream
+        grads = HeadGradients.of(Upstream(logp=logp, kept=kept, rest=rest, entropy=entropy), rows).scaled(ctx.spec.slope)
+        picked, whole = grads.nonzero(), [slice(0, logits.shape[1])]
+        found = torch.zeros_like(logits)
+        for part in slices(len(picked), _rows_at_once(ctx.shard)):
+            row = picked[part]
+            z = ctx.spec.finish_(logits[row].to(rows.lse.dtype))
+            make = LogitGradient(tokens[row], rows[row], grads[row], whole, first=ctx.shard.start, entropy=ctx.entropy)
+            found[row] = make.block(z, 0, torch.empty_like(z) if ctx.entropy else None).to(found.dtype)
+        return found, None, None
+
+
+def _rows_at_once(shard: Shard) -> int:
+    """Number of rows whose logits are read together."""
+    return max(1, min(HELD["cpu"] // shard.vocabulary, MOST_ROWS))
