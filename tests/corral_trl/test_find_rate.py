@@ -20,6 +20,7 @@ from transformers import TrainerCallback
 from corral.lab.jobs.llm.train import resume, train
 from corral.lab.jobs.llm.trainer import GuardCallback
 from corral.llm import CorralConfig
+from corral.trl import deployed
 from corral.trl.api import FUSED
 from corral.trl.deployed import LOST, MOST, NEAR, TRIALS, RateSearch, Trial, next_scale, schedule_of
 from small_runs import save_model, small
@@ -180,6 +181,23 @@ def test_a_number_is_no_search(tmp_path, monkeypatch):
     trainer = make_trainer(tmp_path, deployed_bound=0.03, learning_rate=1e-3)
     trainer.train()
     assert not any("tr/rate_trials" in line for line in trainer.state.log_history)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_default_bound_falls_where_completions_are_long(tmp_path, monkeypatch, passes):
+    # 0.05 nats per completion of n tokens are 0.05 / n nats per token, below the default of .03 or .02 from 3 tokens on.
+    monkeypatch.setattr(deployed, "PER_COMPLETION", 0.05)
+    trainer = make_trainer(tmp_path, **AUTO, num_iterations=passes, max_steps=4 * passes)
+    trainer.train()
+    lines = [line for line in trainer.state.log_history if "tr/step_share" in line]
+    lengths = [line["completions/mean_length"] for line in trainer.state.log_history if "completions/mean_length" in line]
+    for line, length in zip(lines, lengths, strict=True):
+        assert line["tr/deployed_bound"] == pytest.approx(0.05 / length, rel=1e-6)
+        assert 0 < line["tr/deployed_kl_mean"] <= line["tr/deployed_bound"] < 0.02
+    given = make_trainer(tmp_path, **AUTO, num_iterations=passes, max_steps=4 * passes, deployed_bound=0.03)
+    given.train()
+    assert not any("tr/deployed_bound" in line for line in given.state.log_history)
+    assert max(line["tr/deployed_kl_mean"] for line in given.state.log_history if "tr/step_share" in line) > 0.02
 
 
 def test_what_was_tried_is_said_in_one_sentence(tmp_path, caplog):

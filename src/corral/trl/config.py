@@ -82,7 +82,7 @@ class CorralConfig(GRPOConfig):
         1e-6,
         "Peak learning rate. `auto` finds a rate on the first batch, at which a step moves the network by a few times "
         "`deployed_bound`, and adapts it. Unless given, `deployed_bound` is then .03 with one pass over each batch, and .02 "
-        "with several.",
+        "with several; less where completions average more than 66 or 100 tokens.",
     )
     packed_batches: str = _setting(
         "auto",
@@ -152,7 +152,8 @@ class CorralConfig(GRPOConfig):
         self.finds_rate = self.learning_rate == "auto"
         if self.finds_rate:  # transformers wants a number
             self.learning_rate = AUTO_RATE
-        if self.deployed_bound is None and (self.finds_rate or self.reuse == "auto"):
+        self.chooses_bound = self.deployed_bound is None and (self.finds_rate or self.reuse == "auto")
+        if self.chooses_bound:
             self.deployed_bound = PASSES_BOUND if self.num_iterations > 1 or self.reuse == "auto" else AUTO_BOUND
         if self.reuse == "auto" and self.num_iterations == 1:
             self.num_iterations = AUTO_PASSES
