@@ -11,7 +11,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 EXIT_SECONDS = 2.0
 """Seconds in which a process may exit by itself, and within which a killed process must be gone."""
@@ -54,7 +54,6 @@ class WorkerProcess:
 
 _Worker = TypeVar("_Worker", bound=WorkerProcess)
 _Result = TypeVar("_Result")
-_Pool = TypeVar("_Pool", bound="WorkerPool[Any]")
 
 
 class WorkerPool(ABC, Generic[_Worker]):
@@ -90,27 +89,24 @@ class WorkerPool(ABC, Generic[_Worker]):
         Where one died the job is done once more, on other workers, since it may not have been its fault. WorkerLost where one
         died again, or hung.
         """
-        try:
-            return self._use_once(job, count)
-        except WorkerLost as lost:
-            if lost.hung:
-                raise
-        return self._use_once(job, count)
-
-    def _use_once(self, job: Callable[..., _Result], count: int) -> _Result:
-        borrowed: list[tuple[_Worker, int]] = []
-        try:
-            while len(borrowed) < count:
-                borrowed.append(self._take())
-            result = job(*(worker for worker, _ in borrowed))
-        except BaseException:
-            for worker, _ in borrowed:
-                worker.kill()
-                worker.close()
-            raise
-        for worker, uses in borrowed:
-            self._put(worker, uses + 1)
-        return result
+        is_last = False
+        while True:
+            borrowed: list[tuple[_Worker, int]] = []
+            try:
+                while len(borrowed) < count:
+                    borrowed.append(self._take())
+                result = job(*(worker for worker, _ in borrowed))
+            except BaseException as error:
+                for worker, _ in borrowed:
+                    worker.kill()
+                    worker.close()
+                if is_last or not isinstance(error, WorkerLost) or error.hung:
+                    raise
+                is_last = True
+                continue
+            for worker, uses in borrowed:
+                self._put(worker, uses + 1)
+            return result
 
     def _check(self) -> None:
         """Refuse a closed pool, and a pool inherited by a forked process, which lacks the threads and copies the locks'
@@ -146,7 +142,7 @@ class WorkerPool(ABC, Generic[_Worker]):
             worker.close()
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def __enter__(self: _Pool) -> _Pool:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -30,7 +30,7 @@ from corral.lab.jobs.llm.turns import OneTurn
 from corral.lab.tasks import TASKS
 from corral.llm import CorralConfig
 from corral.objective import make_objective
-from corral.trl.api import FUSED
+from corral.trl.api import FUSED, updates_per_step
 from corral.trl.trainer import CorralTrainer
 from corral.validate import RewardError, RunError
 from policy_objectives import POLICY_OBJECTIVES, one_of_each_kind
@@ -697,6 +697,4 @@ def test_measuring_success_changes_nothing_else(model: str, tmp_path: Path) -> N
 
 def test_updates_per_step() -> None:
     counts = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_iterations": 3}
-    trainer = RunTrainer.__new__(RunTrainer)
-    trainer.args = CorralConfig(output_dir="out", use_cpu=True, bf16=False, **counts)
-    assert trainer.updates_per_step == 6
+    assert updates_per_step(CorralConfig(output_dir="out", use_cpu=True, bf16=False, **counts)) == 6

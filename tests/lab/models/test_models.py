@@ -38,14 +38,15 @@ def test_smollm2_is_an_ordinary_model_once_it_is_loaded(tmp_path: Path) -> None:
     assert "Paris" in tokens.decode(answer[0, batch["input_ids"].shape[1] :])
 
 
-def test_a_packaged_model_ends_where_its_file_says() -> None:
+def test_a_packaged_model_ends_where_its_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = build_byte_tokenizer()
     start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    monkeypatch.setattr(packaged.AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
+    monkeypatch.setattr(packaged, "TOKENS", 25)  # of this tokenizer
     tokenizer.eos_token, tokenizer.pad_token = "<|im_start|>", None  # as transformers 5.17 reads SmolLM2's file
-    packaged._name_ends(tokenizer, end)
-    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (end, end)
-    packaged._name_ends(tokenizer, [start, end])  # of several, the one that it has stays
-    assert tokenizer.eos_token_id == end
+    for ends in (end, [start, end]):  # of several, the one that it has stays
+        assert packaged._load_tokenizer(PACKAGED["smollm2"], tmp_path, GPT2Config(eos_token_id=ends)) is tokenizer
+        assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (end, end)
 
 
 def test_a_tokenizer_that_the_model_does_not_know_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from corral.lab.run import files
-from corral.lab.run.files import append_line, disk_sentence, is_disk_full, write_json, write_whole
+from corral.lab.run.files import append_line, disk_sentence, reached_limit, write_json, write_whole
 from corral.lab.run.folder import RunFolder, damage
 from corral.lab.run.guard import Guard
 from corral.provenance import commit, plain, versions
@@ -79,12 +79,12 @@ def test_a_line_that_does_not_fit_leaves_no_trace(tmp_path: Path, monkeypatch: p
     ids=["python", "quota", "torch", "safetensors"],
 )
 def test_a_full_disk_is_recognised_whoever_says_so(error: Exception, tmp_path: Path) -> None:
-    assert is_disk_full(error)
+    assert reached_limit(error)
     assert "Free some space, then resume" in disk_sentence(error, tmp_path / "not" / "there")
     wrapped = RuntimeError("saving failed")
     wrapped.__cause__ = error
-    assert is_disk_full(wrapped)
-    assert not is_disk_full(RuntimeError("something else"))
+    assert reached_limit(wrapped)
+    assert not reached_limit(RuntimeError("something else"))
 
 
 @pytest.mark.refuses("run: a folder that is not empty", door="command line")
@@ -179,11 +179,11 @@ def test_the_config_names_versions_and_commit(folder: RunFolder) -> None:
 
 def test_cutting_back_forgets_what_comes_after(folder: RunFolder) -> None:
     for step in range(5):
-        folder.append({"step": step})
+        append_line(folder.metrics, {"step": step})
         row = {"step": step, "update": 2 * step, "prompt": "p", "completion": "c", "reward": 1.0, "advantage": 0.0}
-        folder.add_completions([row])
+        folder.completions_kept += [row]
     folder.write_completions()
-    folder.write_summary({"stopped": "interrupted"})
+    write_json(folder.summary, {"stopped": "interrupted"})
     with folder.metrics.open("a") as file:
         file.write('{"step": 5, "rew')  # the machine went down here
     again = RunFolder(folder.path)
@@ -196,7 +196,7 @@ def test_cutting_back_forgets_what_comes_after(folder: RunFolder) -> None:
 
 def test_infinities_come_back_as_numbers(folder: RunFolder) -> None:
     """A guard that is restored compares them with its limits; the file itself stays JSON."""
-    folder.append({"step": 1, "kl": float("inf"), "std": float("-inf"), "reward": None, "warnings": ["inf"]})
+    append_line(folder.metrics, {"step": 1, "kl": float("inf"), "std": float("-inf"), "reward": None, "warnings": ["inf"]})
     line = {"step": 1, "kl": float("inf"), "std": float("-inf"), "reward": None, "warnings": ["inf"]}
     assert folder.lines() == folder.cut_back(1) == folder.lines() == [line]
     assert json.loads(folder.metrics.read_text())["kl"] == "inf"

@@ -105,7 +105,7 @@ def test_a_limit_on_sizes_has_its_own_sentence(tmp_path: Path) -> None:
     wrapped = RuntimeError("saving failed")
     wrapped.__cause__ = OSError(27, "trop grand")
     for error in (wrapped, OSError(27, "Datei zu gross"), Exception("I/O error: File too large (os error 27)")):
-        assert files.is_disk_full(error)
+        assert files.reached_limit(error)
         assert "ulimit -f" in disk_sentence(error, tmp_path)
     assert "ulimit" not in disk_sentence(OSError(28, "No space left on device"), tmp_path)
 
@@ -130,7 +130,7 @@ def test_the_best_checkpoint_is_the_newest_of_those_with_the_highest_success(fol
     with pytest.raises(RunError, match="of a step where success was measured"):
         choose_checkpoint(folder, "best")
     for step, success in ((1, 0.5), (2, 0.75), (3, 0.75), (4, None), (5, 0.9)):  # of step 5 there is no checkpoint
-        folder.append({"step": step, "success": success})
+        append_line(folder.metrics, {"step": step, "success": success})
     assert choose_checkpoint(folder, "best")[0].step == 3
     (folder.checkpoints / "checkpoint-3" / "weights").write_text("other")
     assert choose_checkpoint(folder, "best")[0].step == 2

@@ -22,9 +22,9 @@ from corral.lab.audit.scoring import AuditedCompletion, logp_at
 from corral.lab.audit.words import percent
 from corral.lab.jobs.llm.eval_settings import EvalSettings, Subject, find_subject
 from corral.lab.jobs.llm.evaluate import EvalJob, prepare_evaluation
+from corral.lab.jobs.llm.problems import Dialogue
 from corral.lab.jobs.llm.rewards import verifier
 from corral.lab.jobs.llm.sampler import set_pad_token
-from corral.lab.jobs.llm.turns import Dialogue
 from corral.lab.models.load import choose_device, load_model
 from corral.lab.run.folder import RunFolder
 from corral.lab.run.text import count

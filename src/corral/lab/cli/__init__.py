@@ -73,35 +73,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if arguments.command not in COMMANDS:
             return refuse(f"there is no command {arguments.command!r}.{nearest(arguments.command, COMMANDS)}")
-        return _run(arguments.command, words[1:])
-
-
-def _run(name: str, argv: list[str]) -> int:
-    """Parse the arguments of a command, and run it.
-
-    A RunError, a TRL that does not fit and a place that may not be used become a sentence and status 1.
-    """
-    module = importlib.import_module(f"{__name__}.{name}")
-    parser = _Parser(
-        prog=f"corral {name}",
-        description=COMMANDS[name],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    module.add_arguments(parser)
-    arguments, rest = parser.parse_known_args(argv)
-    if rest and name not in _OPEN:
-        return refuse(f"{name} has no {rest[0]!r}. `corral {name} --help` lists what it has.")
-    try:
-        return int(module.run(arguments, rest) if name in _OPEN else module.run(arguments))
-    except (RunError, IncompatibleTRL) as error:
-        return refuse(str(error), FAILED)
-    except OSError as error:
-        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
-            return refuse(f"{error.strerror}: {str(error.filename)[:80]}…", FAILED)
-        if error.errno not in DENIED or error.filename is None:
-            raise
-        return refuse(f"{error.filename} cannot be used: {error.strerror}. Choose another place.", FAILED)
+        name = arguments.command
+        module = importlib.import_module(f"{__name__}.{name}")
+        layout = argparse.RawDescriptionHelpFormatter
+        parser = _Parser(prog=f"corral {name}", description=COMMANDS[name], formatter_class=layout, allow_abbrev=False)
+        module.add_arguments(parser)
+        arguments, rest = parser.parse_known_args(words[1:])
+        if rest and name not in _OPEN:
+            return refuse(f"{name} has no {rest[0]!r}. `corral {name} --help` lists what it has.")
+        # A RunError, a TRL that does not fit and a place that may not be used become a sentence.
+        try:
+            return int(module.run(arguments, rest) if name in _OPEN else module.run(arguments))
+        except (RunError, IncompatibleTRL) as error:
+            return refuse(str(error), FAILED)
+        except OSError as error:
+            if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+                return refuse(f"{error.strerror}: {str(error.filename)[:80]}…", FAILED)
+            if error.errno not in DENIED or error.filename is None:
+                raise
+            return refuse(f"{error.filename} cannot be used: {error.strerror}. Choose another place.", FAILED)
 
 
 def refuse(sentence: str, status: int = 2) -> int:

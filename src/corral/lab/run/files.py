@@ -10,7 +10,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from corral.provenance import plain
 from corral.validate import RunError
@@ -57,19 +57,15 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def append_line(path: Path, content: dict[str, Any]) -> None:
     """Append one line of JSON in a single write; if it fails, the file is cut back to its old length."""
     data = (json.dumps(plain(content), allow_nan=False) + "\n").encode()
-    with disk_errors(path):
-        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    with disk_errors(path), path.open("ab", buffering=0) as file:
+        before = file.tell()
         try:
-            before = os.fstat(file).st_size
-            try:
-                if os.write(file, data) != len(data):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                os.fsync(file)
-            except OSError:
-                os.ftruncate(file, before)
-                raise
-        finally:
-            os.close(file)
+            if os.write(file.fileno(), data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(file.fileno())
+        except OSError:
+            file.truncate(before)
+            raise
 
 
 def read_regular(path: Path, most: int = _MOST) -> bytes:
@@ -127,30 +123,18 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and all its causes."""
+def reached_limit(error: BaseException | None) -> Literal["disk", "file size"] | None:
+    """Return the limit that stopped a write, read from an error and its causes: a full disk, or the limit on a file's size."""
+    found: Literal["disk"] | None = None
     while error is not None:
-        yield error
+        number, text = error.errno if isinstance(error, OSError) else None, str(error)
+        if number == errno.EFBIG or "File too large" in text:
+            return "file size"
+        torch_says = isinstance(error, RuntimeError) and "inline_container.cc" in text and "unexpected pos" in text
+        if number in _FULL or "No space left" in text or torch_says:
+            found = "disk"
         error = error.__cause__ or error.__context__
-
-
-def is_disk_full(error: BaseException | None) -> bool:
-    """Return True if the error or one of its causes means a full disk or a file beyond its size limit.
-
-    torch.save raises only about a wrong file position.
-    """
-    for one in _causes(error):
-        if (isinstance(one, OSError) and one.errno in _FULL) or "No space left" in str(one):
-            return True
-        if isinstance(one, RuntimeError) and "inline_container.cc" in str(one) and "unexpected pos" in str(one):
-            return True
-    return is_too_large(error)
-
-
-def is_too_large(error: BaseException | None) -> bool:
-    """Return True if the error or one of its causes means a file beyond its size limit."""
-    found = ((isinstance(one, OSError) and one.errno == errno.EFBIG) or "File too large" in str(one) for one in _causes(error))
-    return any(found)
+    return found
 
 
 @contextmanager
@@ -158,19 +142,18 @@ def disk_errors(path: Path) -> Iterator[None]:
     """Context that turns a disk error while writing `path` into a RunError with advice."""
     try:
         yield
-    except RunError:
-        raise
     except Exception as error:  # torch, safetensors and Python have one each for a full disk
-        if isinstance(error, OSError) or is_disk_full(error):
-            raise RunError(disk_sentence(error, path)) from error
-        raise
+        if isinstance(error, RunError) or not (isinstance(error, OSError) or reached_limit(error)):
+            raise
+        raise RunError(disk_sentence(error, path)) from error
 
 
 def disk_sentence(error: BaseException, path: Path) -> str:
     """Describe a disk error in a sentence, with advice."""
-    if is_too_large(error):
+    limit = reached_limit(error)
+    if limit == "file size":
         return f"{path} could not be written: it is beyond the limit on the size of a file (ulimit -f). Raise it, then resume."
-    if is_disk_full(error):
+    if limit == "disk":
         there = next(parent for parent in path.absolute().parents if parent.exists())
         free = shutil.disk_usage(there).free / 1e6
         return f"the disk is full ({free:,.0f} MB left) and {path} could not be written. Free some space, then resume the run."

@@ -17,7 +17,6 @@ import pyarrow.parquet as pq
 from corral.lab.run.files import (
     MOST_METRICS,
     LockedFolder,
-    append_line,
     digest,
     disk_errors,
     read_json,
@@ -73,9 +72,10 @@ class RunFolder(LockedFolder):
         self.config, self.metrics, self.summary = path / "config.json", path / "metrics.jsonl", path / "summary.json"
         self.completions, self.checkpoints = path / "completions.parquet", path / "checkpoints"
         self.tokens, self.writing = path / "tokens.parquet", self.checkpoints / ".writing"
+        self.completions_kept: list[dict[str, Any]] = []
+        """Rows of completions.parquet in memory, written with the next checkpoint and at the end of the run."""
         self.tokens_kept: list[dict[str, Any]] = []
         """Rows of tokens.parquet in memory, written together with the completions."""
-        self._rows: list[dict[str, Any]] = []
 
     @classmethod
     def create(cls, out: Path | str | None, label: str, *, smoke: bool = False) -> "RunFolder":
@@ -111,17 +111,9 @@ class RunFolder(LockedFolder):
         """Write config.json: the run's settings, versions and git commit."""
         write_json(self.config, content | {"versions": versions(), "commit": commit()})
 
-    def write_summary(self, content: dict[str, Any]) -> None:
-        """Write summary.json: the outcome of the run."""
-        write_json(self.summary, content)
-
     def read_config(self) -> dict[str, Any]:
         """Read config.json."""
         return read_settings(self.config, "a run")
-
-    def append(self, line: dict[str, Any]) -> None:
-        """Append a line to metrics.jsonl."""
-        append_line(self.metrics, line)
 
     def lines(self) -> list[dict[str, Any]]:
         """Read all complete lines of metrics.jsonl."""
@@ -145,17 +137,13 @@ class RunFolder(LockedFolder):
         lines = [line for line in self.lines() if line["step"] <= step]
         text = "".join(json.dumps(plain(line)) + "\n" for line in lines)
         write_whole(self.metrics, lambda beside: beside.write_text(text))
-        self._rows, self.tokens_kept = (_rows_until(path, step) for path in (self.completions, self.tokens))
+        self.completions_kept, self.tokens_kept = (_rows_until(path, step) for path in (self.completions, self.tokens))
         self.summary.unlink(missing_ok=True)
         return lines
 
-    def add_completions(self, rows: list[dict[str, Any]]) -> None:
-        """Store completions in memory; they are written with the next checkpoint or at the end of the run."""
-        self._rows += rows
-
     def write_completions(self) -> None:
         """Write all stored completions, and their tokens if tokens are stored."""
-        tables = {self.completions: pa.Table.from_pylist(self._rows, schema=_COMPLETIONS)}
+        tables = {self.completions: pa.Table.from_pylist(self.completions_kept, schema=_COMPLETIONS)}
         if self.tokens_kept or self.tokens.exists():  # after a resume from an earlier step there may be none any more
             tables[self.tokens] = pa.Table.from_pylist(self.tokens_kept, schema=TOKENS)
         for path, table in tables.items():
@@ -211,9 +199,8 @@ def default_name(label: str, *, smoke: bool = False) -> Path:
 def _rows_until(path: Path, step: int) -> list[dict[str, Any]]:
     """Read the rows of a parquet file whose `step` is at most `step`."""
     if path.exists():
-        with contextlib.suppress(
-            pa.ArrowException, OSError, ValueError
-        ):  # damaged from outside: completions are worth no failure
+        # Completions that were damaged from outside are worth no failure.
+        with contextlib.suppress(pa.ArrowException, OSError, ValueError):
             require_regular(path)
             return [row for row in pq.read_table(path.absolute()).to_pylist() if row["step"] <= step]
     return []

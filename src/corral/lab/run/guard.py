@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from corral.lab.run.settings import GuardMode
@@ -53,15 +53,17 @@ class _Finding(NamedTuple):
     collapse: bool = True
 
 
+@dataclass
 class CollapseWatch:
     """Detect collapse from lines of metrics. The same lines always give the same sentences."""
 
-    def __init__(self, limits: CollapseLimits) -> None:
-        self.limits = limits
-        self.best: dict[str, float] = {}
-        self.runs: dict[str, int] = {}
-        self.newest: dict[str, float] = {}
-        """Newest values of success and of equal rewards, since some lines lack them."""
+    limits: CollapseLimits
+    best: dict[str, float] = field(default_factory=dict)
+    """Best value so far of each metric that should not fall."""
+    runs: dict[str, int] = field(default_factory=dict)
+    """Number of successive lines up to the newest that show a symptom, by symptom."""
+    newest: dict[str, float] = field(default_factory=dict)
+    """Newest values of success and of equal rewards, since some lines lack them."""
 
     def observe(self, line: Mapping[str, Any]) -> list[_Finding]:
         """Return symptoms in this line of metrics. Each kind is reported once, until the run has recovered."""
@@ -162,12 +164,15 @@ class Guard:
         self.news: list[str] = []
         """Warnings that are not yet written to a line of metrics."""
         self._skipped_in_a_row = 0
+        self.zero_gradients = 0
+        """Number of successive updates, up to the newest, whose gradient was exactly 0. A trainer that looks writes it."""
 
     def restore(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Restore the guard's state from the lines of metrics of a resumed run."""
         for line in lines:
             self.watch.observe(self.select(line))
             self.skipped = line.get("skipped", self.skipped)
+            self.zero_gradients = line.get("zero_gradients", 0)
 
     def judge(self, update: str, *, poisoned: str | None) -> None:
         """Judge an update before the optimizer's step. `poisoned` names its non-finite part; the caller then skips the

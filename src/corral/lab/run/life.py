@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
-from corral.lab.run.files import disk_errors, disk_sentence, is_disk_full, write_json
+from corral.lab.run.files import append_line, disk_errors, disk_sentence, reached_limit, write_json
 from corral.lab.run.folder import Checkpoint, RunFolder, Stopped
 from corral.lab.run.guard import Guard
 from corral.lab.run.text import count
@@ -127,7 +127,7 @@ class Recorder(Interruptible):
             line["warnings"], self.guard.news = self.guard.news, []
         self.lines.append(line)
         if self.folder is not None:
-            self.folder.append(line)
+            append_line(self.folder.metrics, line)
         self.view.line(line)
 
     @contextmanager
@@ -146,7 +146,7 @@ class Recorder(Interruptible):
         summary = summarise(self.job.about, self.lines, stopped, why, also=self.job.beside)
         if self.folder is not None:
             self.folder.drop_unfinished()
-            last: list[Callable[[], None]] = [partial(self.folder.write_summary, summary), *writes]
+            last: list[Callable[[], None]] = [partial(write_json, self.folder.summary, summary), *writes]
             for write in last:
                 try:
                     write()
@@ -299,7 +299,7 @@ def _live(job: Job, folder: RunFolder | None, view: RunView, checkpoint: Checkpo
         pass
     except BaseException as failure:  # whatever it is, the run says so before it passes it on
         stopped, error = "failed", job.explain(failure)
-        if is_disk_full(failure) and not isinstance(failure, RunError):
+        if reached_limit(failure) and not isinstance(failure, RunError):
             error = RunError(disk_sentence(failure, path))
             error.__cause__ = failure
     view.close()
@@ -352,14 +352,12 @@ def last_words(summary: Mapping[str, Any], where: Path) -> str:
         if summary.get("greedy_final") is not None:
             moved += f" sampled, {summary['greedy_start']:.1%} → {summary['greedy_final']:.1%} greedy"
         change = f"held-out success {moved}{when}, "
-    took = f"{summary['seconds']:.0f} s. The run is in {where}"
     path = shlex.quote(str(where))
     further = [] if summary["stopped"] == "finished" else [f"corral train --resume {path}"]
     further += [f"corral report {path} --open", f"corral eval {path}"] if summary["steps"] else []
-    following = "\n      ".join(further)
-    return f"{summary['stopped']} after {count(summary['steps'], 'step')}: {change}{took}" + (
-        f"\nNext: {following}" if following else ""
-    )
+    following = "\nNext: " + "\n      ".join(further) if further else ""
+    ended = f"{summary['stopped']} after {count(summary['steps'], 'step')}"
+    return f"{ended}: {change}{summary['seconds']:.0f} s. The run is in {where}{following}"
 
 
 def extend(folder: RunFolder, content: dict[str, Any], key: str, steps: int, checkpoint: Checkpoint | None) -> dict[str, Any]:

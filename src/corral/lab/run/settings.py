@@ -89,27 +89,25 @@ def nested(pairs: Iterable[tuple[str, Any]], tables: Sequence[str]) -> dict[str,
 
 def read_file(path: Path) -> dict[str, Any]:
     """Read settings from a TOML or YAML file."""
+    toml = path.suffix == ".toml"
     try:
-        content = _parse(path.read_text(), toml=path.suffix == ".toml")
+        text = path.read_text()
+        if toml:
+            content: Any = tomllib.loads(text)
+        else:
+            import yaml  # TOML, and so every recipe, needs nothing beyond Python
+
+            try:
+                content = yaml.safe_load(text)
+            except yaml.YAMLError as error:
+                raise ValueError(" ".join(str(error).split())) from error  # it has the place on lines of their own
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:
-        raise RunError(f"{path} is not {'TOML' if path.suffix == '.toml' else 'YAML'}: {error}") from error
+        raise RunError(f"{path} is not {'TOML' if toml else 'YAML'}: {error}") from error
     if not isinstance(content, dict):
         raise RunError(f"{path} should hold settings, `key = value` in TOML or `key: value` in YAML.")
     return content
-
-
-def _parse(text: str, *, toml: bool) -> Any:
-    """Parse the text of a TOML or YAML file. Raise ValueError for malformed text."""
-    if toml:
-        return tomllib.loads(text)
-    import yaml  # TOML, and so every recipe, needs nothing beyond Python
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from error  # it has the place on lines of their own
 
 
 def changed_fields(config: Any) -> dict[str, Any]:
@@ -124,19 +122,14 @@ def toml_lines(settings: Mapping[str, Any]) -> list[str]:
     tables = {key: value for key, value in kept.items() if isinstance(value, Mapping)}
     lines = [f"{key} = {_toml(value)}" for key, value in kept.items() if key not in tables]
     for key, table in tables.items():
-        lines += [
-            "",
-            f"[{key}]",
-            *(f"{_toml_key(name)} = {_toml(value)}" for name, value in table.items() if value is not None),
-        ]
+        lines += ["", f"[{key}]", *_toml_pairs(table)]
     return lines
 
 
 def _toml(value: Any) -> str:
     """Format a value as TOML. JSON strings are valid TOML except for the character DEL."""
     if isinstance(value, Mapping):
-        inner = (f"{_toml_key(key)} = {_toml(item)}" for key, item in value.items() if item is not None)
-        return f"{{{', '.join(inner)}}}"
+        return f"{{{', '.join(_toml_pairs(value))}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, bool):
@@ -146,8 +139,10 @@ def _toml(value: Any) -> str:
     return json.dumps(str(value)).replace("\x7f", "\\u007f")
 
 
-def _toml_key(key: str) -> str:
-    return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else json.dumps(key)
+def _toml_pairs(table: Mapping[str, Any]) -> list[str]:
+    """Format the entries of a table as `key = value`, without those that are None."""
+    given = {key if re.fullmatch(r"[\w-]+", key, re.ASCII) else json.dumps(key): table[key] for key in table}
+    return [f"{key} = {_toml(value)}" for key, value in given.items() if value is not None]
 
 
 def recipes(kind: str = "*", *, studies: bool = True) -> dict[str, Path]:
@@ -185,17 +180,16 @@ def guess(text: Any) -> Any:
 
 def coerce(key: str, value: Any, hint: Any) -> Any:
     """Convert `value` to the type of `key`, or raise a RunError."""
-    if get_args(hint) and {get_origin(kind) or kind for kind in get_args(hint)} == {Literal, type(None)}:  # words or nothing
-        hint = next(kind for kind in get_args(hint) if get_origin(kind) is Literal)
-        if value is None or value == "none":
-            return None
-    if get_origin(hint) is Literal:
-        words = {False: ("off", "no"), True: ("on", "yes")}[value] if isinstance(value, bool) else ()  # YAML reads them so
-        value = next((word for word in words if word in get_args(hint)), value)
-        if value not in get_args(hint):
-            raise RunError(f"`{key}` is one of {', '.join(map(str, get_args(hint)))}; got {value!r}.")
-        return value
     kinds = set(get_args(hint)) if get_origin(hint) in (Union, types.UnionType) else {hint}
+    choices = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    if choices and len(kinds - {type(None)}) == 1:  # words, or words and nothing
+        if type(None) in kinds and (value is None or value == "none"):
+            return None
+        words = {False: ("off", "no"), True: ("on", "yes")}[value] if isinstance(value, bool) else ()  # YAML reads them so
+        value = next((word for word in words if word in choices), value)
+        if value not in choices:
+            raise RunError(f"`{key}` is one of {', '.join(map(str, choices))}; got {value!r}.")
+        return value
     kinds = {list if get_origin(kind) is Sequence else get_origin(kind) or kind for kind in kinds}
     read = value if str in kinds and not kinds & {dict, list} else guess(value)
     if type(None) in kinds and (read is None or value == "none"):

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,6 @@ from corral.validate import RunError, nearest
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
 """Names of the trackers; each is also the name of a Python package."""
-
-_PROJECT = "corral"
-
-_Log = Callable[[dict[str, float], int], object]
-"""Function (metrics, step) that sends metrics to a tracker."""
 
 
 def missing_package(setting: str, package: str) -> Iterator[str]:
@@ -46,63 +41,44 @@ def check_trackers(report_to: str) -> None:
 def tracking(report_to: str, run: Path, config: Mapping[str, Any], done: int) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """Context with a function that sends a line of metrics to every tracker of a run.
 
+    TensorBoard's files are in the run's folder, or in TENSORBOARD_LOGGING_DIR, where repeated steps replace earlier ones.
+    WANDB_PROJECT and TRACKIO_PROJECT name the project, by default `corral`.
+
     Args:
         run: the run's folder, whose name is the run's name in a tracker.
         config: the run's settings.
         done: the number of steps before this process, which are in the trackers already.
     """
+    project = {name: os.environ.get(f"{name.upper()}_PROJECT", "corral") for name in TRACKERS}
     with ExitStack() as stack:
-        logs = [stack.enter_context(_OPEN[name](run, plain(config), done)) for name in tracker_names(report_to)]
+        writer: Any = None
+        logs: list[Callable[..., object]] = []
+        for name in tracker_names(report_to):
+            if name == "tensorboard":
+                from torch.utils.tensorboard import SummaryWriter
+
+                where = os.environ.get("TENSORBOARD_LOGGING_DIR", str(run / "tensorboard"))
+                writer = stack.enter_context(SummaryWriter(where, purge_step=done + 1 if done else None))
+                writer.add_text("settings", json.dumps(plain(config)))
+            elif name == "wandb":
+                import wandb
+
+                opened = wandb.init(project=project[name], name=run.name, config=plain(config))
+                logs.append(stack.enter_context(opened).log)
+            else:
+                import trackio
+
+                opened = trackio.init(project=project[name], name=run.name, config=plain(config), resume="allow", embed=False)
+                stack.callback(opened.finish)
+                logs.append(opened.log)
 
         def send(line: Mapping[str, Any]) -> None:
             numbers = {f"train/{key}": float(value) for key, value in line.items() if isinstance(value, int | float)}
             for log in logs:
-                log(numbers, line["step"])
+                log(numbers, step=line["step"])
+            if writer is not None:
+                for name, value in numbers.items():
+                    writer.add_scalar(name, value, line["step"])
+                writer.flush()
 
         yield send
-
-
-@contextmanager
-def _tensorboard(run: Path, config: dict[str, Any], done: int) -> Iterator[_Log]:
-    """Open TensorBoard files in the run's folder, or in TENSORBOARD_LOGGING_DIR. Repeated steps replace earlier ones."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    where = os.environ.get("TENSORBOARD_LOGGING_DIR", str(run / "tensorboard"))
-    with SummaryWriter(where, purge_step=done + 1 if done else None) as writer:
-        writer.add_text("settings", json.dumps(config))
-
-        def log(numbers: dict[str, float], step: int) -> None:
-            for name, value in numbers.items():
-                writer.add_scalar(name, value, step)
-            writer.flush()
-
-        yield log
-
-
-@contextmanager
-def _wandb(run: Path, config: dict[str, Any], done: int) -> Iterator[_Log]:
-    """Open a run in wandb's project WANDB_PROJECT, or `corral`; wandb's variables decide on everything else."""
-    import wandb
-
-    with wandb.init(project=os.environ.get("WANDB_PROJECT", _PROJECT), name=run.name, config=config) as opened:
-        yield lambda numbers, step: opened.log(numbers, step=step)
-
-
-@contextmanager
-def _trackio(run: Path, config: dict[str, Any], done: int) -> Iterator[_Log]:
-    """Open a run in trackio's project TRACKIO_PROJECT, or `corral`; trackio's variables decide on everything else."""
-    import trackio
-
-    project = os.environ.get("TRACKIO_PROJECT", _PROJECT)
-    opened = trackio.init(project=project, name=run.name, config=config, resume="allow", embed=False)
-    try:
-        yield lambda numbers, step: opened.log(numbers, step=step)
-    finally:
-        opened.finish()
-
-
-_OPEN: dict[str, Callable[[Path, dict[str, Any], int], AbstractContextManager[_Log]]] = {
-    "tensorboard": _tensorboard,
-    "wandb": _wandb,
-    "trackio": _trackio,
-}

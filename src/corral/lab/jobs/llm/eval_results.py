@@ -186,16 +186,6 @@ def _write_rows(path: Path, rows: list[Row]) -> None:
     write_whole(path, partial(pq.write_table, pa.Table.from_pylist(rows, schema=_ROWS)))
 
 
-def _read_rows(path: Path) -> list[Row]:
-    """Read every stored completion of a finished evaluation."""
-    try:
-        require_regular(path)
-        rows: list[Row] = pq.read_table(path.absolute(), schema=_ROWS).to_pylist()
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise RunError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
-    return rows
-
-
 def summarise(rows: Sequence[Row]) -> dict[str, Any]:
     """The estimates and token counts of an evaluation, from its completions."""
     greedy, sampled = _rewards_by_problem(rows)
@@ -231,7 +221,12 @@ def _rewards_by_problem(rows: Sequence[Row]) -> tuple[list[float], list[list[flo
 def read_evaluation(path: Path) -> tuple[str | None, tuple[list[float], list[list[float]]]]:
     """Read an evaluation's rewards, and the hash of its problems."""
     problems = read_settings(path / "eval.json", "an evaluation")["settings"].get("problems_sha256")
-    return problems, _rewards_by_problem(_read_rows(path / "completions.parquet"))
+    rows = path / "completions.parquet"
+    try:
+        require_regular(rows)
+        return problems, _rewards_by_problem(pq.read_table(rows.absolute(), schema=_ROWS).to_pylist())
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise RunError(f"{rows} cannot be read: {str(error).splitlines()[0]}") from error
 
 
 def compare(first: Path, second: Path) -> dict[str, Estimate]:

@@ -55,11 +55,6 @@ class Subject:
         """True if a GPU should compute the model in bfloat16; a run's checkpoint keeps the type of its training."""
         return self.trainer.get("bf16") is not False
 
-    @property
-    def instruction(self) -> str:
-        """The run's instruction, or `{problem}` alone without a run."""
-        return "{problem}" if self.settings is None else self.settings.instruction
-
     def settings_of(self, task: str) -> dict[str, Any]:
         """The run's `task_config` if `task` is the run's task, else an empty table. `unsafe_code_execution` is never inherited.
 
@@ -121,12 +116,7 @@ class EvalSettings(JobSettings):
         if task is None:
             what = "is no folder here, and a model of the hub" if "hub" in subject.identity else "is a model, and"
             raise RunError(f"{self.model} {what} has no task of its own: say which with --task.")
-        self._refuse_unrepeated(subject, task)
-        return subject, task
-
-    def _refuse_unrepeated(self, subject: Subject, task: str) -> None:
-        """Refuse user code that only the run's settings name: a run from elsewhere may name its own files. Flags must repeat
-        it."""
+        # A run from elsewhere may name its own files: flags must repeat code that only the run's settings name.
         own = {"task": task, "task_config": {**subject.settings_of(task), **self.task_config}, **self.multi_turn(subject)}
         repeated = set(named_code(vars(self)))
         missing = [code for code in named_code(own) if code not in repeated]
@@ -137,6 +127,7 @@ class EvalSettings(JobSettings):
                 f"{self.model} names code in its own config.json, {paths}, and reading a run imports nothing. If you trust "
                 f"that code, type it yourself: {flags}"
             )
+        return subject, task
 
     def multi_turn(self, subject: Subject) -> dict[str, Any]:
         """Settings of the tool or environment that answers within completions, and chat-template arguments; inherited by
@@ -155,7 +146,26 @@ def find_subject(name: str, checkpoint: str | None) -> Subject:
     """Find a run's checkpoint (`latest` by default), or a model: tiny, smollm2, a folder, or a name on the hub."""
     path = Path(name)
     if name not in BUILT_IN and path.is_dir() and (content := read_run(path)) is not None:
-        return _of_run(name, path, content, checkpoint or "latest")
+        folder = RunFolder.open(path, write=False)
+        chosen, complaints = choose_checkpoint(folder, checkpoint or "latest")
+        own, trainer = content["settings"], content.get("trainer")
+        try:
+            if not isinstance(own, Mapping) or own.get("task") is None:
+                raise RunError("`settings` names no task.")
+            if not isinstance(trainer, Mapping):
+                raise RunError("it has no table `trainer`.")
+            return Subject(
+                name=name,
+                model=str(chosen.path),
+                identity={file: sha for file, (_, sha) in chosen.files().items() if Path(file).suffix == ".safetensors"},
+                run=path,
+                step=chosen.step,
+                settings=resolve([{key: own[key] for key in _OF_RUN if own.get(key) is not None}]),
+                trainer={key: coerce(key, trainer.get(key), hint) for key, hint in _OF_TRAINER.items()},
+                complaints=tuple(complaints),
+            )
+        except RunError as error:
+            raise RunError(f"{folder.config} is not what a run writes: {error}") from error
     if checkpoint is not None:
         raise RunError(f"--checkpoint chooses among those of a run, and {name} is no run.")
     if name in BUILT_IN:
@@ -169,26 +179,3 @@ def find_subject(name: str, checkpoint: str | None) -> Subject:
     if name.startswith((".", "/", "runs/")) or name.count("/") > 1 or path.exists():
         raise RunError(f"there is no run or model folder {name}.")
     return Subject(name=name, model=name, identity={"hub": name})
-
-
-def _of_run(name: str, path: Path, content: dict[str, Any], which: str) -> Subject:
-    folder = RunFolder.open(path, write=False)
-    chosen, complaints = choose_checkpoint(folder, which)
-    own, trainer = content["settings"], content.get("trainer")
-    try:
-        if not isinstance(own, Mapping) or own.get("task") is None:
-            raise RunError("`settings` names no task.")
-        if not isinstance(trainer, Mapping):
-            raise RunError("it has no table `trainer`.")
-        return Subject(
-            name=name,
-            model=str(chosen.path),
-            identity={file: sha for file, (_, sha) in chosen.files().items() if Path(file).suffix == ".safetensors"},
-            run=path,
-            step=chosen.step,
-            settings=resolve([{key: own[key] for key in _OF_RUN if own.get(key) is not None}]),
-            trainer={key: coerce(key, trainer.get(key), hint) for key, hint in _OF_TRAINER.items()},
-            complaints=tuple(complaints),
-        )
-    except RunError as error:
-        raise RunError(f"{folder.config} is not what a run writes: {error}") from error

@@ -16,7 +16,8 @@ from corral.lab.jobs.llm.eval_results import RIGHT, EvalFolder, Row, show, summa
 from corral.lab.jobs.llm.eval_settings import MULTI_TURN, EvalSettings, Subject
 from corral.lab.jobs.llm.problems import Problems, Sampling
 from corral.lab.jobs.llm.rewards import Reward, path_of, verifier
-from corral.lab.jobs.llm.sampler import Backend, Sampler, choose_backend, make_sampler
+from corral.lab.jobs.llm.sampler import Backend, Sampler, TransformersSampler, VllmSampler, choose_backend
+from corral.lab.jobs.llm.settings import Settings
 from corral.lab.jobs.llm.turns import Turns, make_turns
 from corral.lab.models.load import choose_device
 from corral.lab.run.life import Evaluation
@@ -103,7 +104,7 @@ def evaluate(settings: EvalSettings, *, out: Path | str | None = None, quiet: bo
     for sentence in job.subject.complaints:
         view.warn(sentence)
     if done is None:
-        sampler = make_sampler(job.backend, job.subject, job.device)
+        sampler = (VllmSampler if job.backend == "vllm" else TransformersSampler)(job.subject, job.device)
         problems = job.problems(sampler.tokenizer)
         problems.check_length(job.held_out, sampler.config, job.sampling.max_tokens)
         folder.open({"settings": plan, "versions": versions()})
@@ -136,7 +137,7 @@ def prepare_evaluation(settings: EvalSettings) -> EvalJob:
     return EvalJob(
         subject=subject,
         task=task,
-        instruction=settings.instruction or subject.instruction,
+        instruction=settings.instruction or (subject.settings or Settings()).instruction,
         held_out=held_out,
         samples=settings.samples,
         sampling=Sampling(temperature=settings.temperature, top_p=settings.top_p, max_tokens=longest),

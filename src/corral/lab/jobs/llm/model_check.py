@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from corral.engines.checkup import Checkup
 from corral.lab.jobs.llm.eval_settings import find_subject
-from corral.lab.jobs.llm.problems import Sampling, cut_at_end, end_tokens, own_settings_aside, plain_sampling
+from corral.lab.jobs.llm.problems import Sampling, cut_at_end, end_tokens, sampling_config
 from corral.lab.jobs.llm.sampler import set_pad_token
 from corral.lab.models import EMBEDDED
 from corral.lab.models.load import choose_device, load_model
@@ -49,9 +49,7 @@ class Distance(NamedTuple):
     mean: float
     largest: float
 
-    @property
-    def text(self) -> str:
-        """Mean and largest KL as text."""
+    def __str__(self) -> str:
         return f"KL {self.mean:.1e}, at most {self.largest:.1e}"
 
 
@@ -83,7 +81,7 @@ def check_model(name: str) -> Checkup:
                 raise
             found.rows.append((kernel, "not for this model and device"))
             continue
-        found.rows.append((kernel, f"sampling: {drawn.text}; scoring: {scored.text}"))
+        found.rows.append((kernel, f"sampling: {drawn}; scoring: {scored}"))
         if backend is None and max(drawn.mean, scored.mean) > TOLERANCE:
             found.trouble.append(
                 f"{name} computes something else here than in float32: {max(drawn.mean, scored.mean):.2g} nats a token, where "
@@ -118,12 +116,12 @@ def distances(
     """KL divergence from float32 on a padded batch, while sampling with a KV cache, and while scoring the sampled tokens."""
     writer: Any = model  # causal models can generate; transformers' base class does not say so
     ends = end_tokens(model, tokenizer)
-    how = plain_sampling(tokenizer, ends, Sampling(max_tokens=TOKENS, greedy=True))
-    how.update(return_dict_in_generate=True, output_logits=True)
     batch = tokenizer.pad({"input_ids": list(asked)}, padding_side="left", return_tensors="pt").to(model.device)
     width = batch["input_ids"].shape[1]
     kernel = nullcontext() if backend is None else sdpa_kernel(backend)
-    with own_settings_aside(model), kernel, torch.autocast(model.device.type, half or torch.bfloat16, enabled=half is not None):
+    greedy = sampling_config(model, tokenizer, Sampling(max_tokens=TOKENS, greedy=True))
+    with greedy as how, kernel, torch.autocast(model.device.type, half or torch.bfloat16, enabled=half is not None):
+        how.update(return_dict_in_generate=True, output_logits=True)
         out = writer.generate(**batch, generation_config=how)
         drawn = torch.stack(out.logits, dim=1)
         mask = torch.cat([batch["attention_mask"], torch.ones_like(out.sequences[:, width:])], dim=1)

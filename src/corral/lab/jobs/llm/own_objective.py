@@ -1,7 +1,7 @@
 """Loading of user objectives by path: `file.py:function` or `module:function`, with settings in a dataclass beside it."""
 
+import functools
 import inspect
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from corral.lab.tasks.imports import by_path
@@ -9,7 +9,7 @@ from corral.objective import OBJECTIVES, Objective, ObjectiveConfig, register_ob
 from corral.validate import RunError, UserCodeError, run_errors
 
 if TYPE_CHECKING:
-    from corral.tensors import ObjectiveOutput, TokenBatch
+    from corral.tensors import TokenBatch
 
 HOW = "an objective of your own is file.py:function or module:function, a function of (batch, config) or (batch)"
 
@@ -25,14 +25,22 @@ def find_objective(name: str) -> type[ObjectiveConfig]:
         raise RunError(f"{unknown_objective(name)} Or your own: file.py:function.")
     with run_errors():
         function = by_path(name, HOW)
-        config_cls, takes_config = _config_of(name, function)
-        register_objective(name, function if takes_config else _without_config(function), config_cls)
-    return config_cls
+        config_cls = _config_of(name, function)
+        if config_cls is not None:
+            register_objective(name, function, config_cls)
+            return config_cls
+
+        @functools.wraps(function)
+        def call(batch: "TokenBatch", config: ObjectiveConfig) -> Any:
+            return function(batch)
+
+        register_objective(name, call, ObjectiveConfig)
+    return ObjectiveConfig
 
 
-def _config_of(name: str, function: Any) -> tuple[type[ObjectiveConfig], bool]:
-    """The settings dataclass of a user objective, and whether the function takes settings as its second argument."""
-    if not callable(function) or isinstance(function, type):
+def _config_of(name: str, function: Any) -> type[ObjectiveConfig] | None:
+    """Read the settings dataclass of a user objective from its second argument; None for a function of the batch alone."""
+    if isinstance(function, type):
         raise ValueError(f"{HOW}; {name!r} is {type(function).__name__}.")
     try:
         parameters = [one for one in inspect.signature(function).parameters.values() if one.default is one.empty]
@@ -40,7 +48,7 @@ def _config_of(name: str, function: Any) -> tuple[type[ObjectiveConfig], bool]:
     except (NameError, TypeError, ValueError) as error:  # a hint without its import, or a function without a signature
         raise ValueError(f"{HOW}; the arguments of {name!r} cannot be read: {error}.") from error
     if len(parameters) == 1:
-        return ObjectiveConfig, False
+        return None
     if len(parameters) != 2 or any(one.kind not in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in parameters):
         raise ValueError(f"{HOW}; {name!r} takes ({', '.join(one.name for one in parameters)}).")
     config_cls = hints.get(parameters[1].name)
@@ -49,21 +57,11 @@ def _config_of(name: str, function: Any) -> tuple[type[ObjectiveConfig], bool]:
             f"{name}: `{parameters[1].name}` has no type, or one that is not derived from corral.ObjectiveConfig; got "
             f"{config_cls!r}. Annotate it with the dataclass of its settings: docs/tutorials/own-objective.md."
         )
-    return config_cls, True
-
-
-def _without_config(function: Callable[[Any], "ObjectiveOutput"]) -> Callable[[Any, ObjectiveConfig], "ObjectiveOutput"]:
-    def call(batch: Any, config: ObjectiveConfig) -> "ObjectiveOutput":
-        return function(batch)
-
-    call.__doc__ = function.__doc__
-    return call
+    return config_cls
 
 
 def try_objective(objective: Objective) -> None:
     """Try a user objective on two short completions, so that mistakes show before a model is loaded."""
-    if ":" not in objective.name:
-        return
     import torch
 
     from corral.support import gather_support, top_k_support

@@ -6,12 +6,11 @@ import json
 import math
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate.utils import is_peft_model
@@ -23,23 +22,24 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from corral.lab.jobs.llm.own_objective import find_objective, try_objective
-from corral.lab.jobs.llm.problems import Problems
-from corral.lab.jobs.llm.rewards import Reward, check_columns, make_rewards, verifier
+from corral.lab.jobs.llm.problems import OneTurn, Problems
+from corral.lab.jobs.llm.rewards import Reward, check_columns, make_rewards
 from corral.lab.jobs.llm.settings import Settings, check_packages, missing_packages
-from corral.lab.jobs.llm.turns import FunctionCalls, OneTurn, TextTool, Turns, make_turns
 from corral.lab.models import BUILT_IN, EMBEDDED
 from corral.lab.models.load import choose_device, is_local, load_model, load_skeleton, load_trainable
 from corral.lab.models.packaged import PACKAGED, is_installed
 from corral.lab.run.folder import RunFolder, choose_checkpoint, read_run
 from corral.lab.run.settings import coerce, toml_lines
 from corral.lab.run.trackers import TRACKERS
-from corral.lab.tasks import Task, columns_of, find_task, make_task, settings_of
+from corral.lab.tasks import Task, columns_of, find_task, make_task
 from corral.lab.tasks.dataset import FiniteTask
-from corral.provenance import plain
 from corral.trl import TEACHER_PROMPT
-from corral.trl.api import REDUCTIONS, steps_per_batch
-from corral.trl.config import CorralConfig, Sampler
+from corral.trl.api import steps_per_batch
+from corral.trl.config import CorralConfig
 from corral.validate import RunError, nearest, run_errors
+
+if TYPE_CHECKING:
+    from corral.lab.jobs.llm.turns import Turns
 
 
 def describe_data(task: Task, train: Sequence[str], held_out: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -95,13 +95,8 @@ class Parts:
     """The teacher model, or None if the model learns from itself."""
     notes: Sequence[str] = ()
     """Sentences about settings that were chosen automatically."""
-    turns: Turns = field(default_factory=OneTurn)
+    turns: "Turns" = field(default_factory=OneTurn)
     """Tool, functions or environment that answer within completions, or single-turn completions."""
-
-    @cached_property
-    def verify(self) -> Reward:
-        """The task's verifier, which decides success on the held-out problems."""
-        return verifier(self.problems.task)
 
     @cached_property
     def problem_of(self) -> dict[str, str]:
@@ -150,13 +145,16 @@ def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedToken
         task = make_task(settings.task, **settings.task_config)
         find_objective(settings.objective)
         config = trainer_config(settings, task.max_completion_length + 1)
-        turns = make_turns(settings.tool, settings.tools, settings.environment_factory, config.max_tool_calling_iterations)
-        if isinstance(turns, TextTool) and config.use_vllm:
+        turns: Turns = OneTurn()
+        if settings.tool or settings.tools or settings.environment_factory:
+            from corral.lab.jobs.llm.turns import make_turns  # most runs have a single turn
+
+            turns = make_turns(settings.tool, settings.tools, settings.environment_factory, config.max_tool_calling_iterations)
+        if settings.tool and config.use_vllm:
             raise ValueError("`tool` plays its turns with the trainer's own model. Leave `use_vllm` out.")
-        sampler: Sampler = "vllm" if config.use_vllm else "rollout_func" if isinstance(turns, TextTool) else "transformers"
-        config.check_sampler(sampler)
+        config.check_sampler("vllm" if config.use_vllm else "rollout_func" if settings.tool else "transformers")
         rewards, config.reward_weights = make_rewards(settings.reward, task, config.reward_weights)
-        if isinstance(turns, FunctionCalls) and turns.pays and not settings.reward:
+        if turns.pays and not settings.reward:
             rewards, config.reward_weights = [], None  # TRL adds the environment's own
         taught = config.make_objective().config.third_policy
         if settings.teacher and taught is None:
@@ -178,8 +176,8 @@ def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedToken
         )
     if config.max_completion_length is None:
         raise RunError("`max_completion_length` is None, but a run must know how long a completion may be. Give a number.")
-    adapter = lora_config(settings.lora)
-    if adapter is not None and is_peft_model(model):
+    adapter = lora_config(settings.lora) if settings.lora else None
+    if settings.lora and is_peft_model(model):
         raise RunError(
             f"{settings.model} is an adapter, and lora.{next(iter(settings.lora))} asks for another one. Leave lora out to go "
             f"on with it as it is. For a new one on top, merge it first (peft's merge_and_unload, then save_pretrained), and "
@@ -209,7 +207,7 @@ def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedToken
     return Parts(settings, model, problems, dataset, held_out, config, adapter, rewards, teacher, notes, turns)
 
 
-def lora_config(given: dict[str, Any]) -> LoraConfig | None:
+def lora_config(given: dict[str, Any]) -> LoraConfig:
     """Build peft's LoraConfig for an adapter: by default on every linear layer except the head."""
     known = {item.name: item.type for item in dataclasses.fields(LoraConfig) if item.init}
     for key, value in given.items():
@@ -219,7 +217,7 @@ def lora_config(given: dict[str, Any]) -> LoraConfig | None:
             coerce(f"lora.{key}", value, _NUMBERS[known[key]])
     if given.get("r", 1) < 1:
         raise RunError(f"`lora.r` is the rank of an adapter and must be at least 1; got {given['r']}.")
-    return LoraConfig(**{"task_type": "CAUSAL_LM", "target_modules": "all-linear"} | given) if given else None
+    return LoraConfig(**{"task_type": "CAUSAL_LM", "target_modules": "all-linear"} | given)
 
 
 def trainer_config(settings: Settings, max_completion_length: int) -> CorralConfig:
@@ -239,35 +237,25 @@ def trainer_config(settings: Settings, max_completion_length: int) -> CorralConf
         "shuffle_dataset": False,  # problems are drawn at random already
     }
     config = CorralConfig(output_dir="runs", **chosen | settings.trainer)
-    try_objective(config.make_objective())
+    if ":" in settings.objective:
+        try_objective(config.make_objective())
     cycle = math.lcm(config.gradient_accumulation_steps, steps_per_batch(config))
     config.logging_steps = cycle // config.gradient_accumulation_steps
     config.max_steps = settings.steps * config.logging_steps
     return config
 
 
-def config_content(settings: Settings, parts: Parts) -> dict[str, Any]:
-    """Content of config.json for a new run."""
-    task = parts.problems.task
-    return {
-        "settings": settings.flat(),
-        "objective": {"name": settings.objective, **vars(parts.config.make_objective().config)},
-        "reduction": {"name": REDUCTIONS[parts.config.loss_type], "own": parts.config.other_reduction is None},
-        "task": {"name": task.name, **settings_of(task)},
-        "data": describe_data(task, parts.dataset["problem"][:], parts.held_out),
-        "model": {"name": settings.model, "parameters": sum(p.numel() for p in parts.model.parameters())},
-        "trainer": plain(parts.config.to_dict()),
-        "command": sys.argv,
-    }
-
-
-_WEIGHTS = (".safetensors", ".bin")
-
-
 def rehearse(settings: Settings) -> list[str]:
     """Lines that `--dry-run` prints: settings as TOML, with estimates of downloads and memory. No weights are loaded."""
     settings = pin_model(settings)
-    data, missing = data_to_fetch(settings), list(missing_packages(settings.flat()))
+    missing = list(missing_packages(settings.flat()))
+    with run_errors():
+        task_cls = find_task(settings.task)
+    data: list[str] = []
+    if issubclass(task_cls, FiniteTask) and settings.task_config.get("path") is None:
+        where = "FILE reads a file" if len(task_cls.hub_names()) == 1 else "FOLDER reads files"
+        unless = f"unless it is cached; --set task_config.path={where} instead"
+        data = [f"the data set {name}, {unless}" for name in task_cls.hub_names()]
     skeleton: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None  # the model without its weights
     if settings.model not in PACKAGED or is_installed(settings.model):
         try:
@@ -288,18 +276,6 @@ def rehearse(settings: Settings) -> list[str]:
     return [*(f"# {line}" for line in about), *toml_lines(settings.flat())]
 
 
-def data_to_fetch(settings: Settings) -> list[str]:
-    """The data sets that the task would download from the hub."""
-    with run_errors():
-        task_cls = find_task(settings.task)
-    if not issubclass(task_cls, FiniteTask) or settings.task_config.get("path") is not None:
-        return []
-    names, where = task_cls.hub_names(), "FILE reads a file"
-    if len(names) > 1:
-        where = "FOLDER reads files"
-    return [f"the data set {name}, unless it is cached; --set task_config.path={where} instead" for name in names]
-
-
 def model_to_fetch(name: str) -> str | None:
     """Weights that would be downloaded, with their size if the hub reports it; None if nothing is downloaded."""
     if name in PACKAGED and not is_installed(name):
@@ -315,8 +291,8 @@ def model_to_fetch(name: str) -> str | None:
         files = HfApi().model_info(name, files_metadata=True, timeout=10).siblings or []
     except Exception as error:  # the hub's, httpx's, and those of being offline
         return f"the weights of {name}; their size is unknown, as the hub does not answer ({type(error).__name__})"
-    sizes = {suffix: sum(file.size or 0 for file in files if file.rfilename.endswith(suffix)) for suffix in _WEIGHTS}
-    return f"the weights of {name}: {_gigabytes(next((size for size in sizes.values() if size), 0))}"
+    sizes = [sum(file.size or 0 for file in files if file.rfilename.endswith(kind)) for kind in (".safetensors", ".bin")]
+    return f"the weights of {name}: {_gigabytes(sizes[0] or sizes[1])}"
 
 
 def memory(settings: Settings, config: CorralConfig, model: PreTrainedModel) -> Iterator[str]:
@@ -324,19 +300,25 @@ def memory(settings: Settings, config: CorralConfig, model: PreTrainedModel) -> 
     checkpointing."""
     total = sum(p.numel() for p in model.parameters())
     trained = total
-    adapter = lora_config(settings.lora)
-    if adapter is not None:
+    if settings.lora:
         with torch.device("meta"):
-            trained = sum(p.numel() for p in get_peft_model(model, adapter).parameters() if p.requires_grad)
+            adapted = get_peft_model(model, lora_config(settings.lora))
+        trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
         total += trained
-    copies = (config.beta != 0 and adapter is None) + bool(settings.teacher)  # an adapter's reference is its base
+    copies = (config.beta != 0 and not settings.lora) + bool(settings.teacher)  # an adapter's reference is its base
+    about: dict[str, Any] = model.config.get_text_config().to_dict()
+    heads = about.get("num_key_value_heads") or about.get("num_attention_heads") or 0
+    width = about.get("head_dim") or about.get("hidden_size", 0) // max(about.get("num_attention_heads") or 1, 1)
+    assert config.steps_per_generation is not None  # TRL has filled it in
+    sampled = config.per_device_train_batch_size * config.steps_per_generation * (config.max_completion_length or 0)
+    cached = 2 * sampled * (about.get("num_hidden_layers") or 0) * heads * width  # keys and values
     parts = {
         "weights": 4 * total,
         "gradients": 4 * trained,
         "AdamW": 8 * trained,
         "reference or teacher": 4 * total * copies,
         "the network before a step": 4 * trained * (config.deployed_bound is not None),
-        "cache while sampling": _cache(config, model),
+        "cache while sampling": 0 if config.use_vllm else cached * (2 if config.bf16 else 4),
     }
     sizes = ", ".join(f"{name} {_gigabytes(size)}" for name, size in parts.items() if size)
     yield f"memory {_gigabytes(sum(parts.values()))} and activations: {sizes}"
@@ -345,19 +327,6 @@ def memory(settings: Settings, config: CorralConfig, model: PreTrainedModel) -> 
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         yield f"this machine has {_gigabytes(memory)} of memory and no GPU"
-
-
-def _cache(config: CorralConfig, model: PreTrainedModel) -> int:
-    """Bytes of the KV cache for all completions that one process samples at once with transformers."""
-    if config.use_vllm:
-        return 0
-    about: dict[str, Any] = model.config.get_text_config().to_dict()
-    heads = about.get("num_key_value_heads") or about.get("num_attention_heads") or 0
-    width = about.get("head_dim") or about.get("hidden_size", 0) // max(about.get("num_attention_heads") or 1, 1)
-    assert config.steps_per_generation is not None  # TRL has filled it in
-    rows = config.per_device_train_batch_size * config.steps_per_generation
-    size = 2 if config.bf16 else 4
-    return 2 * size * rows * (config.max_completion_length or 0) * (about.get("num_hidden_layers") or 0) * heads * width
 
 
 def _gigabytes(size: int) -> str:

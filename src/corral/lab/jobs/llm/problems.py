@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from datasets import Dataset
@@ -42,21 +42,15 @@ class Problems:
     template: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the chat template: TRL's `chat_template_kwargs`, and tools."""
 
-    def prompt(self, problem: str) -> Prompt:
-        """The prompt passed to the model. In a chat, the instruction surrounds the last message."""
-        return self._worded(problem, self.instruction, {})
+    def prompt(self, problem: str, instruction: str = "", values: Mapping[str, Any] | None = None) -> Prompt:
+        """The problem inside an instruction, by default the run's. In a chat, the instruction surrounds the last message.
 
-    def _worded(self, problem: str, instruction: str, values: Mapping[str, Any]) -> Prompt:
-        """Put the problem into an instruction: fill in {problem} and the names of `values`."""
-
-        def fill(text: str) -> str:
-            known = {**values, "problem": text}
-            return re.sub(r"\{(\w+)\}", lambda found: str(known.get(found[1], found[0])), instruction)
-
-        if not self.tokenizer.chat_template:
-            return fill(problem)
-        *before, last = messages_of(self.task, problem)
-        return [*before, {**last, "content": fill(last["content"])}]
+        The instruction's {problem} and names of `values` are filled in.
+        """
+        *before, last = messages_of(self.task, problem) if self.tokenizer.chat_template else [{"content": problem}]
+        known = {**(values or {}), "problem": last["content"]}
+        text = re.sub(r"\{(\w+)\}", lambda found: str(known.get(found[1], found[0])), instruction or self.instruction)
+        return [*before, {**last, "content": text}] if self.tokenizer.chat_template else text
 
     def tokens(self, problems: Sequence[str]) -> list[list[int]]:
         """Token ids of a problem's prompt, equal to the trainer's."""
@@ -92,7 +86,7 @@ class Problems:
                 f"`teacher_instruction` with one that it has ({known}), or name another model as the `teacher`."
             )
         rows = [{name: column[i] for name, column in values.items()} for i in range(len(problems))]
-        told = [self._worded(problem, teacher_instruction, row) for problem, row in zip(problems, rows, strict=True)]
+        told = [self.prompt(problem, teacher_instruction, row) for problem, row in zip(problems, rows, strict=True)]
         return Dataset.from_dict(columns | {TEACHER_PROMPT: told})
 
     def check_length(
@@ -130,31 +124,27 @@ class Problems:
         return min(room, longest)
 
 
-def plain_sampling(tokenizer: PreTrainedTokenizerBase, ends: set[int], sampling: Sampling) -> GenerationConfig:
-    """Generation settings for transformers: sample from the unmodified policy, or decode greedily.
+@contextmanager
+def sampling_config(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling
+) -> Iterator[GenerationConfig]:
+    """Context with settings for `model.generate`: sample from the unmodified policy, or decode greedily.
 
-    They are all of them where `own_settings_aside` keeps the model's own away.
+    Inside it the model's own generation_config is hidden except for its token ids, since transformers takes missing arguments
+    from there. A list of what to switch off would miss what the next release adds.
     """
     drawn = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": sampling.top_p}
-    return GenerationConfig(
+    config = GenerationConfig(
         max_new_tokens=sampling.max_tokens,
         pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=sorted(ends) or None,
+        eos_token_id=sorted(end_tokens(model, tokenizer)) or None,
         **({"do_sample": False} if sampling.greedy else drawn),
     )
-
-
-@contextmanager
-def own_settings_aside(model: PreTrainedModel) -> Iterator[None]:
-    """Context that hides a model's generation_config during generation: transformers takes missing arguments from there.
-
-    Its token ids alone stay. A list of what to switch off would miss what the next release adds.
-    """
     own = model.generation_config
     ids = {name: value for name in MODEL_IDS if (value := vars(own).get(name)) is not None}
     model.generation_config = GenerationConfig(**ids)
     try:
-        yield
+        yield config
     finally:
         model.generation_config = own
 
@@ -166,9 +156,8 @@ def generate(
     """Generate one completion per prompt, as tokens up to and including the end-of-sequence token if there is one."""
     batch = tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt").to(model.device)
     ends = end_tokens(model, tokenizer)
-    config = plain_sampling(tokenizer, ends, sampling)
     writer: Any = model  # causal models can generate; transformers' base class does not say so
-    with own_settings_aside(model):
+    with sampling_config(model, tokenizer, sampling) as config:
         tokens = writer.generate(**batch, generation_config=config)[:, batch["input_ids"].shape[1] :].tolist()
     return [cut_at_end(row, ends) for row in tokens]
 
@@ -184,3 +173,56 @@ def cut_at_end(tokens: list[int], ends: set[int]) -> list[int]:
     """Cut a completion after its first end-of-sequence token: everything behind is padding."""
     last = next((index for index, token in enumerate(tokens) if token in ends), len(tokens))
     return tokens[: last + 1]
+
+
+@dataclass
+class Dialogue:
+    """A completion of one or several turns: tokens, a mask of the tokens that the model wrote, and their log-probs if known."""
+
+    problem: str
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    own: list[int] = field(default_factory=list)
+    """Mask: 1 for a token that the model wrote, 0 for a token of the tool."""
+    logps: list[float] = field(default_factory=list)
+    replies: int = 0
+    over: bool = False
+    ended: bool = False
+    """False if the evaluation's length limit cut the completion off."""
+    answer: str = ""
+    """The text to grade."""
+    transcript: str = ""
+    """The text to show, including answers of tools."""
+    reward: float | None = None
+    """Reward from the environment, if the environment gives rewards."""
+
+    def add(self, tokens: Sequence[int], logps: Sequence[float] | None = None, *, own: bool = True) -> None:
+        """Append tokens of the model, with log-probs if known, or tokens of the tool."""
+        self.tokens += tokens
+        self.own += [int(own)] * len(tokens)
+        self.logps += [0.0] * len(tokens) if logps is None else logps
+
+
+@dataclass(frozen=True)
+class OneTurn:
+    """Single-turn completions, without a tool or environment."""
+
+    pays: ClassVar[bool] = False
+    """True if an environment gives the rewards."""
+
+    def template(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """Arguments of the chat template: none without tools."""
+        return {}
+
+    def trainer_arguments(self) -> dict[str, Any]:
+        """Arguments of GRPOTrainer: none, since TRL samples single turns by itself."""
+        return {}
+
+    def play(self, model: PreTrainedModel, problems: Problems, asked: Sequence[str], sampling: Sampling) -> list[Dialogue]:
+        """Generate one completion per problem; its whole text is graded."""
+        prompts = problems.tokens(asked)
+        found = [Dialogue(problem, prompt) for problem, prompt in zip(asked, prompts, strict=True)]
+        for one, tokens in zip(found, generate(model, problems.tokenizer, prompts, sampling), strict=True):
+            one.add(tokens)
+            one.answer = one.transcript = str(problems.tokenizer.decode(tokens, skip_special_tokens=True))
+        return found

@@ -3,7 +3,6 @@
 import asyncio
 import inspect
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
@@ -24,13 +23,12 @@ _TAKEN = {"prompts", "completions", "completion_ids", "problem", "trainer_state"
 """Names of arguments that the trainer passes to reward functions; a task's columns must not have these names."""
 
 
-def as_rewards(given: Any) -> tuple[str | Reward, ...]:
-    """Normalise a single reward or a list into a tuple of rewards. An empty tuple stands for the task's verifier."""
-    return as_functions(given, _HOW)
+_LARGEST = 2.0**128 - 2.0**104
+"""The largest float32, the type in which the trainer adds rewards. A literal, because importing torch takes seconds."""
 
 
-def as_functions(given: Any, how: str) -> tuple[str | Reward, ...]:
-    """Normalise a single user function or a list into a tuple. `how` describes the accepted forms in the error."""
+def as_functions(given: Any, how: str = _HOW) -> tuple[str | Reward, ...]:
+    """Normalise a single user function or a list into a tuple. `how` describes the accepted forms in the error: of rewards."""
     found: list[Any] = []
     for one in map(guess, given if isinstance(given, list | tuple) else [given]):  # a text may be a list in TOML
         found += [] if one is None else one if isinstance(one, list) else [one]
@@ -55,7 +53,17 @@ def make_rewards(
 
     Weights stand behind the names, or beside all of them as TRL's `reward_weights`.
     """
-    names, own = zip(*(_split(one) if isinstance(one, str) else (one, None) for one in given or (_VERIFIER,)), strict=True)
+    names, own = list[str | Reward](), list[float | None]()
+    for one in given or (_VERIFIER,):
+        path, equals, text = one.rpartition("=") if isinstance(one, str) else ("", "", "")
+        try:
+            weight = float(text) if equals else None
+        except ValueError:
+            weight = math.nan
+        if weight is not None and not math.isfinite(weight):
+            raise RunError(f"{_HOW}; got {one!r}.")
+        names.append(path if equals else one)
+        own.append(weight)
     if weights is not None and (len(weights) != len(names) or any(weight is not None for weight in own)):
         raise RunError(
             f"`reward_weights` are {list(weights)}, and the rewards {', '.join(map(path_of, given)) or _VERIFIER}. Give one "
@@ -63,7 +71,15 @@ def make_rewards(
         )
     if any(weight is not None for weight in own):
         weights = [1.0 if weight is None else weight for weight in own]
-    return [_function(one, label, task) for one, label in zip(names, _labels(names), strict=True)], weights
+    # TRL logs each reward by a name: the function's own, or its whole path where two functions have one name.
+    paths = [path_of(one) for one in names]
+    short = [path.rpartition(":")[2].rpartition(".")[2] for path in paths]
+    labels = [path if short.count(name) > 1 else name for path, name in zip(paths, short, strict=True)]
+    twice = next((label for label in labels if labels.count(label) > 1), None)
+    if twice is not None:
+        raise RunError(f"two rewards are {twice}. Give it once, with the weight of both, or name functions apart.")
+    pairs = zip(names, labels, strict=True)
+    return [verifier(task) if one == _VERIFIER else _own(one, label, task) for one, label in pairs], weights
 
 
 def check_columns(task: Task, problem: str) -> None:
@@ -96,60 +112,45 @@ def _with_checks(name: str, score: Reward, label: str | None = None) -> Reward:
                 f"the reward function {name} raised {type(error).__name__}: {error}. The completion was {culprit!r}."
             ) from error
         if not isinstance(rewards, list):
+            kind = type(rewards).__name__
             raise RewardError(
-                f"the reward function {name} gave {_kind(rewards)}. It must give a list with one reward for each completion."
+                f"the reward function {name} gave {'an' if kind[0] in 'aeiou' else 'a'} {kind}. It must give a list with one "
+                f"reward for each completion."
             )
         if len(rewards) != len(completions):
             raise RewardError(
                 f"the reward function {name} gave {len(rewards)} rewards for {len(completions)} completions, the first of "
                 f"which was {text_of(completions[0])!r}. It must give one for each."
             )
-        return [None if value is None else _finite(name, value, one) for value, one in zip(rewards, completions, strict=True)]
+        for index, value in enumerate(rewards):
+            if value is None:
+                continue
+            try:  # a NumPy or torch reward becomes a float
+                number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
+            except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one is torch's, for more than one element
+                number = math.nan
+            if not abs(number) <= _LARGEST:
+                raise RewardError(
+                    f"the reward function {name} gave {value!r:.200} for the completion {text_of(completions[index])!r}. A "
+                    f"reward is a finite number that fits into float32 (up to 3.4e38), or None where there is nothing to judge."
+                )
+            rewards[index] = number
+        return rewards
 
     reward.__name__ = label or name
     return reward
 
 
-def _split(text: str) -> tuple[str, float | None]:
-    """Split `module:function=weight` into path and weight; the weight is None if there is none."""
-    path, equals, weight = text.rpartition("=")
-    if not equals:
-        return text, None
-    try:
-        number = float(weight)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise RunError(f"{_HOW}; got {text!r}.")
-    return path, number
+def _own(reward: str | Reward, label: str, task: Task) -> Reward:
+    """Import a user's reward function, and pass it the task's columns as lists.
 
-
-def _labels(rewards: Sequence[str | Reward]) -> list[str]:
-    """Short labels for TRL's log: the function's name, or the whole path if two names are equal."""
-    paths = [path_of(one) for one in rewards]
-    short = [path.rpartition(":")[2].rpartition(".")[2] for path in paths]
-    labels = [path if Counter(short)[name] > 1 else name for path, name in zip(paths, short, strict=True)]
-    twice = next((label for label, count in Counter(labels).items() if count > 1), None)
-    if twice is not None:
-        raise RunError(f"two rewards are {twice}. Give it once, with the weight of both, or name functions apart.")
-    return labels
-
-
-def _function(reward: str | Reward, label: str, task: Task) -> Reward:
-    if reward == _VERIFIER:
-        return verifier(task)
-    function = reward
-    if isinstance(reward, str):
-        with run_errors():
-            function = by_path(reward, _HOW)
-    if not callable(function):
-        raise RunError(f"{_HOW}, and {reward!r} is {type(function).__name__}, which cannot be called.")
-    call = function
+    They are not in the dataset, since values may not fit Arrow's types.
+    """
+    with run_errors():
+        function = by_path(reward, _HOW) if isinstance(reward, str) else reward
 
     def score(problem: list[str], **others: Any) -> Any:
-        """Call the reward function with the task's columns as lists. They are not in the dataset, since values may not fit
-        Arrow's types."""
-        return call(problem=problem, **others | columns_of(task, problem))  # an environment's rows have them already
+        return function(problem=problem, **others | columns_of(task, problem))  # an environment's rows have them already
 
     return _with_checks(path_of(reward), score, label)
 
@@ -160,30 +161,6 @@ def _call(score: Reward, **arguments: Any) -> Any:
     found = asyncio.run(found) if inspect.iscoroutine(found) else found
     unordered = isinstance(found, Mapping | Set | str | bytes | bytearray) or not isinstance(found, Iterable)
     return found if unordered else list(found)
-
-
-def _kind(value: Any) -> str:
-    """The name of a value's type, with an article, for errors."""
-    name = type(value).__name__
-    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
-
-
-_LARGEST = 2.0**128 - 2.0**104
-"""The largest float32, the type in which the trainer adds rewards. A literal, because importing torch takes seconds."""
-
-
-def _finite(name: str, value: Any, completion: Any) -> float:
-    """Convert a NumPy or torch reward to a float. Raises an error if it is not finite, also after rounding to float32."""
-    try:
-        number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one is torch's, for more than one element
-        number = math.nan
-    if not abs(number) <= _LARGEST:
-        raise RewardError(
-            f"the reward function {name} gave {value!r:.200} for the completion {text_of(completion)!r}. A reward is a finite "
-            f"number that fits into float32 (up to 3.4e38), or None where there is nothing to judge."
-        )
-    return number
 
 
 def _culprit(score: Reward, prompts: list[Any], completions: list[Any], columns: Mapping[str, Any]) -> str:

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from corral.lab.jobs.llm.eval_settings import Subject
-from corral.lab.jobs.llm.problems import Problems, Sampling, end_tokens
-from corral.lab.jobs.llm.turns import Dialogue, OneTurn, Turns
+from corral.lab.jobs.llm.problems import Dialogue, OneTurn, Problems, Sampling, end_tokens
+from corral.lab.jobs.llm.turns import Turns
 from corral.lab.models import BUILT_IN
 from corral.lab.models.load import NO_CODE, load_model
 from corral.validate import RunError
@@ -20,13 +20,11 @@ Backend = Literal["transformers", "vllm"]
 
 def choose_backend(requested: str, subject: Subject, device: str, *, played: bool = False) -> Backend:
     """Resolve the sampler's name: `auto` is vLLM on a GPU if it is installed and can run the model, else transformers."""
+    is_adapter = Path(subject.model, "adapter_config.json").is_file()
     reasons = [
         (played, "tools and environments are played with transformers here."),
         (find_spec("vllm") is None, "vLLM is not installed. Install it: pip install vllm."),
-        (
-            Path(subject.model, "adapter_config.json").is_file(),
-            "this checkpoint is an adapter, and vLLM takes whole models here.",
-        ),
+        (is_adapter, "this checkpoint is an adapter, and vLLM takes whole models here."),
         (subject.model in BUILT_IN, f"{subject.model} is built into corral, and vLLM takes a folder or a name on the hub."),
     ]
     why = next((sentence for holds, sentence in reasons if holds), None)
@@ -34,11 +32,6 @@ def choose_backend(requested: str, subject: Subject, device: str, *, played: boo
         raise RunError(f"--backend vllm: {why} Or use --backend transformers.")
     suits = why is None and (requested == "vllm" or device == "cuda")
     return "vllm" if suits and requested != "transformers" else "transformers"
-
-
-def make_sampler(backend: Backend, subject: Subject, device: str) -> "Sampler":
-    """Load the model into a sampler, in the data type of `choose_dtype`. Models built into corral are float32."""
-    return VllmSampler(subject, device) if backend == "vllm" else TransformersSampler(subject, device)
 
 
 def choose_dtype(subject: Subject, device: str) -> torch.dtype:

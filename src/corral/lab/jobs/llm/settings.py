@@ -4,6 +4,7 @@ import ast
 import builtins
 import dataclasses
 import typing
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -16,7 +17,7 @@ from typing import Any, Literal, get_type_hints
 from packaging.version import Version
 
 from corral.lab.jobs.llm.own_objective import find_objective
-from corral.lab.jobs.llm.rewards import Reward, as_functions, as_rewards, path_of
+from corral.lab.jobs.llm.rewards import Reward, as_functions, path_of
 from corral.lab.run.settings import RunSettings, add_layer, coerce
 from corral.lab.run.trackers import TRACKERS, missing_package
 from corral.lab.tasks import TASKS, make_task
@@ -27,14 +28,13 @@ from corral.objective import OBJECTIVES, make_config
 from corral.trl import TRL_RANGE
 from corral.validate import RunError, check_keys, limited, nearest, run_errors, suggest
 
-_PACKAGE = Path(__file__).parents[3]
-
 _CONFIGS = (
+    ("corral", "trl/config.py", "CorralConfig"),
     ("trl", "trainer/grpo_config.py", "GRPOConfig"),
     ("trl", "trainer/base_config.py", "_BaseConfig"),
     ("transformers", "training_args.py", "TrainingArguments"),
 )
-"""Base classes of CorralConfig, from which settings are read: package, module file, and class."""
+"""CorralConfig and its base classes, from which settings are read: package, module file, and class."""
 
 _ALSO_CALLED = {
     "epochs": "--num-iterations, passes over each batch of rollouts, or --steps",
@@ -72,15 +72,8 @@ def refuse_unknown(key: str, known: list[str], objective: str, task: str) -> str
     return f"there is no setting `{key}`.{suggest(key, known)} {where}"
 
 
-def read_rate(value: Any) -> float | str:
-    """Read a learning rate: a number, `auto`, or text such as 1e-4."""
-    if value == "auto":
-        return "auto"
-    try:
-        rate: float = coerce("learning_rate", value, float)
-    except RunError:
-        raise RunError(f"`learning_rate` is a number, or auto, which finds one; got {value!r}.") from None
-    return rate
+_NAMES = defaultdict(lambda: object, vars(typing) | vars(builtins))
+"""Namespace to evaluate a type's text: names of `typing`, Python's built-in names, and `object` for any other name."""
 
 
 @cache
@@ -90,42 +83,26 @@ def trainer_types() -> dict[str, Any]:
 
     Its own fields precede inherited fields. A type that only TRL or transformers knows is `object`.
     """
+    types: dict[str, str] = {}
     try:
         if Version(version("trl")).release[:2] < Version(TRL_RANGE[0]).release:
             return {}
-    except PackageNotFoundError:
+        for package, path, name in _CONFIGS:
+            spec = find_spec(package)
+            if spec is None or spec.origin is None:
+                return {}
+            body = ast.parse((Path(spec.origin).parent / path).read_text()).body
+            (config_cls,) = (node for node in body if isinstance(node, ast.ClassDef) and node.name == name)
+            found: dict[str, str] = {}
+            for item in config_cls.body:
+                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+                    hint, default = ast.unparse(item.annotation), ast.unparse(item.value) if item.value is not None else ""
+                    if "ClassVar" not in hint and "init=False" not in default:
+                        found[item.target.id] = hint
+            types = found | types
+    except (PackageNotFoundError, OSError, SyntaxError, ValueError):  # no TRL, or a release that has moved its source
         return {}
-    types = class_fields(_PACKAGE / "trl" / "config.py").get("CorralConfig", {})
-    for package, path, name in _CONFIGS:
-        spec = find_spec(package)
-        if spec is None or spec.origin is None:
-            return {}
-        try:
-            types = class_fields(Path(spec.origin).parent / path)[name] | types
-        except (OSError, SyntaxError, KeyError):  # a release that has moved its source
-            return {}
-    return {key: eval(hint, {}, _Names()) for key, hint in types.items()}  # texts of the installed packages' own source
-
-
-class _Names(dict[str, Any]):
-    """Namespace to evaluate a type's text: Python's built-in names, names of `typing`, and `object` for any other name."""
-
-    def __missing__(self, name: str) -> Any:
-        return vars(builtins).get(name) or vars(typing).get(name, object)
-
-
-def class_fields(path: Path) -> dict[str, dict[str, str]]:
-    """The constructor fields of each dataclass in a file, with their types as text."""
-    found: dict[str, dict[str, str]] = {}
-    for node in (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)):
-        fields = found[node.name] = dict[str, str]()
-        for item in node.body:
-            if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
-                continue
-            hint, default = ast.unparse(item.annotation), ast.unparse(item.value) if item.value is not None else ""
-            if "ClassVar" not in hint and "init=False" not in default:
-                fields[item.target.id] = hint
-    return found
+    return {key: eval(hint, {}, _NAMES) for key, hint in types.items()}  # texts of the installed packages' own source
 
 
 _PACKAGES = {"use_vllm": "vllm", "deepspeed": "deepspeed"}
@@ -295,8 +272,11 @@ def resolve(layers: Iterable[Mapping[str, Any]]) -> Settings:
             own[key] = FUNCTIONS[key](value)
         elif key in hints:
             own[key] = coerce(key, value, hints[key])
-        elif key == "learning_rate":  # a number or a text, and a number on a command line is a text too
-            trainer[key] = read_rate(value)
+        elif key == "learning_rate" and value != "auto":  # on a command line a number is a text too
+            try:
+                trainer[key] = coerce(key, value, float)
+            except RunError:
+                raise RunError(f"`{key}` is a number, or auto, which finds one; got {value!r}.") from None
         elif key in types:
             trainer[key] = coerce(key, value, types[key])
         else:
@@ -330,7 +310,7 @@ def _as_environment(given: Any) -> Any:
 
 
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
-    "reward": as_rewards,
+    "reward": as_functions,
     "tools": lambda given: as_functions(
         [] if given in ("", [""]) else given, "`tools` are module:function or file.py:function"
     ),

@@ -13,7 +13,7 @@ import trl
 from accelerate.utils import broadcast_object_list, is_peft_model
 
 import corral
-from corral.lab.jobs.llm.prepare import Parts, changed_data, config_content, pin_model, prepare
+from corral.lab.jobs.llm.prepare import Parts, changed_data, describe_data, pin_model, prepare
 from corral.lab.jobs.llm.rewards import path_of
 from corral.lab.jobs.llm.settings import Settings, named_code, resolve
 from corral.lab.jobs.llm.trainer import GuardCallback, RunTrainer, cannot_resume
@@ -22,6 +22,8 @@ from corral.lab.run.life import Job, Outcome, Recorder
 from corral.lab.run.settings import changed_fields
 from corral.lab.run.text import count
 from corral.lab.run.view import RunView
+from corral.lab.tasks import settings_of
+from corral.provenance import plain
 from corral.trl.api import FUSED, REDUCTIONS
 from corral.trl.processes import ALONE, LOST, is_alone_by_mistake, is_main, lost_process, run_together
 from corral.validate import RunError
@@ -99,7 +101,17 @@ class ModelRun(Job):
         self.parts = prepare(self.settings)
 
     def describe(self) -> dict[str, Any]:
-        return config_content(self.settings, self.parts)
+        parts, task = self.parts, self.parts.problems.task
+        return {
+            "settings": self.settings.flat(),
+            "objective": {"name": self.settings.objective, **vars(parts.config.make_objective().config)},
+            "reduction": {"name": REDUCTIONS[parts.config.loss_type], "own": parts.config.other_reduction is None},
+            "task": {"name": task.name, **settings_of(task)},
+            "data": describe_data(task, parts.dataset["problem"][:], parts.held_out),
+            "model": {"name": self.settings.model, "parameters": sum(p.numel() for p in parts.model.parameters())},
+            "trainer": plain(parts.config.to_dict()),
+            "command": sys.argv,
+        }
 
     def notes(self) -> Iterator[str]:
         """Notes on the user code that the run's settings name and that will be imported."""
@@ -199,6 +211,14 @@ def banner(
     if teacher is not None:
         own = "the model itself, as it was before training" + ("" if teacher.is_reference else ", shown more than the problem")
         lines.append(("reference" if teacher.is_reference else "teacher", settings.teacher or own))
+    place, processes = trainer.accelerator.device, trainer.accelerator.num_processes
+    name = torch.cuda.get_device_name(place) if place.type == "cuda" else count(torch.get_num_threads(), "thread")
+    device = f"{place.type} ({name}{f', {processes} processes' if processes > 1 else ''})"
+    if verbose:
+        # corral's says itself what it takes on a GPU. In updates it is TRL's only where that chooses tokens by their entropy.
+        own_head = FUSED and (trainer.needs_support or trainer.top_entropy_quantile == 1.0)
+        head = "TRL's head" if not own_head else "corral's head (torch)" if place.type == "cpu" else "corral's head"
+        device += f"; {head}; TRL {trl.__version__}, transformers {transformers.__version__}"
     called = [path_of(one) for one in (*settings.tools, settings.environment_factory) if one]
     if settings.tool:
         lines.append(("tool", f"{settings.tool} answers within completions, and is not trained on"))
@@ -206,7 +226,7 @@ def banner(
         lines.append(("tools", f"{', '.join(called)}: called by the model, and not trained on"))
     lines += [
         ("step", f"{count(args.prompts_per_batch, 'prompt')} × {args.num_generations} completions, then {updates}"),
-        ("device", _device(trainer, verbose)),
+        ("device", device),
         ("run", str(where)),
     ]
     why = why_inactive(trainer)
@@ -227,19 +247,6 @@ def _support(trainer: RunTrainer) -> str:
         other = "reference" if trainer.teacher.is_reference else "teacher"
         return f"the {args.support_size} likeliest tokens of student and {other}, and the mass of all others"
     return f"the {args.support_size} likeliest tokens until they hold {args.support_mass:g}, and the mass of all others"
-
-
-def _device(trainer: RunTrainer, verbose: bool) -> str:
-    """Describe the device, and with `verbose` also the LM-head implementation and the package versions."""
-    kind = trainer.accelerator.device
-    name = torch.cuda.get_device_name(kind) if kind.type == "cuda" else count(torch.get_num_threads(), "thread")
-    processes = f", {trainer.accelerator.num_processes} processes" if trainer.accelerator.num_processes > 1 else ""
-    if not verbose:
-        return f"{kind.type} ({name}{processes})"
-    # corral's says itself what it takes on a GPU. In updates it is TRL's only where that chooses tokens by their entropy.
-    own = FUSED and (trainer.needs_support or trainer.top_entropy_quantile == 1.0)
-    head = "TRL's head" if not own else "corral's head (torch)" if kind.type == "cpu" else "corral's head"
-    return f"{kind.type} ({name}{processes}); {head}; TRL {trl.__version__}, transformers {transformers.__version__}"
 
 
 def why_inactive(trainer: RunTrainer) -> str | None:

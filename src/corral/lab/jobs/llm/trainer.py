@@ -4,7 +4,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -25,8 +25,8 @@ from transformers import (
 from trl.models.utils import unwrap_model_for_generation
 
 from corral.lab.jobs.llm.prepare import Parts
-from corral.lab.jobs.llm.problems import Sampling
-from corral.lab.jobs.llm.turns import OneTurn
+from corral.lab.jobs.llm.problems import OneTurn, Sampling
+from corral.lab.jobs.llm.rewards import verifier
 from corral.lab.run.guard import Guard
 from corral.lab.run.life import Recorder
 from corral.lab.tasks import columns_of
@@ -135,14 +135,6 @@ class GuardCallback(Guard, TrainerCallback):
 
     loss_is_finite = True
     """True if every loss since the last update was finite. RunTrainer writes this field."""
-    zero_gradients = 0
-    """Number of successive updates, up to the newest, whose gradient was exactly 0."""
-
-    def restore(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Restore the guard's state from the lines of metrics of a resumed run."""
-        for line in lines:
-            super().restore([line])
-            self.zero_gradients = line.get("zero_gradients", 0)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -190,6 +182,8 @@ class RunTrainer(CorralTrainer, TrainerCallback):
 
     def __init__(self, parts: Parts, record: Recorder, guard: GuardCallback) -> None:
         self.parts, self.record, self.guard = parts, record, guard
+        self.updates_per_step = updates_per_step(parts.config)
+        """Updates per corral step: the fewest after which a batch of rollouts and an update end together."""
         self._sample: tuple[CompletionSample, Objective] | None = None
         """Completions of a step's last update, stored until tokens.parquet gets its rows with the step's line of metrics."""
         self._drawn: list[tuple[list[int], list[int]]] = []
@@ -223,11 +217,6 @@ class RunTrainer(CorralTrainer, TrainerCallback):
         self.remove_callback(PrinterCallback)
         self.add_callback(guard)
         self.add_callback(self)
-
-    @property
-    def updates_per_step(self) -> int:
-        """Updates per corral step: the fewest after which a batch of rollouts and an update end together."""
-        return updates_per_step(self.args)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
@@ -310,7 +299,7 @@ class RunTrainer(CorralTrainer, TrainerCallback):
 
     def _scores(self, model: Any, problems: list[str], greedy: bool) -> Iterator[float]:
         """Rewards of one completion per problem. All processes generate equally often, since a sharded model requires it."""
-        parts, size = self.parts, self.parts.settings.eval_batch_size
+        parts, size, verify = self.parts, self.parts.settings.eval_batch_size, verifier(self.parts.problems.task)
         if is_sharded(self) and type(parts.turns) is not OneTurn:
             raise RunError("a tool is asked as often as a process needs it, and a sharded model generates in step. Use DDP.")
         sampling = Sampling(max_tokens=self.max_completion_length, greedy=greedy)
@@ -323,24 +312,12 @@ class RunTrainer(CorralTrainer, TrainerCallback):
             if not batch:
                 continue
             texts, paid = [one.answer for one in found], [one.reward for one in found if one.reward is not None]
-            scores = paid or parts.verify(prompts=batch, completions=texts, problem=batch)
+            scores = paid or verify(prompts=batch, completions=texts, problem=batch)
             for text, score in zip(texts, scores, strict=True):
                 if score is None:
                     name = parts.problems.task.name
                     raise RewardError(f"{name}.verify gave None for {text!r}. Success on held-out problems needs a number.")
                 yield score
-
-    def newest_completions(self, count: int) -> list[dict[str, Any]]:
-        """The first completions of the newest rollouts, grouped by prompt."""
-        logs, update, weights, rows = self._logs, self.state.global_step, self.reward_weights.tolist(), []
-        every = zip(*logs["rewards"].values(), strict=True)
-        columns = zip(logs["prompt"], logs["completion"], every, logs["advantages"], strict=False)
-        for prompt, completion, rewards, advantage in islice(columns, count):
-            judged = [weight * reward for weight, reward in zip(weights, rewards, strict=True) if not math.isnan(reward)]
-            row = {"step": update // self.updates_per_step, "update": update, "prompt": transcript(prompt)}
-            reward = sum(judged) if judged else math.nan  # each function gave none
-            rows.append({**row, "completion": transcript(completion), "reward": reward, "advantage": advantage})
-        return rows
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Measure success before any update."""
@@ -367,16 +344,24 @@ class RunTrainer(CorralTrainer, TrainerCallback):
         logs: dict[str, Any] = kwargs["logs"]
         if "loss" not in logs:
             return
-        zero, keep = self.guard.zero_gradients, self.parts.settings.keep_completions
-        line = {"step": state.global_step // self.updates_per_step, "update": state.global_step, **_NOT_MEASURED, **logs}
+        zero, keep, drawn = self.guard.zero_gradients, self.parts.settings.keep_completions, self._logs
+        now: dict[str, Any] = {"step": state.global_step // self.updates_per_step, "update": state.global_step}
+        line = {**now, **_NOT_MEASURED, **logs}
         self.record.add(line | ({"zero_gradients": zero} if zero else {}))
-        rows, folder = self.newest_completions(keep), self.record.folder
+        rows, weights = list[dict[str, Any]](), self.reward_weights.tolist()
+        every = zip(*drawn["rewards"].values(), strict=True)
+        newest = zip(drawn["prompt"], drawn["completion"], every, drawn["advantages"], strict=False)
+        for prompt, completion, rewards, advantage in islice(newest, keep):  # the newest rollouts, grouped by prompt
+            judged = [weight * reward for weight, reward in zip(weights, rewards, strict=True) if not math.isnan(reward)]
+            reward = sum(judged) if judged else math.nan  # each function gave none
+            texts = {"prompt": transcript(prompt), "completion": transcript(completion)}
+            rows.append({**now, **texts, "reward": reward, "advantage": advantage})
+        folder = self.record.folder
         if folder is not None:
-            folder.add_completions(rows)
+            folder.completions_kept += rows
             if keep:
                 sample, self._sample = self._sample, None
-                about: dict[str, Any] = {"step": line["step"], "update": line["update"]}
-                more = [] if sample is None else token_rows(*sample, self.processing_class, **about)
+                more = [] if sample is None else token_rows(*sample, self.processing_class, **now)
                 folder.tokens_kept = thin_rows(folder.tokens_kept, more)
         if line["success"] is not None:
             self.record.view.completions(rows[:3], verified=not self.parts.settings.reward)

@@ -5,7 +5,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import trl
@@ -16,13 +16,14 @@ from trl import chat_template_utils
 from trl.models.utils import unwrap_model_for_generation
 
 from corral.lab.jobs.llm.problems import (
+    Dialogue,
+    OneTurn,
     Problems,
     Sampling,
     cut_at_end,
     end_tokens,
     generate,
-    own_settings_aside,
-    plain_sampling,
+    sampling_config,
 )
 from corral.lab.jobs.llm.rewards import path_of
 from corral.lab.tasks import columns_of
@@ -36,62 +37,6 @@ if TYPE_CHECKING:
     from corral.lab.jobs.llm.trainer import RunTrainer
 
 
-@dataclass
-class Dialogue:
-    """A completion of one or several turns: tokens, a mask of the tokens that the model wrote, and their log-probs if known."""
-
-    problem: str
-    prompt: list[int]
-    tokens: list[int] = field(default_factory=list)
-    own: list[int] = field(default_factory=list)
-    """Mask: 1 for a token that the model wrote, 0 for a token of the tool."""
-    logps: list[float] = field(default_factory=list)
-    replies: int = 0
-    over: bool = False
-    ended: bool = False
-    """False if the evaluation's length limit cut the completion off."""
-    answer: str = ""
-    """The text to grade."""
-    transcript: str = ""
-    """The text to show, including answers of tools."""
-    reward: float | None = None
-    """Reward from the environment, if the environment gives rewards."""
-
-    def add(self, tokens: Sequence[int], logps: Sequence[float] | None = None, *, own: bool = True) -> None:
-        """Append tokens of the model, with log-probs if known, or tokens of the tool."""
-        self.tokens += tokens
-        self.own += [int(own)] * len(tokens)
-        self.logps += [0.0] * len(tokens) if logps is None else logps
-
-
-@dataclass(frozen=True)
-class OneTurn:
-    """Single-turn completions, without a tool or environment."""
-
-    def template(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Arguments of the chat template: none without tools."""
-        return {}
-
-    def trainer_arguments(self) -> dict[str, Any]:
-        """Arguments of GRPOTrainer: none, since TRL samples single turns by itself."""
-        return {}
-
-    def write(self, model: PreTrainedModel, problems: Problems, asked: Sequence[str], sampling: Sampling) -> list[Dialogue]:
-        """Generate the tokens of one completion per problem."""
-        prompts = problems.tokens(asked)
-        found = [Dialogue(problem, prompt) for problem, prompt in zip(asked, prompts, strict=True)]
-        for one, tokens in zip(found, generate(model, problems.tokenizer, prompts, sampling), strict=True):
-            one.add(tokens)
-        return found
-
-    def play(self, model: PreTrainedModel, problems: Problems, asked: Sequence[str], sampling: Sampling) -> list[Dialogue]:
-        """Generate one completion per problem; its whole text is graded."""
-        found = self.write(model, problems, asked, sampling)
-        for one in found:
-            one.answer = one.transcript = str(problems.tokenizer.decode(one.tokens, skip_special_tokens=True))
-        return found
-
-
 @dataclass(frozen=True)
 class TextTool(OneTurn):
     """A `Tool` for text: answers within a completion, whenever the model has written one of the tool's stop strings."""
@@ -102,8 +47,8 @@ class TextTool(OneTurn):
         """Pass `rollout` to TRL as its `rollout_func`."""
         return {"rollout_func": rollout}
 
-    def write(self, model: PreTrainedModel, problems: Problems, asked: Sequence[str], sampling: Sampling) -> list[Dialogue]:
-        """Generate the tokens of one completion per problem, including the tool's tokens."""
+    def play(self, model: PreTrainedModel, problems: Problems, asked: Sequence[str], sampling: Sampling) -> list[Dialogue]:
+        """Generate one completion per problem; its whole text, with the tool's part, is graded."""
         return converse(model, problems.tokenizer, asked, problems.tokens(asked), self.tool, sampling)
 
 
@@ -122,42 +67,37 @@ def converse(
     writer: Any = model  # causal models can generate; transformers' base class does not say so
     while live := [one for one in found if not one.over]:
         room = max_tokens - min(len(one.tokens) for one in live)
-        now = replace(sampling, max_tokens=room)
         ids = [one.prompt + one.tokens for one in live]
         batch = tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt").to(model.device)
         start = batch["input_ids"].shape[1]
         stops, behaviour = _Stops(tokenizer, tool.stops, start), Behaviour()
-        with own_settings_aside(model), behaviour.record(model):
-            out = writer.generate(
-                **batch, generation_config=plain_sampling(tokenizer, ends, now), stopping_criteria=StoppingCriteriaList([stops])
-            )[:, start:].tolist()
-        drawn = zip(live, out, behaviour.logps(out), strict=True)
-        for row, (one, tokens, logps) in enumerate(drawn):  # until a stop, the end or no room
+        with sampling_config(model, tokenizer, replace(sampling, max_tokens=room)) as config, behaviour.record(model):
+            out = writer.generate(**batch, generation_config=config, stopping_criteria=StoppingCriteriaList([stops]))
+        drawn = out[:, start:].tolist()
+        for row, (one, tokens, logps) in enumerate(zip(live, drawn, behaviour.logps(drawn), strict=True)):
+            # Until a stop, the end or no room.
             kept = cut_at_end(tokens[: stops.lengths.get(row, len(tokens))], ends)[: max_tokens - len(one.tokens)]
             one.add(kept, logps[: len(kept)])
             one.over = len(one.tokens) >= max_tokens or one.tokens[-1] in ends
-            if not one.over:
-                _answer(one, tokenizer, tool, max_tokens, ends)
+            one.answer = one.transcript = str(tokenizer.decode(one.tokens, skip_special_tokens=True))
+            if one.over:
+                continue
+            try:
+                reply = tool.reply(one.problem, one.answer)
+            except Exception as error:  # whatever a user's tool raises
+                raise RewardError(
+                    f"the tool {type(tool).__name__} raised {type(error).__name__}: {error}. The completion was {one.answer!r}."
+                ) from error
+            if reply is None:
+                one.over = True
+                one.add([min(ends)] if ends else [], own=False)  # the tool ends it: nothing was cut off
+            else:
+                written: list[int] = tokenizer(reply, add_special_tokens=False)["input_ids"]
+                one.add(written[: max_tokens - len(one.tokens)], own=False)
+                one.replies += 1
+                one.over = len(one.tokens) >= max_tokens
+            one.answer = one.transcript = str(tokenizer.decode(one.tokens, skip_special_tokens=True))
     return found
-
-
-def _answer(one: Dialogue, tokenizer: PreTrainedTokenizerBase, tool: Tool, max_tokens: int, ends: set[int]) -> None:
-    """Append the tool's answer to the completion `one`."""
-    text = str(tokenizer.decode(one.tokens, skip_special_tokens=True))
-    try:
-        reply = tool.reply(one.problem, text)
-    except Exception as error:  # whatever a user's tool raises
-        raise RewardError(
-            f"the tool {type(tool).__name__} raised {type(error).__name__}: {error}. The completion was {text!r}."
-        ) from error
-    if reply is None:
-        one.over = True
-        one.add([min(ends)] if ends else [], own=False)  # the tool ends it: nothing was cut off
-        return
-    ids: list[int] = tokenizer(reply, add_special_tokens=False)["input_ids"]
-    one.add(ids[: max_tokens - len(one.tokens)], own=False)
-    one.replies += 1
-    one.over = len(one.tokens) >= max_tokens
 
 
 class _Stops(StoppingCriteria):
@@ -216,21 +156,18 @@ def make_turns(
         return TextTool(make_tool(tool))
     if not tools and not environment_factory:
         return OneTurn()
-    given = environment_factory or None
-    factory = by_path(given, _HOW_ENVIRONMENT) if isinstance(given, str) else given
-    return FunctionCalls([_function(one) for one in tools], factory, sys.maxsize if max_turns is None else max_turns)
-
-
-def _function(given: str | _Function) -> _Function:
-    """Import a tool function; its signature and docstring become part of the prompt."""
-    found = by_path(given, _HOW_TOOLS) if isinstance(given, str) else given
-    if not callable(found) or isinstance(found, type):
-        raise ValueError(f"{_HOW_TOOLS}, and {given!r} is {type(found).__name__}, not a function.")
-    _check_schema(found, path_of(given))
-    return cast(_Function, found)
+    environment = environment_factory or None
+    factory = by_path(environment, _HOW_ENVIRONMENT) if isinstance(environment, str) else environment
+    functions: list[_Function] = [by_path(one, _HOW_TOOLS) if isinstance(one, str) else one for one in tools]
+    for function, given in zip(functions, tools, strict=True):
+        if not callable(function) or isinstance(function, type):
+            raise ValueError(f"{_HOW_TOOLS}, and {given!r} is {type(function).__name__}, not a function.")
+        _check_schema(function, path_of(given))
+    return FunctionCalls(functions, factory, sys.maxsize if max_turns is None else max_turns)
 
 
 def _check_schema(function: _Function, name: str) -> None:
+    """Raise an error for a function without the hints and docstring that the model is told of it."""
     try:
         get_json_schema(function)
     except Exception as error:  # transformers has one each for a docstring and for hints
@@ -302,10 +239,15 @@ class FunctionCalls:
     @torch.no_grad()
     def play(self, model: PreTrainedModel, problems: Problems, asked: Sequence[str], sampling: Sampling) -> list[Dialogue]:
         """Generate one completion per problem. The model's last message is graded, unless the environment gives the reward."""
-        chats = [_Chat(self, problems, model, sampling.max_tokens, environment) for environment in self._draw(len(asked))]
+        while self.factory is not None and len(self._pool) < len(asked):
+            self._pool.append(self.factory())
+        environments = self._pool[: len(asked)] if self._pool else [None] * len(asked)
         columns = columns_of(problems.task, asked)
-        for row, (chat, problem) in enumerate(zip(chats, asked, strict=True)):
-            chat.begin(problem, {name: column[row] for name, column in columns.items()})
+        rows = [{name: column[row] for name, column in columns.items()} for row in range(len(asked))]
+        chats = [
+            _Chat(self, problems, model, sampling.max_tokens, environment, problem, row)
+            for environment, problem, row in zip(environments, asked, rows, strict=True)
+        ]
         while live := [chat for chat in chats if not chat.dialogue.over]:
             room = sampling.max_tokens - min(len(chat.dialogue.tokens) for chat in live)
             read = [chat.read for chat in live]
@@ -313,14 +255,6 @@ class FunctionCalls:
             for chat, tokens in zip(live, written, strict=True):
                 chat.take(tokens)
         return [chat.end() for chat in chats]
-
-    def _draw(self, count: int) -> list[Any]:
-        """Take one environment per completion from the pool, or None for each if the run has no environment."""
-        if self.factory is None:
-            return [None] * count
-        while len(self._pool) < count:
-            self._pool.append(self.factory())
-        return self._pool[:count]
 
 
 Turns = OneTurn | FunctionCalls
@@ -332,28 +266,32 @@ class _Chat:
     """A chat in progress: one completion with its tool calls and environment."""
 
     def __init__(
-        self, calls: FunctionCalls, problems: Problems, model: PreTrainedModel, longest: int, environment: Any
+        self,
+        calls: FunctionCalls,
+        problems: Problems,
+        model: PreTrainedModel,
+        longest: int,
+        environment: Any,
+        problem: str,
+        columns: Mapping[str, Any],
     ) -> None:
+        """Begin with the prompt, and the text that the environment adds to it."""
         self.calls, self.problems, self.longest, self.environment = calls, problems, longest, environment
         self.table = {one.__name__: one for one in (*calls.functions, *_methods(environment))}
         self.positions = getattr(model.config.get_text_config(), "max_position_embeddings", sys.maxsize)  # not all have a limit
         self.messages: list[dict[str, Any]] = []
+        prompt = problems.prompt(problem)
+        if environment is not None:
+            observation = self._ask("reset", **{**columns, "prompt": prompt, "problem": problem})
+            if observation is not None:  # goes behind the last message
+                assert not isinstance(prompt, str)  # a template with tool calls is there
+                prompt = [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
+        self.dialogue = Dialogue(problem, problems.tokenise([prompt])[0])
 
     @property
     def read(self) -> list[int]:
         """All tokens of the chat so far: prompt, model and tools."""
         return self.dialogue.prompt + self.dialogue.tokens
-
-    def begin(self, problem: str, columns: Mapping[str, Any]) -> None:
-        """Begin with the prompt, and the text that the environment adds to it."""
-        prompt = self.problems.prompt(problem)
-        if self.environment is not None:
-            row = {**columns, "prompt": prompt, "problem": problem}
-            observation = self._ask("reset", **row)
-            if observation is not None:  # goes behind the last message
-                assert not isinstance(prompt, str)  # a template with tool calls is there
-                prompt = [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
-        self.dialogue = Dialogue(problem, self.problems.tokenise([prompt])[0])
 
     def take(self, tokens: list[int]) -> None:
         """Add the model's next message and the results of its tool calls."""
