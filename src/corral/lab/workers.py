@@ -11,7 +11,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 EXIT_SECONDS = 2.0
 """Seconds in which a process may exit by itself, and within which a killed process must be gone."""
@@ -54,6 +54,7 @@ class WorkerProcess:
 
 _Worker = TypeVar("_Worker", bound=WorkerProcess)
 _Result = TypeVar("_Result")
+_Pool = TypeVar("_Pool", bound="WorkerPool[Any]")
 
 
 class WorkerPool(ABC, Generic[_Worker]):
@@ -142,7 +143,7 @@ class WorkerPool(ABC, Generic[_Worker]):
             worker.close()
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def __enter__(self) -> Self:
+    def __enter__(self: _Pool) -> _Pool:
         return self
 
     def __exit__(self, *_: object) -> None:

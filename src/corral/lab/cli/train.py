@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             settings = resolve(kind, recipe, arguments.config, given, smoke=arguments.smoke)
             if kind == "llm":
                 if not arguments.dry_run:  # which names missing packages besides everything else
-                    job_module(kind, "settings").check_packages(settings)
+                    settings.check_packages()
                 quiet_libraries()
             if arguments.dry_run:
                 say(*job_module(kind, "prepare").rehearse(settings))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, TypeVar
 
 from corral.lab.run.files import append_line, disk_errors, disk_sentence, reached_limit, write_json
 from corral.lab.run.folder import Checkpoint, RunFolder, Stopped
@@ -44,19 +44,12 @@ class Evaluation:
     result: dict[str, Any]
 
 
-@runtime_checkable
-class StopListener(Protocol):
-    """Interface of objects that announce a signal, such as Ctrl-C, as soon as it arrives."""
-
-    def stopping(self, sentence: str) -> None:
-        """Called from the signal's handler, so other code, such as writing a line, may be interrupted in the middle."""
-
-
 @dataclass(kw_only=True)
 class Interruptible:
     """A job that SIGINT and SIGTERM stop at the end of a step."""
 
-    view: StopListener
+    view: Any
+    """Output with a method `stopping(sentence)`, which may be called while it writes a line."""
     interrupted: bool = False
     patient: bool = False
     """True if a signal waits for the end of the step, during training. Before training, a signal stops the job at once."""

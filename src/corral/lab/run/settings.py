@@ -132,11 +132,9 @@ def _toml(value: Any) -> str:
         return f"{{{', '.join(_toml_pairs(value))}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_toml, value))}]"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int | float):
+    if isinstance(value, float):
         return repr(value)  # nan and inf are TOML's too
-    return json.dumps(str(value)).replace("\x7f", "\\u007f")
+    return json.dumps(value if isinstance(value, int) else str(value)).replace("\x7f", "\\u007f")
 
 
 def _toml_pairs(table: Mapping[str, Any]) -> list[str]:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,10 +15,13 @@ TRACKERS = ("tensorboard", "wandb", "trackio")
 """Names of the trackers; each is also the name of a Python package."""
 
 
-def missing_package(setting: str, package: str) -> Iterator[str]:
-    """Yield an error sentence if the package that a setting needs is not installed."""
-    if find_spec(package) is None:
-        yield f"`{setting}` needs the package {package}, which is not installed: pip install {package}, or leave it out."
+def missing_packages(needed: Iterable[tuple[str, str]]) -> list[str]:
+    """Return a sentence on each package that is not installed. `needed` has settings, each with the package that it needs."""
+    return [
+        f"`{setting}` needs the package {package}, which is not installed: pip install {package}, or leave it out."
+        for setting, package in needed
+        if find_spec(package) is None
+    ]
 
 
 def tracker_names(report_to: str) -> list[str]:
@@ -32,9 +35,8 @@ def tracker_names(report_to: str) -> list[str]:
 
 def check_trackers(report_to: str) -> None:
     """Raise a RunError if the package of a tracker is not installed."""
-    for name in tracker_names(report_to):
-        for sentence in missing_package(f"report_to={name}", name):
-            raise RunError(sentence)
+    for sentence in missing_packages((f"report_to={name}", name) for name in tracker_names(report_to)):
+        raise RunError(sentence)
 
 
 @contextmanager

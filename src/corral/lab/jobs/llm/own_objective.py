@@ -65,7 +65,7 @@ def try_objective(objective: Objective) -> None:
     import torch
 
     from corral.support import gather_support, top_k_support
-    from corral.tensors import TokenBatch
+    from corral.tensors import ObjectiveOutput, TokenBatch
 
     tokens = torch.tensor([[0, 1, 2], [3, 0, 1]])
     logits = torch.linspace(-1, 1, 24).sin().view(2, 3, 4).requires_grad_()
@@ -76,33 +76,27 @@ def try_objective(objective: Objective) -> None:
         batch = TokenBatch.on_support(new, old, advantages, mask, old.logp[..., 0])
         if "dist_teacher" in objective.needs:
             batch = TokenBatch(**{**vars(batch), "dist_teacher": old})
-        _try_on(objective, batch)
-
-
-def _try_on(objective: Objective, batch: "TokenBatch") -> None:
-    """Call an objective on a batch, and refuse a loss that cannot be trained with."""
-    from corral.tensors import ObjectiveOutput
-
-    mask = batch.mask
-    try:
-        out: object = objective(batch)
-    except Exception as error:  # whatever a user's function raises
-        raise UserCodeError(f"the objective {objective.name} raised {type(error).__name__}: {error}.") from error
-    if not isinstance(out, ObjectiveOutput):
-        raise RunError(
-            f"the objective {objective.name} returned {type(out).__name__}. Return corral.ObjectiveOutput(loss, {{}})."
-        )
-    loss = out.loss
-    if loss.shape != mask.shape:
-        raise RunError(
-            f"the objective {objective.name} returned a loss of shape {list(loss.shape)} for a batch of shape "
-            f"{list(mask.shape)}. Return the loss of each token, unreduced; `batch.advantages` is [B] or [B T], and "
-            f"corral.objective.ratio.credit(batch) reads either."
-        )
-    if not loss.requires_grad:
-        raise RunError(f"the objective {objective.name} returned a loss without a gradient. Compute it from `batch.logp_new`.")
-    if not bool(loss.isfinite().all()) or bool((loss[~mask] != 0).any()):
-        raise RunError(
-            f"the objective {objective.name} returned a loss that is not finite, or not 0 at a masked token: "
-            f"{loss.tolist()}. End with torch.where(batch.mask, loss, 0.0)."
-        )
+        try:
+            out: object = objective(batch)
+        except Exception as error:  # whatever a user's function raises
+            raise UserCodeError(f"the objective {objective.name} raised {type(error).__name__}: {error}.") from error
+        if not isinstance(out, ObjectiveOutput):
+            raise RunError(
+                f"the objective {objective.name} returned {type(out).__name__}. Return corral.ObjectiveOutput(loss, {{}})."
+            )
+        loss = out.loss
+        if loss.shape != mask.shape:
+            raise RunError(
+                f"the objective {objective.name} returned a loss of shape {list(loss.shape)} for a batch of shape "
+                f"{list(mask.shape)}. Return the loss of each token, unreduced; `batch.advantages` is [B] or [B T], and "
+                f"corral.objective.ratio.credit(batch) reads either."
+            )
+        if not loss.requires_grad:
+            raise RunError(
+                f"the objective {objective.name} returned a loss without a gradient. Compute it from `batch.logp_new`."
+            )
+        if not bool(loss.isfinite().all()) or bool((loss[~mask] != 0).any()):
+            raise RunError(
+                f"the objective {objective.name} returned a loss that is not finite, or not 0 at a masked token: "
+                f"{loss.tolist()}. End with torch.where(batch.mask, loss, 0.0)."
+            )

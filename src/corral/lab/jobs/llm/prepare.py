@@ -24,7 +24,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from corral.lab.jobs.llm.own_objective import find_objective, try_objective
 from corral.lab.jobs.llm.problems import OneTurn, Problems
 from corral.lab.jobs.llm.rewards import Reward, check_columns, make_rewards
-from corral.lab.jobs.llm.settings import Settings, check_packages, missing_packages
+from corral.lab.jobs.llm.settings import Settings
 from corral.lab.models import BUILT_IN, EMBEDDED
 from corral.lab.models.load import choose_device, is_local, load_model, load_skeleton, load_trainable
 from corral.lab.models.packaged import PACKAGED, is_installed
@@ -137,7 +137,7 @@ def pin_model(settings: Settings) -> Settings:
 
 def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedTokenizerBase]] = load_trainable) -> Parts:
     """Build and check all parts of a run, or raise RunError. `load` makes the model and its tokenizer."""
-    check_packages(settings)
+    settings.check_packages()
     for name in settings.report_to.split(","):
         if name not in ("none", "all", *INTEGRATION_TO_CALLBACK):
             raise RunError(f"`report_to` has {name!r}, which transformers cannot report to.{nearest(name, TRACKERS)}")
@@ -248,7 +248,7 @@ def trainer_config(settings: Settings, max_completion_length: int) -> CorralConf
 def rehearse(settings: Settings) -> list[str]:
     """Lines that `--dry-run` prints: settings as TOML, with estimates of downloads and memory. No weights are loaded."""
     settings = pin_model(settings)
-    missing = list(missing_packages(settings.flat()))
+    missing = settings.missing_packages()
     with run_errors():
         task_cls = find_task(settings.task)
     data: list[str] = []

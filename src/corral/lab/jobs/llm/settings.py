@@ -19,7 +19,7 @@ from packaging.version import Version
 from corral.lab.jobs.llm.own_objective import find_objective
 from corral.lab.jobs.llm.rewards import Reward, as_functions, path_of
 from corral.lab.run.settings import RunSettings, add_layer, coerce
-from corral.lab.run.trackers import TRACKERS, missing_package
+from corral.lab.run.trackers import TRACKERS, missing_packages
 from corral.lab.tasks import TASKS, make_task
 from corral.lab.tasks.dataset import FiniteTask
 from corral.lab.tasks.imports import make_tool
@@ -107,20 +107,6 @@ def trainer_types() -> dict[str, Any]:
 
 _PACKAGES = {"use_vllm": "vllm", "deepspeed": "deepspeed"}
 """TRL settings that need a further package, with the package's name."""
-
-
-def check_packages(settings: "Settings") -> None:
-    """Refuse settings that need a missing package, before a library fails minutes later with a traceback."""
-    for sentence in missing_packages(settings.flat()):
-        raise RunError(sentence)
-
-
-def missing_packages(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Sentences on packages that the run's settings or TRL's settings need and that are not installed."""
-    reports = [(f"report_to={name}", name) for name in settings["report_to"].split(",") if name in TRACKERS]
-    asked = [(key, package) for key, package in _PACKAGES.items() if settings.get(key)]
-    for setting, package in reports + asked:
-        yield from missing_package(setting, package)
 
 
 TABLES = ("objective_config", "task_config", "lora")
@@ -245,6 +231,16 @@ class Settings(RunSettings):
         paths: dict[str, Any] = {name: tuple(map(path_of, vars(self)[name])) for name in ("reward", "tools")}
         own = dataclasses.asdict(dataclasses.replace(self, environment_factory=path_of(self.environment_factory), **paths))
         return own | own.pop("trainer")
+
+    def missing_packages(self) -> list[str]:
+        """Sentences on packages that these settings need and that are not installed."""
+        reports = [(f"report_to={name}", name) for name in self.report_to.split(",") if name in TRACKERS]
+        return missing_packages(reports + [(key, name) for key, name in _PACKAGES.items() if self.trainer.get(key)])
+
+    def check_packages(self) -> None:
+        """Refuse settings that need a missing package, before a library fails minutes later with a traceback."""
+        for sentence in self.missing_packages():
+            raise RunError(sentence)
 
 
 def resolve(layers: Iterable[Mapping[str, Any]]) -> Settings:
