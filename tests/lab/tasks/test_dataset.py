@@ -65,7 +65,7 @@ def test_a_folder_has_a_file_per_split(folder: Path) -> None:
 @given(seed=st.integers(-(2**70), 2**70), count=st.integers(0, 70))
 def test_epochs_go_through_everything_and_longer_draws_extend_shorter(seed: int, count: int) -> None:
     task = Letters.__new__(Letters)
-    vars(task).update(_train=list(ALPHABET[:20]), _held_out=list(ALPHABET[20:]), _problems={})
+    vars(task)["_splits"] = {False: dict.fromkeys(ALPHABET[:20]), True: dict.fromkeys(ALPHABET[20:])}
     drawn = task.train_prompts(70, seed)
     assert drawn[:count] == task.train_prompts(count, seed)
     for epoch in range(3):

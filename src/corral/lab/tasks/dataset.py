@@ -6,8 +6,9 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 from corral.lab.run.files import read_regular, require_regular
 from corral.lab.run.text import visible
@@ -143,13 +144,6 @@ _RESERVED_COLUMNS = ("prompt", "completion", "completion_ids")
 """Column names that reward functions do not get, since TRL uses the names itself."""
 
 
-class _KnownProblem(NamedTuple):
-    """A prompt's answer, and its row of the data set."""
-
-    answer: Any
-    row: Row
-
-
 class _Tally:
     """Count of rows, with place and reason of the first few rows: there may be millions."""
 
@@ -178,16 +172,8 @@ class Hub:
     held_out: str | None = None
 
 
-class _Loaded:
-    """Attributes that a finite task loads when it is made. They are no fields of the dataclass, and so no settings."""
-
-    _problems: dict[str, _KnownProblem]
-    _train: list[str]
-    _held_out: list[str]
-
-
 @dataclass(frozen=True, kw_only=True)
-class FiniteTask(_Loaded, SeededTask):
+class FiniteTask(SeededTask):
     """Base class of tasks with a data set. Subclasses give `name`, `HUB`, `problem` (row → prompt and answer) and a
     verifier."""
 
@@ -211,6 +197,11 @@ class FiniteTask(_Loaded, SeededTask):
         super().__post_init__()
         if isinstance(self.held_out, int | float) and (self.held_out is True or not 0 < self.held_out <= 1):
             raise ValueError(f"{self.name}: `held_out` is a file, or a share above 0 and up to 1; got {self.held_out!r}.")
+        self._splits  # noqa: B018 - data that cannot be used are refused now
+
+    @cached_property
+    def _splits(self) -> dict[bool, dict[str, tuple[Any, Row]]]:
+        """Answer and row of each training prompt (False) and each held-out prompt (True)."""
         if isinstance(self.held_out, int | float):
             train, held_out = split_by_share(self._collect(self._rows("train")), float(self.held_out))
         else:
@@ -221,12 +212,11 @@ class FiniteTask(_Loaded, SeededTask):
             train = self._collect(self._rows("train"), leaked=held_out)
         if not held_out:
             raise ValueError(f"{self.name}: there is no held-out problem to measure success on.")
-        known = train | held_out
-        columns = dict.fromkeys(name for problem in known.values() for name in problem.row)
-        problems = {
-            prompt: _KnownProblem(answer, {name: row.get(name) for name in columns}) for prompt, (answer, row) in known.items()
+        columns = dict.fromkeys(name for _, row in (train | held_out).values() for name in row)
+        return {
+            split: {prompt: (answer, {name: row.get(name) for name in columns}) for prompt, (answer, row) in problems.items()}
+            for split, problems in ((False, train), (True, held_out))
         }
-        vars(self).update(_problems=problems, _train=list(train), _held_out=list(held_out))  # the class is frozen
 
     @abstractmethod
     def problem(self, row: Row) -> tuple[str, Any]:
@@ -239,32 +229,34 @@ class FiniteTask(_Loaded, SeededTask):
     @property
     def sizes(self) -> tuple[int, int]:
         """Number of training problems, and number of held-out problems."""
-        return len(self._train), len(self._held_out)
+        return len(self._splits[False]), len(self._splits[True])
 
     def _prompts(self, seed: int, *, held_out: bool) -> Iterator[str]:
         """Yield held-out prompts once, or training prompts endlessly, every pass in another order."""
+        prompts = list(self._splits[held_out])
         if held_out:
-            yield from shuffled(self._held_out, self.name, seed, held_out=True)
+            yield from shuffled(prompts, self.name, seed, held_out=True)
             return
-        if not self._train:
+        if not prompts:
             raise ValueError(
                 f"{self.name}: every problem is held out, as the data are for evaluation. To train, give `held_out` as a "
                 f"share, 0.2 say, or other problems as `path` and these as `held_out`."
             )
-        yield from epochs(self._train, f"{self.name} epoch", seed)
+        yield from epochs(prompts, f"{self.name} epoch", seed)
 
     def answer(self, prompt: str) -> Any:
         """The correct answer to one of the task's prompts."""
-        return self._problem(prompt).answer
+        return self._problem(prompt)[0]
 
     def row(self, prompt: str) -> Row:
         """All columns of a prompt's row. A column that only other rows have is None."""
-        return self._problem(prompt).row
+        return self._problem(prompt)[1]
 
-    def _problem(self, prompt: str) -> _KnownProblem:
-        if prompt not in self._problems:
-            raise self.foreign(prompt)
-        return self._problems[prompt]
+    def _problem(self, prompt: str) -> tuple[Any, Row]:
+        for problems in self._splits.values():
+            if prompt in problems:
+                return problems[prompt]
+        raise self.foreign(prompt)
 
     def columns(self, prompt: str) -> Row:
         """Columns that reward functions get for a prompt, besides the prompt itself."""
@@ -285,12 +277,12 @@ class FiniteTask(_Loaded, SeededTask):
             return read_file(find_split(path, split, self.name), self.name)
         return read_file(path, self.name) if split == "train" else None
 
-    def _collect(self, rows: Rows | None, leaked: Container[str] = ()) -> dict[str, _KnownProblem]:
+    def _collect(self, rows: Rows | None, leaked: Container[str] = ()) -> dict[str, tuple[Any, Row]]:
         """Map each prompt to its answer and row. Unusable rows are an error, or with `skip_malformed` a warning.
 
         A prompt is the key to its answer: the same prompt with another answer cannot be used, nor one that is held out already.
         """
-        found: dict[str, _KnownProblem] = {}
+        found: dict[str, tuple[Any, Row]] = {}
         places: dict[str, str] = {}
         bad, repeated = _Tally(), _Tally()
         for place, row in rows or ():
@@ -300,7 +292,7 @@ class FiniteTask(_Loaded, SeededTask):
                 prompt, answer = self.problem(row)
                 if prompt in leaked:
                     raise Malformed("this prompt is held out")
-                if prompt in found and found[prompt].answer != answer:
+                if prompt in found and found[prompt][0] != answer:
                     raise Malformed(f"the prompt of {places[prompt]} with another answer")
             except Malformed as error:
                 bad.add(place, str(error))
@@ -308,7 +300,7 @@ class FiniteTask(_Loaded, SeededTask):
             if prompt in found:
                 repeated.add(place, f"as {places[prompt]}")
             else:
-                found[prompt], places[prompt] = _KnownProblem(answer, self.reward_columns(row)), place
+                found[prompt], places[prompt] = (answer, self.reward_columns(row)), place
         if bad.count and not self.skip_malformed:
             hint = "Mend them, or go on without them: skip_malformed=true."
             raise ValueError(f"{self.name}: {bad.sentence('malformed')}\n{hint}")
