@@ -9,7 +9,7 @@ from typing import Any, Literal
 from corral.lab.compare import plan as plans
 from corral.lab.compare.local import Engine, LocalEngine, visible_gpus
 from corral.lab.compare.plan import Budget, ChosenSettings
-from corral.lab.compare.record import ENDED, Comparison, Progress, failure_reason, log_tail, read_state, read_summary
+from corral.lab.compare.record import ENDED, Comparison, Progress, failure_reason, log_tail, read_summary
 from corral.lab.compare.view import CompareView, align_columns, run_cells
 from corral.lab.report.content import make_report
 from corral.lab.report.outcomes import COUNTED, RETURN, Measure, main_metric
@@ -186,24 +186,21 @@ class Schedule(Interruptible):
 
     def _fill(self) -> None:
         """Start or resume runs while slots are free."""
+        plan, training, path = self.comparison.plan, self.comparison.training, self.comparison.path
         for record in self.comparison.records:
             if len(self.running) >= self.engine.slots:
                 return
-            if record.state in ("waiting", "interrupted") and record.folder not in self.attempted:
-                self._start(record)
-
-    def _start(self, record: PlannedRun) -> None:
-        plan, training, path = self.comparison.plan, self.comparison.training, self.comparison.path
-        arguments = plans.run_arguments(plan.kind, training, record, path.absolute())
-        self.attempted.add(record.folder)
-        self._progress(record).begin()
-        try:
-            self.engine.start(self.comparison.folder(record), arguments)
-        except RunError as error:
-            self._change(record, "failed", str(error))
-            return
-        self.running[record.folder] = record
-        self._change(record, "running")
+            if record.state not in ("waiting", "interrupted") or record.folder in self.attempted:
+                continue
+            self.attempted.add(record.folder)
+            self._progress(record).begin()
+            try:
+                self.engine.start(path / record.folder, plans.run_arguments(plan.kind, training, record, path.absolute()))
+            except RunError as error:
+                self._change(record, "failed", str(error))
+                continue
+            self.running[record.folder] = record
+            self._change(record, "running")
 
     def _end(self, record: PlannedRun, status: int) -> None:
         """Record how a run ended, from its summary. A run without a summary failed, unless it was asked to stop."""
@@ -214,7 +211,7 @@ class Schedule(Interruptible):
             return
         stopped = read_summary(folder).get("stopped")
         if stopped in ("finished", "collapsed"):
-            self._change(record, read_state(folder))
+            self._change(record, stopped)
         elif self.stop_requested or stopped == "interrupted":
             self._change(record, "interrupted")
         else:

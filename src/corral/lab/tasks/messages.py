@@ -1,7 +1,6 @@
 """Conversion of prompts and completions, each a text or a list of chat messages, to text."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 Message = dict[str, str]
@@ -23,20 +22,18 @@ def transcript(completion: Any) -> str:
     """Whole completion as readable text: the model's messages, `→ name({…})` for tool calls, and `← …` for their results."""
     if isinstance(completion, str):
         return completion
-    return "\n".join(line for message in completion for line in _lines(message))
-
-
-def _lines(message: dict[str, Any]) -> Iterator[str]:
-    content = _content(message)
-    if message.get("role") == "tool":
-        yield f"← {content}"
-        return
-    calls = message.get("tool_calls") or []
-    if content or not calls:
-        yield content
-    for call in calls:
-        function = call.get("function", call)
-        yield f"→ {function.get('name')}({json.dumps(function.get('arguments', {}), ensure_ascii=False, default=str)})"
+    lines = []
+    for message in completion:
+        content, calls = _content(message), message.get("tool_calls") or []
+        if message.get("role") == "tool":
+            lines.append(f"← {content}")
+            continue
+        if content or not calls:
+            lines.append(content)
+        for function in (call.get("function", call) for call in calls):
+            arguments = json.dumps(function.get("arguments", {}), ensure_ascii=False, default=str)
+            lines.append(f"→ {function.get('name')}({arguments})")
+    return "\n".join(lines)
 
 
 def _content(message: dict[str, Any]) -> str:
