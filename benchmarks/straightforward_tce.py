@@ -1,7 +1,7 @@
 """TCE's equations as they are written: one episode and one pair of points at a time, every matrix formed.
 
-What `corral.robot.segment` is timed against (tce_update.py) and tested against (tests/robot). It stands here because it is
-no part of the package: a benchmark imports its neighbour, and the tests put this folder on their path.
+`corral.robot.segment` is tested against it (tests/robot), and was timed against it (docs/tce.md). It is no part of the package:
+the tests put this folder on their path.
 """
 
 import torch
@@ -26,18 +26,6 @@ def log_prob(rows: Tensor, params: Tensor, mean: Tensor, chol: Tensor, jitter: T
             pairs.append(MultivariateNormal(matrix @ mu, cov, validate_args=False).log_prob(matrix @ w))
         episodes.append(torch.stack(pairs))
     return torch.stack(episodes)
-
-
-def log_prob_expanded(rows: Tensor, params: Tensor, mean: Tensor, chol: Tensor, jitter: Tensor) -> Tensor:
-    """`log_prob` [B N] without a loop: parameters and covariance are copied to every episode and pair, [B, N, W, W]."""
-    joints = params.shape[-1] // rows.shape[-1]
-    batch = (len(params), len(rows))
-    matrix = torch.stack([pair_matrix(row, joints) for row in rows]).expand(*batch, -1, -1)
-    factor = chol.expand(*batch, -1, -1).contiguous()
-    cov = torch.einsum("...ik,...kl,...jl->...ij", matrix, factor @ factor.mT, matrix)
-    cov = cov + jitter[:, None, None] * torch.eye(cov.shape[-1], dtype=cov.dtype)
-    w, mu = (x[:, None].expand(*batch, -1)[..., None] for x in (params, mean))
-    return MultivariateNormal((matrix @ mu)[..., 0], cov, validate_args=False).log_prob((matrix @ w)[..., 0])
 
 
 def advantages(

@@ -153,8 +153,3 @@ def with_start(table: str) -> str:
     if (found := starts().get(START)) is None:
         return table
     return f"{table}\nBefore training, success is {short(found[1.0])} at temperature 1 and {short(found[0.0])} greedily.\n"
-
-
-def rewards(run: Row) -> float:
-    """Mean success in training over all steps. The warm start knows its split by heart: greedy, it solves all of it."""
-    return sum(line["reward"] for line in steps_of(run)) / run["steps"]

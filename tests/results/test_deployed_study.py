@@ -31,17 +31,15 @@ def made(seed: int = 1, *, success: dict[int, float], rewards: list[float], **se
 
 
 def test_golden_area_of_a_run_and_of_a_dead_one() -> None:
-    # .2 → .4 → .6 in two steps each: (.3 · 2 + .5 · 2) / 4 = .4. Rewards: (.1 + .2 + .3 + .4)/4.
+    # .2 → .4 → .6 in two steps each: (.3 · 2 + .5 · 2) / 4 = .4.
     run = made(success={0: 0.2, 2: 0.4, 4: 0.6}, rewards=[0.1, 0.2, 0.3, 0.4])
     assert runs.area(run) == pytest.approx(0.4)
-    assert runs.rewards(run) == pytest.approx(0.25)
     assert (runs.final(run), runs.final(run, "greedy")) == (0.6, 0.9)
     assert runs.final(run | {"end": {"success": 0.58, "greedy": 0.88}}) == 0.58  # measured again, on more problems
     # Dead after step 2, with .4 a step before: .2 → .4 in one step, → 0 in the next, then 0: (.3 + .2 + 0 + 0) / 4 = .125.
     dead = made(success={0: 0.2, 1: 0.4}, rewards=[0.1, 0.0], dead=True)
     assert runs.held_out(dead) == [(0, 0.2), (1, 0.4), (2, 0.0), (4, 0.0)]
     assert runs.area(dead) == pytest.approx(0.125)
-    assert runs.rewards(dead) == pytest.approx(0.025)
     assert runs.final(dead) == 0.0
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from audit.dumps import LINE, drawn_line, write_exports, write_lines
 from audit.four_tokens import RULES, completion
 
@@ -140,14 +141,19 @@ def test_hostile_names_stay_text(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_the_writer_of_the_docs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop of one's own in docs/audit.md: what it writes is audited as it says."""
+    """What the function in docs/audit.md writes of a loop is audited as it says."""
     monkeypatch.chdir(tmp_path)
-    (script,) = re.findall(r"```python no-run\n(# a loop of your own.*?)```", DOCS.read_text(), re.DOTALL)
-    writer = re.search(r"def log_tokens.*?\n\n", script, re.DOTALL)
-    assert writer is not None
-    assert len(writer[0].strip().splitlines()) <= 12
+    (script,) = re.findall(r"```python no-run\n(import json\n.*?)```", DOCS.read_text(), re.DOTALL)
+    assert len(script.partition("def log_tokens")[2].splitlines()) <= 12
     names: dict[str, Any] = {}
     exec(compile(script, "docs", "exec"), names)
+    logits, mask = torch.zeros(16, 50), torch.ones(8, 16, dtype=torch.bool)  # one distribution per position
+    for step in range(20):
+        old = logits.log_softmax(-1)
+        tokens = torch.multinomial(old.exp(), 8, replacement=True).T
+        logits = logits + 0.3 * torch.randn(16, 50)
+        old, new = (dist.expand(8, -1, -1).gather(-1, tokens[..., None])[..., 0] for dist in (old, logits.log_softmax(-1)))
+        names["log_tokens"]("tokens.jsonl", step, tokens, mask, torch.randn(8), old, new)
     assert main(["audit", "tokens.jsonl", "--quiet", "--page", "p.html"]) == 0
     assert "in 20 steps" in capsys.readouterr().out
 
