@@ -152,7 +152,7 @@ class Plant:
         mask, last_info = np.zeros((count, steps), bool), {name: np.full(count, np.nan) for name in _INFO_KEYS}
         playing = np.ones(count, bool)
         for t in range(steps):
-            # What is asked for an episode that has ended does not count, and may be NaN.
+            # Actions in an episode that has ended do not count, and may be NaN.
             asked = np.where(playing[:, None], np.asarray(policy(t, observations[:, t])), 0.0)
             if np.isnan(asked).any():
                 raise ValueError(f"Plant: the policy asked for NaN in step {t}. Have its parameters, or its plans, become NaN?")

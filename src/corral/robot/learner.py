@@ -329,8 +329,8 @@ class OnPolicyLearner(Learner):
 def mirror(noise: Float[Tensor, "E *w"]) -> Float[Tensor, "E *w"]:
     """Replace every second row of noise by the negative of the row before it, so that plans come in pairs μ ± L ε.
 
-    Each plan is drawn from the policy, though not independently: what a pair earns alike says nothing of where the mean should
-    go, and drops out exactly. Where the reward is nearly linear in a plan, half as many directions are the price.
+    Every plan still has the policy's distribution. Credit that both plans of a pair earn drops out of the mean's gradient. The
+    price is that a batch explores half as many directions.
     """
     return torch.stack([noise[::2], -noise[::2]], 1).flatten(0, 1)
 

@@ -31,10 +31,10 @@ class GaussianPolicy(nn.Module):
 
         L = strict lower part + diag(softplus(v) + min_std)          (v, lower part) + f(c) with `contextual_covariance`
 
-    One covariance makes the projection and the likelihood of a whole batch a matter of one matrix each; of its own for every
-    context, there are as many as contexts. f is a network that is 0 at first, so both kinds begin as the same policy.
+    With one covariance for all contexts, the projection and the likelihoods of a whole batch need one matrix each, otherwise
+    one per context. The network f is 0 at first, so both kinds begin as the same policy.
 
-    With `normalised` both networks see (c − m) / s, where `set_contexts` says what m and s are.
+    With `normalised` both networks see (c − m) / s, with m and s from `set_contexts`.
     """
 
     _below: Tensor
@@ -117,8 +117,8 @@ def _inverse_softplus(x: Tensor) -> Tensor:
 class Normaliser(nn.Module):
     """Normalises inputs by their running mean and standard deviation, each entry by itself (Chan's parallel update).
 
-    In float64 whatever the inputs are: a float32 count stands still from 2²⁴ on, and its means of constants are not those
-    constants.
+    Statistics are float64 for inputs of any precision: a float32 count stops growing at 2²⁴, and rounding would turn constant
+    inputs into varying ones.
     """
 
     count: Tensor

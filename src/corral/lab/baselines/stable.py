@@ -19,6 +19,7 @@ from corral.validate import pip_install
 
 try:
     from stable_baselines3 import PPO, SAC
+    from stable_baselines3.common.utils import set_random_seed
     from stable_baselines3.common.vec_env import VecEnv
 
     from corral.lab.baselines.noise import EpisodeNoise, colour_actions
@@ -179,9 +180,7 @@ def _seed_generators(seed: int, device: str) -> Iterator[None]:
     """Context that seeds the global generators used by stable-baselines3 and restores them at its end."""
     numpy_state, python_state = np.random.get_state(), random.getstate()
     with torch.random.fork_rng(devices=[] if device == "cpu" else [torch.cuda.current_device()]):
-        torch.manual_seed(seed)
-        np.random.seed(seed)
-        random.seed(seed)
+        set_random_seed(seed)
         try:
             yield
         finally:

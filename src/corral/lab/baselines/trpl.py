@@ -67,9 +67,9 @@ def trpl_loss(
 class TRPL(PPO):
     """stable-baselines3's PPO (rollouts, GAE, minibatches, critic) with `trpl_loss` as its policy loss.
 
-    The old policy is the network that collected the batch. As with TCE, the network itself is drawn into the region by the
-    regression alone; how far it has gone over the batch's states once its updates are over is measured, and held where
-    `deployed_bound` is finite.
+    The old policy is the network that collected the batch. As with TCE, only the regression draws the network itself into the
+    region. After the updates its KL to the old policy is measured over the batch's states, and bounded where `deployed_bound`
+    is finite.
     """
 
     def __init__(self, *arguments: Any, config: BaselineConfig, **settings: Any) -> None:

@@ -1,6 +1,6 @@
 """Via-point reaching: a planar arm with five links passes one point in the first half and ends at another.
 
-Each joint is a double integrator, so that an episode costs microseconds and every difference between methods is theirs:
+Each joint is a double integrator. An episode takes microseconds, and no contacts or friction blur differences between methods:
 
     q̈ = 40 u,   |u| ≤ 1,   Δt = 0.02 s,   100 steps,   links of 1 m
 
@@ -8,7 +8,7 @@ Each joint is a double integrator, so that an episode costs microseconds and eve
     sparse   r_t = −10 ‖tip_t − p‖ [t = 50 or t = 100] − 0.002 ‖u‖²
 
 Observation, 15 numbers: five angles (rad, relative), five velocities (rad/s), via-point and goal (m), elapsed share. With
-`hidden_goal` the goal is (0, 0) until half-way: who chooses a plan at the start cannot know where it should end.
+`hidden_goal` the goal is observed as (0, 0) until half-way, so that a plan made at the start cannot aim at it.
 """
 
 from collections.abc import Sequence

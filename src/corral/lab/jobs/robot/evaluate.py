@@ -49,7 +49,7 @@ def log_dimensionless_jerk(velocities: Array, dt: float) -> Array:
 
         LDJ = − log( (duration³ / peak²) ∫ ‖v̈‖² dt )          peak = max ‖v‖
 
-    −∞ never occurs but for noise without end; a robot that does not move has NaN.
+    NaN for a robot that does not move.
 
     Args:
         velocities: [* T D], T ≥ 4.

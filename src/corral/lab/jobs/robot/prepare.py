@@ -4,7 +4,7 @@ import importlib
 import inspect
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -101,11 +101,9 @@ def restored(run: Path, checkpoint: str) -> Iterator[tuple[Settings, Agent, Chec
     chosen, complaints = choose_checkpoint(folder, checkpoint)
     learner = {key: value for key, value in settings.learner.items() if key != "device"}
     agent = prepare(replace(settings, learner=learner, simulator="mujoco"))
-    try:
+    with closing(agent.plant):
         restore(agent, chosen)
         yield settings, agent, chosen, complaints
-    finally:
-        agent.plant.close()
 
 
 def find_environment(settings: Settings) -> Environment:
@@ -180,8 +178,8 @@ def used_by(algorithm: str) -> set[str]:
 def check_used(settings: Settings) -> None:
     """Refuse a new run with settings for another algorithm, or for an event that the environment does not report.
 
-    Only new ones: a folder from before this was refused can still be resumed and evaluated. A name that no algorithm has is
-    left to `prepare`, which names the nearest.
+    Run folders that have such settings already can still be resumed and evaluated. Names that no algorithm has are refused by
+    `prepare`, with the nearest name.
     """
     for key in settings.learner:
         owners = [name for name in ALGORITHMS if key in used_by(name)]
@@ -203,11 +201,8 @@ def rehearse(settings: Settings) -> list[str]:
     """Lines that `--dry-run` prints: settings as TOML, after comments about episodes and networks."""
     check_used(settings)
     agent = prepare(settings)
-    try:
-        count, episodes = parameters(agent), agent.config.episodes
-    finally:
-        agent.plant.close()
-    steps = find_environment(settings).steps
+    with closing(agent.plant):
+        count, episodes, steps = parameters(agent), agent.config.episodes, agent.plant.steps
     size = 8 if settings.dtype == "float64" and isinstance(agent, Learner) else 4  # baselines are float32
     return [
         f"# {settings.iterations:,} batches of {episodes:,} episodes of {steps} steps: "
