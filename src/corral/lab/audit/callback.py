@@ -23,6 +23,7 @@ from corral.deployed.state import preserve_state
 from corral.lab.audit.folder import AuditFolder, MicroBatch
 from corral.lab.audit.rules import CLIPPING, Rules
 from corral.lab.audit.scoring import AuditedCompletion, choose_completions, logp_at
+from corral.lab.audit.tokens import kinds
 from corral.objective import Objective, make_objective
 from corral.tensors import TokenBatch
 from corral.trl.api import steps_per_batch
@@ -267,19 +268,17 @@ class AuditCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Open the audit's folder before anything is sampled. A folder with other content is refused."""
-        self.pending, self.due, self.failed, self.ended = [], state.global_step, None, False
-        self.made = []
+        self.pending, self.made, self.due, self.failed, self.ended = [], [], state.global_step, None, False
         if self.is_main:
             self.folder.begin(self._describe(), done=state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Compare old and new policy on the audited tokens of each batch whose last update is over."""
-        done = [(kept, old) for kept, old in self.pending if self.trainer._step >= kept.end]
-        self.pending = [(kept, old) for kept, old in self.pending if self.trainer._step < kept.end]
+        done = [one for one in self.pending if self.trainer._step >= one[0].end]
+        self.pending = [one for one in self.pending if self.trainer._step < one[0].end]
         if not done:
             return
-        rows = self._run_safely(lambda: self._compare(done))
-        if rows and self.failed is None:
+        if (rows := self._run_safely(lambda: self._compare(done))) and self.failed is None:
             self._run_safely(lambda: self._record(state.global_step, rows))
 
     def _record(self, update: int, completions: list[pd.DataFrame]) -> None:
@@ -289,16 +288,15 @@ class AuditCallback(TrainerCallback):
         if self.alert_above is None:
             return
         rows = pd.concat(completions)
-        outside = rows["kl"] > self.rules.kl_bound
-        outward = (rows["logp_new"] - rows["logp_old"]) * rows["advantage"] > 0
-        false, missed = rows["clipped"] & ~outside, ~rows["clipped"] & outside & outward
-        share = 100 * (false | missed).mean()
+        rows["outward"] = (rows["logp_new"] - rows["logp_old"]) * rows["advantage"] > 0
+        found = kinds(rows, "kl", self.rules.kl_bound)
+        false, missed = (int((found == kind).sum()) for kind in ("false", "missed"))
+        share = 100 * (false + missed) / len(rows)
         if share > self.alert_above:
             _send_alert(
                 f"clipping would be wrong about {share:.2g} % of the audited tokens",
-                f"On one more update after update {update}, {false.sum()} of {len(rows)} would be blocked inside "
-                f"the KL ball of {self.rules.kl_bound:g}, and {missed.sum()} missed outside it. corral audit "
-                f"{self.folder.path}",
+                f"On one more update after update {update}, {false} of {len(rows)} would be blocked inside the KL ball of "
+                f"{self.rules.kl_bound:g}, and {missed} missed outside it. corral audit {self.folder.path}",
             )
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -354,8 +352,7 @@ class AuditCallback(TrainerCallback):
             if chosen is None:
                 self.failed, self.ended = self.failed or "the main process has stopped it", True
         if chosen is not None:
-            completions = chosen
-            self.pending += self._run_safely(lambda: self._keep(completions)) or []
+            self.pending += self._run_safely(partial(self._keep, chosen)) or []
 
     def _choose(self, output: dict[str, Any]) -> list[AuditedCompletion]:
         """Choose a few tokens of a few completions from this process's share of the batch."""

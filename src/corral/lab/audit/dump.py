@@ -160,29 +160,27 @@ def read_support(record: DumpRecord, tokens: Ints, mask: Bools, logp_old: Floats
         if logp.shape != ids.shape:
             raise record.error(f"`{name}` has {logp.shape[-1]} entries per token and `top_ids` {ids.shape[-1]}.")
     unknown = np.isnan(given["top_logp_old"]) | np.isnan(given["top_logp_new"]) | (ids == tokens[:, None]) | ~used[:, None]
-    old, new = (
-        _with_tail(record, name, np.where(unknown, -np.inf, given[name]), np.where(used, sampled, 0.0))
-        for name, sampled in (("top_logp_old", logp_old), ("top_logp_new", logp_new))
-    )
+    policies = []
+    for name, sampled in (("top_logp_old", logp_old), ("top_logp_new", logp_new)):
+        known = np.column_stack([np.where(used, sampled, 0.0), np.where(unknown, -np.inf, given[name])])
+        mass = np.exp(np.minimum(known, 1.0)).sum(-1)
+        over = np.flatnonzero(mass > _LARGEST_SUM)
+        if len(over):
+            raise record.error(
+                f"`{name}` and the sampled token sum to {mass[over[0]]:.3g} at token {over[0]}; log-probs of the full softmax "
+                f"sum to 1 at most. Is an id repeated in `top_ids`?"
+            )
+        tail = np.log(np.maximum(1 - mass, _TAIL_FLOOR))
+        policies.append(torch.from_numpy(np.column_stack([known, tail])).log_softmax(-1))
+    old, new = policies
     return torch.stack([categorical_kl(new, old), categorical_kl(old, new), categorical_tv(new, old)]).numpy()
-
-
-def _with_tail(record: DumpRecord, name: str, logp: Floats, sampled: Floats) -> torch.Tensor:
-    """Build distributions [T, K + 2] over the sampled token, the K logged top tokens and the remaining mass."""
-    known = np.concatenate([sampled[:, None], logp], axis=1)
-    mass = np.exp(np.minimum(known, 1.0)).sum(-1)
-    over = np.flatnonzero(mass > _LARGEST_SUM)
-    if len(over):
-        raise record.error(
-            f"`{name}` and the sampled token sum to {mass[over[0]]:.3g} at token {over[0]}; log-probs of the full softmax sum "
-            f"to 1 at most. Is an id repeated in `top_ids`?"
-        )
-    tail = np.log(np.maximum(1 - mass, _TAIL_FLOOR))
-    return torch.from_numpy(np.concatenate([known, tail[:, None]], axis=1)).log_softmax(-1)
 
 
 _LONGEST = 1 << 28
 """Largest accepted size of a line in bytes: 256 MB, about a hundred times the longest completions of today."""
+
+Progress = Callable[[int], object]
+"""Function that is called with the number of bytes read since its last call."""
 
 Note = Callable[..., object]
 """Function that counts omitted tokens and completions: `note(reason)`, or `note(reason, count)`."""
@@ -199,7 +197,7 @@ class FilePlace:
 
 
 def read_lines(
-    path: Path, progress: Callable[[int], object], note: Note, place: FilePlace | None = None, *, growing: bool = False
+    path: Path, progress: Progress, note: Note, place: FilePlace | None = None, *, growing: bool = False
 ) -> Iterator[DumpRecord]:
     """Yield each JSON object of a JSON-lines file as a record.
 
@@ -274,7 +272,9 @@ def read_columns(record: DumpRecord, form: "Format") -> Columns:
 _SLIME_FIELDS = ("tokens", "response_lengths", "loss_masks", "advantages", "log_probs", "rollout_log_probs")
 
 
-def read_samples(path: Path, progress: Callable[[int], object], place: FilePlace, *, growing: bool) -> Iterator[DumpRecord]:
+def read_samples(
+    path: Path, progress: Progress, note: Note, place: FilePlace, *, growing: bool = False
+) -> Iterator[DumpRecord]:
     """Yield the samples of a slime file, from its field `samples` or the older `rollout_data`. No code in the file is run.
 
     Their `tokens` are those of the response, like all other fields.
@@ -309,6 +309,19 @@ def read_samples(path: Path, progress: Callable[[int], object], place: FilePlace
         yield found
 
 
+def _parquet_rows(path: Path, progress: Progress, note: Note) -> Iterator[DumpRecord]:
+    """Yield the rows of a table of completions that TRL logged."""
+    try:
+        rows = pq.ParquetFile(path).read().to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        raise RunError(f"{path} cannot be read as parquet: {str(error).splitlines()[0]}") from error
+    progress(path.stat().st_size)
+    for number, row in enumerate(rows, 1):
+        if isinstance(step := row.get("step"), str) and step.isdecimal() and len(step) < 10:
+            row["step"] = int(step)  # a text in some releases of TRL
+        yield DumpRecord(row, f"{path}, row {number}")
+
+
 _KNOWN = """corral's own JSON lines (tokens, advantages, logp_old, logp_new), prime-rl's token_exports, open-instruct's \
 trainer_logprobs, slime's debug train data (.pt), verl's rollout_data_dir and TRL's completions"""
 
@@ -336,8 +349,8 @@ class Format:
     """True if the field `losses` names the losses of each token. Tokens without RL's loss are then masked."""
     support: bool = False
     """True if records may have log-probs of the top-k tokens, with their ids in `top_ids`."""
-    lines: bool = True
-    """True for files of JSON lines; False for parquet and .pt files."""
+    read: Callable[..., Iterator[DumpRecord]] = read_lines
+    """Function that yields the records of a file."""
 
     @property
     def texts(self) -> bool:
@@ -347,7 +360,7 @@ class Format:
     def fits(self, names: frozenset[str]) -> bool:
         """Return True if `names`, the fields of a file's first object, include all fields that this format needs."""
         needed = {name for column, name in self.fields.items() if column != "advantage" and "?" not in name}
-        return self.lines and names >= needed
+        return self.read is read_lines and names >= needed
 
 
 _BEFORE_UPDATE, _RESCORED = "as sampled, compared with the trainer before its update", "rescored by two models"
@@ -374,12 +387,12 @@ FORMATS = {
                 "advantage": "advantages?"},
     ),
     "slime": Format(
-        compared=_BEFORE_UPDATE, remark=SAMPLER_IS_OLD, reward="rewards", lines=False,
+        compared=_BEFORE_UPDATE, remark=SAMPLER_IS_OLD, reward="rewards", read=read_samples,
         fields={"token": "tokens", "mask": "loss_masks?", "advantage": "advantages", "logp_old": "rollout_log_probs",
                 "logp_new": "log_probs"},
     ),
     "trl": Format(
-        compared=_RESCORED, lines=False,
+        compared=_RESCORED, read=_parquet_rows,
         fields={"prompt": "prompt", "completion": "completion", "advantage": "advantage"},
     ),
 }  # fmt: skip
@@ -477,7 +490,7 @@ def _finished_steps(path: Path, files: tuple[Path, ...]) -> Dump:
 
 def read_completions(
     dump: Dump,
-    progress: Callable[[int], object],
+    progress: Progress,
     note: Note,
     places: dict[Path, FilePlace] | None = None,
     *,
@@ -492,12 +505,7 @@ def read_completions(
     form, places = dump.form, {} if places is None else places
     assert not form.texts, "texts have to be rescored"
     for path in dump.files:
-        place = places.setdefault(path, FilePlace())
-        if form.lines:
-            records = read_lines(path, progress, note, place, growing=growing)
-        else:
-            records = read_samples(path, progress, place, growing=growing)
-        for record in records:
+        for record in form.read(path, progress, note, places.setdefault(path, FilePlace()), growing=growing):
             if len(tokens := auditable(read_columns(record, form), note)):
                 yield tokens
 
@@ -525,7 +533,7 @@ def auditable(found: Columns, note: Note) -> pd.DataFrame:
     return pd.DataFrame({**columns, **more})
 
 
-def read_texts(dump: Dump, progress: Callable[[int], object], note: Note) -> Iterator[dict[str, Any]]:
+def read_texts(dump: Dump, progress: Progress, note: Note) -> Iterator[dict[str, Any]]:
     """Yield completions that were logged as text, without log-probs. `progress` and `note` are as in `read_lines`.
 
     Each has its `step`, a `prompt` (a text, or messages as pairs of role and content), a `completion` without special tokens,
@@ -534,7 +542,7 @@ def read_texts(dump: Dump, progress: Callable[[int], object], note: Note) -> Ite
     form = dump.form
     prompt, completion, (column, number) = form.fields["prompt"], form.fields["completion"], [*form.fields.items()][-1]
     for path in dump.files:
-        for record in read_lines(path, progress, note) if form.lines else _parquet_rows(path, progress):
+        for record in form.read(path, progress, note):
             if np.isnan(credit := record.number(number)):
                 raise record.error(f"`{number}` is a number. TRL logs `advantage` with log_completions=True.")
             said = _messages(record, completion)
@@ -549,15 +557,3 @@ def _messages(record: DumpRecord, name: str) -> str | tuple[tuple[str, str], ...
         return record.text(name)
     messages = (DumpRecord(item, f"{record.where}, `{name}`") for item in record.content[name])
     return tuple((message.text("role"), message.text("content")) for message in messages)
-
-
-def _parquet_rows(path: Path, progress: Callable[[int], object]) -> Iterator[DumpRecord]:
-    try:
-        rows = pq.ParquetFile(path).read().to_pylist()
-    except (OSError, pa.ArrowException) as error:
-        raise RunError(f"{path} cannot be read as parquet: {str(error).splitlines()[0]}") from error
-    progress(path.stat().st_size)
-    for number, row in enumerate(rows, 1):
-        if isinstance(step := row.get("step"), str) and step.isdecimal() and len(step) < 10:
-            row["step"] = int(step)  # a text in some releases of TRL
-        yield DumpRecord(row, f"{path}, row {number}")

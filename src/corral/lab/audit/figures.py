@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from corral.lab.audit.tally import Row
+from corral.lab.audit.tally import Audit, Row
 from corral.lab.audit.threshold import Threshold
 from corral.lab.audit.tokens import kinds
-from corral.lab.audit.words import number, percent
+from corral.lab.audit.words import number, percent, shown_rules
 from corral.lab.report.looks import Look, assign_looks
 from corral.lab.run.text import count
 
@@ -55,13 +55,19 @@ def _point(x: float, y: float, said: str, **more: Any) -> Row:
     return {"x": x, "y": y, "said": said, **more}
 
 
-def bucket_charts(rows: Sequence[Row], rules: Mapping[str, str], distance: str) -> list[Row]:
-    """Build two charts over old probability: distances of tokens, and the share of tokens on which each rule would act.
+def charts(audit: Audit) -> dict[str, list[Row]]:
+    """Build the data of all charts on an audit's page, by section."""
+    return {
+        "threshold": [_threshold_chart(audit)],
+        "probability": _bucket_charts(audit),
+        "ratio": [] if audit.rows is None else [_ratio_chart(audit.rows, audit.info["rules"])],
+        "steps": _step_charts(audit),
+    }
 
-    Args:
-        rules: names and titles of the rules.
-        distance: what the total variation is called.
-    """
+
+def _bucket_charts(audit: Audit) -> list[Row]:
+    """Build two charts over old probability: distances of tokens, and the share of tokens on which each rule would act."""
+    rows, rules, distance = audit.by_probability, shown_rules(audit), "true TV" if audit.whole else "TV, as far as was logged"
     x = {"title": "old probability of the sampled token", "names": [row["name"] for row in rows]}
     names = [f"{row['name']}: {count(row['tokens'], 'token')}" for row in rows]
     far = {"tv": ("mean", 0), "tv_p999": ("99.9th percentile", 2), "tv_max": ("largest", 3)}
@@ -94,7 +100,7 @@ def bucket_charts(rows: Sequence[Row], rules: Mapping[str, str], distance: str) 
     ]  # fmt: skip
 
 
-def threshold_chart(rows: Sequence[Threshold], kl_bound: float, *, certain: bool) -> Row:
+def _threshold_chart(audit: Audit) -> Row:
     """Build the chart of thresholds, a curve per rule: share blocked inside the KL ball (x), share missed outside it (y)."""
 
     def point(row: Threshold) -> Row:
@@ -103,12 +109,12 @@ def threshold_chart(rows: Sequence[Threshold], kl_bound: float, *, certain: bool
         name = f"{row.bound:g}" if row.default or row.rule.name == "clip" else None
         return _point(row.kl.wrong, row.kl.missed, said, hollow=not row.default, name=name)
 
-    drawn = {name: own for name in _OBJECTIVES if (own := [row for row in rows if row.rule.name == name])}
+    drawn = {name: own for name in _OBJECTIVES if (own := [row for row in audit.thresholds if row.rule.name == name])}
     return {
         "title": "Two ways to be wrong",
         "caption": (
-            f"Against the ball KL ≤ {number(kl_bound)}{'' if certain else ', as far as was logged'}. Nearer to the lower left "
-            "is better; filled: the published bound. Axes grow like a square root. The other rules are in the table."
+            f"Against the ball KL ≤ {number(audit.kl_bound)}{'' if audit.whole else ', as far as was logged'}. Nearer to the "
+            "lower left is better; filled: the published bound. Axes grow like a square root. The other rules are in the table."
         ),
         "height": 400,
         "x": {"title": "blocked inside the KL ball", "scale": "root"},
@@ -117,49 +123,53 @@ def threshold_chart(rows: Sequence[Threshold], kl_bound: float, *, certain: bool
     }
 
 
-def step_chart(
-    title: str,
-    caption: str,
-    rows: Sequence[Row],
-    curves: Mapping[str, tuple[str, Look]],
-    *,
-    moment: str = "step",
-    label: str,
-    share: bool = False,
-    alarm: Row | None = None,
-) -> Row:
-    """Build a chart of values by step, with a few markers. A dashed line marks the first alarm.
+def _step_charts(audit: Audit) -> list[Row]:
+    """Build the charts over training: true KL, or distances and effective sample size if true KL is unknown.
 
-    Args:
-        curves: title and look of each column that is drawn; values of 0 and of infinity are left out.
-        moment, label: what the axes are called.
-        share: whether values are shares, on a plain axis; else the axis is logarithmic.
+    A dashed line marks the first alarm.
     """
-    rows, series = rows[:: math.ceil(len(rows) / _POINTS)], []
-    show = percent if share else number
-    for name, (words, look) in curves.items():
-        points: list[Row] = [{"x": row["step"], "y": row[name]} for row in rows if row[name] and row[name] < math.inf]
-        for point in points[:: math.ceil(len(points) / _MARKS) or 1]:
-            point["said"] = f"{moment} {point['x']:,}: {words} {show(point['y'])}"
-        series += [_series(words, look, points, line=True)] if points else []
-    if alarm is not None:
-        caption += f" Dashed: step {alarm['step']:,}, where a collapse announces itself."
-    steps = [rows[0]["step"], rows[-1]["step"]]
-    return {
-        "title": title,
-        "caption": caption,
-        "height": 300,
-        "x": {"title": moment, "scale": "whole", "ends": steps},
-        "y": {"title": label, **({"scale": "share", "ends": [0.0, 1.0]} if share else {"scale": "log"})},
-        "series": series,
-        "bounds": [] if alarm is None else [{"x": alarm["step"], "said": alarm["sentence"]}],
-    }
+    if audit.steps < 2:
+        return []
+    rows, moment = audit.by_step[:: math.ceil(audit.steps / _POINTS)], "update" if audit.whole else "step"
+    alarms = [] if audit.whole else audit.alarms[:1]
+
+    def chart(title: str, caption: str, label: str, curves: Mapping[str, tuple[str, Look]], *, share: bool = False) -> Row:
+        """Build a chart of columns, each with a title and a look, on a logarithmic axis unless it shows a share."""
+        series, show = [], percent if share else number
+        for name, (words, look) in curves.items():
+            points: list[Row] = [{"x": row["step"], "y": row[name]} for row in rows if row[name] and row[name] < math.inf]
+            for point in points[:: math.ceil(len(points) / _MARKS) or 1]:
+                point["said"] = f"{moment} {point['x']:,}: {words} {show(point['y'])}"
+            series += [_series(words, look, points, line=True)] if points else []
+        announced = f" Dashed: step {alarms[0]['step']:,}, where a collapse announces itself." if alarms else ""
+        return {
+            "title": title,
+            "caption": caption + announced,
+            "height": 300,
+            "x": {"title": moment, "scale": "whole", "ends": [rows[0]["step"], rows[-1]["step"]]},
+            "y": {"title": label, **({"scale": "share", "ends": [0.0, 1.0]} if share else {"scale": "log"})},
+            "series": series,
+            "bounds": [{"x": alarm["step"], "said": alarm["sentence"]} for alarm in alarms],
+        }
+
+    if audit.whole:
+        caption = "Of the tokens that were audited after each of these updates."
+        curves = {"kl": ("mean", (0, 0)), "kl_p999": ("99.9th percentile", (4, 1)), "kl_max": ("largest", (6, 3))}
+        return [chart("True KL to the old policy", caption, "true KL, nats", curves)]
+    curves = {"k3": ("mean KL by k3, nats", (0, 0)), "tv": ("mean TV", (1, 1))}
+    curves["mismatch"] = ("mean TV of sampler and trainer", (3, 3))
+    ess = "100 % means on-policy; below 70 % a few tokens with large ratios decide the updates."
+    effective = {"ess": ("effective sample size, as a share of the tokens", (2, 4))}
+    return [
+        chart("Distance by step", "Of the tokens that were logged at each step.", "distance", curves),
+        chart("Effective samples by step", ess, "effective samples", effective, share=True),
+    ]
 
 
-def ratio_chart(tokens: pd.DataFrame, rules: Mapping[str, Any]) -> Row:
+def _ratio_chart(tokens: pd.DataFrame, rules: Mapping[str, Any]) -> Row:
     """Build a 2-d histogram of tokens: ratio of the sampled token (x), centred on the clip range, and true TV (y)."""
     log_ratio = tokens["logp_new"].clip(-80, 0) - tokens["logp_old"].clip(-80, 0)
-    edges = clip_edges(rules["clip"])
+    edges = _clip_edges(rules["clip"])
     # The visible part has 99.5 % of the tokens, within three to twelve clip ranges.
     ends = [math.log(max(edge, 1e-3)) for edge in edges] or [-0.2, 0.2]
     middle, half = (ends[0] + ends[1]) / 2, (ends[1] - ends[0]) / 2
@@ -199,7 +209,7 @@ def ratio_chart(tokens: pd.DataFrame, rules: Mapping[str, Any]) -> Row:
     }  # fmt: skip
 
 
-def clip_edges(clip: Mapping[str, Any]) -> tuple[float, ...]:
+def _clip_edges(clip: Mapping[str, Any]) -> tuple[float, ...]:
     """Smallest and largest ratio that clipping leaves unchanged. Empty if whole completions are clipped."""
     if clip["name"] == "gspo":
         return ()

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from corral.lab.audit.rules import read_rules
-from corral.lab.run.files import LockedFolder, disk_sentence, read_json, require_regular, write_json, write_whole
+from corral.lab.run.files import LockedFolder, disk_errors, read_json, require_regular, write_json, write_whole
 from corral.provenance import plain, versions
 from corral.validate import RunError
 
@@ -82,12 +82,10 @@ class AuditFolder(LockedFolder):
     def begin(self, info: Mapping[str, Any], done: int = 0) -> None:
         """Make the folder, or resume its audit after `done` updates. Rows of later updates are deleted."""
         self.check(info["rules"], done)
-        try:
+        with disk_errors(self.path):
             self.table.mkdir(parents=True, exist_ok=True)
             self.updates.mkdir(exist_ok=True)
             self.hold(self.path)
-        except OSError as error:
-            raise RunError(disk_sentence(error, self.path)) from error
         for part in (*self.table.glob("update-*.parquet"), *self.updates.glob("update-*.parquet")):
             if int(part.stem.removeprefix("update-")) > done:
                 part.unlink()

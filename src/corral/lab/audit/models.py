@@ -33,8 +33,6 @@ from corral.validate import RunError
 _CHUNK = 512
 """Number of tokens whose full distributions are in memory at a time."""
 
-_Say = Callable[[str], object]
-
 
 @dataclass(frozen=True)
 class ModelPair:
@@ -78,14 +76,14 @@ def load_pair(old: Subject, new: Subject, device: str, rules: Rules, temperature
     return ModelPair(first, second, set_pad_token(tokenizer), rules, temperature)
 
 
-def audit_pair(old: str, new: str, settings: EvalSettings, rules: Rules, out: Path, say: _Say) -> Path:
+def audit_pair(old: str, new: str, settings: EvalSettings, rules: Rules, out: Path, say: Callable[[str], object]) -> Path:
     """Audit the change from one model to another, each given as tiny, smollm2, a run, a folder, or a name on the hub."""
     job = prepare_evaluation(dataclasses.replace(settings, model=old))
     pairs = {1: (find_subject(old, None), find_subject(new, None))}
     return _audit(pairs, job, rules, out, f"sampled from {old} and compared under {new}", say)
 
 
-def audit_run(path: Path, settings: EvalSettings, rules: Rules, out: Path, say: _Say) -> Path:
+def audit_run(path: Path, settings: EvalSettings, rules: Rules, out: Path, say: Callable[[str], object]) -> Path:
     """Audit each intact checkpoint of a run against its predecessor; a single checkpoint against the run's first model."""
     folder = RunFolder.open(path, write=False)
     config = folder.read_config()
@@ -107,7 +105,9 @@ def audit_run(path: Path, settings: EvalSettings, rules: Rules, out: Path, say: 
     return _audit(dict(zip(steps[1:], pairwise(found), strict=True)), job, rules, out, what, say)
 
 
-def _audit(pairs: Mapping[int, tuple[Subject, Subject]], job: EvalJob, rules: Rules, out: Path, what: str, say: _Say) -> Path:
+def _audit(
+    pairs: Mapping[int, tuple[Subject, Subject]], job: EvalJob, rules: Rules, out: Path, what: str, say: Callable[[str], object]
+) -> Path:
     """Sample from the older model of each pair, compare both models on these completions, and return the audit's folder."""
     folder = AuditFolder(out)
     info = {"kind": "models", "what": what, "model": job.subject.name, "rules": rules.as_dict(), "settings": job.plan()}

@@ -17,7 +17,7 @@ from corral.lab.cli.train import TOOLS, UNSAFE, quiet_libraries
 from corral.lab.run.files import write_json
 from corral.lab.run.text import visible
 from corral.provenance import plain
-from corral.validate import RunError
+from corral.validate import RunError, run_errors
 
 if TYPE_CHECKING:
     from corral.lab.audit.dump import Dump
@@ -103,19 +103,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", type=Path, help="of models: the audit's folder (RUN/audit, or audits/OLD-NEW)")
     parser.add_argument("--page", metavar="FILE", type=Path, help="the page (audit.html in the audit's folder)")
     parser.add_argument("--json", metavar="FILE", help="every number as JSON; - is the standard output")
-    parser.add_argument(
-        "--fail-above",
-        metavar="PERCENT",
-        type=float,
-        help="exit with 3 if more of all tokens would be blocked inside the KL ball",
-    )
-    parser.add_argument(
-        "--fail-if",
-        metavar="EXPRESSION",
-        action="append",
-        default=[],
-        help="exit with 3 if a number is beyond a limit: 'ess<0.7', 'wrong>2%%'; repeatable, docs/audit.md lists the numbers",
-    )
+    wrong = "exit with 3 if more of all tokens would be blocked inside the KL ball"
+    beyond = "exit with 3 if a number is beyond a limit: 'ess<0.7', 'wrong>2%%'; repeatable, docs/audit.md lists the numbers"
+    parser.add_argument("--fail-above", metavar="PERCENT", type=float, help=wrong)
+    parser.add_argument("--fail-if", metavar="EXPRESSION", action="append", default=[], help=beyond)
     parser.add_argument("--live", action="store_true", help="of dumps and audits that grow: write the page again and again")
     parser.add_argument("--interval", metavar="SECONDS", type=float, help="of --live: between two looks at the files (10)")
     parser.add_argument("--unsafe-code-execution", action="store_true", help=UNSAFE)
@@ -131,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _follow(look, arguments)
     try:
         found = look()
-        assert found is not None, "only growing input has nothing new"
+        assert found is not None, "only --live looks again"
         return _finish(*found, arguments)
     except KeyboardInterrupt:
         return refuse("interrupted.", INTERRUPTED)
@@ -296,10 +287,8 @@ def _rules(arguments: argparse.Namespace) -> "Rules":
             given |= {"clip": make_objective("ppo_clip", clip_low=float(low), clip_high=float(high or low))}
         except ValueError as error:
             raise RunError(f"--clip takes LOW,HIGH such as 0.2,0.28; got {arguments.clip!r}: {error}") from error
-    try:
+    with run_errors():
         return Rules(**given)
-    except ValueError as error:
-        raise RunError(str(error)) from error
 
 
 @contextmanager
@@ -366,12 +355,10 @@ def _show(audit: "Audit", last: str, *, quiet: bool) -> None:
             print_table(bucket_rows(title, rows, audit), "99.9 %, largest TV", "mean KL", "99.9 %, largest KL")
         print_table(blocked_rows(audit)[:_LISTED], "Id")
     elif not quiet:
-        best = audit.best
-        rows = [
-            {**(row := threshold_row(one, audit)), "Bound": f"{row['Bound']}{' *' if one in best else ''}"}
-            for one in audit.thresholds
-            if one.default or one in best
-        ]
+        rows, best = [], audit.best
+        for one in [one for one in audit.thresholds if one.default or one in best]:
+            rows.append(threshold_row(one, audit))
+            rows[-1]["Bound"] += " *" if one in best else ""
         print_table(rows, *[*rows[0]][-2:], caption="shares of all tokens; ● published, * fewest errors against the KL ball")
     console.print(Text(visible(last)), soft_wrap=True)
 
@@ -380,8 +367,8 @@ def _limits(arguments: argparse.Namespace) -> "list[Limit]":
     """Parse the limits in --fail-above and --fail-if."""
     from corral.lab.audit.limits import Limit, read_limit
 
-    above = arguments.fail_above
-    return [*([] if above is None else [Limit("wrong", ">", above, "%")]), *map(read_limit, arguments.fail_if)]
+    found = [read_limit(text) for text in arguments.fail_if]
+    return found if arguments.fail_above is None else [Limit("wrong", ">", arguments.fail_above, "%"), *found]
 
 
 def _follow(look: "Callable[[], tuple[Audit, Path] | None]", arguments: argparse.Namespace) -> int:

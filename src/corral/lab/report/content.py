@@ -60,6 +60,11 @@ class RunReport:
         return list(dict.fromkeys(run.seed for run in self.runs))
 
     @cached_property
+    def final_pairs(self) -> list[_Row]:
+        """Comparisons of final values: leader first in each pair, significant differences before others, then by size."""
+        return outcomes.sort_pairs([row for row in self.tables["comparisons"] if row["measure"] == "final"])
+
+    @cached_property
     def looks(self) -> dict[str, Look]:
         """Colour and marker of every contestant, by its name in groups and sweeps."""
         swept = [row.contestant for sweep in self.sweeps for row in sweep.rows]
@@ -152,6 +157,11 @@ def _headline(groups: Sequence[Group]) -> str:
     return shorten(f"{what}: {', '.join(names) if len(names) <= 6 else f'{len(names)} objectives'}", 120)
 
 
+def name_seeds(seeds: Sequence[object]) -> str:
+    """List seeds in words: `seed 0`, or `seeds 0, 1, 2`."""
+    return f"seed{'' if len(seeds) == 1 else 's'} {', '.join(map(str, seeds))}"
+
+
 # --------------------------------------------------------------------------------------------- events, settings, commands
 
 
@@ -190,14 +200,12 @@ def _events(run: Run, again: int) -> Iterator[tuple[int | None, str, str]]:
 
 def plan_events(comparisons: Sequence[SavedComparison], runs: Sequence[Run]) -> list[_Row]:
     """List planned runs without a folder here: not started, failed at once, or not given to the report."""
-    there = {run.path.resolve() for run in runs}
-    rows = []
+    there, rows = {run.path.resolve() for run in runs}, []
     for entry in (entry for comparison in comparisons for path, entry in comparison.places() if path not in there):
-        kind, what = "left out", f"planned, and {entry.state}: not in the statistics."
-        if entry.state == "failed":
-            kind, what = "failed", entry.error or "it failed before it began."
-        elif entry.state == "finished":
-            kind, what = "elsewhere", "finished, and not among the folders of this report."
+        kind, what = {
+            "failed": ("failed", entry.error or "it failed before it began."),
+            "finished": ("elsewhere", "finished, and not among the folders of this report."),
+        }.get(entry.state, ("left out", f"planned, and {entry.state}: not in the statistics."))
         rows.append(_event(f"{entry.contestant} {setting_text(entry.setting)}".strip(), str(entry.seed), kind, what))
     return rows
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from corral.lab.report.content import RunReport
+from corral.lab.report.content import RunReport, name_seeds
 from corral.lab.report.figures import Metric, curve, kl_bound
 from corral.lab.report.html import shorten
 from corral.lab.report.looks import LIGHT, MARKERS
@@ -70,7 +70,7 @@ def _problem(report: RunReport, data: dict[str, Any], problem: str, ending: str)
     """Make the tables of points and the figures of one problem: curves, final values, differences and histograms."""
     groups = [group for group in report.groups if group.problem == problem]
     seeds = list(dict.fromkeys(run.seed for group in groups for run in group.runs))
-    about = shorten(f"{problem}, seed{'' if len(seeds) == 1 else 's'} {', '.join(seeds)}", 110)
+    about = shorten(f"{problem}, {name_seeds(seeds)}", 110)
     axis = "env_steps" if all(run.is_robot for group in groups for run in group.runs) else "step"
     points: dict[str, _Rows] = {}
     figures: _Figures = {}

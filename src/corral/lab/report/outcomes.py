@@ -50,11 +50,9 @@ def group_runs(runs: Sequence[Run], chosen: Chosen | None = None) -> list[Group]
     found: dict[tuple[str, str, str], list[Run]] = {}
     problems = problems_of(runs)
     for run in runs:
-        peers = [peer for peer in runs if peer.objective == run.objective and problems[id(peer)] == problems[id(run)]]
-        objective, setting = chosen.get(run.path) or (
-            f"{run.objective} {setting_text(varying_settings(run, peers, 'own_settings'))}".strip(),
-            setting_text(varying_settings(run, peers, "shared_settings")),
-        )
+        peers = [peer for peer in runs if problems[id(peer)] == problems[id(run)]]
+        objective, varied = name_contestant(run, peers)
+        objective, setting = chosen.get(run.path) or (objective, setting_text(varied))
         found.setdefault((problems[id(run)], setting, objective), []).append(run)
 
     def order(item: tuple[tuple[str, str, str], list[Run]]) -> tuple[Any, ...]:
@@ -116,6 +114,17 @@ def problems_of(runs: Sequence[Run]) -> dict[int, str]:
         task = f"{run.task} {setting_text(varying_settings(run, same, 'task_settings'))}".strip()
         found[id(run)] = task if run.is_robot else " with ".join(filter(None, (task, run.model)))
     return found
+
+
+def name_contestant(run: Run, peers: Iterable[Run]) -> tuple[str, dict[str, str]]:
+    """Name of a run's objective with its varied settings, such as `troll bound=0.1`, and all other settings that vary.
+
+    Args:
+        peers: runs on the same problem.
+    """
+    same = [peer for peer in peers if peer.objective == run.objective]
+    name = f"{run.objective} {setting_text(varying_settings(run, same, 'own_settings'))}".strip()
+    return name, varying_settings(run, same, "shared_settings")
 
 
 def varying_settings(run: Run, peers: Iterable[Run], which: str) -> dict[str, str]:

@@ -9,10 +9,10 @@ from typing import Any
 
 import corral
 from corral.lab.report import figures, html, outcomes
-from corral.lab.report.content import RunReport, compare_command
+from corral.lab.report.content import RunReport, compare_command, name_seeds
 from corral.lab.report.html import Columns, Row, Safe, cell, shorten, table
 from corral.lab.report.looks import fit
-from corral.lab.report.outcomes import BESIDE, sort_pairs
+from corral.lab.report.outcomes import BESIDE
 from corral.lab.report.read import setting_text, value_text
 from corral.lab.report.statistics import ENOUGH, bracketed, plains, signed
 from corral.lab.report.sweep import RULE, Sweep, ordered, value_at, without
@@ -92,7 +92,6 @@ def _table(tables: Mapping[str, Sequence[Row]], name: str, columns: Columns, lab
 def _findings(report: RunReport) -> Safe:
     """Build the findings: sentences, the plot of final values, tables, and the method."""
     name, compared = report.measure.name, report.tables["comparisons"]
-    final = sort_pairs([row for row in compared if row["measure"] == "final"])
     swept = []
     for sweep in report.sweeps:
         of = f" on {sweep.problem}" if len(report.sweeps) > 1 else ""
@@ -108,7 +107,7 @@ def _findings(report: RunReport) -> Safe:
     }  # fmt: skip
     threshold = "90 % of the best end" if report.threshold is None else report.measure.text(report.threshold)
     return _HTML.findings(
-        report, _warnings(report), swept, sentence_pairs(final), more, _comparison_table(report),
+        report, _warnings(report), swept, sentence_pairs(report.final_pairs), more, _comparison_table(report),
         _result_table(report), _table(report.tables, "overall", columns, "All tasks together"), threshold,
     )  # fmt: skip
 
@@ -258,10 +257,7 @@ def _sweep_part(report: RunReport, index: int, sweep: Sweep) -> Safe:
     columns |= {"Usable": cell("usable", _yes), "By the best of all": cell("usable_of_all", _yes)}
     columns |= {"Chosen": cell("chosen", _yes)} if any(row["chosen"] is not None for row in rows) else {}
     plan = sweep.comparison
-    tried, reported = (
-        f"seed{'' if len(seeds) == 1 else 's'} {', '.join(map(str, seeds))}"
-        for seeds in ((plan.choose_seeds, plan.report_seeds) if plan is not None else ((), ()))
-    )
+    tried, reported = ("", "") if plan is None else map(name_seeds, (plan.choose_seeds, plan.report_seeds))
     chosen = "; ".join(f"{name} {setting_text(setting)}" for name, setting in sweep.chosen.items())
     title = sweep.problem if len(report.sweeps) > 1 else None
     headings = {key: heading for key, (heading, _) in kept.items()}
@@ -290,10 +286,9 @@ _MOST_PAIRS = 40
 def _forest(report: RunReport) -> list[Row]:
     """Build the figure of differences between groups for each problem, significant differences first."""
     made: list[Row] = []
-    final = [row for row in report.tables["comparisons"] if row["measure"] == "final"]
     for problem in report.problems:
         pairs = []
-        for row in sort_pairs([row for row in final if row["problem"] == problem]):
+        for row in [row for row in report.final_pairs if row["problem"] == problem]:
             colour, marker = report.looks[row["our_objective"]]
             value, *interval = signed(row["difference"], *(() if row["low"] is None else (row["low"], row["high"])))
             pairs.append(
@@ -329,8 +324,7 @@ def page_data(report: RunReport) -> dict[str, Any]:
                 "colour": colour, "marker": marker, "dash": dash,
             }
         )  # fmt: skip
-    seeds = f"seed{'' if len(report.seeds) == 1 else 's'} {', '.join(report.seeds)}"
-    claims = sort_pairs([row for row in report.tables["comparisons"] if row["measure"] == "final"])
+    claims = [_text(row["sentence"], 300) for row in report.final_pairs if row["claimed"]]
     return {
         "metrics": [asdict(metric) for metric in report.metrics],
         "groups": groups,
@@ -344,8 +338,8 @@ def page_data(report: RunReport) -> dict[str, Any]:
         ],
         "bands": {metric.key: _bands(report, metric) for metric in report.metrics if metric.section == "learning"},
         "every": report.every,
-        "about": _text(f"{', '.join(report.problems)} · {seeds} · corral {corral.__version__}", 300),
-        "headline": _text(claims[0]["sentence"], 300) if claims and claims[0]["claimed"] else "",
+        "about": _text(f"{', '.join(report.problems)} · {name_seeds(report.seeds)} · corral {corral.__version__}", 300),
+        "headline": next(iter(claims), ""),
         "measure": {"key": report.measure.key, "name": report.measure.name, "percent": report.measure.factor == 100},
         "finals": [
             {

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from scipy import stats
 
-from corral.lab.report.outcomes import COUNTED, Measure, problems_of, varying_settings
-from corral.lab.report.read import ChooseBy, Run, SavedComparison, is_number, setting_pairs, setting_text, value_text
+from corral.lab.report.outcomes import COUNTED, Measure, name_contestant, problems_of
+from corral.lab.report.read import ChooseBy, Run, SavedComparison, is_number, setting_pairs, value_text
 from corral.lab.report.statistics import area_under_curve, has_collapsed
 from corral.lab.run.interval import LEVEL
 from corral.lab.run.settings import guess
@@ -105,12 +105,8 @@ def choose_setting(rows: Sequence[SweepRow], by: ChooseBy = "final") -> dict[str
     def score(cell: Cell) -> tuple[float, float]:
         return (cell.final, cell.auc) if by == "final" else (cell.auc, cell.final)
 
-    best: dict[str, Cell] = {}
-    for cell in cells(rows):  # of equals the first, so the smaller
-        other = best.get(cell.contestant)
-        if other is None or score(cell) > score(other):
-            best[cell.contestant] = cell
-    return {contestant: cell.setting for contestant, cell in best.items()}
+    by_contestant = groupby(cells(rows), key=lambda cell: cell.contestant)
+    return {name: max(own, key=score).setting for name, own in by_contestant}  # of equals the first, so the smaller
 
 
 def value_at(setting: Mapping[str, Any], key: str) -> Value:
@@ -250,34 +246,22 @@ def usable_range(
         if not judged or not math.isfinite(best.final) or best.final == 0 <= lowest:
             return ()
         least = [aim - (1 - share) * abs(aim) for aim in (best.final, best.auc)]
-        return tuple(
-            value_at(cell.setting, key)
-            for cell in members
-            if cell.is_stable
-            and all(
-                mean + side * unit / math.sqrt(len(cell.rows)) >= aim
-                for mean, unit, aim in zip((cell.final, cell.auc), units, least, strict=True)
-            )
-        )
+
+        def close(cell: Cell) -> bool:
+            scores = zip((cell.final, cell.auc), units, least, strict=True)
+            return all(mean + side * unit / math.sqrt(len(cell.rows)) >= aim for mean, unit, aim in scores)
+
+        return tuple(value_at(cell.setting, key) for cell in members if cell.is_stable and close(cell))
 
     lines: dict[tuple[str, object], list[Cell]] = {}
     for cell in found:
         lines.setdefault((cell.contestant, _sort_key(without(cell.setting, key))), []).append(cell)
     ranges = []
     for (contestant, _), members in lines.items():
-        own = [cell for cell in tuned if cell.contestant == contestant]
-        ranges.append(
-            UsableRange(
-                contestant=contestant,
-                key=key,
-                setting=without(members[0].setting, key),
-                tried=tuple(value_at(cell.setting, key) for cell in members),
-                own=within(members, own, -1),
-                overall=within(members, tuned, -1),
-                possible=within(members, own, 1),
-                judged=judged,
-            )
-        )
+        own, setting = [cell for cell in tuned if cell.contestant == contestant], without(members[0].setting, key)
+        tried = tuple(value_at(cell.setting, key) for cell in members)
+        usable = {"own": within(members, own, -1), "overall": within(members, tuned, -1), "possible": within(members, own, 1)}
+        ranges.append(UsableRange(contestant=contestant, key=key, setting=setting, tried=tried, judged=judged, **usable))
     return ranges
 
 
@@ -345,13 +329,12 @@ class Sweep:
         least, most = min(counts), max(counts)
         return f"{'' if least == most else f'{least} to '}{count(most, 'seed')}"
 
-    def along(self, line: UsableRange) -> dict[Value, list[SweepRow]]:
+    def along(self, line: UsableRange) -> dict[Value, Sequence[SweepRow]]:
         """Runs of one range, by their value on the axis."""
-        found: dict[Value, list[SweepRow]] = {value: [] for value in line.tried}
-        for row in self.rows:
-            if row.contestant == line.contestant and without(row.setting, self.key) == line.setting:
-                found[value_at(row.setting, self.key)].append(row)
-        return found
+        cells = [cell for cell in self.cells if cell.contestant == line.contestant]
+        return {
+            value_at(cell.setting, self.key): cell.rows for cell in cells if without(cell.setting, self.key) == line.setting
+        }
 
 
 def find_sweeps(runs: Sequence[Run], comparisons: Sequence[SavedComparison], measure: Measure) -> list[Sweep]:
@@ -375,9 +358,7 @@ def find_sweeps(runs: Sequence[Run], comparisons: Sequence[SavedComparison], mea
         rows = []
         members = [run for run in counted if about[id(run)] == problem]
         for run in members:
-            peers = [peer for peer in members if peer.objective == run.objective]
-            name = f"{run.objective} {setting_text(varying_settings(run, peers, 'own_settings'))}".strip()
-            varied = varying_settings(run, peers, "shared_settings")
+            name, varied = name_contestant(run, members)
             settings = {_RATES.get(key, key): guess(text) for key, text in varied.items()}
             rows.append(sweep_row(name, settings, run.seed, run, measure))
         names = dict.fromkeys(name for row in rows for name in row.setting)
@@ -405,12 +386,13 @@ def sweep_row(contestant: str, setting: Mapping[str, object], seed: int | str, r
         worst = 0.0 if measure.key == "success" else -math.inf
         return SweepRow(contestant, setting, seed, worst, worst, False, fell_below_start=True)
     area, kl = area_under_curve(points, run.planned_steps), [value for _, value in run.values(_KL)]
+    assert area is not None, "there are points"
     return SweepRow(
         contestant,
         setting,
         seed,
         final=points[-1][1],
-        auc=points[-1][1] if area is None else area,
+        auc=area,
         collapsed=has_collapsed(points, run.stopped),
         greedy=run.final("greedy"),
         kl=fmean(kl) if kl else None,
