@@ -41,7 +41,7 @@ def test_reports_read_it(tmp_path: Path) -> None:
     theirs = read_comparison(tmp_path)
     assert theirs.command == ours.command
     assert (theirs.choose_seeds, theirs.report_seeds) == ((0,), (1,))
-    assert [tmp_path / run.folder for run in theirs.runs] == [ours.folder(record) for record in ours.records]
+    assert [tmp_path / run.folder for run in theirs.runs] == [ours.path / record.folder for record in ours.records]
     assert (theirs.runs[0].state, theirs.runs[0].error, theirs.runs[0].stage) == ("failed", "out of luck", "sweep")
 
 

@@ -204,7 +204,7 @@ class Schedule(Interruptible):
 
     def _end(self, record: PlannedRun, status: int) -> None:
         """Record how a run ended, from its summary. A run without a summary failed, unless it was asked to stop."""
-        folder = self.comparison.folder(record)
+        folder = self.comparison.path / record.folder
         self._progress(record).update()
         if record.folder in self.hung:
             self._change(record, "failed", f"no sign of life for {self.stall:g} s: it hung, and was ended")
@@ -255,7 +255,7 @@ class Schedule(Interruptible):
 
     def _progress(self, record: PlannedRun) -> Progress:
         """Progress of a run, which is created at the first call."""
-        return self.progress.setdefault(record.folder, Progress(self.comparison.folder(record), self.steps))
+        return self.progress.setdefault(record.folder, Progress(self.comparison.path / record.folder, self.steps))
 
 
 def run_comparison(comparison: Comparison, prepared: Preparation, view: CompareView, *, stall: float = 3600.0) -> _Status:
@@ -271,7 +271,7 @@ def run_comparison(comparison: Comparison, prepared: Preparation, view: CompareV
         view.end(line)
     for record in comparison.records:
         if record.state == "failed":
-            folder = comparison.folder(record)
+            folder = comparison.path / record.folder
             view.end(f"\n{record.label} failed: {record.error}\nThe end of {folder / LOG}:")
             for line in log_tail(folder, 5):
                 view.end(f"  {line}")
@@ -327,7 +327,7 @@ def choose(comparison: Comparison) -> ChosenSettings:
 def sweep_rows(comparison: Comparison) -> list[SweepRow]:
     """Build one row of scores per run of the sweep. A failed run gets the worst score."""
     done = [record for record in comparison.sweep_records if record.state in COUNTED]
-    runs = {record.folder: read_run(comparison.folder(record)) for record in done}
+    runs = {record.folder: read_run(comparison.path / record.folder) for record in done}
     measure = main_metric([*runs.values()])
     return [
         sweep_row(record.contestant, record.setting, record.seed, runs.get(record.folder), measure)

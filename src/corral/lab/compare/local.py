@@ -23,10 +23,8 @@ class Engine(Protocol):
     """Number of jobs that run at a time."""
     threads: int | None
     """Number of threads of each job; None leaves the number to the job."""
-
-    @property
-    def about(self) -> str:
-        """Engine in words: `2 at a time on 2 cores, 1 thread each`."""
+    about: str
+    """Engine in words: `2 at a time on 2 cores, 1 thread each`."""
 
     def start(self, folder: Path, arguments: Sequence[str]) -> None:
         """Start `corral` with these arguments for the run in this folder. The folder's name identifies the job."""
@@ -61,14 +59,9 @@ class LocalEngine:
         self.slots = jobs if jobs is not None else len(self.gpus) or max(1, cores() // (threads or 1))
         self.started: dict[str, tuple[subprocess.Popen[bytes], str | None]] = {}
         """Process of each job, and its GPU."""
-
-    @property
-    def about(self) -> str:
-        """Engine in words: cores or GPUs, and jobs at a time."""
-        if self.gpus:
-            return f"{self.slots} at a time on GPU {', '.join(self.gpus)}"
-        each = "" if self.threads is None else f", {count(self.threads, 'thread')} each"
-        return f"{self.slots} at a time on {count(cores(), 'core')}{each}"
+        each = "" if threads is None else f", {count(threads, 'thread')} each"
+        where = f"GPU {', '.join(self.gpus)}" if self.gpus else f"{count(cores(), 'core')}{each}"
+        self.about = f"{self.slots} at a time on {where}"
 
     def start(self, folder: Path, arguments: Sequence[str]) -> None:
         in_use = Counter(gpu for _, gpu in self.started.values())

@@ -37,17 +37,13 @@ class RayEngine:
     ) -> None:
         self.program = program
         self.ours = not ray.is_initialized()
-        self.where = _connect() if self.ours else "the Ray cluster of this process"
+        where = _connect() if self.ours else "the Ray cluster of this process"
         there = ray.cluster_resources()
         self.gpus = int(there.get("GPU", 0)) if gpus else 0
         self.threads = threads if threads is not None or self.gpus else 1
         self.slots = jobs if jobs is not None else self.gpus or max(1, int(there.get("CPU", 1)) // (self.threads or 1))
         self.started: dict[str, tuple[Path, Any]] = {}
-
-    @property
-    def about(self) -> str:
-        """Engine in words: the cluster, and jobs at a time."""
-        return f"{self.slots} at a time on {self.where}" + (f", a GPU each of {self.gpus}" if self.gpus else "")
+        self.about = f"{self.slots} at a time on {where}" + (f", a GPU each of {self.gpus}" if self.gpus else "")
 
     def start(self, folder: Path, arguments: Sequence[str]) -> None:
         """Start a task that supervises the process. Ray chooses its node, possibly later."""

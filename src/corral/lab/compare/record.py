@@ -73,10 +73,6 @@ class Comparison(LockedFolder):
         """True if the sweep has ended and no settings have been chosen yet."""
         return bool(self.plan.sweep) and not self.chosen and all(record.state in ENDED for record in self.sweep_records)
 
-    def folder(self, record: PlannedRun) -> Path:
-        """Folder of a run."""
-        return self.path / record.folder
-
     def content(self) -> dict[str, Any]:
         """Content of compare.json."""
         plan = asdict(self.plan)
@@ -112,12 +108,13 @@ class Comparison(LockedFolder):
         """
         self._lock_folder()
         for record in self.records:
-            if (self.folder(record) / ".lock").is_file():  # perhaps still written, if the comparison was killed
-                os.close(lock(self.folder(record)))
-            found = read_state(self.folder(record))
+            folder = self.path / record.folder
+            if (folder / ".lock").is_file():  # perhaps still written, if the comparison was killed
+                os.close(lock(folder))
+            found = read_state(folder)
             if record.state != "failed":
                 record.state = found
-                record.error = read_summary(self.folder(record)).get("why") if found == "failed" else None
+                record.error = read_summary(folder).get("why") if found == "failed" else None
             elif retry_failed:
                 record.state, record.error = ("waiting" if found == "waiting" else "interrupted"), None
                 self.chosen = {} if record.stage == "sweep" else self.chosen
