@@ -13,7 +13,6 @@ LINES = {path: len(path.read_text().splitlines()) for path in TREES}
 
 TWICE = {
     "Settings": "of a run: language models and robots have their own, each in its package's settings.py",
-    "_Tilt": "private to its file",
 }
 """Classes of one name in two files, and why that helps a reader."""
 

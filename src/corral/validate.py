@@ -161,6 +161,11 @@ def limited(default: Any, **limits: Any) -> Any:
     return dataclasses.field(default=default, metadata=limits)
 
 
+def literal_words(*types: Any) -> list[Any]:
+    """Return the values that the `Literal` types among these types allow."""
+    return [word for kind in types if get_origin(kind) is Literal for word in get_args(kind)]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checked:
     """Base of settings whose fields are checked against the limits beside their defaults, and against `Literal` types.
@@ -175,8 +180,7 @@ class Checked:
             limits |= {name: item.metadata for name, item in own.items() if item.metadata}
         for item in dataclasses.fields(self):
             types = get_args(item.type) if get_origin(item.type) in (Union, UnionType) else (item.type,)
-            words = [word for kind in types if get_origin(kind) is Literal for word in get_args(kind)]
-            if words:
+            if words := literal_words(*types):
                 require(self, item.name, one_of=words, optional=NoneType in types)
             elif item.name in limits:
                 found = {"integer": int in types and float not in types, "optional": NoneType in types, **limits[item.name]}

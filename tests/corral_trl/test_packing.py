@@ -27,7 +27,18 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from corral.trl import packing
 from corral.trl.api import FUSED
-from corral.trl.packing import ORDER, Fit, PackedRow, bytes_per_token, can_pack, cut, halve, in_order, packed_mask, why_padded
+from corral.trl.packing import (
+    ORDER,
+    PackedRow,
+    bytes_per_token,
+    can_pack,
+    cut,
+    fit_tokens,
+    halve,
+    in_order,
+    packed_mask,
+    why_padded,
+)
 from device import DEVICE
 from tolerance import assert_close
 
@@ -354,10 +365,10 @@ class TestPieces:
 class TestMemory:
     def test_golden_size_of_a_pass(self) -> None:
         # 10 bytes a token, 1000 bytes of room: 100 tokens, rounded down to 64.
-        assert Fit.into(1000.0, 10.0, 1.0, 2, longest=9, needed=50) == Fit(64, checkpoints=False)
+        assert fit_tokens(1000.0, 10.0, 1.0, 2, longest=9, needed=50) == (64, False)
         # 200 tokens are needed: with two layers of 1 byte a token keeps 10 / 2 + 2 · 1 = 7 bytes, 142 tokens fit.
-        assert Fit.into(1000.0, 10.0, 1.0, 2, longest=9, needed=200) == Fit(128, checkpoints=True)
-        assert Fit.into(1.0, 10.0, 1.0, 2, longest=9, needed=50) == Fit(9, checkpoints=True)
+        assert fit_tokens(1000.0, 10.0, 1.0, 2, longest=9, needed=200) == (128, True)
+        assert fit_tokens(1.0, 10.0, 1.0, 2, longest=9, needed=50) == (9, True)
 
     def test_golden_bytes_of_a_token(self) -> None:
         weight = torch.ones(4, 4, requires_grad=True)
@@ -370,7 +381,7 @@ class TestMemory:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, free: int
     ) -> None:
         caplog.set_level(logging.INFO)
-        monkeypatch.setattr("corral.trl.trainer.free_bytes", lambda device: free)
+        monkeypatch.setattr("corral.trl.packing.free_bytes", lambda device: free)
         trainer = make_trainer(tmp_path, "troll", gradient_checkpointing=None)
         trainer.train()
         assert trainer.model.is_gradient_checkpointing == (free == 0)
@@ -380,7 +391,7 @@ class TestMemory:
 
     @pytest.mark.parametrize("asked", [True, False])
     def test_what_is_asked_for_is_kept(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
-        monkeypatch.setattr("corral.trl.trainer.free_bytes", lambda device: 2**34 if asked else 0)
+        monkeypatch.setattr("corral.trl.packing.free_bytes", lambda device: 2**34 if asked else 0)
         trainer = make_trainer(tmp_path, "ppo_clip", gradient_checkpointing=asked, max_steps=1)
         trainer.train()
         assert trainer.model.is_gradient_checkpointing == asked

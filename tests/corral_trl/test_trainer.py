@@ -476,7 +476,7 @@ class TestParity:
         hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
         tokens, scored = torch.arange(5), torch.ones(1, 5, dtype=torch.bool)
         scoring = ScoringPass(support=SupportRequest(top_k=4))
-        scoring.begin(PolicyHead([], 0.7, SupportRequest(), union=False), scored)
+        scoring.policy_head, scoring.tokens = PolicyHead([], 0.7, SupportRequest(), union=False), 5
         scoring.scored = scoring.handed = scored
         with torch.autocast("cpu", torch.bfloat16):
             logp, entropy, *_ = scoring.apply(hidden, weight, None, tokens, 0.7, 32768, None, 1.0, ("log_probs", "entropy"))

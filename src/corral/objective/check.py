@@ -3,13 +3,14 @@
 import logging
 import warnings
 from collections.abc import Iterable
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from corral.support import ANCHOR_TOLERANCE, LogpTolerance
-from corral.tensors import SparseDist, TokenBatch
+from corral.tensors import TokenBatch
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ _LARGE_FIRST = 0.5
 """Mean |log ρ| on a run's first batch above which old and new log-probs are unlikely to come from one policy."""
 
 
+@dataclass
 class FirstCall:
     """Warns once if old and new log-probs differ on a run's first batch, before any update.
 
@@ -39,8 +41,8 @@ class FirstCall:
     policies differ on purpose.
     """
 
-    def __init__(self, *, over: bool = False) -> None:
-        self.over = over
+    over: bool = False
+    """True once a batch has been read."""
 
     def look(self, name: str, batch: TokenBatch) -> None:
         """Read the mean |log ρ| of the first batch that has a token, in one device transfer; skip later batches."""
@@ -57,14 +59,6 @@ class FirstCall:
             )
 
 
-class _Check(NamedTuple):
-    """One check of a batch: the failing tokens [B T], the message, and the value to report."""
-
-    bad: Tensor
-    message: str
-    value: Tensor | None = None
-
-
 def check_batch(name: str, batch: TokenBatch, needs: Iterable[str], *, check: bool = True) -> None:
     """Refuse a batch that the objective `name` cannot compute. Values are read in one transfer, and not during compilation.
 
@@ -75,26 +69,12 @@ def check_batch(name: str, batch: TokenBatch, needs: Iterable[str], *, check: bo
     for field in sorted(needs, reverse=True):  # dist_old before dist_new, which stands on its support
         if getattr(batch, field) is None:  # `needs` holds names of TokenBatch's own fields
             raise ValueError(f"{name}: needs `{field}`, which this batch does not have. Pass {_SUPPLY.get(field, 'it')}.")
-    _check_shapes(name, batch)
-    if not torch.compiler.is_compiling():
-        policies = (batch.logp_new, batch.logp_old, batch.dist_new, batch.dist_old, batch.dist_teacher)
-        limits = LogpTolerance.of(*policies) if check else LogpTolerance()
-        checks = [*_bad_values(batch, limits), *_bad_supports(batch, limits)]
-        failed = torch.stack([check.bad.any() for check in checks]).tolist()
-        for hit, (bad, message, value) in zip(failed, checks, strict=True):
-            if hit:
-                b, t = bad.nonzero()[0].tolist()
-                got = "it" if value is None else f"{value[b, t].item():.6g}"
-                raise ValueError(
-                    f"{name}: {message} Got {got} at {int(bad.sum())} of {batch.mask.numel()} tokens, first at [b t] = "
-                    f"[{b}, {t}]."
-                )
 
-
-def _check_shapes(name: str, batch: TokenBatch) -> None:
-    given = {"logp_new": batch.logp_new, "logp_old": batch.logp_old, "mask": batch.mask, "advantages": batch.advantages}
+    # Types and shapes.
+    logps = {"logp_new": batch.logp_new, "logp_old": batch.logp_old}
     if batch.logp_rollout is not None:
-        given["logp_rollout"] = batch.logp_rollout
+        logps["logp_rollout"] = batch.logp_rollout
+    given: dict[str, Any] = logps | {"mask": batch.mask, "advantages": batch.advantages}
     for field, x in given.items():
         if not isinstance(x, Tensor):
             raise ValueError(f"{name}: {field} must be a tensor; got {type(x).__name__}. Use torch.tensor(…).")
@@ -118,80 +98,76 @@ def _check_shapes(name: str, batch: TokenBatch) -> None:
         warnings.warn(
             f"{name}: logp_old is {short}, which keeps three digits: ratios are off by about 1 % before any update. Keep old "
             f"log-probs in float32, computed as the new ones are.",
-            stacklevel=4,
+            stacklevel=3,
         )
     if batch.mask.dtype != torch.bool:
         raise ValueError(f"{name}: mask must be bool, True where a token is trained on; got {batch.mask.dtype}. Use .bool().")
-    for field, dist in _dists(batch):
+    mask, new, old = batch.mask, batch.dist_new, batch.dist_old
+    dists = {"dist_new": new, "dist_old": old, "dist_teacher": batch.dist_teacher}
+    supports = {field: dist for field, dist in dists.items() if dist is not None}
+    for field, dist in supports.items():
         if dist.rest.shape != shape:
             raise ValueError(
                 f"{name}: {field} describes {list(dist.rest.shape)} positions but logp_new is {list(shape)}. Its ids and logp "
                 f"are [B T K], one support per completion token. {_SHIFT}"
             )
-    if batch.dist_old is None:
-        return
-    for field, dist in _dists(batch):
-        if dist.ids.shape != batch.dist_old.ids.shape:
+    for field, dist in supports.items():
+        if old is not None and dist.ids.shape != old.ids.shape:
             raise ValueError(
-                f"{name}: {field} has {dist.ids.shape[-1]} slots and dist_old {batch.dist_old.ids.shape[-1]}. "
+                f"{name}: {field} has {dist.ids.shape[-1]} slots and dist_old {old.ids.shape[-1]}. "
                 f"{_ONE_SUPPORT.format(_POLICIES[field])}"
             )
-
-
-def _dists(batch: TokenBatch) -> list[tuple[str, SparseDist]]:
-    """Return the distributions of a batch on their support (top-k tokens), by field name."""
-    given = (("dist_new", batch.dist_new), ("dist_old", batch.dist_old), ("dist_teacher", batch.dist_teacher))
-    return [(field, dist) for field, dist in given if dist is not None]
-
-
-def _bad_values(batch: TokenBatch, limits: LogpTolerance) -> Iterable[_Check]:
-    """List the checks of the sampled tokens; padding may have any value."""
-    mask = batch.mask
-    yield _Check(~mask.any().expand_as(mask), "mask has no unmasked token, so there is nothing to train on. Skip this batch.")
-    given = (("logp_new", batch.logp_new), ("logp_old", batch.logp_old), ("logp_rollout", batch.logp_rollout))
-    for field, x in given:
-        if x is not None:
-            yield _Check(
-                mask & ~x.isfinite(),
-                f"{field} is not finite at an unmasked token. NaN comes from the model or the sampler; −inf means that the "
-                f"sampled token is impossible under that policy: use the same temperature and logit masks everywhere.",
-            )
-            yield _Check(
-                mask & (x > limits.logp),
-                f"{field} is above 0 at an unmasked token, and log-probabilities are not. {_TAKE_LOG_SOFTMAX}",
-                x,
-            )
-    advantages = batch.advantages[:, None] if batch.advantages.ndim == 1 else batch.advantages
-    yield _Check(mask & ~advantages.isfinite(), "advantages are not finite at an unmasked token. Look at the rewards first.")
-
-
-def _bad_supports(batch: TokenBatch, limits: LogpTolerance) -> Iterable[_Check]:
-    """List the checks of both policies' distributions on their shared support; none for a batch with a single policy."""
-    mask, new, old = batch.mask, batch.dist_new, batch.dist_old
-    if new is None or old is None:
+    if torch.compiler.is_compiling():
         return
-    yield _Check(mask & (old.ids[..., 0] < 0), "slot 0 of dist_old.ids is padding. It must hold the sampled token.")
-    for field, dist in _dists(batch):
-        if dist.ids is not old.ids:
-            yield _Check(
-                mask & (dist.ids != old.ids).any(-1),
-                f"{field} and dist_old stand on different token ids. {_ONE_SUPPORT.format(_POLICIES[field])}",
+
+    # Values. Padding may have any value.
+    limits = LogpTolerance.of(batch.logp_new, batch.logp_old, *dists.values()) if check else LogpTolerance()
+    checks: list[tuple[Tensor, str, Tensor | None]] = []
+
+    def refuse(bad: Tensor, message: str, value: Tensor | None = None) -> None:
+        """Add a check: the failing tokens [B T], the message, and the value to report."""
+        checks.append((bad, message, value))
+
+    refuse(~mask.any().expand_as(mask), "mask has no unmasked token, so there is nothing to train on. Skip this batch.")
+    for field, x in logps.items():
+        refuse(
+            mask & ~x.isfinite(),
+            f"{field} is not finite at an unmasked token. NaN comes from the model or the sampler; −inf means that the sampled "
+            f"token is impossible under that policy: use the same temperature and logit masks everywhere.",
+        )
+        above = mask & (x > limits.logp)
+        refuse(above, f"{field} is above 0 at an unmasked token, and log-probabilities are not. {_TAKE_LOG_SOFTMAX}", x)
+    advantages = batch.advantages[:, None] if batch.advantages.ndim == 1 else batch.advantages
+    refuse(mask & ~advantages.isfinite(), "advantages are not finite at an unmasked token. Look at the rewards first.")
+    if new is not None and old is not None:  # a batch with a single policy has nothing to compare
+        refuse(mask & (old.ids[..., 0] < 0), "slot 0 of dist_old.ids is padding. It must hold the sampled token.")
+        for field, dist in supports.items():
+            if dist.ids is not old.ids:
+                apart = f"{field} and dist_old stand on different token ids. {_ONE_SUPPORT.format(_POLICIES[field])}"
+                refuse(mask & (dist.ids != old.ids).any(-1), apart)
+        for field, dist in supports.items():
+            logp = dist.with_rest()
+            refuse(
+                mask & (logp.isnan() | (logp == torch.inf)).any(-1),
+                f"{field} holds NaN or +inf at an unmasked token. Log-probabilities are ≤ 0; look at the model's logits first.",
             )
-    for field, dist in _dists(batch):
-        logp = dist.with_rest()
-        yield _Check(
-            mask & (logp.isnan() | (logp == torch.inf)).any(-1),
-            f"{field} holds NaN or +inf at an unmasked token. Log-probabilities are ≤ 0; look at the model's logits first.",
+            mass = logp.detach().exp().sum(-1)
+            refuse(
+                mask & ((mass - 1).abs() > limits.mass),
+                f"{field} is no distribution: at an unmasked token its support and tail do not sum to 1 ± {limits.mass:g}. "
+                f"{_TAKE_LOG_SOFTMAX}",
+                mass,
+            )
+        refuse(
+            mask & ~((old.logp[..., 0] - batch.logp_old).abs() <= ANCHOR_TOLERANCE),
+            f"dist_old.logp[..., 0] and logp_old differ by more than {ANCHOR_TOLERANCE} nats. Slot 0 must be the sampled "
+            f"token, at the same position, and both must come from the same policy at the same temperature, in float32.",
         )
-        mass = logp.detach().exp().sum(-1)
-        yield _Check(
-            mask & ((mass - 1).abs() > limits.mass),
-            f"{field} is no distribution: at an unmasked token its support and tail do not sum to 1 ± {limits.mass:g}. "
-            f"{_TAKE_LOG_SOFTMAX}",
-            mass,
-        )
-    yield _Check(
-        mask & ~((old.logp[..., 0] - batch.logp_old).abs() <= ANCHOR_TOLERANCE),
-        f"dist_old.logp[..., 0] and logp_old differ by more than {ANCHOR_TOLERANCE} nats. Slot 0 must be the sampled token, "
-        f"at the same position, and both must come from the same policy at the same temperature, in float32.",
-    )
+    failed = torch.stack([bad.any() for bad, _, _ in checks]).tolist()
+    for hit, (bad, message, value) in zip(failed, checks, strict=True):
+        if hit:
+            b, t = bad.nonzero()[0].tolist()
+            got = "it" if value is None else f"{value[b, t].item():.6g}"
+            raise ValueError(
+                f"{name}: {message} Got {got} at {int(bad.sum())} of {mask.numel()} tokens, first at [b t] = [{b}, {t}]."
+            )

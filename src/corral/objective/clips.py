@@ -3,7 +3,6 @@
 import math
 
 import torch
-from torch import Tensor
 
 from corral.objective.config import (
     ASPOConfig,
@@ -194,21 +193,15 @@ def bapo(batch: TokenBatch, config: BAPOConfig) -> ObjectiveOutput:
     """
     advantages, log_rho = credit(batch), log_ratio(batch)
     ratio = clamp_log_ratio(log_rho).exp()
-    low, high = _find_bounds(ratio.detach(), advantages, config)
+    with torch.no_grad():
+        steps = math.ceil((config.high_end - config.high) / _STEP - 1e-9)  # the last one may be short
+        highs = ratio.new_tensor([min(config.high + _STEP * i, config.high_end) for i in range(steps + 1)])
+        positive = (torch.minimum(ratio.flatten(), highs[:, None]) * advantages.clamp(min=0).flatten()).sum(-1)
+        lows = (config.low, config.low_end)  # raising l never brings balance, so l is one of two
+        negative = [(ratio.clamp(min=low) * -advantages.clamp(max=0)).sum() for low in lows]
+        start, end = ((1 - config.share) * positive >= config.share * x for x in negative)
+        found = torch.where(start[0], 0, torch.where(end.any(), end.int().argmax(), steps))
+        ends = ratio.new_tensor(lows)
+        low, high = torch.where(start[0], ends[0], ends[1]), torch.take(highs, found)
     surrogate, acted = clip_surrogate(ratio, advantages, low, high, config.dual_clip)
     return ObjectiveOutput(torch.where(batch.mask, -surrogate, 0.0), region_metrics(batch, log_rho, acted), acted)
-
-
-def _find_bounds(ratio: Tensor, advantages: Tensor, config: BAPOConfig) -> tuple[Tensor, Tensor]:
-    """Find clip bounds l and h that balance a batch. Raising l never brings balance, so l is `low` or `low_end`."""
-    steps = math.ceil((config.high_end - config.high) / _STEP - 1e-9)  # the last one may be short
-    highs = ratio.new_tensor([min(config.high + _STEP * i, config.high_end) for i in range(steps + 1)])
-    positive = (torch.minimum(ratio.flatten(), highs[:, None]) * advantages.clamp(min=0).flatten()).sum(-1)
-
-    def balanced(low: float) -> Tensor:
-        return (1 - config.share) * positive >= config.share * (ratio.clamp(min=low) * -advantages.clamp(max=0)).sum()
-
-    start, end = balanced(config.low)[0], balanced(config.low_end)
-    found = torch.where(start, 0, torch.where(end.any(), end.int().argmax(), steps))
-    lows = ratio.new_tensor([config.low, config.low_end])
-    return torch.where(start, lows[0], lows[1]), torch.take(highs, found)

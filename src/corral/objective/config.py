@@ -126,10 +126,13 @@ class ObjectiveConfig(Checked):
         """
         return get_args(Reduction) if self.tokenwise else ("seq-mean-token-mean",)
 
+    bound_names: ClassVar[tuple[str, str] | None] = None
+    """Names of the settings that bound negative and positive advantages; None if there are none."""
+
     @property
     def bounds(self) -> tuple[float, float] | None:
         """Bounds for negative and for positive advantages, in the objective's own measure; None if there are none."""
-        return None
+        return None if self.bound_names is None else (vars(self)[self.bound_names[0]], vars(self)[self.bound_names[1]])
 
     @property
     def kl_bound(self) -> float | None:
@@ -247,16 +250,14 @@ class VESPOConfig(JointConfig):
 class ClipRangeConfig(ObjectiveConfig):
     """Base of settings with PPO's clip range around ratio 1."""
 
+    bound_names: ClassVar[tuple[str, str] | None] = ("clip_low", "clip_high")
+
     clip_low: float = limited(
         0.2, at_least=0, at_most=1, what="a distance from ratio 1", note="a ratio is never below 0, so 1 clips none from below"
     )
     """Distance ε_low. With a negative advantage, a ratio below 1 − ε_low has no gradient."""
     clip_high: float = limited(0.2, at_least=0, what="a distance from ratio 1")
     """Distance ε_high. With a positive advantage, a ratio above 1 + ε_high has no gradient."""
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        return self.clip_low, self.clip_high
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,25 +331,20 @@ class GSPOConfig(ClipRangeConfig):
 @dataclass(frozen=True, kw_only=True)
 class GMPOConfig(ObjectiveConfig):
     tokenwise: ClassVar[bool] = False
+    bound_names: ClassVar[tuple[str, str] | None] = ("clip", "clip")
 
     clip: float = limited(0.4, at_least=0, what="a distance in log-ratio")
     """Distance ε. A token's log-ratio is clipped at ±ε, on the side that its advantage pushes to."""
 
-    @property
-    def bounds(self) -> tuple[float, float]:
-        return self.clip, self.clip
-
 
 @dataclass(frozen=True, kw_only=True)
 class RIPOConfig(ObjectiveConfig):
+    bound_names: ClassVar[tuple[str, str] | None] = ("bound_low", "bound_high")
+
     bound_low: float = limited(0.05, at_least=0, what="a squared distance", note="inf switches it off")
     """Bound δ on π_old (ρ − 1)² of tokens with a negative advantage."""
     bound_high: float = limited(0.05, at_least=0, what="a squared distance", note="inf switches it off")
     """Bound δ on π_old (ρ − 1)² of tokens with a positive advantage."""
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        return self.bound_low, self.bound_high
 
     @property
     def kernel(self) -> TokenRule:
@@ -382,12 +378,10 @@ class BAPOConfig(JointConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SPOConfig(ObjectiveConfig):
+    bound_names: ClassVar[tuple[str, str] | None] = ("epsilon", "epsilon")
+
     epsilon: float = limited(0.2, above=0, what="a distance from ratio 1")
     """Distance ε. At the ratio 1 ± ε the penalty balances the advantage, and beyond it the gradient pulls back."""
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        return self.epsilon, self.epsilon
 
     @property
     def kernel(self) -> TokenRule:
@@ -397,13 +391,10 @@ class SPOConfig(ObjectiveConfig):
 @dataclass(frozen=True, kw_only=True)
 class DRPOConfig(ObjectiveConfig):
     anchor: ClassVar[Anchor] = "rollout"
+    bound_names: ClassVar[tuple[str, str] | None] = ("bound", "bound")
 
     bound: float = limited(0.2, above=0, what="a divergence", note="inf switches it off")
     """Change δ in |π − π_old| at which the penalty balances the advantage. Beyond it the gradient pulls back."""
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        return self.bound, self.bound
 
     @property
     def kernel(self) -> TokenRule:
@@ -578,6 +569,7 @@ class TROLLConfig(ObjectiveConfig):
     )
     action: ClassVar[Action] = "projected"
     support: ClassVar[Support] = "topk"
+    bound_names: ClassVar[tuple[str, str] | None] = ("bound", "bound")
 
     bound: float = limited(0.05, at_least=0, what="a KL in nats", note="inf switches it off")
     """Bound ε on KL(projected‖centre) of every token, in nats. inf switches the projection off."""
@@ -618,10 +610,6 @@ class TROLLConfig(ObjectiveConfig):
         return self.regression > 0
 
     @property
-    def bounds(self) -> tuple[float, float]:
-        return self.bound, self.bound
-
-    @property
     def kl_bound(self) -> float:
         return self.bound
 
@@ -649,15 +637,12 @@ class DistillConfig(ObjectiveConfig):
     support: ClassVar[Support] = "topk"
     regresses: ClassVar[bool] = True
     third_policy: ClassVar[Literal["teacher"]] = "teacher"
+    bound_names: ClassVar[tuple[str, str] | None] = ("bound", "bound")
 
     bound: float = limited(0.05, at_least=0, what="a KL in nats", note="inf switches it off")
     """Bound ε on KL(target‖old) of every token, in nats. With inf the teacher itself is the target."""
     direction: Literal["reverse", "forward"] = "reverse"
     """Direction of the regression: KL(new‖target), which gives up modes, or KL(target‖new), which covers them."""
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        return self.bound, self.bound
 
 
 # ------------------------------------------------------------------------------------------------------ registry

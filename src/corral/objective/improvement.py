@@ -72,7 +72,14 @@ def improvement_bound(
     rewards = torch.where(alive, at_least_float32(batch.advantages), 0.0)
     largest = _at_least("reward_max", reward_max, rewards.abs().max(), torch.finfo(batch.advantages.dtype).eps)
     steps = _at_least("horizon", horizon, mask.sum(-1).max())
-    weights = alive.to(rewards.dtype) / alive.sum() if weights is None else _probabilities(weights, len(rewards))
+    if weights is None:
+        weights = alive.to(rewards.dtype) / alive.sum()
+    elif weights.shape != rewards.shape:
+        raise ValueError(
+            f"improvement_bound: `weights` has one probability per sequence, [{len(rewards)}]; got {list(weights.shape)}."
+        )
+    elif not (weights.is_floating_point() and bool((weights >= 0).all()) and abs(weights.sum().item() - 1) < 1e-3):
+        raise ValueError(f"improvement_bound: `weights` are probabilities of the sequences and sum to 1; got {weights}.")
     if batch.dist_new is not None and batch.dist_old is not None:
         moved = categorical_tv(zero_padding(batch.dist_new.with_rest(), mask), zero_padding(batch.dist_old.with_rest(), mask))
     else:
@@ -96,13 +103,3 @@ def _at_least(name: str, value: float | None, own: Tensor, rounding: float = 0.0
             f"{value!r}."
         )
     return value
-
-
-def _probabilities(weights: Tensor, sequences: int) -> Tensor:
-    if weights.shape != (sequences,):
-        raise ValueError(
-            f"improvement_bound: `weights` has one probability per sequence, [{sequences}]; got {list(weights.shape)}."
-        )
-    if not (weights.is_floating_point() and bool((weights >= 0).all()) and abs(weights.sum().item() - 1) < 1e-3):
-        raise ValueError(f"improvement_bound: `weights` are probabilities of the sequences and sum to 1; got {weights}.")
-    return weights

@@ -54,7 +54,12 @@ def divergence(batch: TokenBatch, log_rho: Float[Tensor, "B T"], config: DPPOCon
     assert batch.dist_new is not None
     old, new = batch.dist_old.with_rest(), batch.dist_new.with_rest()
     if config.estimator == "full":
-        _check_nothing_left(mask, torch.maximum(old, new)[..., -1])
+        rest = torch.maximum(old, new)[..., -1]
+        if not torch.compiler.is_compiling() and bool((mask & (rest > -torch.inf)).any()):
+            raise ValueError(
+                f"dppo: estimator='full' needs a support with nothing left over, but up to {rest[mask].max().exp():.3g} of the "
+                f"probability is outside it. Build it with top_k_support(logp, tokens, k=V), or use estimator='topk'."
+            )
     categorical = categorical_tv if config.divergence == "tv" else categorical_kl
     return categorical(zero_padding(old, mask), zero_padding(new, mask))
 
@@ -72,14 +77,6 @@ def _rise(batch: TokenBatch, config: DPPOConfig) -> Float[Tensor, "B T"]:
     change[..., 0] += 1  # slot 0 is the sampled token
     each = -old if config.divergence == "kl" else 0.5 * (new - old).sign() * new
     return (each * change).sum(-1)
-
-
-def _check_nothing_left(mask: Tensor, rest: Tensor) -> None:
-    if not torch.compiler.is_compiling() and bool((mask & (rest > -torch.inf)).any()):
-        raise ValueError(
-            f"dppo: estimator='full' needs a support with nothing left over, but up to {rest[mask].max().exp():.3g} of the "
-            f"probability is outside it. Build it with top_k_support(logp, tokens, k=V), or use estimator='topk'."
-        )
 
 
 def cppo(batch: TokenBatch, config: CPPOConfig) -> ObjectiveOutput:
@@ -103,21 +100,17 @@ def cppo(batch: TokenBatch, config: CPPOConfig) -> ObjectiveOutput:
     """
     advantages, log_rho = credit(batch), log_ratio(batch)
     with torch.no_grad():
-        excess = _excess(divergence(batch, log_rho, DPPOConfig(estimator=config.estimator)), batch.mask, config)
+        moved = divergence(batch, log_rho, DPPOConfig(estimator=config.estimator))
+        place, last = batch.mask.cumsum(-1) - 1, (batch.mask.sum(-1, keepdim=True) - 1).clamp(min=1)
+        weight = torch.where(batch.mask, 1 - (1 - config.weight_last) * place / last, 0.0)
+        spent, earned = (x.cumsum(-1) - x for x in (weight * moved, weight))  # of the tokens before
+        percentile = torch.nanquantile(torch.where(batch.mask, moved, torch.nan), 0.9, dim=-1, keepdim=True)
+        budget = percentile.clamp(config.budget, 2 * config.budget)
+        left = torch.where(earned > 0, budget * earned - spent, 0.0)  # inf · 0 at the first token
+        excess = weight * moved - config.bound - left.clamp(max=0)  # meaningless at padding
         blocked = (excess > 0) & (log_rho * advantages > 0)
     loss = torch.where(batch.mask & ~blocked, -capped_ratio(log_rho, None) * advantages, 0.0)
     return ObjectiveOutput(loss, region_metrics(batch, log_rho, blocked), blocked)
-
-
-def _excess(moved: Tensor, mask: Tensor, config: CPPOConfig) -> Tensor:
-    """Excess of the weighted divergence w_t D_t over its bound [B T]; meaningless at padding."""
-    place, last = mask.cumsum(-1) - 1, (mask.sum(-1, keepdim=True) - 1).clamp(min=1)
-    weight = torch.where(mask, 1 - (1 - config.weight_last) * place / last, 0.0)
-    spent, earned = (x.cumsum(-1) - x for x in (weight * moved, weight))  # of the tokens before
-    percentile = torch.nanquantile(torch.where(mask, moved, torch.nan), 0.9, dim=-1, keepdim=True)
-    budget = percentile.clamp(config.budget, 2 * config.budget)
-    left = torch.where(earned > 0, budget * earned - spent, 0.0)  # inf · 0 at the first token
-    return weight * moved - config.bound - left.clamp(max=0)
 
 
 def m2po(batch: TokenBatch, config: M2POConfig) -> ObjectiveOutput:

@@ -9,8 +9,7 @@ from corral.numerics import at_least_float32
 from corral.objective.config import DistillConfig, TROLLConfig
 from corral.objective.metrics import masked_mean, projection_metrics, region_metrics
 from corral.objective.ratio import capped_ratio, credit, log_ratio, sequence_log_ratio, zero_padding
-from corral.projection import CategoricalProjection, project_categorical_kl
-from corral.projection.categorical_kl import RULED_OUT
+from corral.projection.categorical_kl import RULED_OUT, project_categorical_kl
 from corral.tensors import ObjectiveOutput, SparseDist, TokenBatch
 
 
@@ -58,7 +57,16 @@ def troll(batch: TokenBatch, config: TROLLConfig) -> ObjectiveOutput:
     policy = torch.where(batch.mask, -capped_ratio(log_rho, config.ratio_cap) * credit(batch), 0.0)
     pull = None
     if config.regresses:
-        pull = torch.where(batch.mask, config.regression * _pull(new, projection, batch.mask), 0.0)
+        allowed = torch.where(new > RULED_OUT, new, -torch.inf)  # or what a finite logit mask rules out would be infinitely far
+        # KL(π‖sg[π̃]) where the projection changed π, and exactly 0 elsewhere, without rounding.
+        distance = torch.where(projection.active, categorical_kl(allowed, projection.logp.detach()), 0.0)
+        if not torch.compiler.is_compiling() and bool((infinite := batch.mask & distance.isinf()).any()):
+            raise ValueError(
+                f"troll: the old policy rules out tokens that the new one allows, at {int(infinite.sum())} unmasked positions, "
+                f"so no regression can reach the projection. Use the same logit masks for both, or floor both tails at log "
+                f"1e-8 where they are computed as 1 − Σ p."
+            )
+        pull = torch.where(batch.mask, config.regression * distance, 0.0)
     metrics = region_metrics(batch, log_rho, projection.active, projection.kl_before)
     metrics |= projection_metrics(projection, batch.mask)
     acted, loss = projection.active & batch.mask, policy if pull is None else policy + pull
@@ -95,20 +103,6 @@ def _leads_back(new: Tensor, centre: Tensor, batch: TokenBatch) -> Bool[Tensor, 
     return kl.isfinite() & (rise * credit(batch) < 0)
 
 
-def _pull(new: Tensor, projection: CategoricalProjection, mask: Tensor) -> Float[Tensor, "B T"]:
-    """Regression KL(π‖sg[π̃]) where the projection changed π, and exactly 0 elsewhere, without rounding."""
-    allowed = torch.where(new > RULED_OUT, new, -torch.inf)  # or what a finite logit mask rules out would be infinitely far
-    distance = torch.where(projection.active, categorical_kl(allowed, projection.logp.detach()), 0.0)
-    if not torch.compiler.is_compiling() and bool((mask & distance.isinf()).any()):
-        count = int((mask & distance.isinf()).sum())
-        raise ValueError(
-            f"troll: the old policy rules out tokens that the new one allows, at {count} unmasked positions, so no regression "
-            f"can reach the projection. Use the same logit masks for both, or floor both tails at log 1e-8 where they are "
-            f"computed as 1 − Σ p."
-        )
-    return distance
-
-
 def distill(batch: TokenBatch, config: DistillConfig) -> ObjectiveOutput:
     """Distillation within a trust region: regression onto the policy nearest to the teacher in the old policy's KL ball.
 
@@ -135,16 +129,12 @@ def distill(batch: TokenBatch, config: DistillConfig) -> ObjectiveOutput:
     projection = project_categorical_kl(teacher.detach(), old, config.bound)
     target, new = projection.logp.detach(), new.log_softmax(-1)
     distance = categorical_kl(new, target) if config.direction == "reverse" else categorical_kl(target, new)
-    _check_finite(distance, batch.mask)
+    if not torch.compiler.is_compiling() and bool((infinite := batch.mask & distance.isinf()).any()):
+        raise ValueError(
+            f"distill: one policy rules out tokens that the other allows, at {int(infinite.sum())} unmasked positions, so no "
+            f"regression can reach the target. Use the same logit masks for student and teacher."
+        )
     loss = torch.where(batch.mask, distance, 0.0)
     metrics = region_metrics(batch, log_ratio(batch).detach(), projection.active) | projection_metrics(projection, batch.mask)
     metrics["tr/teacher_kl"] = masked_mean(projection.kl_before, batch.mask)
     return ObjectiveOutput(loss, metrics, projection.active & batch.mask, projection.kl_after, loss)
-
-
-def _check_finite(distance: Tensor, mask: Tensor) -> None:
-    if not torch.compiler.is_compiling() and bool((mask & distance.isinf()).any()):
-        raise ValueError(
-            f"distill: one policy rules out tokens that the other allows, at {int((mask & distance.isinf()).sum())} unmasked "
-            f"positions, so no regression can reach the target. Use the same logit masks for student and teacher."
-        )

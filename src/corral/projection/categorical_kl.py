@@ -9,7 +9,7 @@ from torch import Tensor
 
 from corral.divergence.categorical import categorical_kl, kl_terms
 from corral.numerics import in_one_dtype, logsumexp, require_tensors
-from corral.projection.root import Root, find_root
+from corral.projection.root import find_root
 from corral.validate import number_in
 
 _Gradient = Literal["exact", "constant_dual"]
@@ -73,17 +73,6 @@ def project_categorical_kl(
     """
     if gradient not in get_args(_Gradient):
         raise ValueError(f"project_categorical_kl: `gradient` is one of {', '.join(get_args(_Gradient))}; got {gradient!r}.")
-    new, old, row_bound = _normalise(logp_new, logp_old, bound)
-    mistaken = torch.stack([_are_probabilities(logp_new), _are_probabilities(logp_old)])
-    rows = _Projection.apply(new, old, row_bound, mistaken, gradient == "exact")
-    logp, t, _, active, kl_before, kl_after, converged = rows
-    if strict and not bool(converged.all()):
-        raise RuntimeError(_worst_row(converged, kl_before, kl_after, row_bound))
-    return CategoricalProjection(logp, (1 - t) / t, active, kl_before, kl_after, converged)
-
-
-def _normalise(logp_new: Tensor, logp_old: Tensor, bound: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Convert both policies to log-softmax in one dtype and shape, with one bound per distribution."""
     require_tensors("project_categorical_kl", logp_new=logp_new, logp_old=logp_old)
     for name, x in (("logp_new", logp_new), ("logp_old", logp_old)):
         if not x.is_floating_point():
@@ -98,13 +87,27 @@ def _normalise(logp_new: Tensor, logp_old: Tensor, bound: float | Tensor) -> tup
         _check_bound(bound, number_in(bound, 0))
     row_bound = torch.as_tensor(bound, dtype=new.dtype, device=new.device).detach()
     try:
-        rows = torch.broadcast_shapes(new.shape[:-1], old.shape[:-1], row_bound.shape)
+        shape = torch.broadcast_shapes(new.shape[:-1], old.shape[:-1], row_bound.shape)
     except RuntimeError:
         raise ValueError(
             f"project_categorical_kl: one bound per row of the policies, or one for all; got bound {list(row_bound.shape)} and "
             f"policies {list(logp_new.shape)} and {list(logp_old.shape)}."
         ) from None
-    return new.expand(*rows, -1).log_softmax(-1), old.expand(*rows, -1).log_softmax(-1), row_bound.expand(rows)
+    # Both policies are normalised, in one dtype and shape.
+    new, old = (x.expand(*shape, -1).log_softmax(-1) for x in (new, old))
+    row_bound = row_bound.expand(shape)
+    mistaken = torch.stack([_are_probabilities(logp_new), _are_probabilities(logp_old)])
+    logp, t, _, active, kl_before, kl_after, converged = _Projection.apply(new, old, row_bound, mistaken, gradient == "exact")
+    if strict and not bool(converged.all()):
+        excess = torch.where(converged, -torch.inf, (kl_after - row_bound).nan_to_num(nan=torch.inf))
+        worst = tuple(int(i) for i in torch.unravel_index(excess.argmax(), excess.shape))
+        raise RuntimeError(
+            f"project_categorical_kl: {int((~converged).sum())} of {converged.numel()} rows did not converge. Worst is row "
+            f"{worst}: bound {row_bound[worst]:.3g}, KL before {kl_before[worst]:.3g}, after {kl_after[worst]:.3g}. A bound "
+            f"that cannot be met means that the new policy rules out tokens that the old one needs: use the same logit masks "
+            f"for both."
+        )
+    return CategoricalProjection(logp, (1 - t) / t, active, kl_before, kl_after, converged)
 
 
 @torch.no_grad()
@@ -175,7 +178,7 @@ class _Projection(torch.autograd.Function):
         """
         new, old, logp, t, binding, active = ctx.saved_tensors
         with torch.no_grad():
-            common = _common(new, old)
+            common = (new > RULED_OUT) & (old > RULED_OUT)
             v = torch.where(logp > -torch.inf, grad, 0.0)
             r = logp.exp()
             d = torch.where(common, new - old, 0.0)
@@ -221,46 +224,47 @@ class _NoSecondDerivative(torch.autograd.Function):
         )
 
 
-def _common(new: Tensor, old: Tensor) -> Tensor:
-    """True for tokens that are possible under both policies."""
-    return (new > RULED_OUT) & (old > RULED_OUT)
-
-
 def _project_rows(new: Tensor, old: Tensor, bound: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Project each row; returns log r, t, whether the bound binds, KL(r‖old) and convergence.
 
     r vanishes wherever either policy does, for one of its two KLs would be infinite otherwise. On what is left the old
     policy holds mass e^−c, so KL(r‖old) = KL(r‖old renormalised) + c, and the bound is spent down to ε − c.
     """
-    common = _common(new, old)
+    common = (new > RULED_OUT) & (old > RULED_OUT)
     overlap = common.any(-1)
     lost = ((old > RULED_OUT) & ~common).any(-1)
     cost = torch.where(lost, -logsumexp(torch.where(common, old, -torch.inf)), 0.0)
     slack = bound - cost
 
-    tilt = _Tilt(new, old, common)
+    centre = torch.where(common, old, -torch.inf).log_softmax(-1)
+    p = torch.where(common, centre.exp(), 0.0)
+    d = torch.where(common, new - old, 0.0)
+    # A constant in d cancels in r. Without that of the likeliest token an eighth of the way to the new policy, t d − A(t)
+    # below is small where r is near the old one; and a token that is all but ruled out takes no digits from the others.
+    likeliest = torch.where(common, centre + d / 8, -torch.inf).argmax(-1, keepdim=True)
+    d = torch.where(common, d - d.gather(-1, likeliest), 0.0)
+
+    def tilt(t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Evaluate the policy r_t ∝ old · e^{t d}: log r_t [*, K], KL(r_t‖old) [*] and Var_r(d) = K′(t)/t [*]."""
+        step = t[..., None] * d
+        log_normaliser = logsumexp(torch.where(common, centre + step, -torch.inf))
+        gap = torch.where(common, log_normaliser[..., None] - step, 0.0)  # log old − log r, before it is rounded
+        log_r = centre - gap
+        r = torch.where(common, log_r.exp(), 0.0)
+        mean = (r * d).sum(-1, keepdim=True)
+        return log_r, kl_terms(r, p, gap).sum(-1), (r * (d - mean) ** 2).sum(-1)
+
     kl_common = tilt(torch.ones_like(bound))[1]
     fits = kl_common <= slack
     binding = overlap & (slack > 0) & ~fits
-    root = _solve_tilt(tilt, slack, kl_common, binding)
-
-    t = torch.where(binding, root.x, torch.where(fits & overlap, 1.0, 0.0))
-    log_weight, kl, _ = tilt(t)
-    logp = torch.where(common, log_weight, -torch.inf)
-    logp = torch.where(overlap[..., None], logp, old)
-    kl_after = torch.where(overlap, kl + cost, 0.0)
-    return logp, t, binding, kl_after, root.converged & overlap & (slack >= 0)
-
-
-def _solve_tilt(tilt: "_Tilt", slack: Tensor, kl_common: Tensor, binding: Tensor) -> Root:
-    """Find the position t at which K(t) = KL(r_t‖old) equals `slack`, the part of the bound that is left.
-
-    √(2K) is a straight line where K is quadratic, and Newton's method exact. Between two peaked policies K rises
-    exponentially instead, and log K is the straight line. d log K / d log t tells which: 2 in the first case.
-    """
     target = (2 * slack.clamp(min=0)).sqrt()
 
     def excess(t: Tensor) -> tuple[Tensor, Tensor]:
+        """Value and slope of a function whose root is the t with K(t) = KL(r_t‖old) = `slack`.
+
+        √(2K) is a straight line where K is quadratic, and Newton's method exact. Between two peaked policies K rises
+        exponentially instead, and log K is the straight line. d log K / d log t tells which: 2 in the first case.
+        """
         _, kl, variance = tilt(t)
         log_slope = t * variance / kl
         root_kl = (2 * kl).sqrt()
@@ -270,39 +274,10 @@ def _solve_tilt(tilt: "_Tilt", slack: Tensor, kl_common: Tensor, binding: Tensor
         slope = torch.where(steep, 0.5 * target * log_slope, 0.5 * root_kl * log_slope)
         return torch.where(binding, value, 0.0), slope
 
-    start = torch.where(binding, (slack / kl_common).sqrt(), 1.0)
-    return find_root(excess, start, scale=target)
-
-
-class _Tilt:
-    """Family of policies r_t ∝ old · e^{t d} between the old (t = 0) and the new policy (t = 1). It contains the projection."""
-
-    def __init__(self, new: Tensor, old: Tensor, common: Tensor) -> None:
-        self.old = torch.where(common, old, -torch.inf).log_softmax(-1)
-        self.p = torch.where(common, self.old.exp(), 0.0)
-        d = torch.where(common, new - old, 0.0)
-        # A constant in d cancels in r. Without that of the likeliest token an eighth of the way to the new policy, t d − A(t)
-        # below is small where r is near the old one; and a token that is all but ruled out takes no digits from the others.
-        likeliest = torch.where(common, self.old + d / 8, -torch.inf).argmax(-1, keepdim=True)
-        self.d = torch.where(common, d - d.gather(-1, likeliest), 0.0)
-        self.common = common
-
-    def __call__(self, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Evaluate log r_t [*, K], KL(r_t‖old) [*] and Var_r(d) = K′(t)/t [*]."""
-        step = t[..., None] * self.d
-        log_normaliser = logsumexp(torch.where(self.common, self.old + step, -torch.inf))
-        gap = torch.where(self.common, log_normaliser[..., None] - step, 0.0)  # log old − log r, before it is rounded
-        log_r = self.old - gap
-        r = torch.where(self.common, log_r.exp(), 0.0)
-        mean = (r * self.d).sum(-1, keepdim=True)
-        return log_r, kl_terms(r, self.p, gap).sum(-1), (r * (self.d - mean) ** 2).sum(-1)
-
-
-def _worst_row(converged: Tensor, kl_before: Tensor, kl_after: Tensor, bound: Tensor) -> str:
-    excess = torch.where(converged, -torch.inf, (kl_after - bound).nan_to_num(nan=torch.inf))
-    index = tuple(int(i) for i in torch.unravel_index(excess.argmax(), excess.shape))
-    return (
-        f"project_categorical_kl: {int((~converged).sum())} of {converged.numel()} rows did not converge. Worst is row "
-        f"{index}: bound {bound[index]:.3g}, KL before {kl_before[index]:.3g}, after {kl_after[index]:.3g}. A bound that "
-        f"cannot be met means that the new policy rules out tokens that the old one needs: use the same logit masks for both."
-    )
+    root = find_root(excess, torch.where(binding, (slack / kl_common).sqrt(), 1.0), scale=target)
+    t = torch.where(binding, root.x, torch.where(fits & overlap, 1.0, 0.0))
+    log_weight, kl, _ = tilt(t)
+    logp = torch.where(common, log_weight, -torch.inf)
+    logp = torch.where(overlap[..., None], logp, old)
+    kl_after = torch.where(overlap, kl + cost, 0.0)
+    return logp, t, binding, kl_after, root.converged & overlap & (slack >= 0)

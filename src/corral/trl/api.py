@@ -4,7 +4,7 @@ import ast
 import inspect
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any
@@ -127,35 +127,35 @@ CONTRACT = {
 
 def breaches(contract: Mapping[str, Clause] | None = None) -> list[str]:
     """List the ways in which the installed TRL and transformers violate corral's assumptions, each as half a sentence."""
-    contract = CONTRACT if contract is None else contract
-    return [f"{place} {what}" for place, clause in contract.items() for what in _breaches(place, clause)]
-
-
-def _breaches(place: str, clause: Clause) -> Iterator[str]:
-    """Compare one function, method or class with its clause. If it is missing, the only result is "is gone"."""
-    try:
-        found: Any = resolve_name(place)
-    except (AttributeError, ImportError):
-        yield "is gone"
-        return
-    if not callable(found):  # a constant is there, or it is not
-        return
-    parameters = inspect.signature(found).parameters
-    if isinstance(found, type):
-        if missing := [name for name in clause.names.split() if name not in parameters]:
-            yield f"has no {', '.join(missing)}"
-        return
-    more = list(parameters.values())[len(clause.parameters.removesuffix("*").split()) :]
-    optional = all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in more)
-    if not (optional and _is_prefix(clause.parameters, list(parameters))):
-        yield f"takes ({', '.join(parameters)}), not ({', '.join(clause.parameters.split())})"
-    source = inspect.getsource(inspect.unwrap(found))
-    body = ast.parse(f"if True:\n{source}" if source[0].isspace() else source)
-    if missing := sorted(set(clause.names.split()) - _names(body)):
-        yield f"does without {', '.join(missing)}"
-    returned = _returned(body)
-    if clause.returns and not _is_prefix(clause.returns, returned):
-        yield f"returns ({', '.join(returned)}), not ({', '.join(clause.returns.split())})"
+    wrong = list[str]()
+    for place, clause in (CONTRACT if contract is None else contract).items():
+        try:
+            found: Any = resolve_name(place)
+        except (AttributeError, ImportError):
+            wrong.append(f"{place} is gone")
+            continue
+        if not callable(found):  # a constant is there, or it is not
+            continue
+        parameters = inspect.signature(found).parameters
+        if isinstance(found, type):
+            if missing := [name for name in clause.names.split() if name not in parameters]:
+                wrong.append(f"{place} has no {', '.join(missing)}")
+            continue
+        more = list(parameters.values())[len(clause.parameters.removesuffix("*").split()) :]
+        optional = all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in more)
+        if not (optional and _is_prefix(clause.parameters, list(parameters))):
+            wrong.append(f"{place} takes ({', '.join(parameters)}), not ({', '.join(clause.parameters.split())})")
+        source = inspect.getsource(inspect.unwrap(found))
+        body = ast.parse(f"if True:\n{source}" if source[0].isspace() else source)
+        if missing := sorted(set(clause.names.split()) - _names(body)):
+            wrong.append(f"{place} does without {', '.join(missing)}")
+        last = max((x for x in ast.walk(body) if isinstance(x, ast.Return)), key=lambda x: x.lineno, default=None)
+        value = None if last is None else last.value
+        parts = value.elts if isinstance(value, ast.Tuple) else [] if value is None else [value]
+        returned = [part.id if isinstance(part, ast.Name) else "?" for part in parts]
+        if clause.returns and not _is_prefix(clause.returns, returned):
+            wrong.append(f"{place} returns ({', '.join(returned)}), not ({', '.join(clause.returns.split())})")
+    return wrong
 
 
 def _is_prefix(expected: str, found: list[str]) -> bool:
@@ -174,14 +174,6 @@ def _names(body: ast.AST) -> set[str]:
             case ast.keyword(arg=str(name)) | ast.Constant(value=str(name)):
                 found.add(name)
     return found
-
-
-def _returned(body: ast.AST) -> list[str]:
-    """Names in the last `return` of a function, with `?` for every other expression."""
-    last = max((node for node in ast.walk(body) if isinstance(node, ast.Return)), key=lambda node: node.lineno, default=None)
-    value = None if last is None else last.value
-    parts = value.elts if isinstance(value, ast.Tuple) else [] if value is None else [value]
-    return [part.id if isinstance(part, ast.Name) else "?" for part in parts]
 
 
 logger = logging.getLogger(__name__)

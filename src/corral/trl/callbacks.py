@@ -4,6 +4,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,16 +55,17 @@ def check_saves(trainer: "CorralTrainer", args: TrainingArguments, state: Traine
         )
 
 
+@dataclass(eq=False)
 class SelfCheck(TrainerCallback):
     """Checks in every run: some parameter is trainable, and the trust region is inactive before the first update."""
 
-    def __init__(self, trainer: "CorralTrainer") -> None:
-        self.trainer = trainer
-        self.say: Callable[[str], object] = logger.warning
-        self.drift_reported = False
-        self.tail_reported = False
-        """True once the warning about KL outside the top-k tokens has been logged. Each warning is logged once."""
-        self._before: int | None = None
+    trainer: "CorralTrainer"
+    say: Callable[[str], object] = logger.warning
+    drift_reported: bool = False
+    tail_reported: bool = False
+    """True once the warning about KL outside the top-k tokens has been logged. Each warning is logged once."""
+    _before: int | None = None
+    """Number of logged values of tr/active_frac before the update, one per micro-batch. None if they are not checked."""
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Refuse to train if no parameter is trainable, or if `rollout_lag` is used with checkpoints inside a batch."""
@@ -81,11 +83,12 @@ class SelfCheck(TrainerCallback):
         fresh = self.trainer._step % steps_per_batch(self.trainer.args) == 0
         # A teacher is outside the region before any update, and so may an earlier policy be.
         apart = self.trainer.teacher is not None or (self.trainer.past is not None and self.trainer.anchor == "rollout")
-        self._before = len(self._active_fractions()) if fresh and not apart and not self.drift_reported else None
+        checks = fresh and not apart and not self.drift_reported
+        self._before = len(self.trainer._metrics["train"].get("tr/active_frac", ())) if checks else None
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Warn if the trust region was active before any update: the sampler and the trainer then disagree."""
-        active = [] if self._before is None else self._active_fractions()[self._before :]
+        active = [] if self._before is None else self.trainer._metrics["train"].get("tr/active_frac", [])[self._before :]
         share = sum(active) / len(active) if active else 0.0
         if not share > 0:
             return
@@ -109,10 +112,6 @@ class SelfCheck(TrainerCallback):
                 f"where the region sees the tail's mass alone. Use support='union', or a larger support_size."
             )
 
-    def _active_fractions(self) -> list[float]:
-        """Logged values of tr/active_frac since the last log line, one per micro-batch."""
-        return list(self.trainer._metrics["train"].get("tr/active_frac", ()))
-
 
 _OF_TRL = (
     "seed", "learning_rate", "num_iterations", "loss_type", "beta", "temperature", "deployed_bound", "advantage", "rollout_lag",
@@ -120,14 +119,14 @@ _OF_TRL = (
 """Settings of CorralConfig that identify a run in its record."""
 
 
+@dataclass(eq=False)
 class RunRecord(TrainerCallback, ExportableState):
     """Callback that stores the settings of a run in every checkpoint.
 
     transformers stores the state of this callback in every checkpoint, under the class's name.
     """
 
-    def __init__(self, about: dict[str, Any] | None = None) -> None:
-        self.about = about or {}
+    about: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, trainer: "CorralTrainer") -> "RunRecord":

@@ -13,18 +13,8 @@ def settings_section(objective: str, settings: Mapping[str, Any]) -> str:
     for key, value in settings.items():
         inner = value.items() if isinstance(value, Mapping) else [("", value)]
         rows += [f"| {_cell(f'{key}.{name}' if name else key)} | {_cell(entry)} |" for name, entry in inner]
-    return "\n".join(
-        [
-            "## Objective and settings",
-            "",
-            f"The policy loss is corral's objective {_cell(objective)}.",
-            "",
-            "| setting | value |",
-            "|---|---|",
-            *rows,
-            "",
-        ]
-    )
+    about = f"## Objective and settings\n\nThe policy loss is corral's objective {_cell(objective)}."
+    return "\n".join([about, "", "| setting | value |", "|---|---|", *rows, ""])
 
 
 def model_card(

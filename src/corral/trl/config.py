@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, ClassVar, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, get_args
 
 import trl
 from packaging.version import Version
@@ -17,10 +17,12 @@ from trl import GRPOConfig
 from corral.advantage import Advantage
 from corral.objective import OBJECTIVES, Objective, make_objective, objective_names
 from corral.objective.config import NEEDS_SUPPORT, Anchor
-from corral.objective.correction import Correction, make_correction
 from corral.trl import MODEL_IDS
 from corral.trl.api import REDUCTIONS, WRONG_BEFORE
 from corral.validate import require, suggest
+
+if TYPE_CHECKING:
+    from corral.objective.correction import Correction
 
 Sampler = Literal["transformers", "vllm", "rollout_func"]
 """Source of the completions: the trainer's own model in transformers, vLLM, or a user's rollout function."""
@@ -173,12 +175,16 @@ class CorralConfig(GRPOConfig):
         """Build the objective with its settings."""
         return make_objective(self.objective, **_settings("objective_config", self.objective_config))
 
-    def make_correction(self) -> Correction | None:
+    def make_correction(self) -> "Correction | None":
         """Build the sampler correction that `correction` names, with `correction_config`. Return None if it names none."""
         settings = _settings("correction_config", self.correction_config)
         if self.correction is None and settings:
             raise ValueError(f"CorralConfig: `correction_config` is {settings}, but there is no `correction` to set.")
-        return None if self.correction is None else make_correction(self.correction, **settings)
+        if self.correction is None:
+            return None
+        from corral.objective.correction import make_correction  # few runs need it
+
+        return make_correction(self.correction, **settings)
 
     @property
     def place_model_on_device(self) -> bool | None:

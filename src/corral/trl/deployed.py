@@ -91,9 +91,20 @@ class DeployedCallback(TrainerCallback):
     """
 
     def __init__(self, trainer: "CorralTrainer") -> None:
-        bound = trainer.args.deployed_bound
+        bound, kind = trainer.args.deployed_bound, trainer.accelerator.distributed_type
         assert bound is not None
-        _check_surroundings(trainer)
+        if not FUSED:
+            raise ValueError(
+                f"CorralTrainer: `deployed_bound` needs hidden states, which TRL {trl.__version__} does not hand over. Install "
+                f"TRL 1.15 or newer."
+            )
+        why = ""
+        if kind == DistributedType.DEEPSPEED:
+            why = "keeps its own master weights, which would undo it. Use DDP or FSDP2."
+        elif kind == DistributedType.FSDP and not trainer.accelerator.is_fsdp2:
+            why = "version 1 flattens them. Use FSDP2 (`fsdp_config={'version': 2}`)."
+        if why:
+            raise ValueError(f"CorralTrainer: `deployed_bound` acts on the model's weights, and {kind.value} {why}")
         self.trainer, self.bound, self.holds = trainer, bound, bound < math.inf
         self.probe, self.controller = DeployedProbe(trainer), RateController()
         self.per_step = updates_per_step(trainer.args)
@@ -302,8 +313,6 @@ class DeployedCallback(TrainerCallback):
         """Lower the learning rate and reset the optimizer after a step that moved the network much too far.
 
         The new learning rate would have moved the network about as far as intended.
-
-        The optimizer is reset.
         """
         factor = max(math.sqrt(aim / moved), LEAST_FACTOR) if math.isfinite(moved) else LEAST_FACTOR
         self.controller.scale *= factor
@@ -355,23 +364,6 @@ def schedule_factor(scheduler: LambdaLR) -> float:
     """Learning rate of the next update, as a share of the schedule's peak."""
     rate, peak = scheduler.optimizer.param_groups[0]["lr"], scheduler.base_lrs[0]
     return float(rate / peak) if peak > 0 else 0.0
-
-
-def _check_surroundings(trainer: "CorralTrainer") -> None:
-    """Refuse DeepSpeed, FSDP 1 and old releases of TRL, under which the weights cannot be measured or retracted."""
-    if not FUSED:
-        raise ValueError(
-            f"CorralTrainer: `deployed_bound` needs hidden states, which TRL {trl.__version__} does not hand over. Install TRL "
-            f"1.15 or newer."
-        )
-    kind = trainer.accelerator.distributed_type
-    if kind == DistributedType.DEEPSPEED:
-        why, instead = "keeps its own master weights, which would undo it", "DDP or FSDP2"
-    elif kind == DistributedType.FSDP and not trainer.accelerator.is_fsdp2:
-        why, instead = "version 1 flattens them", "FSDP2 (`fsdp_config={'version': 2}`)"
-    else:
-        return
-    raise ValueError(f"CorralTrainer: `deployed_bound` acts on the model's weights, and {kind.value} {why}. Use {instead}.")
 
 
 # ---------------------------------------------------------------------------------------------------- measurements
@@ -457,23 +449,16 @@ class DeployedProbe:
         # Column k: tokens and completions of all processes, where each of them takes its first k + 1 rows.
         tokens, completions = self.trainer.accelerator.reduce(first, reduction="sum")
         batches = max(1, updates_per_step(args) * args.gradient_accumulation_steps // steps_per_batch(args))
-        wanted = self._tokens_wanted(int(tokens[-1]) * batches, passes) / batches
+        # `FEW` tokens, the larger number, if measuring them costs at most 1 % of the step. Both sides count forward passes of
+        # one token: the step generates its tokens once, scores them with the old policy where several updates follow, and
+        # makes its passes over the batch, forward, and backward at twice the cost.
+        over_batch = 1 if args.reuse == "auto" else args.num_iterations  # it measures after each pass
+        forward_passes = int(tokens[-1]) * batches * (1 + int(self.trainer.off_policy) + 3 * over_batch)
+        wanted = (FEW if FEW * passes <= CHEAP * forward_passes else TOKENS) / batches
         enough = (tokens >= tokens[-1].clamp(max=wanted)) & (completions >= completions[-1].clamp(max=COMPLETIONS / batches))
         chosen = torch.zeros_like(length, dtype=torch.bool)
         chosen[order[: int(enough.long().argmax()) + 1]] = True
         return chosen
-
-    def _tokens_wanted(self, tokens: int, passes: int) -> int:
-        """Number of tokens to measure: `FEW`, the larger number, if it costs at most 1 % of the step, else `TOKENS`.
-
-            FEW · passes ≤ 1 % · tokens · (1 + o + 3 p)
-
-        Both sides count forward passes of one token. The step generates its tokens once, scores them with the old policy where
-        several updates follow (o = 1, else 0), and makes p passes over the batch: forward, and backward at twice the cost.
-        """
-        args, old = self.trainer.args, int(self.trainer.off_policy)
-        over_batch = 1 if args.reuse == "auto" else args.num_iterations  # it measures after each pass
-        return FEW if FEW * passes <= CHEAP * tokens * (1 + old + 3 * over_batch) else TOKENS
 
     def add(self, batch: dict[str, Any], scoring: ScoringPass) -> None:
         """Store some completions of new rollouts to measure, with hidden states that were already computed."""
@@ -660,8 +645,6 @@ class RateSearch:
 
     def find(self) -> Trial | None:
         """Run trials until one is close enough, and return the best.
-
-        None if any rate would do, since the rollouts have no gradient or no token to measure.
 
         None if any rate would do, since the rollouts have no gradient or no token to measure.
         """

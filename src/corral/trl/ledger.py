@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from accelerate.utils import gather_object
@@ -26,14 +27,15 @@ _Line = tuple[str, int, dict[str, float]]
 """Mode (train or eval), number of unmasked tokens, and their metrics."""
 
 
+@dataclass(eq=False)
 class Ledger:
     """Store for the metrics of all micro-batches since the last `flush`."""
 
-    def __init__(self) -> None:
-        self._entries: list[tuple[str, int, list[str], AsyncCopy | None, AsyncCopy | None, bool]] = []
-        """One tuple per micro-batch or piece of it. It holds the mode, the number of unmasked tokens, the metrics' names and
-        values, reports of earlier backward passes, and whether further pieces follow."""
-        self._reports: list[Tensor] = []
+    _entries: list[tuple[str, int, list[str], AsyncCopy | None, AsyncCopy | None, bool]] = field(default_factory=list)
+    """One tuple per micro-batch or piece of it. It holds the mode, the number of unmasked tokens, the metrics' names and
+    values, reports of earlier backward passes, and whether further pieces follow."""
+    _reports: list[Tensor] = field(default_factory=list)
+    """Reports that the backward pass of the last entry writes."""
 
     def add(
         self, mode: str, tokens: int, metrics: dict[str, Tensor], reports: list[Tensor], *, more: bool = False
@@ -85,15 +87,15 @@ class Ledger:
 
 
 def _joined(lines: Sequence[_Line]) -> dict[str, float]:
-    """Combine the metrics of several processes or pieces. Those without unmasked tokens have no metrics."""
-    names = {name for _, _, found in lines for name in found}
-    return {name: _over_all(name, [(tokens, found[name]) for _, tokens, found in lines if name in found]) for name in names}
-
-
-def _over_all(name: str, found: list[tuple[int, float]]) -> float:
-    """Combine the (unmasked tokens, value) pairs of a metric, by its kind: maximum, sum, or mean over tokens."""
-    kind = "sum" if name in _RATIO_SUMS else metric_kind(name)
-    if kind != "mean":
-        return (max if kind == "max" else sum)(value for _, value in found)
-    total = sum(tokens for tokens, _ in found)
-    return sum(tokens * value for tokens, value in found) / total if total else sum(x for _, x in found) / len(found)
+    """Combine the metrics of several processes or pieces by their kinds: maximum, sum, or mean over the unmasked tokens."""
+    joined = dict[str, float]()
+    for name in dict.fromkeys(name for _, _, found in lines for name in found):
+        values = [(tokens, found[name]) for _, tokens, found in lines if name in found]
+        kind, total = "sum" if name in _RATIO_SUMS else metric_kind(name), sum(tokens for tokens, _ in values)
+        if kind == "mean" and total:
+            joined[name] = sum(tokens * value for tokens, value in values) / total
+        elif kind == "mean":
+            joined[name] = sum(value for _, value in values) / len(values)
+        else:
+            joined[name] = (max if kind == "max" else sum)(value for _, value in values)
+    return joined

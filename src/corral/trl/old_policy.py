@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _KEYS = ("corral_ids", "corral_logp", "corral_rest", "corral_rest_max")
 """Keys in TRL's rollout buffer for the old policy's top-k tokens and log-probs. TRL shuffles and slices every tensor there
 along its first axis."""
+TEACHER_KEYS = ("corral_teacher_logp", "corral_teacher_rest")
+"""Keys in TRL's rollout buffer for the teacher's log-probs and remaining mass, on the old policy's token ids."""
 _ROW = "corral_row"
 """Key in TRL's rollout buffer for each token's index into the stored hidden states [B T]. The index is −1 at tokens whose most
 likely tokens reached `support_mass`: they need no hidden state."""
@@ -113,6 +115,13 @@ def write_support(output: dict[str, Any], dist: SparseDist) -> None:
     slots = max(1, int((dist.ids >= 0).sum(-1).max()))  # the others are padding
     values = dist.ids[..., :slots].int(), dist.logp[..., :slots].contiguous(), dist.rest, dist.rest_max
     output.update((key, value) for key, value in zip(_KEYS, values, strict=True) if value is not None)
+
+
+def read_teacher(inputs: dict[str, Any], old: SparseDist | None) -> SparseDist | None:
+    """Teacher's log-probs on the old policy's tokens, read from TRL's buffer. None if they were not stored."""
+    if old is None or TEACHER_KEYS[0] not in inputs:
+        return None
+    return SparseDist(old.ids, *(inputs[key] for key in TEACHER_KEYS))
 
 
 class Behaviour(LogitsProcessor):

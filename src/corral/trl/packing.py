@@ -185,27 +185,23 @@ class packed_mask:
         packed_mask.active = False
 
 
-def _attention(whole: Callable[..., Any] | None) -> Callable[..., Any]:
+def _attend(
+    whole: Callable[..., Any] | None, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    dropout: float = 0.0, scaling: float | None = None, sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None, max_length_q: int | None = None, **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attention function for transformers that also takes packed rows.
 
     `whole` is the function for padded batches; None is the model's own eager function.
     """
-
-    def attend(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
-        scaling: float | None = None, sliding_window: int | None = None, cu_seq_lens_q: Tensor | None = None,
-        max_length_q: int | None = None, **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        function = whole or vars(sys.modules[type(module).__module__])["eager_attention_forward"]
-        settings = {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window} | kwargs
-        if cu_seq_lens_q is None or max_length_q is None:
-            found: tuple[Tensor, Tensor | None] = function(module, query, key, value, attention_mask, **settings)
-            return found
-        if whole is not None and not dropout and _fits_kernel(query, value):
-            return _by_kernel(query, key, value, scaling, sliding_window, cu_seq_lens_q, max_length_q), None
-        return _by_padding(function, module, (query, key, value), settings, cu_seq_lens_q, max_length_q), None
-
-    return attend
+    function = whole or vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+    settings = {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window} | kwargs
+    if cu_seq_lens_q is None or max_length_q is None:
+        found: tuple[Tensor, Tensor | None] = function(module, query, key, value, attention_mask, **settings)
+        return found
+    if whole is not None and not dropout and _fits_kernel(query, value):
+        return _by_kernel(query, key, value, scaling, sliding_window, cu_seq_lens_q, max_length_q), None
+    return _by_padding(function, module, (query, key, value), settings, cu_seq_lens_q, max_length_q), None
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
@@ -271,18 +267,14 @@ def _by_padding(
     return found.flatten(0, 1).index_select(0, places)[None]
 
 
-def _mask(own: str) -> Callable[..., Any]:
-    """Mask function for transformers: no mask for a packed row, otherwise the original attention function's mask."""
-
-    def make(*args: Any, **kwargs: Any) -> Any:
-        return None if packed_mask.active else ALL_MASK_ATTENTION_FUNCTIONS[own](*args, **kwargs)
-
-    return make
+def _mask(own: str, *args: Any, **kwargs: Any) -> Any:
+    """Mask function for transformers: no mask for a packed row, otherwise the mask of the attention function `own`."""
+    return None if packed_mask.active else ALL_MASK_ATTENTION_FUNCTIONS[own](*args, **kwargs)
 
 
 for _name, _whole in (("sdpa", sdpa_attention_forward), ("eager", None)):
-    AttentionInterface.register(_PREFIX + _name, _attention(_whole))
-    AttentionMaskInterface.register(_PREFIX + _name, _mask(_name))
+    AttentionInterface.register(_PREFIX + _name, functools.partial(_attend, _whole))
+    AttentionMaskInterface.register(_PREFIX + _name, functools.partial(_mask, _name))
 
 
 SHARE = 0.7
@@ -292,32 +284,24 @@ LEAST = 4096
 larger passes."""
 
 
-@dataclass(frozen=True)
-class Fit:
-    """Number of tokens of a pass that fits into memory, and whether it needs gradient checkpointing."""
+def fit_tokens(room: float, kept: float, layer: float, layers: int, *, longest: int, needed: int) -> tuple[int, bool]:
+    """Compute the number of tokens of a pass that fits into memory, and whether it needs gradient checkpointing.
 
-    tokens: int
-    """Number of tokens: a power of two, so that small changes of the free memory change no rounding, or the longest sequence if
-    that is longer."""
-    checkpoints: bool
-    """True if layers must be recomputed in the backward pass."""
+        tokens = room / kept, or with checkpointing room / (kept / layers + layers · layer)
 
-    @classmethod
-    def into(cls, room: float, kept: float, layer: float, layers: int, *, longest: int, needed: int) -> "Fit":
-        """Compute the number of tokens of a pass from the free memory.
+    It is a power of two, so that small changes of the free memory change no rounding, or the longest sequence if that is
+    longer.
 
-            tokens = room / kept, or with checkpointing room / (kept / layers + layers · layer)
-
-        Args:
-            room: bytes for what passes keep.
-            kept: bytes that a token keeps without checkpointing.
-            layer: bytes of a token's hidden state, which checkpointing keeps for each of the `layers`.
-            longest: tokens of the longest sequence.
-            needed: tokens below which layers are checkpointed.
-        """
-        checkpoints = room / kept < needed
-        tokens = room / (kept / layers + layers * layer if checkpoints else kept)
-        return cls(max(longest, 2 ** int(math.log2(max(tokens, 1)))), checkpoints)
+    Args:
+        room: bytes for what passes keep.
+        kept: bytes that a token keeps without checkpointing.
+        layer: bytes of a token's hidden state, which checkpointing keeps for each of the `layers`.
+        longest: tokens of the longest sequence.
+        needed: tokens below which layers are checkpointed.
+    """
+    checkpoints = room / kept < needed
+    tokens = room / (kept / layers + layers * layer if checkpoints else kept)
+    return max(longest, 2 ** int(math.log2(max(tokens, 1)))), checkpoints
 
 
 def bytes_per_token(call: Callable[[int], Any], tokens: int = 128) -> float:

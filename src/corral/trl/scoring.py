@@ -1,9 +1,9 @@
 """Scoring passes: one call of TRL's head gives log-probs, and on request top-k distributions and hidden states."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 import trl.trainer.utils
@@ -31,7 +31,7 @@ class SupportRequest:
 
 
 @dataclass(frozen=True, eq=False)
-class HeadWeights:
+class HeadWeights(Tensors):
     """Weight, bias and scaling of the language-model head in one pass: the map from hidden states to logits."""
 
     weight: Tensor
@@ -40,16 +40,14 @@ class HeadWeights:
 
     def freeze(self, *, shares: bool = True) -> "HeadWeights":
         """Copy the parameters, so that later updates do not change them. With `shares`, untrained parameters are not copied."""
-
-        def copy(x: Tensor) -> Tensor:
-            return x if shares and not x.requires_grad else x.detach().clone()
-
-        return HeadWeights(copy(self.weight), None if self.bias is None else copy(self.bias), self.spec)
+        return self.map(lambda x: x if shares and not x.requires_grad else x.detach().clone())
 
 
 @dataclass(frozen=True, eq=False)
 class HiddenStates(Tensors):
     """Last hidden states of some tokens of a pass, and the head that maps them to logits."""
+
+    SHARED: ClassVar[tuple[str, ...]] = ("head",)
 
     states: Float[Tensor, "M H"]
     places: Int[Tensor, " M"]
@@ -122,16 +120,7 @@ class ScoringPass:
         if not self.kept:
             return None
         hidden = HiddenStates.cat(self.kept)
-        if self.order is None:
-            return hidden
-        by_place = hidden.places.argsort()
-        return replace(hidden, states=hidden.states[by_place], places=hidden.places[by_place])
-
-    def begin(self, policy_head: "PolicyHead", mask: Bool[Tensor, "B T"]) -> None:
-        """Prepare for the model's call on completions with this mask."""
-        self.policy_head, self.tokens = policy_head, mask.shape[1]
-        if self.keep_hidden and self.choose is not None:
-            self.chosen = self.choose(mask)
+        return hidden if self.order is None else hidden[hidden.places.argsort()]
 
     def enter_model(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """Forward pre-hook that reads which positions [b L−1] TRL is about to score, and packs the sequences into a row."""
@@ -245,6 +234,7 @@ class ScoringPass:
 _trl_utils: Any = trl.trainer.utils  # one of its names is replaced while a pass is scored
 
 
+@dataclass(eq=False)
 class PolicyHead:
     """Replaces TRL's head function in all scoring passes of the policy, a reference and a teacher.
 
@@ -254,12 +244,15 @@ class PolicyHead:
     pass alike, and the support is taken from those.
     """
 
-    def __init__(self, models: Iterable[nn.Module], temperature: float, own: SupportRequest, *, union: bool) -> None:
-        """Store the models and the top-k request `own` of old-policy passes. `union` adds the new policy's tokens later."""
-        self.models, self.temperature, self.own, self.union = list(models), temperature, own, union
-        self.packed: list[nn.Module] = []
-        """Models whose batches are packed into rows without padding."""
-        self._expected: ScoringPass | None = None
+    models: list[nn.Module]
+    temperature: float
+    own: SupportRequest
+    """Request of old-policy passes."""
+    union: bool
+    """True if later passes add the new policy's most likely tokens to `own`."""
+    packed: list[nn.Module] = field(default_factory=list)
+    """Models whose batches are packed into rows without padding."""
+    _expected: ScoringPass | None = None
 
     @contextmanager
     def expect(self, scoring: ScoringPass) -> Iterator[None]:
@@ -278,7 +271,9 @@ class PolicyHead:
         looks it up there, behind whatever accelerate, PEFT or FSDP have wrapped around the model's forward.
         """
         scoring, self._expected = self._expected or ScoringPass(), None
-        scoring.begin(self, mask)
+        scoring.policy_head, scoring.tokens = self, mask.shape[1]
+        if scoring.keep_hidden and scoring.choose is not None:
+            scoring.chosen = scoring.choose(mask)
         with ExitStack() as stack:
             if FUSED:
                 for model in self.models:

@@ -13,18 +13,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from trl.trainer.utils import pad
 
-from corral.tensors import SparseDist
 from corral.trl import TEACHER_PROMPT
 from corral.trl.api import FUSED
-from corral.trl.old_policy import write_support
+from corral.trl.old_policy import TEACHER_KEYS, write_support
 from corral.trl.processes import base_model, check_teacher, vocabulary_size
 from corral.trl.scoring import ScoringPass
 
 if TYPE_CHECKING:
     from corral.trl.trainer import CorralTrainer
-
-_KEYS = ("corral_teacher_logp", "corral_teacher_rest")
-"""Keys in TRL's rollout buffer for the teacher's log-probs and remaining mass, on the old policy's token ids."""
 
 
 class Teacher:
@@ -97,15 +93,7 @@ class Teacher:
         policy.forget(output)
         write_support(output, old)
         slots = output["corral_ids"].shape[-1]
-        output.update(zip(_KEYS, (teacher.logp[..., :slots].contiguous(), teacher.rest), strict=True))
-
-    @staticmethod
-    def support(inputs: dict[str, Any], old: SparseDist | None) -> SparseDist | None:
-        """Teacher's log-probs on the old policy's tokens, read from TRL's buffer. None if they were not stored."""
-        if _KEYS[0] not in inputs:
-            return None
-        assert old is not None
-        return SparseDist(old.ids, *(inputs[key] for key in _KEYS))
+        output.update(zip(TEACHER_KEYS, (teacher.logp[..., :slots].contiguous(), teacher.rest), strict=True))
 
     def _score(self, model: Any, prompt: tuple[Tensor, Tensor], output: dict[str, Any], scoring: ScoringPass) -> None:
         """Score the completions after these prompts in one pass. Ids and masks of prompts are padded on the left."""

@@ -26,33 +26,21 @@ from corral.objective import Objective, plain_objective
 from corral.objective.check import FirstCall
 from corral.objective.metrics import masked_max
 from corral.tensors import SparseDist, TokenBatch
+from corral.trl import packing
 from corral.trl.api import FUSED, steps_per_batch
 from corral.trl.callbacks import RunRecord, SelfCheck
 from corral.trl.card import settings_section
 from corral.trl.config import CorralConfig, Sampler
-from corral.trl.lag import PastWeights
 from corral.trl.ledger import Ledger, ratio_sums
-from corral.trl.old_policy import Behaviour, OldPolicy, RolloutSupport, check_server, fill_unscored
-from corral.trl.packing import (
-    LEAST,
-    ORDER,
-    SHARE,
-    Fit,
-    bytes_per_token,
-    can_pack,
-    compile_layers,
-    cut,
-    free_bytes,
-    halve,
-    in_order,
-)
+from corral.trl.old_policy import Behaviour, OldPolicy, RolloutSupport, check_server, fill_unscored, read_teacher
 from corral.trl.processes import ALONE, base_model, check_processes, is_alone_by_mistake, one_autocast
 from corral.trl.scoring import PolicyHead, ScoringPass, SupportRequest
-from corral.trl.teacher import Teacher
 from corral.validate import RewardError
 
 if TYPE_CHECKING:
     from corral.trl.deployed import DeployedCallback
+    from corral.trl.lag import PastWeights
+    from corral.trl.teacher import Teacher
 
 logger = logging.getLogger(__name__)
 
@@ -82,9 +70,11 @@ class CorralTrainer(GRPOTrainer):
     token_observer: TokenObserver | None = None
     deployed: "DeployedCallback | None" = None
     """Callback that measures and bounds the network's KL after every step. None without `deployed_bound`."""
+    teacher: "Teacher | None" = None
+    """Teacher of a distillation, or reference of a trust region. None if the objective reads no third policy."""
     behaviour: Behaviour | None = None
     """Recorder of the sampling log-probs in transformers' generation. None if nothing reads them."""
-    past: PastWeights | None = None
+    past: "PastWeights | None" = None
     """Weights of earlier steps that draw the rollouts. None without `rollout_lag`."""
     next_batches: tuple[list[Any], Any]
     """Dataset batches of the next update, as transformers' training loop fetched them, and their token count."""
@@ -138,7 +128,16 @@ class CorralTrainer(GRPOTrainer):
         self._name = f"corral's {self.objective.name}" if paper is None else paper.name
         self._paper = {} if paper is None else {"title": paper.plain_title, "id": paper.arxiv, "citation": paper.bibtex}
         self.needs_support = args.needs_support
-        models = [base] if self.ref_model is None else [base, self.ref_model]
+        self.union = args.support == "union" and self.needs_support and self.off_policy
+        """True if the loss is computed on the union of the new and the old policy's most likely tokens."""
+        bonus = vars(self).get("_entropy_bonus_enabled", False)  # not every release has one
+        self.has_other_terms = self.beta != 0 or self.top_entropy_quantile < 1.0 or bonus
+        """True if TRL's loss has terms beside the policy loss that read log-probs or entropy."""
+        self.skips_trl_loss = FUSED and not self.has_other_terms and not self.aux_loss_enabled
+        """True if only the scoring pass of TRL's loss needs to run, because all its other terms are off."""
+        self.separable = self.skips_trl_loss and self.objective.config.tokenwise
+        """True if a micro-batch's loss is a plain sum over tokens, without other terms from TRL."""
+        models: list[nn.Module] = [base] if self.ref_model is None else [base, self.ref_model]
         self.own_support = SupportRequest()
         """Request for the policy's most likely tokens in the old-policy pass. Empty if the objective reads only sampled
         tokens."""
@@ -151,8 +150,13 @@ class CorralTrainer(GRPOTrainer):
         self.tokens_per_pass = args.tokens_per_pass
         for model in models:
             self.pack(model)
-        self.teacher = Teacher(self, teacher) if taught else None
-        if teacher is not None and not taught:
+        self.packs = base in self.policy_head.packed
+        """True if the policy's batches are packed into rows without padding."""
+        if taught:
+            from corral.trl.teacher import Teacher  # few runs need it
+
+            self.teacher = Teacher(self, teacher)
+        elif teacher is not None:
             raise ValueError(f"CorralTrainer: objective={args.objective!r} reads no teacher. Use objective='distill', or none.")
         fill = self.objective.config.filled_tail
         if self.union and fill is None and not FUSED:
@@ -171,7 +175,10 @@ class CorralTrainer(GRPOTrainer):
         # With a teacher every token has a union: what it knows may be all of the student's tail.
         request = replace(self.own_support, mass=1.0 if taught else args.support_mass)
         self._old_policies = {mode: OldPolicy(request, fill) for mode in ("train", "eval")}
-        self.past = PastWeights(self, args.rollout_lag) if args.rollout_lag else None
+        if args.rollout_lag:
+            from corral.trl.lag import PastWeights  # few runs need it
+
+            self.past = PastWeights(self, args.rollout_lag)
         self._rewards: Tensor | None = None
         self.ledger = Ledger()
         self.first_call = FirstCall(over=not self.accelerator.is_main_process)
@@ -197,11 +204,6 @@ class CorralTrainer(GRPOTrainer):
         elif self.anchor == "rollout" and not self.reports_logps:
             logger.warning("The sampler is the trainer's own model, so its recomputed log-probs are the rollout anchor.")
 
-    @property
-    def packs(self) -> bool:
-        """True if the policy's batches are packed into rows without padding."""
-        return self.policy_head.models[0] in self.policy_head.packed
-
     def pack(self, model: PreTrainedModel) -> None:
         """Score this model on packed rows from now on, or log why its batches stay padded."""
         why, adapted = None, cast(Any, self.model)  # torch types what a module has as tensor or module
@@ -212,10 +214,10 @@ class CorralTrainer(GRPOTrainer):
         elif is_peft_model(self.model) and adapted.active_peft_config.is_prompt_learning:
             why = "a learned prompt stands before every sequence"
         # Weights that are loaded in parts are no model to try yet.
-        if self.args.packed_batches == "auto" and can_pack(model, why, verify=not self.is_fsdp_enabled):
+        if self.args.packed_batches == "auto" and packing.can_pack(model, why, verify=not self.is_fsdp_enabled):
             self.policy_head.packed.append(model)
             if self.args.compile_layers:
-                compile_layers(model)
+                packing.compile_layers(model)
         elif self.args.compile_layers:
             logger.warning("`compile_layers` is for packed batches, and these are padded: nothing is compiled.")
 
@@ -223,11 +225,6 @@ class CorralTrainer(GRPOTrainer):
     def splits(self) -> bool:
         """True if micro-batches are cut into pieces of at most `tokens_per_pass` tokens."""
         return self.packs and self.tokens_per_pass is not None and self.separable
-
-    @property
-    def separable(self) -> bool:
-        """True if a micro-batch's loss is a plain sum over tokens, without other terms from TRL."""
-        return self.skips_trl_loss and self.objective.config.tokenwise
 
     @property
     def mode(self) -> Literal["train", "eval"]:
@@ -251,22 +248,6 @@ class CorralTrainer(GRPOTrainer):
             self.anchor == "rollout" and self.reports_logps and (self.behaviour is None or self.args.rollout_lag > 0)
         )
         return not self.off_policy and not other_sampler and self.teacher is None
-
-    @property
-    def has_other_terms(self) -> bool:
-        """True if TRL's loss has terms beside the policy loss that read log-probs or entropy."""
-        bonus = vars(self).get("_entropy_bonus_enabled", False)  # not every release has one
-        return self.beta != 0 or self.top_entropy_quantile < 1.0 or bonus
-
-    @property
-    def skips_trl_loss(self) -> bool:
-        """True if only the scoring pass of TRL's loss needs to run, because all its other terms are off."""
-        return FUSED and not self.has_other_terms and not self.aux_loss_enabled
-
-    @property
-    def union(self) -> bool:
-        """True if the loss is computed on the union of the new and the old policy's most likely tokens."""
-        return self.args.support == "union" and self.needs_support and self.off_policy
 
     @property
     def old_policy(self) -> OldPolicy:
@@ -299,8 +280,8 @@ class CorralTrainer(GRPOTrainer):
         if self.model.training and self._step == self._drawn_at:
             return self._buffered_inputs[self._step % len(self._buffered_inputs)]
         inputs = super()._prepare_inputs(batch)
-        if self.model.training and ORDER in inputs:
-            self._buffered_inputs = in_order(self._buffered_inputs)
+        if self.model.training and packing.ORDER in inputs:
+            self._buffered_inputs = packing.in_order(self._buffered_inputs)
             return self._buffered_inputs[self._step % len(self._buffered_inputs)]
         return inputs
 
@@ -353,7 +334,7 @@ class CorralTrainer(GRPOTrainer):
         with self.policy_head.expect(expected):
             output = super()._generate_and_score_completions(inputs)
         if self._order is not None:
-            output[ORDER] = self._order.argsort()
+            output[packing.ORDER] = self._order.argsort()
         self._foresees_order, self._order = False, None
         if probe is not None:
             probe.add(output, expected)
@@ -437,20 +418,19 @@ class CorralTrainer(GRPOTrainer):
             return self._get_per_token_logps_and_entropies(self.model, ids, torch.ones_like(ids), ids.shape[1] - 1)
 
         with self.policy_head.expect(ScoringPass()), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            kept = bytes_per_token(score)
+            kept = packing.bytes_per_token(score)
         trained = sum(x.numel() * x.element_size() for x in base.parameters() if x.requires_grad)
         # Gradients, the optimizer's two moments, and the weights before a step that is measured.
-        room = SHARE * (free_bytes(device) - (3 + (self.deployed is not None)) * trained)
+        room = packing.SHARE * (packing.free_bytes(device) - (3 + (self.deployed is not None)) * trained)
         room = float(self.accelerator.gather(torch.tensor([room], device=device)).min())  # all processes choose alike
         text, whole = base.config.get_text_config(), args.per_device_train_batch_size * longest
-        fit = Fit.into(
-            max(room, 1.0), kept, 4.0 * text.hidden_size, text.num_hidden_layers, longest=longest,
-            needed=max(LEAST, 2 * longest) if self.separable else whole,
-        )  # fmt: skip
-        if checkpointed and (fit.checkpoints or not args.chooses_checkpointing):
+        needed = max(packing.LEAST, 2 * longest) if self.separable else whole
+        layer, layers = 4.0 * text.hidden_size, text.num_hidden_layers
+        tokens, checkpoints = packing.fit_tokens(max(room, 1.0), kept, layer, layers, longest=longest, needed=needed)
+        if checkpointed and (checkpoints or not args.chooses_checkpointing):
             base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs)
         if cuts:
-            self.tokens_per_pass = fit.tokens
+            self.tokens_per_pass = tokens
         if self.accelerator.is_main_process:
             logger.info(
                 "A token of an update keeps %.3g MiB, and %.3g GiB are there for it: passes of up to %s tokens, with%s "
@@ -465,10 +445,10 @@ class CorralTrainer(GRPOTrainer):
         """
         if not self.splits:
             return [slice(0, len(seen))]
-        pieces = cut(seen.sum(-1).tolist(), self.tokens_per_pass)
+        pieces = packing.cut(seen.sum(-1).tolist(), self.tokens_per_pass)
         if self.accelerator.num_processes > 1:
             count = torch.tensor([len(pieces)], device=self.accelerator.device)
-            pieces = halve(pieces, int(self.accelerator.gather(count).max()))
+            pieces = packing.halve(pieces, int(self.accelerator.gather(count).max()))
         return pieces
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
@@ -480,26 +460,22 @@ class CorralTrainer(GRPOTrainer):
         mask = inputs["completion_mask"].bool()
         mask = mask & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask
         weights = self._reduction_weights(inputs, mask)
-        *earlier, last = self._pieces(torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1))
-        if not earlier:
+        pieces = self._pieces(torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1))
+        if len(pieces) == 1:
             return self._piece_loss(model, inputs, mask, weights)
-
-        def loss_of(rows: slice, *, more: bool) -> Tensor:
+        total = torch.zeros((), device=mask.device)
+        for rows in pieces:
             some = {
                 name: x[rows] if isinstance(x, list) or (isinstance(x, Tensor) and x.ndim) else x for name, x in inputs.items()
             }
-            own = weights[rows] if isinstance(weights, Tensor) and weights.ndim else weights
-            return self._piece_loss(model, some, mask[rows], own, more=more)
-
-        total = torch.zeros((), device=mask.device)
-        for rows in earlier:
+            own, more = weights[rows] if isinstance(weights, Tensor) and weights.ndim else weights, rows is not pieces[-1]
             # The last piece's backward pass sends the sum of the gradients.
-            with model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext():
-                loss = loss_of(rows, more=True)
-                if loss.requires_grad:
+            with model.no_sync() if more and isinstance(model, DistributedDataParallel) else nullcontext():
+                loss = self._piece_loss(model, some, mask[rows], own, more=more)
+                if more and loss.requires_grad:
                     self.accelerator.backward(loss)
-            total = total + loss.detach()
-        return total + loss_of(last, more=False)
+            total = total + (loss.detach() if more else loss)
+        return total
 
     def _piece_loss(
         self, model: Any, inputs: dict[str, Any], mask: Tensor, weights: float | Tensor, *, more: bool = False
@@ -519,7 +495,9 @@ class CorralTrainer(GRPOTrainer):
         scoring, other = ScoringPass(support=support, ids=ids, loss=terms, tolerance=TOLERANCE), None
         with self.policy_head.expect(scoring):
             if self.skips_trl_loss:
-                self._score(model, inputs)
+                ids, seen = (torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], dim=1) for x in ("ids", "mask"))
+                others = {name: inputs[name] for name in _SCORING_INPUTS if name in inputs}
+                self._get_per_token_logps_and_entropies(model, ids, seen, mask.shape[1], compute_entropy=True, **others)
             else:
                 rest = inputs | {"advantages": torch.zeros_like(inputs["advantages"])}
                 if self.beta == 0 or not self.args.use_bias_correction_kl:
@@ -528,15 +506,15 @@ class CorralTrainer(GRPOTrainer):
 
         # The policy term, by the head or from its log-probs and support.
         batch, found, entropy = None, dict[str, Tensor](), None
-        out, packing = scoring.results[0] if scoring.results else (None, None)
+        out, packed = scoring.results[0] if scoring.results else (None, None)
         if isinstance(out, PolicyLoss):
-            assert packing is not None
+            assert packed is not None
             policy, found = out.loss, out.metrics
-            tokens = int(mask.sum()) if "tool_mask" in inputs else packing.count
-            batch = self._token_batch(inputs, mask, packing.unpack(out.logp[0]))
+            tokens = int(mask.sum()) if "tool_mask" in inputs else packed.count
+            batch = self._token_batch(inputs, mask, packed.unpack(out.logp[0]))
             observed, objective = batch, self._objective_for(batch)
             if out.dist is not None and self.token_observer is not None:
-                observed = replace(batch, dist_new=packing.unpack_dist(out.dist.map(lambda x: x[0])))
+                observed = replace(batch, dist_new=packed.unpack_dist(out.dist.map(lambda x: x[0])))
             if out.entropy is not None and self.skips_trl_loss:
                 entropy = out.entropy.sum() / max(tokens, 1)  # 0 at masked tokens
         else:
@@ -574,20 +552,18 @@ class CorralTrainer(GRPOTrainer):
         reports = [out.report for out, _ in scoring.results if out.report is not None and torch.is_grad_enabled()]
         self.ledger.add(self.mode, tokens, metrics, reports, more=more)
 
-        if other is not None:
-            self._mend_metrics(policy.detach())
+        if other is not None:  # with the metrics that TRL computed from its zeroed policy loss
+            logged = self._metrics[self.mode]
+            for name in [name for name in logged if name.startswith("clip_ratio/")]:
+                del logged[name]  # TRL's clip never acts here; tr/active_frac says what does
+            if logged.get("policy_loss"):  # there with an entropy bonus, and before accumulation is divided out
+                scale = 1.0 if self.loss_type == "dapo" else self.accumulation
+                logged["policy_loss"][-1] += (self.accelerator.gather(policy.detach()) * scale).nanmean().item()
             return other + policy
         if self.accelerator.distributed_type == DistributedType.NO:
             return policy
         assert scoring.logp is not None
         return policy + 0.0 * scoring.logp.sum()  # the hooks of distributed training sit on what the model returned
-
-    def _score(self, model: Any, inputs: dict[str, Any]) -> None:
-        """Run only the scoring pass of TRL's loss."""
-        ids, mask = (torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], dim=1) for x in ("ids", "mask"))
-        others = {name: inputs[name] for name in _SCORING_INPUTS if name in inputs}
-        tokens = inputs["completion_ids"].size(1)
-        self._get_per_token_logps_and_entropies(model, ids, mask, tokens, compute_entropy=True, **others)
 
     def _reduction_weights(self, inputs: dict[str, Any], mask: Tensor) -> float | Tensor:
         """Weight of every unmasked token's loss in TRL's reduction: one number, or one per sequence [B 1]."""
@@ -669,7 +645,7 @@ class CorralTrainer(GRPOTrainer):
                     "function return `logprobs`, or use anchor='old'."
                 )
             logp_old = rollout
-        return TokenBatch(logp_new, logp_old, inputs["advantages"], mask, new, old, rollout, Teacher.support(inputs, old))
+        return TokenBatch(logp_new, logp_old, inputs["advantages"], mask, new, old, rollout, read_teacher(inputs, old))
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Train on a micro-batch as TRL does. Skip batches whose step has ended, and collect metrics after each update."""
@@ -737,12 +713,3 @@ class CorralTrainer(GRPOTrainer):
         """Move the collected metrics into TRL's `_metrics`, combined over all processes. Every process must call this."""
         for mode, name, value in self.ledger.flush():
             self._metrics[mode][name].append(value)
-
-    def _mend_metrics(self, policy: Tensor) -> None:
-        """Correct the metrics that TRL computed from its zeroed policy loss."""
-        metrics = self._metrics[self.mode]
-        for name in [name for name in metrics if name.startswith("clip_ratio/")]:
-            del metrics[name]  # TRL's clip never acts here; tr/active_frac says what does
-        if metrics.get("policy_loss"):  # there with an entropy bonus, and before accumulation is divided out
-            scale = 1.0 if self.loss_type == "dapo" else self.accumulation
-            metrics["policy_loss"][-1] += (self.accelerator.gather(policy) * scale).nanmean().item()

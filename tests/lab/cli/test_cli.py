@@ -219,6 +219,7 @@ def test_explain_shows_defaults_and_what_they_mean(capsys: pytest.CaptureFixture
     text = capsys.readouterr().out
     assert "  bound = 0.05\n      Bound ε on KL(projected‖centre) of every token" in text
     assert "L_t = − (π̃(a_t) / π_old(a_t)) Â_t" in text
+    assert "  gradient = 'exact' (or 'constant_dual', 'unprojected')\n" in text
     assert set(field_docs(TROLLConfig)) == {
         "bound", "regression", "tail", "vocab_size", "level", "gradient", "ratio_cap", "project", "centre",
     }  # fmt: skip

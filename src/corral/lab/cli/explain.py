@@ -10,7 +10,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Container, Iterator, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from corral.lab.cli import refuse
 from corral.lab.jobs.robot.settings import ALGORITHMS
@@ -20,7 +20,7 @@ from corral.lab.tasks import TASKS
 from corral.objective import OBJECTIVES, objective_function, objective_names
 from corral.objective.config import ObjectiveConfig
 from corral.objective.correction import CORRECTIONS
-from corral.validate import pip_install, suggest
+from corral.validate import literal_words, pip_install, suggest
 
 _LEARNERS = {
     "tce": ("robot.tce", "TCE", "TCEConfig"),
@@ -162,7 +162,10 @@ def _settings(config_cls: type, only: Container[str] | None = None, title: str =
     meanings, rows = field_docs(config_cls), []
     for field in dataclasses.fields(config_cls) if dataclasses.is_dataclass(config_cls) else ():
         if only is None or field.name in only:
-            rows.append(f"  {field.name} = {_default(field)!r}\n")
+            others = ", ".join(
+                repr(word) for word in literal_words(field.type, *get_args(field.type)) if word != _default(field)
+            )
+            rows.append(f"  {field.name} = {_default(field)!r}{f' (or {others})' if others else ''}\n")
             rows += [f"      {line}\n" for line in textwrap.wrap(meanings.get(field.name, ""), 110)]
     return f"{title}\n" + ("".join(rows) or "  none\n")
 
