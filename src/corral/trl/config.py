@@ -164,7 +164,31 @@ class CorralConfig(GRPOConfig):
                 "CorralConfig: advantage='gae' needs a critic, which TRL's GRPO does not train. Use grpo, dr_grpo, rloo or "
                 "reinforce++; in a loop of your own with a critic, corral.gae."
             )
-        _check_values(self)  # before TRL divides by them
+        # Values, before TRL divides by them or torch fails with a traceback.
+        check = partial(require, self, name="CorralConfig")
+        counts = ("num_iterations", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
+        check(*counts, at_least=1, integer=True)
+        check("steps_per_generation", "generation_batch_size", "max_completion_length", at_least=1, integer=True, optional=True)
+        check("num_generations", at_least=2, integer=True, note="a prompt's completions are compared with each other")
+        check("dataloader_num_workers", at_least=0, integer=True)
+        check("learning_rate", at_least=0, finite=True, note="or 'auto', which finds one")
+        check("beta", at_least=0, finite=True, what="the weight of a KL")
+        check("weight_decay", "adam_epsilon", at_least=0, finite=True)
+        check("adam_beta1", "adam_beta2", at_least=0, below=1)
+        check("max_grad_norm", at_least=0, optional=True, what="a norm", note="0 clips no gradient")
+        check("top_p", above=0, at_most=1, optional=True, what="a probability")
+        check("min_p", at_least=0, at_most=1, optional=True, what="a probability")
+        check("scale_rewards", one_of=(True, False, "group", "batch", "none"))
+        check("anchor", one_of=("auto", *get_args(Anchor)))
+        check("advantage", one_of=get_args(Advantage), optional=True)
+        check("support_size", at_least=1, integer=True)
+        check("support_mass", above=0, at_most=1)
+        check("support", one_of=("old", "union"))
+        check("reuse", one_of=("fixed", "auto"))
+        check("tokens_per_pass", at_least=1, integer=True, optional=True)
+        check("packed_batches", one_of=("auto", "off"))
+        check("rollout_lag", at_least=0, integer=True, what="a number of batches")
+        check("deployed_bound", above=0, optional=True, what="a divergence", note="inf measures alone")
         super().__post_init__()
         self.make_correction()
         _refuse(_of_trl(self))
@@ -258,34 +282,6 @@ def _settings(name: str, config: dict[str, Any] | str | None) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ValueError(f"CorralConfig: `{name}` is a dictionary, or JSON on the command line; got {config!r}.")
     return config
-
-
-def _check_values(config: CorralConfig) -> None:
-    """Raise for invalid values, before TRL divides by them or torch fails with a traceback."""
-    check = partial(require, config, name="CorralConfig")
-    counts = ("num_iterations", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
-    check(*counts, at_least=1, integer=True)
-    check("steps_per_generation", "generation_batch_size", "max_completion_length", at_least=1, integer=True, optional=True)
-    check("num_generations", at_least=2, integer=True, note="a prompt's completions are compared with each other")
-    check("dataloader_num_workers", at_least=0, integer=True)
-    check("learning_rate", at_least=0, finite=True, note="or 'auto', which finds one")
-    check("beta", at_least=0, finite=True, what="the weight of a KL")
-    check("weight_decay", "adam_epsilon", at_least=0, finite=True)
-    check("adam_beta1", "adam_beta2", at_least=0, below=1)
-    check("max_grad_norm", at_least=0, optional=True, what="a norm", note="0 clips no gradient")
-    check("top_p", above=0, at_most=1, optional=True, what="a probability")
-    check("min_p", at_least=0, at_most=1, optional=True, what="a probability")
-    check("scale_rewards", one_of=(True, False, "group", "batch", "none"))
-    check("anchor", one_of=("auto", *get_args(Anchor)))
-    check("advantage", one_of=get_args(Advantage), optional=True)
-    check("support_size", at_least=1, integer=True)
-    check("support_mass", above=0, at_most=1)
-    check("support", one_of=("old", "union"))
-    check("reuse", one_of=("fixed", "auto"))
-    check("tokens_per_pass", at_least=1, integer=True, optional=True)
-    check("packed_batches", one_of=("auto", "off"))
-    check("rollout_lag", at_least=0, integer=True, what="a number of batches")
-    check("deployed_bound", above=0, optional=True, what="a divergence", note="inf measures alone")
 
 
 _Refusals = dict[str, object]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import psutil
@@ -31,6 +31,9 @@ except ImportError:  # torch before 2.10
 
 _PREFIX = "corral_packed_"
 """Prefix of the attention functions that this module registers in transformers."""
+
+packed_mask = SimpleNamespace(active=False)
+"""Switch: while it is active, transformers builds no attention mask, because packed rows pass their borders instead."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,9 +128,10 @@ def _agrees(model: PreTrainedModel) -> bool:
                 model.base_model(**inputs, use_cache=False).last_hidden_state.float()
                 for inputs in ({"input_ids": ids, "attention_mask": mask.long()}, joined)
             )
-            with packed_mask():
-                found = model.base_model(**packed, use_cache=False).last_hidden_state.float()
+            packed_mask.active = True
+            found = model.base_model(**packed, use_cache=False).last_hidden_state.float()
     finally:
+        packed_mask.active = False
         model.train(training)
     expected = padded.flatten(0, 1)[row.places]
     return float((found[0] - expected).norm()) < 0.2 * float((joint[0] - expected).norm())
@@ -171,18 +175,6 @@ def _compiled_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         return found
 
     return run
-
-
-class packed_mask:
-    """Context in which transformers builds no attention mask, because packed rows pass their borders instead."""
-
-    active = False
-
-    def __enter__(self) -> None:
-        packed_mask.active = True
-
-    def __exit__(self, *_: object) -> None:
-        packed_mask.active = False
 
 
 def _attend(

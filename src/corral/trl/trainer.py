@@ -232,11 +232,6 @@ class CorralTrainer(GRPOTrainer):
         return "train" if self.model.training else "eval"
 
     @property
-    def accumulation(self) -> float:
-        """Number of micro-batches per update, by which TRL divides its loss."""
-        return self.current_gradient_accumulation_steps if self.model.training else 1.0
-
-    @property
     def off_policy(self) -> bool:
         """True if several updates use one batch of rollouts, so that TRL stores the old log-probs."""
         return self.args.gradient_accumulation_steps % steps_per_batch(self.args) != 0
@@ -459,7 +454,22 @@ class CorralTrainer(GRPOTrainer):
         """
         mask = inputs["completion_mask"].bool()
         mask = mask & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask
-        weights = self._reduction_weights(inputs, mask)
+        # Weight of every unmasked token's loss in TRL's reduction: one number, or one per sequence [B 1].
+        weights: float | Tensor
+        accumulation = self.current_gradient_accumulation_steps if self.model.training else 1.0
+        if self.loss_type == "dapo":
+            # The count spans the batch of rollouts, so it is scaled to one optimizer step.
+            steps = self.args.steps_per_generation if self.model.training else 1.0
+            assert steps is not None  # TRL has filled it in
+            weights = steps * self.accelerator.num_processes / accumulation / inputs["num_items_in_batch"].clamp(min=1.0)
+        elif self.loss_type == "grpo":
+            weights = 1 / (len(mask) * accumulation) / mask.sum(-1, keepdim=True).clamp(min=1)
+        elif self.loss_type == "bnpo":
+            weights = 1 / accumulation / mask.sum().clamp(min=1)
+        else:  # dr_grpo or luspo
+            length = self.max_completion_length if self.loss_type == "dr_grpo" else 1
+            assert length is not None  # CorralConfig refuses it
+            weights = 1 / (len(mask) * length * accumulation)
         pieces = self._pieces(torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1))
         if len(pieces) == 1:
             return self._piece_loss(model, inputs, mask, weights)
@@ -557,29 +567,14 @@ class CorralTrainer(GRPOTrainer):
             for name in [name for name in logged if name.startswith("clip_ratio/")]:
                 del logged[name]  # TRL's clip never acts here; tr/active_frac says what does
             if logged.get("policy_loss"):  # there with an entropy bonus, and before accumulation is divided out
-                scale = 1.0 if self.loss_type == "dapo" else self.accumulation
+                divided = self.loss_type != "dapo" and self.model.training
+                scale = self.current_gradient_accumulation_steps if divided else 1.0
                 logged["policy_loss"][-1] += (self.accelerator.gather(policy.detach()) * scale).nanmean().item()
             return other + policy
         if self.accelerator.distributed_type == DistributedType.NO:
             return policy
         assert scoring.logp is not None
         return policy + 0.0 * scoring.logp.sum()  # the hooks of distributed training sit on what the model returned
-
-    def _reduction_weights(self, inputs: dict[str, Any], mask: Tensor) -> float | Tensor:
-        """Weight of every unmasked token's loss in TRL's reduction: one number, or one per sequence [B 1]."""
-        accumulation = self.accumulation
-        if self.loss_type == "dapo":
-            # The count spans the batch of rollouts, so it is scaled to one optimizer step.
-            steps = self.args.steps_per_generation if self.model.training else 1.0
-            assert steps is not None  # TRL has filled it in
-            return steps * self.accelerator.num_processes / accumulation / inputs["num_items_in_batch"].clamp(min=1.0)
-        if self.loss_type == "grpo":
-            return 1 / (len(mask) * accumulation) / mask.sum(-1, keepdim=True).clamp(min=1)
-        if self.loss_type == "bnpo":
-            return 1 / accumulation / mask.sum().clamp(min=1)
-        length = self.max_completion_length if self.loss_type == "dr_grpo" else 1  # else luspo
-        assert length is not None  # CorralConfig refuses it
-        return 1 / (len(mask) * length * accumulation)
 
     def _fused_terms(
         self, inputs: dict[str, Any], mask: Tensor, weights: float | Tensor, support: SupportRequest
