@@ -103,7 +103,7 @@ def find_moved(entry: str) -> MovedFinder:
 
 
 def install(path: list[str]) -> None:
-    """Put `ENTRY` first in the `__path__` of corral: an updated checkout may have empty folders of old packages.
+    """Put `ENTRY` first in the `__path__` of corral, since an updated checkout may have empty folders of old packages.
 
     A hook for all imports would do the same, and be asked for every import of every library.
     """

@@ -28,8 +28,7 @@ class RateController:
         """Current factor on the initial learning rate, the product of all changes."""
 
     def update(self, distance: float, bound: float) -> float:
-        """Adapt `scale` after a batch that moved the network by `distance` instead of `bound`, and return the change as a
-        factor.
+        """Adapt `scale` after a batch that moved the network by `distance` instead of `bound`; return the factor of the change.
 
         A network that did not move gets the largest factor, a distance of NaN or inf the smallest.
         """

@@ -191,8 +191,7 @@ class _Probe:
 
 
 def _next_share(tried: list[_Probe], bound: float, *, last: bool) -> float | None:
-    """Compute the next share to measure, as if the statistic were a power of the share; None if no measurement is
-    worthwhile."""
+    """Compute the next share to measure, as if the statistic were a power of the share; None to stop."""
     fits = max((one for one in tried if one.value <= bound), key=lambda one: one.share, default=None)
     if fits is not None and (fits.share == 1.0 or fits.value >= ENOUGH * bound):
         return None

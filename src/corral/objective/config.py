@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, get_args
 
 from corral.validate import Checked, limited, number_in, require
 
@@ -418,16 +418,6 @@ class SAPOConfig(ObjectiveConfig):
 # -------------------------------------------------------------------------------- masks on a divergence or a rank
 
 
-_MEASURES: dict[tuple[str, str], Measure] = {
-    ("ratio", "binary"): "ratio",
-    ("tv", "binary"): "binary_tv",
-    ("kl", "binary"): "binary_kl",
-    ("tv", "topk"): "support_tv",
-    ("kl", "topk"): "support_kl",
-}
-"""Measure of DPPO's kernel for each divergence and estimator."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class DPPOConfig(ObjectiveConfig):
     paper: ClassVar[Paper] = Paper(
@@ -492,9 +482,10 @@ class DPPOConfig(ObjectiveConfig):
 
     @property
     def kernel(self) -> TokenRule | None:
-        measure = _MEASURES.get((self.divergence, self.estimator))
-        if measure is None or self.mask == "predictive":  # a full support and a prediction have more to check
+        if self.estimator == "full" or self.mask == "predictive":  # both have more to check
             return None
+        over = "support" if self.estimator == "topk" else "binary"
+        measure = cast(Measure, self.divergence if self.divergence == "ratio" else f"{over}_{self.divergence}")
         low, high = self.bounds
         symmetric = self.mask == "symmetric"
         return TokenRule(rule="mask", low=low, high=high, cap=self.ratio_cap, measure=measure, symmetric=symmetric)

@@ -26,8 +26,10 @@ def log_ratio(batch: TokenBatch) -> Float[Tensor, "B T"]:
 
 
 def sampled_kl(batch: TokenBatch) -> Float[Tensor, "B T"]:
-    """KL(old‖new) between two categories, the sampled token and any other, 0 at padding. Any other token has at least 1e-8 in
-    both policies."""
+    """KL(old‖new) between two categories, the sampled token and any other, 0 at padding.
+
+    Under both policies the other tokens have a probability of at least 1e-8.
+    """
     old, new = zero_padding(batch.logp_old, batch.mask), zero_padding(batch.logp_new, batch.mask)
     return binary_kl(old.clamp(max=CERTAIN), new.clamp(max=CERTAIN))
 
@@ -38,7 +40,9 @@ def clamp_log_ratio(log_rho: Tensor) -> Tensor:
 
 
 def capped_ratio(log_rho: Float[Tensor, "B T"], cap: float | None) -> Float[Tensor, "B T"]:
-    """Probability ratio ρ, or with a cap the constant weight min(ρ, cap) on the gradient of log ρ: sg[min(ρ, cap)] · ρ/sg[ρ].
+    """Probability ratio ρ, or with a cap the constant weight min(ρ, cap) on the gradient of log ρ.
+
+        sg[min(ρ, cap)] · ρ/sg[ρ]
 
     Clamping the ratio itself would give tokens beyond the cap no gradient at all; capping the detached weight gives them
     cap · ∇ log π. Below the cap the two are the same.

@@ -112,8 +112,9 @@ def project_categorical_kl(
 
 @torch.no_grad()
 def _are_probabilities(policy: Tensor) -> Tensor:
-    """True if every row is ≥ 0 and sums to 1 within rounding: these are probabilities, not log-probabilities. The flag stays on
-    the device, and is read with the bound.
+    """True if every row is ≥ 0 and sums to 1 within rounding, as probabilities do and log-probabilities do not.
+
+    The flag stays on the device, and is read with the bound.
 
     Rows of nothing but 0 and 1 may be logits that somebody wrote by hand, and are read as such.
     """

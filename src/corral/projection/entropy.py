@@ -65,17 +65,6 @@ def project_entropy_floor(
     Ref:
         Otto et al. 2021, arXiv:2101.09207, after Akrour et al. 2019. Invariant: H after = max(H before, β).
     """
-    new, row_floor, old, bound = _check(chol, floor, old_chol, cov_bound, diagonal)
-    if old is None:
-        return _scale(new, row_floor, diagonal)
-    return _inside_ball(new, row_floor, old, bound, diagonal)
-
-
-def _check(
-    chol: Tensor, floor: float | Tensor, old_chol: Tensor | None, cov_bound: float | Tensor | None, diagonal: bool
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Validate inputs and convert them to one dtype and set of rows. Without an old Cholesky factor the bound is 0 and
-    unused."""
     if (old_chol is None) != (cov_bound is None):
         raise ValueError(f"{_NAME}: `old_chol` and `cov_bound` keep the KL bound together; give both or neither.")
     olds = {} if old_chol is None else {"old_chol": old_chol}
@@ -91,7 +80,9 @@ def _check(
     factors = {key: x.shape[:-axes] for key, x in zip(("chol", "old_chol"), (new, *old), strict=False)}
     rows = broadcast_rows(_NAME, **factors, floor=row_floor.shape, cov_bound=bound.shape)
     new, *old = (x.expand(*rows, *x.shape[-axes:]) for x in (new, *old))
-    return new, row_floor.expand(rows), old[0] if old else None, bound.expand(rows)
+    if not old:
+        return _scale(new, row_floor.expand(rows), diagonal)
+    return _inside_ball(new, row_floor.expand(rows), old[0], bound.expand(rows), diagonal)
 
 
 def _scale(chol: Tensor, floor: Tensor, diagonal: bool) -> EntropyProjection:

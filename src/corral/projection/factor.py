@@ -51,7 +51,9 @@ def tilted_factor(
 
 
 class _Tilt(torch.autograd.Function):
-    """Autograd function from the new factor L [n, D, D] to the projected factor L̃ [n, D, D]. First with c = 1:
+    """Autograd function from the new factor L [n, D, D] to the projected factor L̃ [n, D, D].
+
+    With c = 1:
 
     Forward.   R = I + t Q and Σ̃ = L_o R⁻¹ L_oᵀ. Write R = W Wᵀ with W upper triangular (a Cholesky factor, taken from the
                last row to the first); N = W⁻ᵀ is lower, R⁻¹ = N Nᵀ, and L̃ = L_o N.
@@ -120,7 +122,7 @@ class _DiagonalTilt(torch.autograd.Function):
 
 
 def _factor_pullback(factor: Tensor, grad: Tensor) -> Tensor:
-    """Compute Ψ of step 1 above from a Cholesky factor and the gradient in it: ⟨Ḡ, dL⟩ = ⟨Ψ, L⁻¹ dΣ L⁻ᵀ⟩."""
+    """Compute Ψ from a Cholesky factor and its gradient Ḡ: ⟨Ḡ, dL⟩ = ⟨Ψ, L⁻¹ dΣ L⁻ᵀ⟩, step 1 of `_Tilt`."""
     lower = (factor.mT @ grad).tril()
     return 0.5 * (lower + lower.mT - torch.diag_embed(lower.diagonal(dim1=-2, dim2=-1)))
 

@@ -110,12 +110,11 @@ def _join(mean: _Part, cov: _Part) -> GaussianProjection:
 
 
 def _radial(distance: Tensor, bound: Tensor) -> _Part:
-    """Find the position t at which a straight line of squared length `distance` reaches the bound; `value` is t with its
-    gradient.
+    """Find the position t at which a straight line of squared length `distance` reaches the bound.
 
         t = √(ε / distance)  where distance > ε,  else 1
 
-    0, and not converged, where the distance overflowed; 1 where it is NaN.
+    t is 0, and not converged, where the distance overflowed, and 1 where it is NaN. `value` is t with its gradient.
     """
     with torch.no_grad():
         active = distance > bound

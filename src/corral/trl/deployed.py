@@ -312,7 +312,7 @@ class DeployedCallback(TrainerCallback):
     def _start_over(self, moved: float, aim: float) -> None:
         """Lower the learning rate and reset the optimizer after a step that moved the network much too far.
 
-        The new learning rate would have moved the network about as far as intended.
+        At the new learning rate the step would have moved the network about as far as intended.
         """
         factor = max(math.sqrt(aim / moved), LEAST_FACTOR) if math.isfinite(moved) else LEAST_FACTOR
         self.controller.scale *= factor
@@ -424,7 +424,7 @@ class DeployedProbe:
             scoring.keep_hidden, scoring.choose = True, self._choose_early
 
     def _choose_early(self, mask: Bool[Tensor, "B T"]) -> Bool[Tensor, " B"]:
-        """Choose the completions to measure before the batch exists, from the completion mask and the tool mask."""
+        """Choose the completions to measure from their mask and the tool mask, before TRL's batch exists."""
         if self.tool_mask is None:
             return self.choose(mask)
         rows = pad_sequence([torch.as_tensor(row, dtype=torch.bool) for row in self.tool_mask], batch_first=True)

@@ -35,7 +35,7 @@ likely tokens reached `support_mass`: they need no hidden state."""
 
 @dataclass(eq=False)
 class OldPolicy:
-    """Old policy of the current rollouts: its top-k tokens (support) are in TRL's buffer, hidden states and head are here.
+    """Old policy of the current rollouts: its hidden states and head, and access to its support (top-k tokens) in TRL's buffer.
 
     A union needs the old log-probs of tokens that only the new policy thinks likely. They are exact: dot products of the old
     hidden states with the old head's rows. Both are kept for the tokens whose support was cut off at `support_size`: elsewhere
