@@ -58,17 +58,13 @@ HOLDERS = ("corral.llm", "corral.robot", "corral.task")
 """Packages that have kept their path while some of their modules have moved."""
 
 
-def new_path(name: str) -> str | None:
-    """Return the present path of an old module path; None for a name without an entry."""
-    old = name.removeprefix("corral.")
-    for known in sorted(MOVED, key=len, reverse=True):
-        if old == known or old.startswith(f"{known}."):
-            return f"corral.{MOVED[known]}{old.removeprefix(known)}"
-    return None
-
-
 class MovedFinder(Loader):
     """Import finder for old paths: the old name loads the module at the new path."""
+
+    def __init__(self, entry: str) -> None:
+        """Accept `ENTRY` alone. An ImportError tells the import system that another finder has to handle an entry."""
+        if entry != ENTRY:
+            raise ImportError
 
     def find_spec(self, fullname: str, target: ModuleType | None = None) -> ModuleSpec | None:
         """Find a module spec for an old path, or for a package that holds old paths; None for any other name."""
@@ -78,13 +74,16 @@ class MovedFinder(Loader):
             assert spec.submodule_search_locations is not None  # since they are packages
             spec.submodule_search_locations.insert(0, ENTRY)
             return spec
-        return ModuleSpec(fullname, self) if new_path(fullname) else None
+        old = fullname.removeprefix("corral.")
+        for known in sorted(MOVED, key=len, reverse=True):
+            if old == known or old.startswith(f"{known}."):
+                return ModuleSpec(fullname, self, origin=f"corral.{MOVED[known]}{old.removeprefix(known)}")
+        return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Import the module at the new path; a missing one is a ModuleNotFoundError with that path."""
-        path = new_path(spec.name)
-        assert path is not None
-        module = import_module(path)
+        assert spec.origin is not None
+        module = import_module(spec.origin)
         self._own = module.__spec__
         if ENTRY not in (inside := vars(module).get("__path__", [ENTRY])):
             inside.insert(0, ENTRY)  # else its modules would be imported twice, under both names
@@ -95,18 +94,11 @@ class MovedFinder(Loader):
         module.__spec__ = self._own
 
 
-def find_moved(entry: str) -> MovedFinder:
-    """Path hook of the import system: return the finder for `ENTRY`, and raise ImportError for any other entry."""
-    if entry != ENTRY:
-        raise ImportError
-    return MovedFinder()
-
-
 def install(path: list[str]) -> None:
     """Put `ENTRY` first in the `__path__` of corral, since an updated checkout may have empty folders of old packages.
 
     A hook for all imports would do the same, and be asked for every import of every library.
     """
     if ENTRY not in path:
-        sys.path_hooks.append(find_moved)
+        sys.path_hooks.append(MovedFinder)
         path.insert(0, ENTRY)

@@ -991,7 +991,7 @@ class TestRefusals:
 
     def test_an_old_pass_that_never_came_is_said(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         trainer = make_trainer(tmp_path, "troll", gradient_accumulation_steps=2)
-        monkeypatch.setattr(trainer, "off_policy", True)
+        monkeypatch.setattr(CorralTrainer, "off_policy", True)
         with pytest.raises(RuntimeError, match="TRL made no old-policy pass"):
             rollouts(trainer)
 

@@ -128,8 +128,6 @@ class CorralTrainer(GRPOTrainer):
         self._name = f"corral's {self.objective.name}" if paper is None else paper.name
         self._paper = {} if paper is None else {"title": paper.plain_title, "id": paper.arxiv, "citation": paper.bibtex}
         self.needs_support = args.needs_support
-        self.off_policy = args.gradient_accumulation_steps % steps_per_batch(args) != 0
-        """True if several updates use one batch of rollouts, so that TRL stores the old log-probs."""
         self.union = args.support == "union" and self.needs_support and self.off_policy
         """True if the loss is computed on the union of the new and the old policy's most likely tokens."""
         bonus = vars(self).get("_entropy_bonus_enabled", False)  # not every release has one
@@ -232,6 +230,11 @@ class CorralTrainer(GRPOTrainer):
     def mode(self) -> Literal["train", "eval"]:
         """TRL's name of the current phase: "train" or "eval"."""
         return "train" if self.model.training else "eval"
+
+    @property
+    def off_policy(self) -> bool:
+        """True if several updates use one batch of rollouts, so that TRL stores the old log-probs."""
+        return self.args.gradient_accumulation_steps % steps_per_batch(self.args) != 0
 
     @property
     def on_policy(self) -> bool:

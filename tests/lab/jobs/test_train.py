@@ -642,7 +642,7 @@ def test_one_update_on_another_samplers_batch(anchor: str, still: bool) -> None:
     trainer.args = CorralConfig(
         output_dir="out", use_cpu=True, bf16=False, gradient_accumulation_steps=2, steps_per_generation=2, num_iterations=1
     )
-    trainer.anchor, trainer.reports_logps, trainer.teacher, trainer.off_policy = anchor, True, None, False
+    trainer.anchor, trainer.reports_logps, trainer.teacher = anchor, True, None
     trainer.objective = make_objective("ppo_clip")
     assert bool(why_inactive(trainer)) is still
 
