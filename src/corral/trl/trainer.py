@@ -505,9 +505,7 @@ class CorralTrainer(GRPOTrainer):
         scoring, other = ScoringPass(support=support, ids=ids, loss=terms, tolerance=TOLERANCE), None
         with self.policy_head.expect(scoring):
             if self.skips_trl_loss:
-                ids, seen = (torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], dim=1) for x in ("ids", "mask"))
-                others = {name: inputs[name] for name in _SCORING_INPUTS if name in inputs}
-                self._get_per_token_logps_and_entropies(model, ids, seen, mask.shape[1], compute_entropy=True, **others)
+                self._score(model, inputs)
             else:
                 rest = inputs | {"advantages": torch.zeros_like(inputs["advantages"])}
                 if self.beta == 0 or not self.args.use_bias_correction_kl:
@@ -575,6 +573,13 @@ class CorralTrainer(GRPOTrainer):
             return policy
         assert scoring.logp is not None
         return policy + 0.0 * scoring.logp.sum()  # the hooks of distributed training sit on what the model returned
+
+    def _score(self, model: Any, inputs: dict[str, Any]) -> None:
+        """Run only the scoring pass with which TRL's loss begins."""
+        ids, mask = (torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], dim=1) for x in ("ids", "mask"))
+        others = {name: inputs[name] for name in _SCORING_INPUTS if name in inputs}
+        tokens = inputs["completion_ids"].size(1)
+        self._get_per_token_logps_and_entropies(model, ids, mask, tokens, compute_entropy=True, **others)
 
     def _fused_terms(
         self, inputs: dict[str, Any], mask: Tensor, weights: float | Tensor, support: SupportRequest
