@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOTrainer
 
-from corral.deployed import BatchKL, Certificate, RateController, TokenKL, restore, retract, snapshot
+from corral.deployed import BatchKL, RateController, TokenKL, restore, retract, snapshot
 from corral.deployed.retract import FEW
 from corral.deployed.state import preserve_state
 from corral.head.torch.head_kl import HeadStates, head_kl_both_ways
@@ -48,8 +48,8 @@ START = 2.0
 the network by one to four bounds in their first step. The step is then retracted to the bound, and the learning rate falls over
 the next steps until a step moves by `AIM`."""
 PER_COMPLETION = 2.0
-"""Largest KL of a whole completion, in nats, that a default bound allows. On GSM8K, where completions have 290 tokens, Qwen 0.5B
-learned in one run whose steps moved it by 2 nats a completion, and lost reward in three runs of up to 9 nats."""
+"""Largest KL of a whole completion, in nats, that a default bound allows. On GSM8K, where completions have 290 tokens, Qwen
+0.5B learned in one run whose steps moved it by 2 nats a completion, and lost reward in three runs of up to 9 nats."""
 SPENT = 50.0
 """Multiple of the bound, before any retraction, above which `reuse="auto"` makes no further pass. KL grows with the square of
 the step length, so that less than a seventh of such a step could be kept."""
@@ -251,9 +251,9 @@ class DeployedCallback(TrainerCallback):
         self._begin()
 
     def peak_bound(self) -> float:
-        """Bound of this step at the schedule's peak, once the probe is prepared: a default bound falls with long completions.
+        """Bound of this step at the schedule's peak. The probe must have been prepared.
 
-            δ = min(bound, 2 nats / mean completion length)
+        A default bound falls with the length of completions: δ = min(bound, 2 nats / mean completion length).
         """
         if not self.trainer.args.chooses_bound:
             return self.bound
