@@ -9,15 +9,19 @@ from corral import _moved
 if TYPE_CHECKING:
     from corral.advantage import gae, group_advantages
     from corral.deployed import Certificate, RateController, TokenKL, retract, snapshot
-    from corral.divergence.binary import binary_kl, binary_tv
-    from corral.divergence.categorical import categorical_kl, categorical_tv
-    from corral.divergence.estimate import kl_k1, kl_k2, kl_k3
-    from corral.divergence.gaussian import (
+    from corral.divergence import (
         GaussianDistance,
+        binary_kl,
+        binary_tv,
+        categorical_kl,
+        categorical_tv,
         gaussian_entropy,
         gaussian_frobenius,
         gaussian_kl,
         gaussian_wasserstein,
+        kl_k1,
+        kl_k2,
+        kl_k3,
     )
     from corral.head import HeadOutput, PolicyLoss, UnionSupport, head_kl, lm_head, policy_loss_from_hidden
     from corral.objective import make_objective, objective_names, register_objective
@@ -25,10 +29,12 @@ if TYPE_CHECKING:
     from corral.objective.correction import make_correction
     from corral.objective.improvement import ImprovementBound, improvement_bound
     from corral.objective.reduction import reduce_loss, reduction_weights
-    from corral.projection.categorical_kl import CategoricalProjection, project_categorical_kl
-    from corral.projection.entropy import EntropyProjection, project_entropy_floor
-    from corral.projection.gaussian import (
+    from corral.projection import (
+        CategoricalProjection,
+        EntropyProjection,
         GaussianProjection,
+        project_categorical_kl,
+        project_entropy_floor,
         project_gaussian_frobenius,
         project_gaussian_kl,
         project_gaussian_wasserstein,
@@ -52,16 +58,15 @@ __all__ = [
 ]  # fmt: skip
 
 _MODULES = (
-    "advantage", "deployed", "divergence.binary", "divergence.categorical", "divergence.estimate", "divergence.gaussian",
-    "head", "objective", "objective.config", "objective.correction", "objective.improvement", "objective.reduction",
-    "projection.categorical_kl", "projection.entropy", "projection.gaussian", "support", "tensors",
-)  # fmt: skip
+    *("advantage", "deployed", "divergence", "head", "objective", "objective.config", "objective.correction"),
+    *("objective.improvement", "objective.reduction", "projection", "support", "tensors"),
+)
 """Modules that define the public names."""
 
 
 def __getattr__(name: str) -> Any:
     """Import torch and the public names on first use: `corral --version` needs none of them."""
-    if name not in __all__ and name not in (module.partition(".")[0] for module in _MODULES):
+    if name not in __all__ and name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     for module in _MODULES:
         found = vars(import_module(f"{__name__}.{module}")).items()

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from corral.divergence.binary import binary_kl, binary_tv
-from corral.divergence.categorical import categorical_kl, categorical_tv
+from corral.divergence import binary_kl, binary_tv, categorical_kl, categorical_tv
 from corral.support import gather_support, top_k_support
 from tolerance import assert_close
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.autograd import gradcheck
 from torch.distributions import MultivariateNormal, kl_divergence
 
-from corral.divergence.gaussian import gaussian_entropy, gaussian_frobenius, gaussian_kl, gaussian_wasserstein, symmetric_root
+from corral.divergence import gaussian_entropy, gaussian_frobenius, gaussian_kl, gaussian_wasserstein
+from corral.divergence.gaussian import symmetric_root
 from tolerance import assert_close
 
 INF, NAN = math.inf, math.nan

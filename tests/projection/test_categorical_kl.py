@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from corral.projection.categorical_kl import CategoricalProjection, project_categorical_kl
+from corral.projection import CategoricalProjection, project_categorical_kl
 from corral.projection.root import Root, find_root
 from tolerance import assert_close
 

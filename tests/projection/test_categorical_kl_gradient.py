@@ -10,7 +10,7 @@ from torch.autograd import gradcheck
 from torch.autograd.functional import jacobian
 from torch.utils.checkpoint import checkpoint
 
-from corral.projection.categorical_kl import project_categorical_kl
+from corral.projection import project_categorical_kl
 from tolerance import assert_close
 from typecheck import passed_unchecked
 

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from corral.divergence.gaussian import gaussian_entropy
-from corral.projection.entropy import project_entropy_floor
-from corral.projection.gaussian import project_gaussian_kl
+from corral.divergence import gaussian_entropy
+from corral.projection import project_entropy_floor, project_gaussian_kl
 from corral.projection.root import Root, find_root
 from tolerance import assert_close
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from corral.divergence.gaussian import gaussian_frobenius
-from corral.projection.gaussian import GaussianProjection, project_gaussian_frobenius
+from corral.divergence import gaussian_frobenius
+from corral.projection import GaussianProjection, project_gaussian_frobenius
 from tolerance import assert_close
 
 INF, NAN = math.inf, math.nan

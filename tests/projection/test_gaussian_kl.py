@@ -25,9 +25,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from corral.projection.entropy import project_entropy_floor
-from corral.projection.gaussian import (
+from corral.projection import (
     GaussianProjection,
+    project_entropy_floor,
     project_gaussian_frobenius,
     project_gaussian_kl,
     project_gaussian_wasserstein,

@@ -14,9 +14,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from corral.divergence.gaussian import gaussian_entropy
-from corral.projection.entropy import project_entropy_floor
-from corral.projection.gaussian import TOLERANCE, GaussianProjection, project_gaussian_kl, whitening_error
+from corral.divergence import gaussian_entropy
+from corral.projection import GaussianProjection, project_entropy_floor, project_gaussian_kl
+from corral.projection.gaussian import TOLERANCE, whitening_error
 from tolerance import assert_close
 
 DIGITS = {torch.float64: 16, torch.float32: 8}

@@ -11,7 +11,7 @@ from torch.autograd import gradcheck
 from torch.autograd.functional import jacobian
 from torch.utils.checkpoint import checkpoint
 
-from corral.projection.gaussian import project_gaussian_kl
+from corral.projection import project_gaussian_kl
 from tolerance import assert_close
 
 NAN = math.nan

@@ -12,8 +12,8 @@ from hypothesis import given
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from corral.divergence.gaussian import gaussian_wasserstein
-from corral.projection.gaussian import GaussianProjection, project_gaussian_wasserstein
+from corral.divergence import gaussian_wasserstein
+from corral.projection import GaussianProjection, project_gaussian_wasserstein
 from tolerance import assert_close
 
 INF, NAN = math.inf, math.nan

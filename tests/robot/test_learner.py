@@ -16,7 +16,7 @@ from torch.distributions import MultivariateNormal, kl_divergence
 
 from corral.divergence.gaussian import gaussian_entropy
 from corral.lab.environments import ENVIRONMENTS
-from corral.projection.gaussian import project_gaussian_kl
+from corral.projection import project_gaussian_kl
 from corral.robot.bbrl import BBRL, BBRLConfig
 from corral.robot.episode import Plant, episode_seeds, held_out_seeds
 from corral.robot.learner import Learner

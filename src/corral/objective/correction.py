@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from corral.divergence.estimate import kl_k2
+from corral.divergence import kl_k2
 from corral.objective.check import check_batch
 from corral.objective.ratio import clamp_log_ratio, zero_padding
 from corral.tensors import TokenBatch

@@ -6,8 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from corral.divergence.binary import binary_tv
-from corral.divergence.categorical import categorical_tv
+from corral.divergence import binary_tv, categorical_tv
 from corral.numerics import at_least_float32
 from corral.objective.check import check_batch
 from corral.objective.config import NEEDS_SUPPORT

@@ -4,8 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from corral.divergence.binary import binary_tv
-from corral.divergence.categorical import categorical_kl, categorical_tv
+from corral.divergence import binary_tv, categorical_kl, categorical_tv
 from corral.objective.config import ClipCovConfig, CPPOConfig, DPPOConfig, KLCovConfig, M2POConfig
 from corral.objective.metrics import masked_mean, region_metrics
 from corral.objective.ratio import capped_ratio, clamp_log_ratio, clip_surrogate, credit, log_ratio, sampled_kl, zero_padding

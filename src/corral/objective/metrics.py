@@ -4,11 +4,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from corral.divergence.binary import binary_tv
-from corral.divergence.categorical import categorical_kl
+from corral.divergence import binary_tv, categorical_kl
 from corral.numerics import expm1_minus
 from corral.objective.ratio import clamp_log_ratio, sampled_kl, zero_padding
-from corral.projection.categorical_kl import CategoricalProjection
+from corral.projection import CategoricalProjection
 from corral.support import hidden_kl, tail_gap
 from corral.tensors import TokenBatch
 

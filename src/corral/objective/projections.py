@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from corral.divergence.categorical import categorical_kl
+from corral.divergence import categorical_kl
 from corral.numerics import at_least_float32
 from corral.objective.config import DistillConfig, TROLLConfig
 from corral.objective.metrics import masked_mean, projection_metrics, region_metrics

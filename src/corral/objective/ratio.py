@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from corral.divergence.binary import binary_kl
+from corral.divergence import binary_kl
 from corral.numerics import CERTAIN, LOG_RATIO_MAX, at_least_float32
 from corral.tensors import TokenBatch
 

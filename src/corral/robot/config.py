@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from corral.projection.gaussian import (
+from corral.projection import (
     GaussianProjection,
     project_gaussian_frobenius,
     project_gaussian_kl,

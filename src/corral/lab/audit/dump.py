@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import torch
 from pyarrow.types import is_boolean, is_floating, is_integer, is_null
 
-from corral.divergence.categorical import categorical_kl, categorical_tv
+from corral.divergence import categorical_kl, categorical_tv
 from corral.lab.audit.folder import NothingYet
 from corral.lab.audit.tokens import Bools, Floats, Ints
 from corral.lab.report.read import is_run, newest_state

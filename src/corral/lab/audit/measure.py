@@ -6,11 +6,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from corral.divergence.binary import binary_tv
-from corral.divergence.categorical import categorical_kl, categorical_tv
+from corral.divergence import binary_tv, categorical_kl, categorical_tv
 from corral.lab.audit.rules import Rules
 from corral.objective import Objective
-from corral.projection.categorical_kl import project_categorical_kl
+from corral.projection import project_categorical_kl
 from corral.support import gather_support, top_k_support
 from corral.tensors import TokenBatch
 

@@ -7,7 +7,7 @@ import pandas as pd
 import torch
 from numpy.typing import NDArray
 
-from corral.divergence.binary import binary_kl, binary_tv
+from corral.divergence import binary_kl, binary_tv
 from corral.numerics import CERTAIN
 
 Floats = NDArray[np.float64]
