@@ -36,7 +36,7 @@ def one_by_one(count: int, backend: str) -> None:
 
 
 def pooled(count: int, pool: SandboxPool) -> None:
-    results = pool.run([SandboxJob(code=PROGRAM, stdin=STDIN)] * count)
+    results = pool.map(pool.run_one, [SandboxJob(code=PROGRAM, stdin=STDIN)] * count)
     assert all(result.stdout == STDOUT for result in results)
 
 

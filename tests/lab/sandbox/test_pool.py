@@ -29,7 +29,7 @@ def test_golden_results_come_in_order(backend: str) -> None:
         SandboxJob(code=f"import time; time.sleep({(4 - i) / 100}); print({i}, input())", stdin=str(i * i)) for i in range(5)
     ]
     with SandboxPool(3, backend=backend) as pool:
-        results = pool.run(jobs)
+        results = pool.map(pool.run_one, jobs)
     assert [result.stdout for result in results] == ["0 0\n", "1 1\n", "2 4\n", "3 9\n", "4 16\n"]
 
 
@@ -43,7 +43,7 @@ def test_every_mixture_of_ends_keeps_its_order(ends: list[str]) -> None:
     }  # fmt: skip
     limits = {end: SandboxLimits(timeout=0.15 if end == "timeout" else 10.0) for end in codes}
     jobs = [SandboxJob(code=codes[end], limits=limits[end]) for end in ends]
-    assert [result.status for result in shared_pool(2).run(jobs)] == ends
+    assert [result.status for result in shared_pool(2).map(shared_pool(2).run_one, jobs)] == ends
 
 
 @needs_a_sandbox
@@ -104,7 +104,7 @@ def test_pipes_that_a_forked_process_holds_open_are_not_waited_for(backend: str,
 
 @needs_a_sandbox
 def test_no_programs_no_results() -> None:
-    assert shared_pool(2).run([]) == []
+    assert shared_pool(2).map(shared_pool(2).run_one, []) == []
 
 
 def during(
@@ -185,10 +185,10 @@ def test_workers_are_replaced_after_long_use(monkeypatch: pytest.MonkeyPatch) ->
 @needs_a_sandbox
 def test_a_closed_pool_says_so() -> None:
     with SandboxPool(1) as pool:
-        pool.run([SandboxJob(code="")])
+        pool.map(pool.run_one, [SandboxJob(code="")])
     pool.close()
     with pytest.raises(RuntimeError, match="it has been closed"):
-        pool.run([SandboxJob(code="")] * 2)
+        pool.map(pool.run_one, [SandboxJob(code="")] * 2)
     with pytest.raises(RuntimeError, match="it has been closed"):
         pool.run_one(SandboxJob(code=""))
 
@@ -205,7 +205,7 @@ def test_without_a_size_there_is_one_worker_per_core(there: int, monkeypatch: py
     monkeypatch.setattr(module, "cores", lambda: there)
     with SandboxPool() as pool:
         assert pool.size == there
-        assert [result.stdout for result in pool.run([SandboxJob(code="print(1)")] * 4)] == ["1\n"] * 4
+        assert [result.stdout for result in pool.map(pool.run_one, [SandboxJob(code="print(1)")] * 4)] == ["1\n"] * 4
 
 
 @pytest.mark.parametrize("workers_", [0, -1])
@@ -219,7 +219,9 @@ def test_without_namespaces_it_refuses_or_runs_unsafely(monkeypatch: pytest.Monk
     with pytest.raises(SandboxUnavailable, match="--unsafe-code-execution"):
         SandboxPool(1)
     with SandboxPool(2, unsafe_code_execution=True) as pool:
-        assert [result.stdout for result in pool.run([SandboxJob(code="print(1)"), SandboxJob(code="print(2)")])] == [
+        assert [
+            result.stdout for result in pool.map(pool.run_one, [SandboxJob(code="print(1)"), SandboxJob(code="print(2)")])
+        ] == [
             "1\n",
             "2\n",
         ]
@@ -233,7 +235,7 @@ def test_a_process_that_just_ends_leaves_nothing() -> None:
         from corral.lab.sandbox.pool import SandboxPool
         from corral.lab.sandbox import SandboxJob
         pool = SandboxPool(2)
-        pool.run([SandboxJob(code="")] * 4)
+        pool.map(pool.run_one, [SandboxJob(code="")] * 4)
         print(*[worker.process.pid for worker, _ in pool._idle])
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
@@ -245,12 +247,15 @@ def test_a_process_that_just_ends_leaves_nothing() -> None:
 @needs_a_sandbox
 def test_after_a_fork_the_pool_of_the_parent_is_left_alone() -> None:
     parents = shared_pool(2)
-    parents.run([SandboxJob(code="")])
+    parents.map(parents.run_one, [SandboxJob(code="")])
     before = [worker.process.pid for worker, _ in parents._idle]
     child = os.fork()
     if child == 0:
         refused = 0
-        for use in (lambda: parents.run([SandboxJob(code="")] * 2), lambda: parents.run_one(SandboxJob(code=""))):
+        for use in (
+            lambda: parents.map(parents.run_one, [SandboxJob(code="")] * 2),
+            lambda: parents.run_one(SandboxJob(code="")),
+        ):
             try:
                 use()
             except RuntimeError:
@@ -259,7 +264,7 @@ def test_after_a_fork_the_pool_of_the_parent_is_left_alone() -> None:
         ours = shared_pool(2)
         os._exit(0 if refused == 2 and ours is not parents and ours.run_one(SandboxJob(code="print(1)")).stdout == "1\n" else 2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert parents.run([SandboxJob(code="print(2)")])[0].stdout == "2\n"
+    assert parents.map(parents.run_one, [SandboxJob(code="print(2)")])[0].stdout == "2\n"
     assert [worker.process.pid for worker, _ in parents._idle] == before
 
 

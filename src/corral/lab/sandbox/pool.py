@@ -2,7 +2,6 @@
 
 import logging
 import os
-from collections.abc import Iterable
 from functools import cache
 
 from corral.cores import cores
@@ -49,7 +48,7 @@ def available_backend(backend: str | None = None) -> str:
 
 
 class SandboxPool(WorkerPool[SandboxWorker]):
-    """Pool of workers that run untrusted programs, as a context manager.
+    """Pool of workers that run untrusted programs, as a context manager: `pool.map(pool.run_one, jobs)`.
 
     A program whose worker died is run once more, since it may not have been its fault; one whose worker hung counts as timed
     out.
@@ -76,10 +75,6 @@ class SandboxPool(WorkerPool[SandboxWorker]):
     def _start(self) -> SandboxWorker:
         assert self.backend is not None
         return SandboxWorker(self.backend)
-
-    def run(self, jobs: Iterable[SandboxJob]) -> list[SandboxResult]:
-        """Run every program; results keep the order of the jobs."""
-        return self.map(self.run_one, list(jobs))
 
     def run_one(self, job: SandboxJob) -> SandboxResult:
         """Run one program in the calling thread."""
