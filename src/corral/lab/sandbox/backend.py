@@ -3,8 +3,6 @@
 import marshal
 import os
 import shutil
-import sys
-from collections.abc import Callable
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -100,22 +98,3 @@ def _bubblewrap() -> list[str]:
     for path in visible.hidden:
         arguments += ["--tmpfs", path, "--remount-ro", path]
     return [*arguments, "--remount-ro", "/", "--chdir", "/", "--"]
-
-
-def choose(works: Callable[[str], str], backend: str | None = None) -> str:
-    """Choose the first working backend, or the requested backend; SandboxUnavailable with every reason if none works.
-
-    Args:
-        works: tries a backend and returns why it does not work, or "".
-        backend: one name, or None for the best there is.
-    """
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"sandbox: `backend` is one of {', '.join(BACKENDS)}, or None for the best there is; got {backend!r}.")
-    if not sys.platform.startswith("linux"):
-        raise refusal(f"it runs {sys.platform}")
-    reasons = []
-    for name in (backend,) if backend else BACKENDS:
-        if not (reason := works(name)):
-            return name
-        reasons.append(f"{name}: {reason}")
-    raise refusal("; ".join(reasons))

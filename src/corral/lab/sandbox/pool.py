@@ -2,10 +2,11 @@
 
 import logging
 import os
+import sys
 from functools import cache
 
 from corral.cores import cores
-from corral.lab.sandbox.backend import choose
+from corral.lab.sandbox.backend import BACKENDS, refusal
 from corral.lab.sandbox.result import SandboxJob, SandboxResult
 from corral.lab.sandbox.unsafe import run_unsafe, run_unsafe_connected
 from corral.lab.sandbox.view import SandboxUnavailable
@@ -43,8 +44,17 @@ def memory_bound(backend: str) -> str:
 
 
 def available_backend(backend: str | None = None) -> str:
-    """Return the isolation backend in use. Raises SandboxUnavailable with the reasons if no backend works."""
-    return choose(why_not, backend)
+    """Choose the first backend that works, or the given one. Raises SandboxUnavailable with every reason if none works."""
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"sandbox: `backend` is one of {', '.join(BACKENDS)}, or None for the best there is; got {backend!r}.")
+    if not sys.platform.startswith("linux"):
+        raise refusal(f"it runs {sys.platform}")
+    reasons = []
+    for name in (backend,) if backend else BACKENDS:
+        if not (reason := why_not(name)):
+            return name
+        reasons.append(f"{name}: {reason}")
+    raise refusal("; ".join(reasons))
 
 
 class SandboxPool(WorkerPool[SandboxWorker]):
