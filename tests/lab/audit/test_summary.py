@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from corral.lab.audit.folder import SCHEMA, AuditFolder, read_audit
 from corral.lab.audit.tally import PROBABILITY, PROBABILITY_NAMES, Audit, audit_table
-from corral.lab.audit.tokens import VERDICTS, token_kinds
+from corral.lab.audit.tokens import VERDICTS, kinds
 from corral.lab.audit.words import clip_range, number, percent, sentences
 
 INFO = {"what": "compared after one update", "rules": {**RULES.as_dict(), "own": True}}
@@ -133,10 +133,11 @@ def test_bucket_edges() -> None:
 @given(st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), min_size=1))
 def test_every_token_is_of_exactly_one_kind(drawn: list[tuple[bool, bool, bool]]) -> None:
     blocked, outside, outward = (np.array(column) for column in zip(*drawn, strict=True))
-    kinds = token_kinds(blocked, outside, outward).tolist()
-    assert [kind in ("false", "right") for kind in kinds] == blocked.tolist()
-    assert [kind in ("right", "missed", "back") for kind in kinds] == outside.tolist()
-    assert [kind == "missed" for kind in kinds] == [not a and b and c for a, b, c in drawn]
+    tokens = pd.DataFrame({"clipped": blocked, "kl": np.where(outside, 0.3, 0.2), "outward": outward})
+    found = kinds(tokens, "kl", 0.2).tolist()
+    assert [kind in ("false", "right") for kind in found] == blocked.tolist()
+    assert [kind in ("right", "missed", "back") for kind in found] == outside.tolist()
+    assert [kind == "missed" for kind in found] == [not a and b and c for a, b, c in drawn]
 
 
 def test_infinities_are_written_as_such() -> None:

@@ -37,12 +37,13 @@ def _ratio(log_ratio: pd.Series) -> pd.Series:
     return np.exp(log_ratio.clip(upper=20.0))
 
 
-def _directed(rise: Callable[[pd.Series], Any], fall: Callable[[pd.Series], Any]) -> _Score:
+def _directed(rise: Callable[[pd.Series], Any], fall: Callable[[pd.Series], Any], column: str = "log_ratio") -> _Score:
     """Build a score from the ratio new/old: `rise` for a positive advantage, `fall` for a negative advantage, −inf for 0."""
 
     def score(tokens: pd.DataFrame) -> Floats:
-        ratio = _ratio(tokens["log_ratio"])
-        return np.select([tokens["advantage"] > 0, tokens["advantage"] < 0], [rise(ratio), fall(ratio)], -np.inf)
+        ratio = _ratio(tokens[column])
+        none = ratio.where(ratio.isna(), -np.inf)  # NaN stays NaN
+        return np.select([tokens["advantage"] > 0, tokens["advantage"] < 0], [rise(ratio), fall(ratio)], none)
 
     return score
 
@@ -50,11 +51,6 @@ def _directed(rise: Callable[[pd.Series], Any], fall: Callable[[pd.Series], Any]
 def _beyond(far: pd.Series) -> Floats:
     """Score of tokens that are blocked whatever the bound: +inf for tokens in `far`, −inf for all others."""
     return np.where(far, np.inf, -np.inf)
-
-
-def _gspo(tokens: pd.DataFrame) -> pd.Series:
-    score = np.sign(tokens["advantage"]) * (_ratio(tokens["sequence_log_ratio"]) - 1)
-    return score.where(tokens["advantage"] != 0, score - np.inf)  # NaN stays NaN
 
 
 def _gmpo(tokens: pd.DataFrame) -> pd.Series:
@@ -90,7 +86,9 @@ def _troll(tokens: pd.DataFrame) -> pd.Series:
 
 
 _TV, _KL = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5), (0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
-_clip = _directed(lambda ratio: ratio - 1, lambda ratio: 1 - ratio)
+_clip, _gspo = (
+    _directed(lambda ratio: ratio - 1, lambda ratio: 1 - ratio, column) for column in ("log_ratio", "sequence_log_ratio")
+)
 _clip_higher = _directed(lambda ratio: ratio - 1, lambda ratio: _beyond(1 - ratio > _CLIP))
 _dual_clip = _directed(lambda ratio: _beyond(ratio - 1 > _CLIP), lambda ratio: np.where(1 - ratio > _CLIP, np.inf, ratio))
 
@@ -124,7 +122,7 @@ def range_rule(low: float, high: float) -> RuleFamily:
     return RuleFamily(AUDITED, f"Clip, {1 - low:.4g} … {1 + high:.4g}, as audited", "", (0.0,), 0.0, score)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Ball:
     """Counts of tokens that a rule blocks and passes, inside and outside a ball of KL or total variation."""
 
@@ -196,14 +194,12 @@ class Threshold:
 
 
 class ThresholdTally:
-    """Counts of tokens by rule, by the number of bounds that their score exceeds, and by their position in the balls.
-
-    Bits of a cell: 1 is outside the KL ball, 2 outside the TV ball, 4 pushed further out.
-    """
+    """Counts of tokens by rule, by the number of bounds that their score exceeds, and by their position in the balls."""
 
     def __init__(self, kl_bound: float, tv_bound: float, families: Sequence[RuleFamily] = FAMILIES) -> None:
         self.kl_bound, self.tv_bound, self.families = kl_bound, tv_bound, families
-        self._counts: defaultdict[str, NDArray[np.int64]] = defaultdict(lambda: np.zeros((8, 8), dtype=np.int64))
+        self._counts: defaultdict[str, NDArray[np.int64]] = defaultdict(lambda: np.zeros((8, 2, 2, 2), dtype=np.int64))
+        """Rule → counts [exceeded bounds, pushed further out, outside the TV ball, outside the KL ball]."""
         self.tokens = 0
 
     def add(self, tokens: pd.DataFrame) -> None:
@@ -215,22 +211,16 @@ class ThresholdTally:
             if not np.isnan(score := family.score(tokens)).any():
                 levels[family.name] = np.searchsorted(family.bounds, score, side="left")  # how many bounds it is above
         for name, level in levels.items():
-            self._counts[name] += np.bincount(8 * level + cell, minlength=64).reshape(8, 8)
+            self._counts[name] += np.bincount(8 * level + cell, minlength=64).reshape(8, 2, 2, 2)
 
     def balls(self, name: str, place: int = 0) -> dict[str, Ball]:
         """Counts in the `kl` and `tv` balls, for a rule at its bound number `place` or a verdict such as "clipped acts"."""
         blocked, passed = self._counts[name][place + 1 :].sum(0), self._counts[name][: place + 1].sum(0)
-        cell = np.arange(8)
-        return {
-            ball: Ball(
-                blocked_inside=int(blocked[~outside].sum()),
-                blocked_outside=int(blocked[outside].sum()),
-                passed_inside=int(passed[~outside].sum()),
-                passed_outside=int(passed[outside].sum()),
-                passed_outward=int(passed[outside & (cell & 4 > 0)].sum()),
-            )
-            for ball, outside in (("kl", cell & 1 > 0), ("tv", cell & 2 > 0))
-        }
+        found = {}
+        for ball, other in (("kl", 1), ("tv", 2)):  # the axis of the other ball is summed over
+            counts = *blocked.sum((0, other)), *passed.sum((0, other)), passed.sum(other)[1, 1]
+            found[ball] = Ball(*map(int, counts))
+        return found
 
     def rows(self) -> list[Threshold]:
         """Thresholds of every rule that could be computed on all tokens, at every bound."""

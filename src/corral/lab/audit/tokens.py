@@ -52,15 +52,13 @@ def make_tokens(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def kinds(tokens: pd.DataFrame, ball: str, bound: float) -> Names:
-    """Classify each token by clipping and the `kl` or `tv` ball of radius `bound`, as `token_kinds` does."""
-    return token_kinds(*(column.to_numpy() for column in (tokens["clipped"], tokens[ball] > bound, tokens["outward"])))
+    """Classify each token by what clipping does to it, and by its place in the `kl` or `tv` ball of radius `bound`.
 
-
-def token_kinds(blocked: Bools, outside: Bools, outward: Bools) -> Names:
-    """Classify tokens: blocked inside or outside the ball, passed inside it, or passed outside and pushed further out or back.
-
-    `false` and `missed` are a rule's errors, `right`, `passed` and `back` are not.
+    `false` (blocked inside the ball) and `missed` (passed outside it, pushed further out) are clipping's errors. `right`
+    (blocked outside), `passed` (inside) and `back` (passed outside, on its way back) are not.
     """
+    blocked, outside, outward = (tokens[name].to_numpy() for name in ("clipped", ball, "outward"))
+    outside = outside > bound
     return np.select(
         [blocked & ~outside, blocked & outside, outside & outward, outside], ["false", "right", "missed", "back"], "passed"
     )

@@ -11,15 +11,13 @@ from typing import Any
 import pandas as pd
 
 from corral.lab.report import figures, outcomes
-from corral.lab.report.html import shorten
+from corral.lab.report.html import Row, shorten
 from corral.lab.report.looks import Look, assign_looks
 from corral.lab.report.outcomes import Group, group_runs, split_runs
 from corral.lab.report.read import Run, SavedComparison, flatten, setting_text, table_in
 from corral.lab.report.sweep import Sweep, find_sweeps, sweep_table
 from corral.lab.run.settings import SECRET
 from corral.validate import RunError
-
-_Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +40,7 @@ class RunReport:
     """Number of steps per point of a figure."""
     scores: pd.DataFrame
     """Table of scores with a row per run, from `score_runs`."""
-    tables: Mapping[str, list[_Row]]
+    tables: Mapping[str, list[Row]]
 
     @property
     def runs(self) -> list[Run]:
@@ -60,7 +58,7 @@ class RunReport:
         return list(dict.fromkeys(run.seed for run in self.runs))
 
     @cached_property
-    def final_pairs(self) -> list[_Row]:
+    def final_pairs(self) -> list[Row]:
         """Comparisons of final values: leader first in each pair, significant differences before others, then by size."""
         return outcomes.sort_pairs([row for row in self.tables["comparisons"] if row["measure"] == "final"])
 
@@ -165,7 +163,7 @@ def name_seeds(seeds: Sequence[object]) -> str:
 # --------------------------------------------------------------------------------------------- events, settings, commands
 
 
-def events(groups: Sequence[Group]) -> list[_Row]:
+def events(groups: Sequence[Group]) -> list[Row]:
     """Build a table of problems: guard warnings, incomplete runs, and missing or damaged files."""
     found: dict[tuple[Any, ...], list[str]] = {}
     for group in groups:
@@ -178,7 +176,7 @@ def events(groups: Sequence[Group]) -> list[_Row]:
     return [_event(label, ", ".join(seeds), kind, what, step) for (label, step, kind, what, _), seeds in found.items()]
 
 
-def _event(objective: str, seed: str, kind: str, what: str, step: int | None = None) -> _Row:
+def _event(objective: str, seed: str, kind: str, what: str, step: int | None = None) -> Row:
     return {"objective": objective, "seed": seed, "step": step, "kind": kind, "what": what}
 
 
@@ -198,7 +196,7 @@ def _events(run: Run, again: int) -> Iterator[tuple[int | None, str, str]]:
         yield None, "file", note
 
 
-def plan_events(comparisons: Sequence[SavedComparison], runs: Sequence[Run]) -> list[_Row]:
+def plan_events(comparisons: Sequence[SavedComparison], runs: Sequence[Run]) -> list[Row]:
     """List planned runs without a folder here: not started, failed at once, or not given to the report."""
     there, rows = {run.path.resolve() for run in runs}, []
     for entry in (entry for comparison in comparisons for path, entry in comparison.places() if path not in there):
@@ -210,7 +208,7 @@ def plan_events(comparisons: Sequence[SavedComparison], runs: Sequence[Run]) -> 
     return rows
 
 
-def configuration(groups: Sequence[Group]) -> tuple[list[_Row], list[_Row]]:
+def configuration(groups: Sequence[Group]) -> tuple[list[Row], list[Row]]:
     """Build two tables: settings in which groups differ, with a column per group, and settings that all groups share."""
     several = len({group.problem for group in groups}) > 1
     columns: dict[str, dict[str, str]] = {}
@@ -238,7 +236,7 @@ def _settings(group: Group) -> dict[str, str]:
     return found
 
 
-def versions(groups: Sequence[Group]) -> list[_Row]:
+def versions(groups: Sequence[Group]) -> list[Row]:
     """List the versions of packages in the runs, several for a package if runs differ."""
     runs = [run.config for group in groups for run in group.runs]
     frame = pd.DataFrame([{**table_in(config, "versions"), "commit": config.get("commit")} for config in runs])
@@ -246,7 +244,7 @@ def versions(groups: Sequence[Group]) -> list[_Row]:
     return [{"package": key, "versions": ", ".join(each), "differ": len(each) > 1} for key, each in found.items() if each]
 
 
-def commands(groups: Sequence[Group]) -> list[_Row]:
+def commands(groups: Sequence[Group]) -> list[Row]:
     """List for each run its command, script and settings, from which the run can be repeated."""
     return [
         {

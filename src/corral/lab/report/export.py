@@ -14,10 +14,10 @@ import pandas as pd
 
 from corral.lab.report.content import RunReport, name_seeds
 from corral.lab.report.figures import Metric, curve, kl_bound
-from corral.lab.report.html import shorten
+from corral.lab.report.html import Row, shorten
 from corral.lab.report.looks import LIGHT, MARKERS
 from corral.lab.report.outcomes import Group
-from corral.lab.report.page import page_data
+from corral.lab.report.page import AXES, page_data
 from corral.lab.report.sweep import AUTO
 from corral.lab.run.files import disk_errors, write_whole
 from corral.lab.run.text import visible
@@ -26,9 +26,7 @@ from corral.validate import RunError, pip_install
 _FORMULA = ("=", "+", "-", "@", "＝", "＋", "－", "＠")
 """First characters of a text that a spreadsheet would compute as a formula."""
 
-_AXES = {"step": "steps", "env_steps": "environment steps"}
-
-_Rows = list[dict[str, Any]]
+_Rows = list[Row]
 
 _Figures = dict[str, tuple[str, Callable[[Any], object]]]
 """File name of each figure → (text about the runs, function that draws on the figure's axes)."""
@@ -146,7 +144,7 @@ def draw_curves(
             axes.annotate(f"bound {bound:g}", fontsize="x-small", **place)
     axes.locator_params(axis="x", integer=True)
     _in_percent(axes.yaxis, metric.percent)
-    axes.set(xlabel=_AXES[axis], ylabel=metric.title)
+    axes.set(xlabel=AXES[axis], ylabel=metric.title)
     axes.legend(frameon=False, fontsize="small", title="objective (seeds)", title_fontsize="small")
 
 

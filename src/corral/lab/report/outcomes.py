@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from corral.lab.report import statistics
-from corral.lab.report.html import shorten
+from corral.lab.report.html import Row, shorten
 from corral.lab.report.read import Run, SavedComparison, flatten, setting_text, table_in
 from corral.lab.run.interval import Estimate
 from corral.lab.run.settings import SECRET
@@ -152,8 +152,6 @@ def _natural(text: str) -> tuple[Any, ...]:
 
 # ---------------------------------------------------------------------------------------------------------------- scores
 
-_Row = dict[str, Any]
-
 BESIDE = ("greedy", "return")
 """Metrics reported beside the main one: greedy success, and the return of robots."""
 
@@ -266,18 +264,18 @@ def default_threshold(scores: pd.DataFrame, measure: Measure) -> float | None:
     return start + 0.9 * (best - start) if len(ends) and best > start else None
 
 
-def _columns(name: str, estimate: Estimate | None) -> _Row:
+def _columns(name: str, estimate: Estimate | None) -> Row:
     """Split an estimate into three columns of a table row: value, low and high."""
     value, low, high = (None, None, None) if estimate is None else (estimate.value, estimate.low, estimate.high)
     return {name: value, f"{name}_low": low, f"{name}_high": high}
 
 
-def results(groups: Sequence[Group], scores: pd.DataFrame, threshold: float | None) -> list[_Row]:
+def results(groups: Sequence[Group], scores: pd.DataFrame, threshold: float | None) -> list[Row]:
     """Compute one row per group: final value, area, greedy success, steps to the threshold, collapses, time."""
     rows = []
     for group in groups:
         runs = _counted(scores[scores["group"] == group.key])
-        row: _Row = {"objective": group.objective, "setting": group.setting, "problem": group.problem}
+        row: Row = {"objective": group.objective, "setting": group.setting, "problem": group.problem}
         row |= {"runs": len(group.runs), "counted": len(runs)}
         for name in ("final", "area", *BESIDE):
             known = runs[name].dropna().to_numpy(float)
@@ -294,7 +292,7 @@ def results(groups: Sequence[Group], scores: pd.DataFrame, threshold: float | No
     return rows
 
 
-def comparisons(groups: Sequence[Group], scores: pd.DataFrame, measure: Measure) -> list[_Row]:
+def comparisons(groups: Sequence[Group], scores: pd.DataFrame, measure: Measure) -> list[Row]:
     """Compare contestants in pairs: one row with a sentence per pair and measure.
 
     p-values have Holm's correction over all pairs of a measure.
@@ -376,7 +374,7 @@ def _other_differences(ours: Group, theirs: Group) -> str:
     return ", ".join(names)
 
 
-def overall(scores: pd.DataFrame, measure: Measure) -> list[_Row]:
+def overall(scores: pd.DataFrame, measure: Measure) -> list[Row]:
     """Compute one row per contestant with runs on every problem: interquartile mean, and mean over tasks and seeds.
 
     Runs are resampled within each task (rliable's stratified bootstrap). Nothing if there are fewer than two problems, or
@@ -423,7 +421,7 @@ def normalise_scores(scores: pd.DataFrame, measure: Measure) -> pd.DataFrame:
     return found.assign(score=(found["final"] - start) / room)[room > 0]
 
 
-def sort_pairs(rows: Sequence[_Row]) -> list[_Row]:
+def sort_pairs(rows: Sequence[Row]) -> list[Row]:
     """Sort pairs: leader first in each pair, significant differences before others, then by size."""
     turned = []
     for row in rows:

@@ -26,7 +26,7 @@ _FILTERED = ("curves", "region", "motion", "tokens")
 
 _HTML = html.macros("report.html")
 
-_AXES = {
+AXES = {
     "step": "steps", "update": "updates", "rollouts": "rollouts", "env_steps": "environment steps", "tokens": "tokens",
     "seconds": "seconds",
 }  # fmt: skip
@@ -67,8 +67,8 @@ def page(report: RunReport) -> str:
     logged = {key for run in runs for line in run.lines for key in line}
     there = {"rollouts": all(run.rollouts_per_step for run in runs)}
     there |= {"env_steps": "env_steps" in logged, "tokens": "num_tokens" in logged}
-    names = ["env_steps", *_AXES] if robots else [*_AXES]
-    axes = {name: _AXES[name] for name in names if there.get(name, True)}
+    names = ["env_steps", *AXES] if robots else [*AXES]
+    axes = {name: AXES[name] for name in names if there.get(name, True)}
 
     how = ", ".join(f"{number} {stopped}" for stopped, number in sorted(Counter(run.stopped for run in runs).items()))
     seeds = {len(group.runs) for group in report.groups}
