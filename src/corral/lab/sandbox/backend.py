@@ -42,16 +42,14 @@ ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
 }
 
-_REFUSAL = (
-    "sandbox: programs written by a model are run in Linux namespaces, and this system does not offer them ({reasons}). "
-    "Install bubblewrap or allow unprivileged user namespaces. To run such programs as yourself, with all your files and your "
-    "network in their reach, pass --unsafe-code-execution (in Python: unsafe_code_execution=True)."
-)
-
 
 def refusal(reasons: str) -> SandboxUnavailable:
     """Build the error for a system without a working sandbox, with the reasons and what to do."""
-    return SandboxUnavailable(_REFUSAL.format(reasons=reasons))
+    return SandboxUnavailable(
+        f"sandbox: programs written by a model are run in Linux namespaces, and this system does not offer them ({reasons}). "
+        "Install bubblewrap or allow unprivileged user namespaces. To run such programs as yourself, with all your files and "
+        "your network in their reach, pass --unsafe-code-execution (in Python: unsafe_code_execution=True)."
+    )
 
 
 @cache
