@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import corral
-from corral.head.forward import _Head
+from corral.head.forward import HeadFunction
 from corral.head.logits import LogitSpec
 from corral.head.rows import HeadInput
 from interpreted import DEVICE, HALF, small_tiles
@@ -74,7 +74,7 @@ class Problem:
         report = torch.full((2,), math.nan, device=DEVICE)
         bias = leaves[2] if len(leaves) > 2 else None
         source = HeadInput(*leaves[:2], bias, self.tokens, self.ids, self.spec, entropy=self.entropy)
-        rows = _Head.on(source, lm_head_forward, partial(gradients.lm_head_backward, tolerance=1e-3, report=report))
+        rows = HeadFunction.on(source, lm_head_forward, partial(gradients.lm_head_backward, tolerance=1e-3, report=report))
         total = self.total(rows.logp, rows.entropy, rows.kept, rows.rest)
         return torch.autograd.grad(total, [leaves[i] for i in needed]), report
 

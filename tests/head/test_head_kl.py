@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from corral import categorical_kl, head_kl
 from corral.head.logits import LogitSpec
+from corral.head.torch import stream
 from corral.head.torch.head_kl import HeadStates, head_kl_both_ways
 from device import DEVICE
 from tolerance import assert_close
@@ -91,9 +92,9 @@ def test_networks_of_different_width_share_a_vocabulary():
 
 
 def test_blocks_of_rows_and_columns_join(monkeypatch):
-    module = sys.modules[head_kl.__module__]
-    monkeypatch.setattr(module, "COLUMNS", 16)
-    monkeypatch.setattr(module, "MOST_ROWS", 32)
+    for module in (stream, sys.modules[head_kl.__module__]):
+        monkeypatch.setattr(module, "COLUMNS", 16)
+    monkeypatch.setattr(stream, "MOST_ROWS", 32)
     given = networks(n=71)
     assert_close(head_kl(*given), oracle(*given))
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import corral
-from corral.head.forward import _Head
+from corral.head.forward import HeadFunction
 from corral.head.logits import LogitSpec
 from corral.head.rows import HeadInput, HeadRows
 from interpreted import DEVICE, HALF, small_tiles
@@ -51,7 +51,7 @@ def problem(rows: int, vocabulary: int, dtype: torch.dtype = torch.float32) -> t
 def head(*given: object, tolerance: float = 0.0, report: Tensor | None = None) -> HeadRows:
     """The head with autograd, on rows."""
     backward = partial(dense_backward.lm_head_backward, tolerance=tolerance, report=report)
-    return _Head.on(HeadInput(*given), select.lm_head_forward, backward)
+    return HeadFunction.on(HeadInput(*given), select.lm_head_forward, backward)
 
 
 def stream_head(*given: object) -> HeadRows:

@@ -105,7 +105,7 @@ def lm_head(
     source = source.map(lambda x: x.reshape(tokens.numel(), *x.shape[tokens.ndim :]))
     if choose("lm_head", impl, hidden, weight, top_k, 0 if ids is None else ids.shape[-1]) == "torch":
         source = check_tokens("lm_head", source, shard.vocabulary)
-        rows = _Head.on(source, partial(head_forward, shard=shard), partial(head_backward, shard=shard))
+        rows = HeadFunction.on(source, partial(head_forward, shard=shard), partial(head_backward, shard=shard))
     else:
         from corral.head.triton.backward import lm_head_backward  # Triton is an optional dependency
         from corral.head.triton.support import lm_head_forward
@@ -117,7 +117,7 @@ def lm_head(
         source = replace(source, tokens=source.tokens.long(), ids=None if source.ids is None else source.ids.long())
         source = source.map(Tensor.contiguous, shared=True)  # kernels read one row behind the other
         with torch.cuda.device_of(hidden):  # Triton launches on the current device, wherever the tensors are
-            rows = _Head.on(source, lm_head_forward, partial(lm_head_backward, tolerance=tolerance, report=report))
+            rows = HeadFunction.on(source, lm_head_forward, partial(lm_head_backward, tolerance=tolerance, report=report))
     dist = None
     if ids is not None or top_k is not None:
         dist = rows.dist.map(lambda x: x.reshape(*shape, *x.shape[1:]))
@@ -126,7 +126,7 @@ def lm_head(
     return HeadOutput(rows.logp.reshape(shape), rows.entropy.reshape(shape) if entropy else None, dist, report)
 
 
-class _Head(torch.autograd.Function):
+class HeadFunction(torch.autograd.Function):
     """Autograd function of the head for hidden states [N, H]. The PyTorch and Triton paths pass their forward and backward."""
 
     @classmethod

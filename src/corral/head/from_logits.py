@@ -1,18 +1,16 @@
 """Log-probs, entropy and top-k tokens from logits that an engine has made, also where processes share the vocabulary."""
 
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from corral.head.forward import HeadOutput
+from corral.head.forward import HeadFunction, HeadOutput
 from corral.head.logits import LogitSpec, Scratch, slices
-from corral.head.rows import HeadInput, HeadRows, Upstream
-from corral.head.torch.stream import HELD, MOST_ROWS, HeadGradients, LogitGradient, Shard, read_logits
+from corral.head.rows import Gradients, HeadInput, HeadRows, Upstream
+from corral.head.torch.stream import HELD, MOST_ROWS, HeadGradients, LogitGradient, Shard, check_tokens, read_logits
 from corral.numerics import common_dtype, require_tensors
-from corral.support import check_ids, check_unique
 
 
 def head_from_logits(
@@ -59,51 +57,37 @@ def head_from_logits(
     shard = Shard.of(logits.T, group)
     if top_k is not None and not 1 <= top_k <= shard.vocabulary:
         raise ValueError(f"head_from_logits: `top_k` must lie in 1 … V = {shard.vocabulary}; got {top_k!r}.")
-    check_ids("head_from_logits", "tokens", tokens, lowest=0, vocabulary=shard.vocabulary)
-    if ids is not None:
-        check_ids("head_from_logits", "ids", ids, lowest=-1, vocabulary=shard.vocabulary)
-        check_unique("head_from_logits", "ids", ids)
-        ids = ids.long()
     spec = LogitSpec(temperature=temperature)
-    source = HeadInput(logits.detach(), logits.detach(), None, tokens.long(), ids, spec, top_k, mass, entropy)
-    rows = HeadRows(*_FromLogits.apply(logits, source, shard))
+    # The logits stand in the place of hidden states, whose autograd function this is; `weight` is not read.
+    source = HeadInput(logits, logits.detach(), None, tokens, ids, spec, top_k, mass, entropy)
+    source = check_tokens("head_from_logits", source, shard.vocabulary)
+    rows = HeadFunction.on(source, partial(_forward, shard=shard), partial(_backward, shard=shard))
     dist = None if ids is None and top_k is None else rows.dist
     return HeadOutput(rows.logp, rows.entropy if entropy else None, dist)
 
 
-class _FromLogits(torch.autograd.Function):
-    """Autograd function of `head_from_logits`, whose `source.hidden` are the logits."""
+def _forward(source: HeadInput, shard: Shard) -> HeadRows:
+    """Compute the results for all rows, some at a time."""
+    logits, dtype, scratch = source.hidden, common_dtype(source.hidden), Scratch(source.hidden.device)
+    return HeadRows.cat(
+        [
+            read_logits(source.spec.finish_(logits[part].to(dtype, copy=True)), source[part], shard, scratch)[0]
+            # The same slices in all processes, which talk to each other about each; one of no rows for an empty batch.
+            for part in list(slices(len(logits), _rows_at_once(shard))) or [slice(0, 0)]
+        ]
+    )
 
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, source: HeadInput, shard: Shard) -> tuple[Tensor, ...]:
-        dtype, scratch = common_dtype(logits), Scratch(logits.device)
-        rows = HeadRows.cat(
-            [
-                read_logits(source.spec.finish_(logits[part].to(dtype, copy=True)), source[part], shard, scratch)[0]
-                # The same slices in all processes, which talk to each other about each; one of no rows for an empty batch.
-                for part in list(slices(len(logits), _rows_at_once(shard))) or [slice(0, 0)]
-            ]
-        )
-        ctx.spec, ctx.entropy, ctx.shard = source.spec, source.entropy, shard
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(rows.lse, rows.ids, rows.rest_max)
-        ctx.save_for_backward(logits, source.tokens, *vars(rows).values())
-        return tuple(vars(rows).values())
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor, None, None]:
-        logits, tokens, *fields = ctx.saved_tensors
-        rows, (_, logp, _, kept, rest, entropy, _) = HeadRows(*fields), upstream
-        grads = HeadGradients.of(Upstream(logp=logp, kept=kept, rest=rest, entropy=entropy), rows).scaled(ctx.spec.slope)
-        picked, whole = grads.nonzero(), [slice(0, logits.shape[1])]
-        found = torch.zeros_like(logits)
-        for part in slices(len(picked), _rows_at_once(ctx.shard)):
-            row = picked[part]
-            z = ctx.spec.finish_(logits[row].to(rows.lse.dtype))
-            make = LogitGradient(tokens[row], rows[row], grads[row], whole, first=ctx.shard.start, entropy=ctx.entropy)
-            found[row] = make.block(z, 0, torch.empty_like(z) if ctx.entropy else None).to(found.dtype)
-        return found, None, None
+def _backward(source: HeadInput, rows: HeadRows, upstream: Upstream, needed: Sequence[bool], shard: Shard) -> Gradients:
+    """Compute the gradient of the logits in their dtype, some rows at a time."""
+    logits, spec, grads = source.hidden, source.spec, HeadGradients.of(upstream, rows, source.spec.slope)
+    picked, whole, found = grads.nonzero(), [slice(0, logits.shape[1])], torch.zeros_like(logits)
+    for part in slices(len(picked), _rows_at_once(shard)):
+        row = picked[part]
+        z = spec.finish_(logits[row].to(rows.lse.dtype))
+        make = LogitGradient(source.tokens[row], rows[row], grads[row], whole, first=shard.start, entropy=source.entropy)
+        found[row] = make.block(z, 0, torch.empty_like(z) if source.entropy else None).to(found.dtype)
+    return Gradients(found, None, None)
 
 
 def _rows_at_once(shard: Shard) -> int:

@@ -81,7 +81,7 @@ def _add_gradients(
     `source`, `rows`, `grads` and `outside` are of this block, whose place in dH is `part`. The memory of `outside` is
     overwritten. With `fresh`, dW is written and not added to.
     """
-    weight, dtype = source.weight, rows.lse.dtype
+    weight, dtype, (masses, peak) = source.weight, rows.lse.dtype, outside
     blocks = list(slices(len(weight), block_size(weight.device, len(picked))[1]))
     gradient = LogitGradient(source.tokens[picked], rows[picked], grads[picked], blocks, entropy=False)
     singles = gradient.singles(torch.cat([rows.kept, rows.logp[:, None]], -1)[picked])
@@ -89,8 +89,8 @@ def _add_gradients(
     d_hidden = None if sums.hidden is None else torch.zeros_like(h, dtype=dtype)
     for i, block in enumerate(blocks):
         shape = (len(picked), block.stop - block.start)
-        mass = torch.index_select(outside.mass[:, block], 0, picked, out=scratch("mass", shape, dtype))
-        dz = gradient.of_mass(mass, outside.peak[picked, None], i, singles)
+        mass = torch.index_select(masses[:, block], 0, picked, out=scratch("mass", shape, dtype))
+        dz = gradient.of_mass(mass, peak[picked, None], i, singles)
         if d_hidden is not None:
             accumulate(d_hidden, dz, operand(weight[block], dtype, scratch))
         if sums.weight is not None:

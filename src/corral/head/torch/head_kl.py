@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from corral.divergence.categorical import kl_elements
 from corral.head.logits import LogitSpec, Scratch, operand, slices
-from corral.head.torch.stream import COLUMNS, HELD, MOST_ROWS, ROWS, make_logits
+from corral.head.torch.stream import COLUMNS, ROWS, make_logits, rows_at_once, sum_exp
 from corral.numerics import common_dtype, require_tensors, without_autocast
 
 
@@ -79,10 +79,9 @@ def _measure(new: HeadStates, old: HeadStates, spec: LogitSpec, *, both: bool) -
             f"{list(old.hidden.shape[:-1])}, vocabularies {vocabulary} and {len(old.weight)}. Were both run on one batch?"
         )
     dtype = common_dtype(new.hidden, new.weight, old.hidden, old.weight)
-    at_once = HELD.get(device.type, HELD["cpu"]) // 2 // max(vocabulary, 1) // ROWS * ROWS
     found = [torch.empty(shape.numel(), dtype=dtype, device=device) for _ in range(1 + both)]
     scratch = Scratch(device), Scratch(device)  # both networks' logits are read together
-    for part in slices(shape.numel(), max(ROWS, min(at_once, MOST_ROWS))):
+    for part in slices(shape.numel(), rows_at_once(new.weight, share=2)):
         p, q = (_log_softmax(*side, part, spec, dtype, memory) for side, memory in zip((new, old), scratch, strict=True))
         for kl, (one, other) in zip(found, ((p, q), (q, p)), strict=False):
             total = torch.zeros(len(p), dtype=dtype, device=device)
@@ -101,8 +100,6 @@ def _log_softmax(
     h = pad(operand(hidden, dtype), (0, 0, 0, -len(hidden) % ROWS))
     z = make_logits(h, weight, None if bias is None else bias.to(dtype), spec, dtype, scratch)
     # Relative to the largest first: a normaliser is as large as the logits are, and would cost their digits.
-    z.sub_(z.amax(-1, keepdim=True))
-    total = torch.zeros(len(z), dtype=dtype, device=z.device)
-    for block in slices(len(weight), COLUMNS):
-        total += z[:, block].exp().sum(-1)
-    return z.sub_(total.log()[:, None])
+    peak = z.amax(-1)
+    log_total = sum_exp(z, peak, scratch).log()
+    return z.sub_(peak[:, None]).sub_(log_total[:, None])

@@ -103,14 +103,9 @@ IMPOSSIBLE = -1e4
 """Finite value in place of −inf for x = z − max z: eˣ and x eˣ are 0 in every dtype, and 0 · x is still 0."""
 
 
-@dataclass(frozen=True, eq=False)
-class Outside(Tensors):
-    """Exponentials of the logits outside the top-k or given tokens (support). The next block of tokens overwrites them."""
-
-    mass: Tensor
-    """Exponentials e^(z − m) of all logits z [n, V], with m = `peak`; 0 at tokens of the support."""
-    peak: Tensor
-    """Reference logit m at each position [n]: the largest logit outside the support."""
+Outside = tuple[Tensor, Tensor]
+"""Exponentials e^(z − m) of all logits z [n, V], 0 at tokens of the support, and the reference logits m [n]: each position's
+largest logit outside the support. The next block of tokens overwrites them."""
 
 
 def check_tokens(where: str, source: HeadInput, vocabulary: int) -> HeadInput:
@@ -122,18 +117,22 @@ def check_tokens(where: str, source: HeadInput, vocabulary: int) -> HeadInput:
     return replace(source, tokens=source.tokens.long(), ids=None if source.ids is None else source.ids.long())
 
 
+def rows_at_once(weight: Tensor, share: int = 1) -> int:
+    """Return how many rows are read at once: as many as their logits fit in a `share`-th of the memory for logits."""
+    held = HELD.get(weight.device.type, HELD["cpu"]) // share
+    # Whole multiples of ROWS, so that only the last GEMM is padded.
+    return max(ROWS, min(held // max(len(weight), 1) // ROWS * ROWS, MOST_ROWS))
+
+
 def scan_rows(source: HeadInput, shard: Shard, *, outside: bool = False) -> Iterator[tuple[slice, HeadRows, Outside | None]]:
-    """Iterate over blocks of tokens: yield slice, results of the head and, with `outside`, the logits outside the support.
+    """Iterate over blocks of tokens: yield slice, results of the head and, with `outside`, exponentials outside the support.
 
     The support is the policy's own with `top_k`, the given one with `ids`, and their union with both, in rows that
     `joins` marks.
     """
     hidden, weight = source.hidden, source.weight
     dtype, scratch, count = common_dtype(hidden, weight), Scratch(hidden.device), len(hidden)
-    # As many rows as their logits fit in memory; whole multiples of ROWS, so that only the last GEMM is padded.
-    at_once = HELD.get(hidden.device.type, HELD["cpu"]) // max(len(weight), 1) // ROWS * ROWS
-    at_once = max(ROWS, min(at_once, MOST_ROWS))
-    for part in slices(count, at_once) if count else [slice(0, 0)]:
+    for part in slices(count, rows_at_once(weight)) if count else [slice(0, 0)]:
         real = part.stop - part.start
         missing = max(real, 1) + -max(real, 1) % ROWS - real
         h, t = pad(operand(hidden[part], dtype), (0, 0, 0, missing)), pad(source.tokens[part], (0, missing))
@@ -141,9 +140,7 @@ def scan_rows(source: HeadInput, shard: Shard, *, outside: bool = False) -> Iter
         joins = None if source.joins is None else pad(source.joins[part], (0, missing))
         z = make_logits(h, weight, source.bias, source.spec, dtype, scratch)
         rows, rest = read_logits(z, replace(source, tokens=t, ids=given, joins=joins), shard, scratch, outside)
-        if missing:
-            rows, rest = rows[:real], None if rest is None else rest[:real]
-        yield part, rows, rest
+        yield part, rows[:real] if missing else rows, rest
 
 
 def head_forward(source: HeadInput, shard: Shard) -> HeadRows:
@@ -166,60 +163,50 @@ def make_logits(
 def read_logits(
     z: Tensor, source: HeadInput, shard: Shard, scratch: Scratch, outside: bool = False
 ) -> tuple[HeadRows, Outside | None]:
-    """Compute the head's results for n tokens from their logits [n, V], which are overwritten."""
-    tokens, given = source.tokens, source.ids
-    whole = _Normaliser(z, source.entropy, shard, scratch)
-    sampled = whole.logp(shard.pick(z, tokens[:, None]))
-    if given is None and source.top_k is None:
-        nothing, everything = tokens.new_empty((len(tokens), 0)), torch.zeros_like(whole.lse)
-        rows = HeadRows(whole.lse, sampled[:, 0], nothing, sampled[:, :0], everything, whole.entropy, -whole.log_total)
-        if outside:
-            _mass(z, whole.peak, None)  # in place
-        return rows, Outside(z, whole.peak) if outside else None
-    support = given
-    if source.top_k is not None:
-        ranked, values = shard.rank(z, source.top_k)
-        ranked = ranked if source.joins is None else torch.where(source.joins[:, None], ranked, -1)
-        support = choose_support(tokens, ranked, whole.logp(values), source.mass, given)
-    assert support is not None
-    kept = whole.logp(shard.pick(z, support))
-    # The tail is summed by itself, relative to its own largest logit: 1 − Σ p of the support would lose its digits.
-    shard.drop_(z, support)
-    peak = shard.largest(z)
-    rest_max = whole.logp(peak[:, None])[:, 0]
-    rest = rest_max + shard.sum_(_mass(z, peak, None if outside else scratch)).log()
-    rows = HeadRows(whole.lse, sampled[:, 0], support, kept, rest, whole.entropy, rest_max)
-    return rows, Outside(z, peak) if outside else None
-
-
-class _Normaliser:
-    """Normaliser log Σ eᶻ over all logits [n, V], and the entropy if requested, summed in one fixed order.
+    """Compute the head's results for n tokens from their logits z [n, V], which are overwritten. Sums have one fixed order.
 
         T = Σ e^(z − m)          W = Σ e^(z − m) (z − m)          lse = m + log T          H = log T − W / T
 
-    m is the largest logit. Both terms of the entropy have one sign, so that nothing cancels.
+    m is the largest logit. Both terms of the entropy H have one sign, so that nothing cancels.
     """
-
-    def __init__(self, z: Tensor, entropy: bool, shard: Shard, scratch: Scratch) -> None:
-        self.peak = shard.largest(z)
-        total = shard.sum_(_mass(z, self.peak, scratch))
-        self.log_total, self.lse = total.log(), self.peak + total.log()
-        self.entropy = torch.zeros_like(total)
-        if not entropy:
-            return
+    tokens, support = source.tokens, source.ids
+    peak = shard.largest(z)
+    total = shard.sum_(sum_exp(z, peak, scratch))
+    log_total, entropy = total.log(), torch.zeros_like(total)
+    if source.entropy:
         # A gap of −∞ would make −∞ · 0 of its term; IMPOSSIBLE makes it 0.
-        base, weighted = torch.where(self.peak > -torch.inf, self.peak, 0.0)[:, None], torch.zeros_like(self.peak)
+        base, weighted = torch.where(peak > -torch.inf, peak, 0.0)[:, None], torch.zeros_like(peak)
         for block in slices(z.shape[-1], COLUMNS):
             gap = torch.sub(z[:, block], base, out=scratch("gap", z[:, block].shape, z.dtype)).clamp_(min=IMPOSSIBLE)
             weighted += torch.exp(gap, out=scratch("e", gap.shape, z.dtype)).mul_(gap).sum(-1)
-        self.entropy = self.log_total - shard.sum_(weighted) / total
+        entropy = log_total - shard.sum_(weighted) / total
 
-    def logp(self, z: Tensor) -> Tensor:
-        """Compute log-probabilities of logits [n, m]. The largest logit is subtracted first: the normaliser is as large."""
-        return (z - self.peak[:, None]) - self.log_total[:, None]
+    def logp(z: Tensor) -> Tensor:
+        # The largest logit is subtracted first: the normaliser is as large, and would cost the digits of the difference.
+        return (z - peak[:, None]) - log_total[:, None]
+
+    lse, sampled = peak + log_total, logp(shard.pick(z, tokens[:, None]))
+    if support is None and source.top_k is None:
+        nothing, everything = tokens.new_empty((len(tokens), 0)), torch.zeros_like(lse)
+        rows = HeadRows(lse, sampled[:, 0], nothing, sampled[:, :0], everything, entropy, -log_total)
+        if outside:
+            sum_exp(z, peak, None)  # in place
+        return rows, (z, peak) if outside else None
+    if source.top_k is not None:
+        ranked, values = shard.rank(z, source.top_k)
+        ranked = ranked if source.joins is None else torch.where(source.joins[:, None], ranked, -1)
+        support = choose_support(tokens, ranked, logp(values), source.mass, support)
+    assert support is not None
+    kept = logp(shard.pick(z, support))
+    # The tail is summed by itself, relative to its own largest logit: 1 − Σ p of the support would lose its digits.
+    shard.drop_(z, support)
+    tail_peak = shard.largest(z)
+    rest_max = logp(tail_peak[:, None])[:, 0]
+    rest = rest_max + shard.sum_(sum_exp(z, tail_peak, None if outside else scratch)).log()
+    return HeadRows(lse, sampled[:, 0], support, kept, rest, entropy, rest_max), (z, tail_peak) if outside else None
 
 
-def _mass(z: Tensor, peak: Tensor, scratch: Scratch | None) -> Tensor:
+def sum_exp(z: Tensor, peak: Tensor, scratch: Scratch | None) -> Tensor:
     """Sum Σ e^(z − peak) [n] block by block. Without scratch memory, the exponentials overwrite the logits."""
     base, total = torch.where(peak > -torch.inf, peak, 0.0)[:, None], torch.zeros_like(peak)
     for block in slices(z.shape[-1], COLUMNS):

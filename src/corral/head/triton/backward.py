@@ -599,7 +599,8 @@ def _sort_by_token(key: Tensor, vocabulary: int) -> tuple[Tensor, Tensor, Tensor
         side.wait_stream(main)
     with torch.cuda.stream(side):
         tokens, order = key.flatten().sort(stable=True)
-        starts = torch.searchsorted(tokens, _all_tokens(vocabulary, key.device), out_int32=True)
+        every = torch.arange(vocabulary + 1, dtype=torch.int32, device=key.device)
+        starts = torch.searchsorted(tokens, every, out_int32=True)
     if side is not None:  # the allocator must not reuse this memory for the other stream too early
         key.record_stream(side)
         for x in (tokens, order, starts):
@@ -611,12 +612,6 @@ def _sort_by_token(key: Tensor, vocabulary: int) -> tuple[Tensor, Tensor, Tensor
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """Return a CUDA stream for many small kernels; it runs beside the main stream, with priority."""
     return torch.cuda.Stream(device, priority=-1)
-
-
-@functools.lru_cache(maxsize=4)
-def _all_tokens(vocabulary: int, device: torch.device) -> Tensor:
-    """Return the token ids 0 … V on a device."""
-    return torch.arange(vocabulary + 1, dtype=torch.int32, device=device)
 
 
 @triton.jit
