@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 from jaxtyping import Float, Int
+from torch import Tensor
 
 from corral.head.forward import HeadFunction, HeadOutput
 from corral.head.logits import LogitSpec, Scratch, slices
