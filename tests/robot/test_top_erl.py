@@ -15,7 +15,8 @@ from torch.distributions import MultivariateNormal, kl_divergence
 from corral.robot.episode import Plant, held_out_seeds
 from corral.robot.planner import Plans
 from corral.robot.prodmp import ProDMP
-from corral.robot.sequence_critic import SequenceCritic, draw_segments, segment_returns
+from corral.robot.segment import draw_segments, segment_returns
+from corral.robot.sequence_critic import SequenceCritic
 from corral.robot.top_erl import TopERL, TopERLConfig
 from corral.robot.tracking import Tracking
 from tolerance import assert_close

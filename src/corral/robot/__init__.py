@@ -7,13 +7,14 @@ from corral.robot.prodmp import Design, ProDMP
 from corral.robot.segment import (
     critic_targets,
     draw_pairs,
+    draw_segments,
     normalise_advantages,
     segment_advantages,
     segment_covariance,
     segment_jitter,
     segment_log_prob,
+    segment_returns,
 )
-from corral.robot.sequence_critic import draw_segments, segment_returns
 
 __all__ = [
     "Design",

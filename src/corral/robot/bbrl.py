@@ -10,7 +10,7 @@ from torch import Tensor
 from corral.divergence.gaussian import mahalanobis
 from corral.robot.config import LearnerConfig
 from corral.robot.episode import Episodes
-from corral.robot.learner import Credit, OnPolicyLearner
+from corral.robot.learner import Credit, OnPolicyLearner, leave_one_out
 from corral.robot.planner import Plans
 from corral.robot.segment import normalise_advantages
 from corral.validate import limited
@@ -52,6 +52,7 @@ class BBRL(OnPolicyLearner):
         returns = earned.flip(1).cumsum(1).flip(1).T[planner.begun(episodes)].to(self.dtype)
         mask = torch.ones_like(returns[:, None], dtype=torch.bool)
         if self.config.plans_per_context > 1:
-            return self.credit_among_plans(returns[:, None], mask)
+            apart = leave_one_out(returns[:, None], self.config.plans_per_context, mirrored=self.config.mirrored)
+            return Credit(normalise_advantages(apart, mask), mask)
         advantages = (returns - self.values(contexts))[:, None]
         return Credit(normalise_advantages(advantages, mask), mask, contexts, returns)

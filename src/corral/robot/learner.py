@@ -21,7 +21,6 @@ from corral.robot.episode import PLANS, STATISTICS, Episodes, Plant, episode_see
 from corral.robot.planner import Planner, Plans
 from corral.robot.policy import Critic, GaussianPolicy
 from corral.robot.prodmp import ProDMP
-from corral.robot.segment import normalise_advantages
 from corral.robot.tracking import Array
 from corral.validate import number_in
 
@@ -298,11 +297,6 @@ class OnPolicyLearner(Learner):
     def values(self, states: Float[Tensor, "*b O"]) -> Float[Tensor, "*b"]:
         """Values V of states, in the run's precision."""
         return self.critic(states).to(self.dtype)
-
-    def credit_among_plans(self, earned: Float[Tensor, "E N"], mask: Bool[Tensor, "E N"]) -> Credit:
-        """Advantages without a critic: each plan is compared with the other plans for its context."""
-        apart = leave_one_out(earned, self.config.plans_per_context, mirrored=self.config.mirrored)
-        return Credit(normalise_advantages(apart, mask), mask)
 
     def improve_critic(self, inputs: Float[Tensor, "S O"], targets: Float[Tensor, " S"]) -> Tensor:
         """Make a full-batch step on the critic's squared error, in chunks that fit a CPU's cache."""

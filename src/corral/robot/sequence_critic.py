@@ -3,7 +3,7 @@
 from copy import deepcopy
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from corral.numerics import at_least_float32
@@ -87,49 +87,3 @@ class SequenceCritic(nn.Module):
         """Move the target network's weights towards the network's, by this share of the distance."""
         for slow, fast in zip(self.target.parameters(), self.value.parameters(), strict=True):
             slow.lerp_(fast, rate)
-
-
-def draw_segments(steps: int, most: int, generator: torch.Generator | None = None) -> tuple[Int[Tensor, "K"], int]:
-    """Cut T steps into segments of one random length. Returns their first steps and the length.
-
-        length L = ⌊T / k⌋,   k ~ U{1 … most},   starts 0, o, o + L, o + 2 L, … < T          o ~ U{0 … L − 1}
-
-    The first two may overlap, and the last may reach beyond the end, so that every state begins some segment.
-
-    Args:
-        steps: T.
-        most: largest number of segments that do not overlap, 1 ≤ most ≤ T.
-        generator: on the CPU.
-    """
-    if not 1 <= most <= steps:
-        raise ValueError(f"draw_segments: `most` is from 1 to the {steps} steps of an episode; got {most}.")
-    length = steps // int(torch.randint(1, most + 1, (), generator=generator))
-    first = int(torch.randint(length, (), generator=generator))
-    return torch.cat([torch.tensor([0]), torch.arange(first, steps, length)]).unique(), length
-
-
-def segment_returns(
-    rewards: Float[Tensor, "B T"],
-    values: Float[Tensor, "B S"],
-    mask: Bool[Tensor, "B T"],
-    rows: Int[Tensor, "K L"],
-    gamma: float = 1.0,
-) -> Float[Tensor, "B K L"]:
-    """N-step returns of the first n = 1 … L actions of each segment, the critic's targets for Q.
-
-        G_n = Σ_{i<n} γ^i r_{t+i} + γ^n V(s_{t+n})          V = 0 once the episode is over
-
-    Nothing is weighted by how likely the current policy is to act so: Q is of these very actions.
-
-    Args:
-        rewards, mask: of every step; mask is True while an episode runs.
-        values: V of every state s_0 … s_T, so S = T + 1.
-        rows: steps of each segment. One that reaches beyond the end repeats T − 1, and its returns there mean nothing.
-    Ref:
-        Li et al. 2025, arXiv:2410.09536, Sec. 4.3. Invariant: with V the rewards-to-go, all G_n are the reward-to-go from t.
-    """
-    length = rows.shape[1]
-    discount = gamma ** torch.arange(length + 1, dtype=rewards.dtype, device=rewards.device)
-    earned = (torch.where(mask, rewards, 0.0)[:, rows] * discount[:-1]).cumsum(-1)
-    ahead = torch.where(nn.functional.pad(mask, (0, 1))[:, 1:], values[:, 1:].to(rewards), 0.0)  # V(s_{t+1}) of each step
-    return earned + discount[1:] * ahead[:, rows]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from corral.robot.config import AS_PUBLISHED, LearnerConfig
 from corral.robot.episode import SEGMENTS, Episodes, Plant, episode_seeds
-from corral.robot.learner import Credit, OnPolicyLearner
+from corral.robot.learner import Credit, OnPolicyLearner, leave_one_out
 from corral.robot.planner import Plans
 from corral.robot.policy import Critic
 from corral.robot.prodmp import ProDMP
@@ -177,6 +177,7 @@ class TCE(OnPolicyLearner):
             closing_segment=config.closing_segment,
         )
         if not alone:
-            return self.credit_among_plans(advantages, mask)
+            apart = leave_one_out(advantages, config.plans_per_context, mirrored=config.mirrored)
+            return Credit(normalise_advantages(apart, mask), mask)
         targets = critic_targets(rewards, values, played, gamma=config.gamma, lam=config.lam)
         return Credit(normalise_advantages(advantages, mask), mask, self.states(episodes), targets[played])

@@ -15,7 +15,8 @@ from corral.robot.learner import Learner
 from corral.robot.planner import Plans
 from corral.robot.policy import GaussianPolicy
 from corral.robot.prodmp import ProDMP
-from corral.robot.sequence_critic import SequenceCritic, draw_segments, segment_returns
+from corral.robot.segment import draw_segments, segment_returns
+from corral.robot.sequence_critic import SequenceCritic
 from corral.tensors import Tensors
 from corral.validate import limited
 

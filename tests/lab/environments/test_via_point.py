@@ -6,7 +6,7 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 import corral.lab.environments  # noqa: F401  # registers the ids
-from corral.lab.environments.via_point import DT, STEPS, STRENGTH, ViaPointReachers, joints, tip_of
+from corral.lab.environments.via_point import DT, STEPS, STRENGTH, ViaPointReachers, joints
 
 NAME = "corral/ViaPointReacher-v0"
 
@@ -26,7 +26,9 @@ def test_golden_kinematics() -> None:
 @pytest.mark.parametrize("arms", [1, 3, 1024])
 def test_the_tip_is_the_last_joint_to_the_bit(arms: int) -> None:
     angles = np.random.default_rng(0).normal(scale=2.0, size=(arms, 5))
-    np.testing.assert_array_equal(tip_of(angles), joints(angles)[:, -1])
+    envs = ViaPointReachers(arms)
+    envs.angles = angles
+    np.testing.assert_array_equal(envs.distance(), np.linalg.norm(joints(angles)[:, -1] - envs.via, axis=-1))
 
 
 def test_golden_step() -> None:

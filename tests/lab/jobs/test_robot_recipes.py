@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from corral.lab.jobs.robot.prepare import EPISODIC, learner_config, prepare
-from corral.lab.jobs.robot.settings import ALGORITHMS, check_flags, resolve
+from corral.lab.jobs.robot.prepare import learner_config, prepare
+from corral.lab.jobs.robot.settings import ALGORITHMS, EPISODIC, check_flags, resolve
 from corral.lab.jobs.robot.smoke import TRAINING
 from corral.lab.jobs.robot.train import train
 from corral.lab.run.settings import RECIPES, read_recipe, recipes

@@ -3,7 +3,6 @@
 import argparse
 import ast
 import dataclasses
-import importlib
 import inspect
 import itertools
 import re
@@ -13,7 +12,7 @@ from collections.abc import Container, Iterator, Sequence
 from typing import Any, get_args
 
 from corral.lab.cli import refuse
-from corral.lab.jobs.robot.settings import ALGORITHMS
+from corral.lab.jobs.robot.settings import ALGORITHMS, config_class, learner_class
 from corral.lab.run.settings import recipes
 from corral.lab.run.text import columns
 from corral.lab.tasks import TASKS
@@ -21,13 +20,6 @@ from corral.objective import OBJECTIVES, objective_function, objective_names
 from corral.objective.config import ObjectiveConfig
 from corral.objective.correction import CORRECTIONS
 from corral.validate import literal_words, pip_install, suggest
-
-_LEARNERS = {
-    "tce": ("robot.tce", "TCE", "TCEConfig"),
-    "bbrl": ("robot.bbrl", "BBRL", "BBRLConfig"),
-    "top_erl": ("robot.top_erl", "TopERL", "TopERLConfig"),
-}
-"""Robot algorithms, each with its module, class and settings class. Other names are step-based baselines."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,15 +65,14 @@ def _explanations(name: str) -> Iterator[Sequence[str]]:
         use = f"use it   corral train --task {name} --set task_config.KEY=VALUE\n         docs/tasks.md\n"
         yield f"{name}: a task\n", _body(TASKS[name]), _settings(TASKS[name]), use
     if name in ALGORITHMS:
-        module, learner, config = _LEARNERS.get(name, ("lab.baselines.stable", "Baseline", "BaselineConfig"))
         try:
-            there = vars(importlib.import_module(f"corral.{module}"))
+            learner, config = learner_class(name), config_class(name)
         except ImportError as error:
             yield (f"{name}: a robot's algorithm; its settings need more: {pip_install('robot')} ({error.name} is missing).\n",)
         else:
             use = f"corral train --recipe via_point --algorithm {name} --set learner.KEY=VALUE"
             use = f"use it   {use}\n         docs/robots.md\n"
-            yield f"{name}: a robot's algorithm\n", _body(there[learner]), _settings(there[config]), use
+            yield f"{name}: a robot's algorithm\n", _body(learner), _settings(config), use
     if name == "settings":
         from corral.lab.jobs.llm.settings import DECIDED, Settings, trainer_types
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from corral.lab.jobs.robot import exported
 from corral.lab.jobs.robot.exported import FORMAT
-from corral.lab.jobs.robot.prepare import EPISODIC, STATE, restored
+from corral.lab.jobs.robot.prepare import STATE, restored
+from corral.lab.jobs.robot.settings import EPISODIC
 from corral.lab.run.files import write_whole
 from corral.robot.learner import Learner
 from corral.robot.policy import ACTIVATIONS

@@ -13,32 +13,19 @@ from typing import Any
 import torch
 from gymnasium.envs.registration import registry
 
-from corral.lab.baselines.config import BaselineConfig
 from corral.lab.environments import ENVIRONMENTS, Environment, make_envs
-from corral.lab.jobs.robot.settings import ALGORITHMS, Settings, coerce_fields, resolve
+from corral.lab.jobs.robot.settings import ALGORITHMS, EPISODIC, Settings, coerce_fields, config_class, learner_class, resolve
 from corral.lab.run.folder import Checkpoint, RunFolder, choose_checkpoint
 from corral.lab.run.settings import coerce, toml_lines
-from corral.robot.bbrl import BBRL, BBRLConfig
 from corral.robot.config import DTYPES
 from corral.robot.episode import Plant
 from corral.robot.learner import Learner
 from corral.robot.prodmp import ProDMP
-from corral.robot.tce import TCE, TCEConfig
-from corral.robot.top_erl import TopERL, TopERLConfig
 from corral.robot.tracking import Tracking
 from corral.validate import RunError, nearest, run_errors, suggest
 
 STATE = "state.pt"
 """File name of the learner's state in a checkpoint."""
-
-EPISODIC: dict[str, tuple[type[Learner], type]] = {
-    "tce": (TCE, TCEConfig),
-    "bbrl": (BBRL, BBRLConfig),
-    "top_erl": (TopERL, TopERLConfig),
-}
-
-CONFIGS = {name: EPISODIC[name][1] if name in EPISODIC else BaselineConfig for name in ALGORITHMS}
-"""Settings class of each algorithm."""
 
 Agent = Any
 """A `Learner` or a `Baseline`: both have step, evaluate, explore, state, restore, iteration, updates, env_steps, networks,
@@ -49,14 +36,12 @@ def prepare(settings: Settings) -> Agent:
     """Build the environments and the learner from settings, and refuse wrong settings."""
     environment = find_environment(settings)
     with run_errors((ValueError, ImportError)):
-        config, planned = learner_config(settings), settings.algorithm in EPISODIC
-        if planned:
+        config, learner = learner_config(settings), learner_class(settings.algorithm)
+        if planned := settings.algorithm in EPISODIC:
             usual: dict[str, Any] = {"basis": 5, "tau": environment.steps * environment.dt}
             prodmp = ProDMP(
                 environment.tracking.dof, **usual | coerce_fields("prodmp", ProDMP, settings.prodmp, without=["dof"])
             )
-        else:
-            from corral.lab.baselines.stable import Baseline
         simulator = None
         if settings.simulator == "warp":
             if not planned:
@@ -76,9 +61,8 @@ def prepare(settings: Settings) -> Agent:
             envs = make_own(name, environment.maker, config.episodes, environment.steps, given, workers)
         plant = Plant(envs, environment.tracking, environment.steps)
         if planned:
-            learner, dtype = EPISODIC[settings.algorithm][0], DTYPES[settings.dtype]
-            return learner(plant, prodmp, environment.dt, config, seed=settings.seed, dtype=dtype)
-        return Baseline(plant, settings.algorithm, config, seed=settings.seed)
+            return learner(plant, prodmp, environment.dt, config, seed=settings.seed, dtype=DTYPES[settings.dtype])
+        return learner(plant, settings.algorithm, config, seed=settings.seed)
 
 
 def restore(agent: Agent, checkpoint: Checkpoint) -> None:
@@ -147,7 +131,7 @@ def _own_environment(name: str, table: str, config: str, simulator: str) -> Envi
 
 def learner_config(settings: Settings) -> Any:
     """Build the algorithm's settings object, with every value checked."""
-    config_cls = CONFIGS[settings.algorithm]
+    config_cls = config_class(settings.algorithm)
     given = coerce_fields(settings.algorithm, config_cls, settings.learner, without=["iterations"])
     return config_cls(iterations=settings.iterations, **given)
 
@@ -169,7 +153,7 @@ _SOME_BASELINES = {
 
 def used_by(algorithm: str) -> set[str]:
     """Names of the `learner` settings that have an effect on an algorithm."""
-    names = {item.name for item in fields(CONFIGS[algorithm])}
+    names = {item.name for item in fields(config_class(algorithm))}
     if algorithm in EPISODIC:
         return names
     return {name for name in names if any(word in algorithm for word in _SOME_BASELINES.get(name, ("sb3",)))}
@@ -182,8 +166,7 @@ def check_used(settings: Settings) -> None:
     `prepare`, with the nearest name.
     """
     for key in settings.learner:
-        owners = [name for name in ALGORITHMS if key in used_by(name)]
-        if owners and settings.algorithm not in owners:
+        if key not in used_by(settings.algorithm) and (owners := [name for name in ALGORITHMS if key in used_by(name)]):
             raise RunError(
                 f"{settings.algorithm}: there is no setting `{key}`: it belongs to {', '.join(owners)}. Leave it out, choose "
                 f"another algorithm, or in a file put it into the table of its own, [{owners[0]}]."

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from corral.lab.run.settings import RunSettings, add_layer, coerce
@@ -13,6 +14,9 @@ _Algorithm = Literal[
     "tce", "bbrl", "top_erl", "sb3-ppo", "sb3-ppo-gsde", "sb3-ppo-pink", "sb3-sac", "sb3-sac-gsde", "sb3-sac-pink", "sb3-trpl"
 ]  # fmt: skip
 ALGORITHMS: tuple[str, ...] = get_args(_Algorithm)
+
+EPISODIC = {"tce": ("robot.tce", "TCE"), "bbrl": ("robot.bbrl", "BBRL"), "top_erl": ("robot.top_erl", "TopERL")}
+"""Module and class of each algorithm that learns plans. All other algorithms are step-based baselines."""
 
 TABLES = ("environment_config", "tracking", "prodmp", "learner")
 """Settings that are tables: a later source changes single keys. The command line imports this name for either kind of run."""
@@ -133,6 +137,18 @@ def check_flags(settings: Settings, given: Mapping[str, Any]) -> None:
             raise RunError(f"`as_published` would change nothing: it is for {' and '.join(AS_PUBLISHED)}, not for {algorithm}.")
     if "dtype" in given and algorithm.startswith("sb3-") and settings.dtype != "float32":
         raise RunError(f"`dtype` is float32 for {algorithm}, as stable-baselines3 has it; got {settings.dtype}. Leave it out.")
+
+
+def learner_class(algorithm: str) -> Any:
+    """Import the class of an algorithm."""
+    module, name = EPISODIC.get(algorithm, ("lab.baselines.stable", "Baseline"))
+    return vars(import_module(f"corral.{module}"))[name]
+
+
+def config_class(algorithm: str) -> Any:
+    """Import the settings class of an algorithm. For baselines this does not import stable-baselines3."""
+    module, name = EPISODIC.get(algorithm, ("lab.baselines.config", "Baseline"))
+    return vars(import_module(f"corral.{module}"))[f"{name}Config"]
 
 
 def coerce_fields(owner: str, config_cls: type, given: Mapping[str, Any], *, without: Iterable[str] = ()) -> dict[str, Any]:

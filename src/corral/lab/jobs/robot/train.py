@@ -12,8 +12,8 @@ import torch
 
 import corral
 from corral.lab.jobs.robot.evaluate import measure
-from corral.lab.jobs.robot.prepare import EPISODIC, STATE, Agent, check_used, find_environment, parameters, prepare, restore
-from corral.lab.jobs.robot.settings import Settings, resolve
+from corral.lab.jobs.robot.prepare import STATE, Agent, check_used, find_environment, parameters, prepare, restore
+from corral.lab.jobs.robot.settings import EPISODIC, Settings, resolve
 from corral.lab.run import life
 from corral.lab.run.folder import Checkpoint
 from corral.lab.run.guard import CollapseLimits, Guard
