@@ -3,6 +3,7 @@
 import importlib
 import io
 import sys
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -13,6 +14,9 @@ import torch
 from corral.lab.baselines.stable import BASELINES, REPLAY_FIELDS, Baseline, BaselineConfig, StepEnvironments
 from corral.lab.environments import ENVIRONMENTS
 from corral.lab.environments.vector import Threads
+from corral.lab.jobs.robot.settings import resolve
+from corral.lab.jobs.robot.smoke import TRAINING
+from corral.lab.jobs.robot.train import train
 from corral.robot.episode import Plant, episode_seeds, held_out_seeds
 from corral.robot.tracking import Tracking
 from tolerance import assert_close
@@ -81,6 +85,18 @@ def test_a_buffer_that_has_begun_to_forget_is_resumed_whole() -> None:
     assert resumed.evaluate(held_out_seeds(2)).returns.tolist() == whole.evaluate(held_out_seeds(2)).returns.tolist()
     for name, expected in whole.state()["networks"]["policy"].items():
         assert torch.equal(resumed.state()["networks"]["policy"][name], expected)
+
+
+def test_the_guard_looks_at_every_update_of_sac(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def look(parameters: Any) -> tuple[bool, bool]:
+        asked.append(len(list(parameters)))
+        return True, False
+
+    monkeypatch.setattr("corral.lab.jobs.robot.train.gradient_state", look)
+    train(resolve([TRAINING, {"algorithm": "sb3-sac", "learner": {"hidden": [16]}}]), out=tmp_path / "run", quiet=True)
+    assert len(asked) == 3 * 100  # critic, policy and temperature; two steps of 50 updates
 
 
 def test_a_gpu_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
