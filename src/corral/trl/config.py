@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import trl
 from packaging.version import Version
@@ -19,7 +19,7 @@ from corral.objective import OBJECTIVES, Objective, make_objective, objective_na
 from corral.objective.config import NEEDS_SUPPORT, Anchor
 from corral.trl import MODEL_IDS
 from corral.trl.api import REDUCTIONS, WRONG_BEFORE
-from corral.validate import require, suggest
+from corral.validate import literal_words, require, suggest
 
 if TYPE_CHECKING:
     from corral.objective.correction import Correction
@@ -63,7 +63,7 @@ class CorralConfig(GRPOConfig):
     loss_type: str = _setting(
         "auto", "Reduction of the loss: grpo, dapo, bnpo, dr_grpo, luspo, or `auto` (what suits the objective)."
     )
-    anchor: str = _setting(
+    anchor: Literal["auto", "old", "rollout"] = _setting(
         "auto",
         "Centre of the trust region: `old` (recomputed by the trainer), `rollout` (the sampler's log-probs), or `auto` (what "
         "suits the objective).",
@@ -75,7 +75,7 @@ class CorralConfig(GRPOConfig):
     correction_config: dict[str, Any] | str | None = _setting(None, 'Settings of the correction, such as {"cap": 2.0}.')
     support_size: int = _setting(64, "Largest number of the old policy's most likely tokens in a support.")
     support_mass: float = _setting(1 - 1e-5, "Probability after which a support keeps no further token.")
-    support: str = _setting(
+    support: Literal["old", "union"] = _setting(
         "old",
         "Tokens that a region is measured on: `old` (the old policy's likeliest) or `union` (the new policy's too). The tail "
         "is one more category either way.",
@@ -86,7 +86,7 @@ class CorralConfig(GRPOConfig):
         "`deployed_bound`, and adapts it. Unless given, `deployed_bound` is then .03 with one pass over each batch, and .02 "
         "with several; less where completions average more than 66 or 100 tokens.",
     )
-    packed_batches: str = _setting(
+    packed_batches: Literal["auto", "off"] = _setting(
         "auto",
         "`auto` scores and trains on batches without padding, where the model allows it; `off` pads them as TRL does.",
     )
@@ -103,7 +103,7 @@ class CorralConfig(GRPOConfig):
         "Bound on the mean KL between the network after a step's updates and the network before them. Larger moves are "
         "retracted, and the learning rate follows. inf measures alone, None does neither.",
     )
-    reuse: str = _setting(
+    reuse: Literal["fixed", "auto"] = _setting(
         "fixed",
         "Passes over a batch of rollouts. `fixed` makes `num_iterations`. `auto` makes at most that number (8 if it is 1). It "
         "ends once the network is 50 times `deployed_bound` away, or the effective sample size is below ½. Unless given, "
@@ -179,14 +179,12 @@ class CorralConfig(GRPOConfig):
         check("top_p", above=0, at_most=1, optional=True, what="a probability")
         check("min_p", at_least=0, at_most=1, optional=True, what="a probability")
         check("scale_rewards", one_of=(True, False, "group", "batch", "none"))
-        check("anchor", one_of=("auto", *get_args(Anchor)))
         check("advantage", one_of=get_args(Advantage), optional=True)
+        for name in ("anchor", "support", "reuse", "packed_batches"):
+            check(name, one_of=literal_words(self.__dataclass_fields__[name].type))
         check("support_size", at_least=1, integer=True)
         check("support_mass", above=0, at_most=1)
-        check("support", one_of=("old", "union"))
-        check("reuse", one_of=("fixed", "auto"))
         check("tokens_per_pass", at_least=1, integer=True, optional=True)
-        check("packed_batches", one_of=("auto", "off"))
         check("rollout_lag", at_least=0, integer=True, what="a number of batches")
         check("deployed_bound", above=0, optional=True, what="a divergence", note="inf measures alone")
         super().__post_init__()
@@ -251,7 +249,7 @@ class CorralConfig(GRPOConfig):
     def resolve_anchor(self) -> Anchor:
         """Anchor of the trust region, "old" or "rollout". "auto" becomes the one that suits the objective."""
         if self.anchor != "auto":
-            return cast(Anchor, self.anchor)  # nothing else gets through __post_init__
+            return self.anchor
         return "old" if self.needs_support else self.make_objective().config.anchor
 
     @property

@@ -121,7 +121,7 @@ def _trainer_setting(name: str) -> Iterator[Sequence[str]]:
 
     item = next(field for field in dataclasses.fields(CorralConfig) if field.name == name)
     words = " ".join(str(item.metadata.get("help", "")).split()) or "TRL says nothing about it."
-    yield _setting(name, f"{name} = {_default(item)!r}", words)
+    yield _setting(name, _title(item), words)
 
 
 def _listing() -> str:
@@ -153,17 +153,16 @@ def _settings(config_cls: type, only: Container[str] | None = None, title: str =
     meanings, rows = field_docs(config_cls), []
     for field in dataclasses.fields(config_cls) if dataclasses.is_dataclass(config_cls) else ():
         if only is None or field.name in only:
-            others = ", ".join(
-                repr(word) for word in literal_words(field.type, *get_args(field.type)) if word != _default(field)
-            )
-            rows.append(f"  {field.name} = {_default(field)!r}{f' (or {others})' if others else ''}\n")
+            rows.append(f"  {_title(field)}\n")
             rows += [f"      {line}\n" for line in textwrap.wrap(meanings.get(field.name, ""), 110)]
     return f"{title}\n" + ("".join(rows) or "  none\n")
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
-    """Default value of a setting, made by its factory if it has one."""
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+def _title(field: dataclasses.Field[Any]) -> str:
+    """Name of a setting with its default, and the other values if it takes one of several words."""
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    others = ", ".join(repr(word) for word in literal_words(field.type, *get_args(field.type)) if word != default)
+    return f"{field.name} = {default!r}{f' (or {others})' if others else ''}"
 
 
 def field_docs(config_cls: type) -> dict[str, str]:
