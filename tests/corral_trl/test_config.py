@@ -267,6 +267,7 @@ class TestRefusals:
         ],
         ids=str,
     )
+    @pytest.mark.usefixtures("unchecked_shapes")
     def test_each_with_a_sentence(self, given: dict[str, Any], why: str) -> None:
         with pytest.raises(ValueError, match=why):
             config(**given)
