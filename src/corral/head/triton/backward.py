@@ -67,6 +67,8 @@ def _row_kernel(
 
     The entropy adds −g_H p_v (log p_v + H) everywhere.
     """
+    # One row per program of one warp: sums over its slots need no shared memory. Row numbers are 64-bit before they are
+    # multiplied: rows × slots, and rows × H, pass 2³¹ in a large batch.
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, SLOTS)
     inside = slot < slots_in
@@ -115,6 +117,7 @@ def _row_kernel(
     alive = (own_g != 0.0) | (outer_g != 0.0) | (entropy_g != 0.0) | (tl.max(tl.abs(g), 0) != 0.0) | (size != size)
     # The entropy's gradient is nowhere single, and NaN spreads as it should where everything is computed.
     must = (entropy_g != 0.0) | (size != size)
+    # `size` and `off` are of dz; what is stored goes into the GEMMs, and is of h·w: the slope of scale, temperature and cap.
     value = value * slope
     if curve is not None:
         u = (log_p + tl.load(lse + row)) * curve
@@ -152,6 +155,7 @@ def _route_kernel(
 
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     here = row < count
+    # The share of Σ |dz| dropped stands for the relative error: dH is a sum of rows of W times dz, and dW one of rows of H.
     # Measured against the mean row where that is larger: a row with next to no gradient may lose all of it.
     whole = tl.maximum(tl.load(size + row, mask=here, other=0.0), mean)
     slot = tl.arange(0, SLOTS)
@@ -177,6 +181,7 @@ def _tally_kernel(route, share, counts, dense_rows, shares, count, PADDED: tl.co
 
     The list is padded with −1 to a multiple of PADDED; what follows is undefined.
     """
+    # One program: a prefix sum over all rows would else need a second pass, and 8192 rows are one step of this loop.
     with_gradient, dense, most = 0, 0, 0.0
     for begin in range(0, count, BLOCK):
         row = begin + tl.arange(0, BLOCK)
@@ -222,6 +227,7 @@ def dense_rows(
             w = weight[block]
             shape = (len(row), len(w))
             dots, dz = (x[: shape[0] * shape[1]].view(shape) for x in (memory, memory_dz))
+            # In the dtype of the forward GEMM and summed in float32: these logits differ by rounding alone from those behind lse.
             multiply(h, w.T, dots)
             _dense_kernel[(shape[0], triton.cdiv(shape[1], 4096))](
                 dots, dz, bias, row, rows.lse, rows.rest, rows.entropy, g_entropy, gradient.factor, gradient.ids,
@@ -256,6 +262,7 @@ def _dense_kernel(
     after, slope, curve, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK columns of a position's dense logit gradient: factor times p / p_rest, then the explicit entries."""
+    # Padding of the list computes row 0 and stores zeros: the GEMMs behind read whole multiples of 16 rows.
     row = tl.load(picked + tl.program_id(0))
     real = row >= 0
     row = tl.where(real, row, 0)
@@ -386,6 +393,8 @@ def _entries_kernel(
     ref, total, log_rest = tl.load(reference + row), tl.load(lse + row), tl.load(rest + row)
     nothing = log_rest == -float("inf")  # off the support: E is 0 there, whatever it is multiplied with
     c = tl.where(nothing, 0.0, tl.load(off_factor + row) * slope)
+    # Within REACH, e^above and the entries divided by s are normal numbers in bfloat16 too. A row beyond is small enough to count
+    # as rounding, or it is lost, and computed again.
     above = ref - total - tl.where(nothing, 0.0, log_rest)
     s = c * tl.exp(tl.minimum(tl.maximum(above, -REACH), REACH))
 
@@ -530,6 +539,7 @@ def scale(x: Tensor, factor: Tensor) -> Tensor:
 @triton.jit
 def _scale_kernel(x, factor, total, BLOCK: tl.constexpr):
     """Multiply a slice in place by a factor that is read on the device: the host does not wait. A factor of 1 costs no pass."""
+    # 65,536 numbers per program: where the factor is 1, programs are few and end at once.
     times = tl.load(factor).to(tl.float32)
     if times != 1.0:
         for step in range(0, 8):
@@ -625,7 +635,8 @@ def _hidden_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     every = tl.arange(0, SLOTS)
     counted = tl.load(key + row * slots + every, mask=every < slots, other=vocabulary) < vocabulary
-    # Members come in the order of the old policy's probability: most of those behind do not count.
+    # Members come in the order of the old policy's probability: most of those behind do not count. SOME rows of W are gathered
+    # together, so that their loads are in flight at once; more would take registers from other programs.
     for k in range(0, tl.max(tl.where(counted, every + 1, 0), 0), SOME):
         slot = k + tl.arange(0, SOME)
         id = tl.load(key + row * slots + slot, mask=slot < slots, other=vocabulary)
@@ -676,6 +687,7 @@ def _weight_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute one token's row of dW: sum its gradient entries, whole pieces from `_piece_kernel` where they exist."""
+    # Rows of dW without any entry are written too, as zeros, unless they are added to: no pass before this fills dW.
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     within = column < width

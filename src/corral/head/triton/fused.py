@@ -83,6 +83,7 @@ def _inspect_kernel(
 
     Without a support the size is −log p_a.
     """
+    # The first kernel of a fused loss reads the batch once, for all checks and for the plan; the host waits for the second.
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     inside = row < total
     unmasked = inside & (tl.load(mask + row, mask=inside, other=0) != 0)
@@ -200,7 +201,8 @@ def fused_loss(
     dense = trained and own is None and can_store(source.hidden, spec)
     order, counts = plan_rows(terms, source.tokens, source.weight, own=own, dense=dense, tolerance=tolerance, limits=limits)
     planned = AsyncCopy(counts)
-    # Rows are gathered into the planned order, all B · T of them; unused places at the end point at row 0.
+    # Rows are gathered into the planned order, all B · T of them; unused places at the end point at row 0. Streamed rows come
+    # first: both kinds are then slices, of hidden states, of terms and of dH.
     hidden, stats = source.hidden.flatten(0, 1)[order], None
     source = replace(source, bias=None if source.bias is None else source.bias.contiguous())
     if fits_at_once(len(hidden)):  # the GEMM is queued before the host knows the number of rows: the device need not wait
@@ -250,6 +252,7 @@ def fused_loss(
         left_out = AsyncCopy(stored.left_out.sum())
         stored.finish()
         shares[0].fill_(1.0)
+    # Dense rows have written dW already, and sparse sums are added to it: in the other order a GEMM would read dW again.
     if trained and streamed:
         ahead, mean, (rows_ahead, loss_ahead) = packed[first], None, parts[0]
         gradient = row_gradient(rows_ahead, ahead.tokens, loss_ahead, spec, weights[first])

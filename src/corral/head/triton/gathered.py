@@ -74,6 +74,7 @@ def _extend_kernel(
     cap, after, BLOCK: tl.constexpr, SOME: tl.constexpr, SLOTS: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
     """Extend one position: copy its old tokens' log-probs, compute those of the added tokens, and the remaining tail mass."""
+    # One position per program: positions differ in how many tokens they add, from none to dozens, and none waits for another.
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, SLOTS)
     member = tl.load(ids + row * slots + slot, mask=slot < slots, other=-1) >= 0

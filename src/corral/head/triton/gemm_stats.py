@@ -121,6 +121,7 @@ def gemm_stats(
     place = hidden.new_empty(count, tiles, dtype=torch.uint8)
     weighted = torch.empty_like(others) if source.entropy else others[:0]
     programs = processors(hidden)
+    # Statistics are float32 whatever the inputs: a logit rounded to bfloat16 would be off by up to 0.1 nats.
     # A positive factor changes no order: it goes into the exponent and the results.
     plain = bias is None and spec.softcap is None and spec.scale > 0
     # Row blocks that share a tile's weights: a group re-reads its hidden states from L2 for every tile of weights, and the
@@ -181,6 +182,7 @@ def _stats_kernel(
     """
     if counter is not None:  # tensors are as long as the batch; blocks beyond the unmasked rows are skipped
         count = tl.minimum(tl.load(counter), count)
+    # One program per multiprocessor stays for the whole GEMM: what a tile needs at its end overlaps with the next one's loads.
     row_blocks = tl.cdiv(count, ROWS)
     whole = vocabulary // COLUMNS if PLAIN else 0
     # `flatten` makes one loop of tiles and depth, so that the next tile's first loads are in flight while this one is reduced.
@@ -246,6 +248,7 @@ def _store_statistics(
     if store is not None:  # e^(z − reference), from e relative to `base` and from the largest, which e leaves out
         level = tl.load(reference + rows, mask=valid, other=0.0)
         of_top = tl.exp2(tl.minimum((top - level) * LOG2_E, 100.0))
+        # `most` bounds base − level so that e times this is at most 2¹⁰⁰, which bfloat16 and float32 both hold.
         # In two steps: alone either would be too small for float32 where both together are not.
         half = tl.exp2(0.5 * tl.minimum(base - level * LOG2_E, most))
         kept = e * half[:, None] * half[:, None] + is_top * of_top[:, None]

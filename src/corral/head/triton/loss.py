@@ -373,6 +373,8 @@ def _token_kernel(
     stride_kept, highest, slack, low, high, cap, RULE: tl.constexpr, MEASURE: tl.constexpr, SYMMETRIC: tl.constexpr,
     DECOUPLED: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    # Several rows per warp where supports are small, so that all lanes have work. RULE and MEASURE are compiled in: one variant
+    # holds one objective's formula, and no branch.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = row < count
     new = tl.load(logp + row * stride, mask=there, other=0.0)
@@ -380,10 +382,12 @@ def _token_kernel(
     advantage = tl.load(advantages + row, mask=there, other=0.0).to(tl.float32)
     log_rho = new - old
     flawed = ~(tl.abs(log_rho) < float("inf"))  # checked here: the smaller of NaN and a number is the number
+    # Looser than the objective's own check by 1/1000: exp and sums round otherwise here, and what it accepts must pass. What is
+    # flagged is given to the objective, which words the error.
     flawed = flawed | (new > 1.001 * highest) | (old > 1.001 * highest)
     bounded = tl.minimum(log_rho, LOG_RATIO_MAX)
     ratio = tl.exp(bounded)
-    inside = log_rho <= LOG_RATIO_MAX
+    inside = log_rho <= LOG_RATIO_MAX  # beyond it the ratio is a constant: no gradient flows
     excess = expm1(bounded)
 
     # How far the policy has moved, in every measure that this variant compiles: the rest is removed as dead code.
@@ -497,9 +501,11 @@ def _troll_kernel(
     kept, rest, kept_old, rest_old, logp_old, rollout, advantages, policy_weights, fields, g_kept, g_rest, count, slots, stride,
     highest, slack, bound, regression, cap, GRADIENT: tl.constexpr, OUTWARD: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
+    # One row per program: the iteration of `project` takes as many steps as its own row needs, and not as the worst of several.
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, SLOTS)
     here = slot < slots
+    # The tail is one more category, in the lane behind the last slot. All sums below are over a distribution that is complete.
     new = tl.load(kept + row * stride + slot, mask=here, other=-float("inf"))
     new = tl.where(slot == slots, tl.load(rest + row), new)
     old = tl.load(kept_old + row * slots + slot, mask=here, other=-float("inf")).to(tl.float32)
@@ -544,6 +550,7 @@ def _troll_kernel(
         c = tl.load(policy_weights + row).to(tl.float32)
         u = tl.where(c == 0.0, 0.0, u * c)
 
+    # The implicit gradient of the projection, for which no step of the iteration is stored.
     # d log r_a / d log new, in closed form: t (δ − r (1 + z_a z)) where the bound acts, δ where it does not.
     r = tl.exp(log_r)
     g = tl.where(first, u, 0.0)

@@ -340,6 +340,8 @@ def _given_kernel(
     if GIVEN:  # a sampled token that is in the support too is looked for there
         twice = tl.max(((mark == tl.load(marks + row * slots)) & (slot > 0)).to(tl.int32), 0) > 0
         mark = tl.where((slot == 0) & twice, -1, mark)
+    # A token that is its tile's largest is read off the statistics; any other tile with a member is computed again, since its
+    # remainder would else be a difference of two sums.
     # Sorted by token, all tokens of a tile stand together: a tile is queued once, and its recomputation reads a run of the
     # list.
     key = tl.sort(tl.where(mark >= 0, mark.to(tl.int64) * SLOTS + slot, NOTHING))
@@ -393,6 +395,8 @@ def _own_kernel(
 
     bits = tl.where(valid, rank_bits(top), -0x80000000)
     next_bits = tl.where(valid, rank_bits(runner_up), -0x80000000)
+    # Find a lower bound on the k-th largest logit from two logits per tile, by bisection over integers that order like floats: at
+    # most 32 steps in registers, and no sort. A bound that lets through up to k/8 more will do, since they are ranked later.
     # With k tiles or more, at least k logits reach the least of the tiles' largest.
     floor = tl.where(tiles >= top_k, tl.min(tl.where(valid, bits, 0x7FFFFFFF), 0), -0x80000000)
     ceiling = tl.max(bits, 0)
@@ -438,6 +442,8 @@ def _tile_kernel(
     TILES: tl.constexpr, LISTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Recompute the logits of queued tiles: each program takes every PROGRAMS-th block of ROWS rows with one tile in common."""
+    # This is a GEMM of gathered rows with one tile of weights at a time: rows are sorted by tile, and not tiles by row, so that
+    # a tile of W is read once for all rows that need it.
     # How many rows wait for which tile is known on the device alone. Every program finds its blocks from the queues' lengths by
     # a prefix sum in registers, so that the host need not wait to size the launch.
     each = tl.arange(0, TILES)
@@ -580,7 +586,8 @@ def _finalize_own_kernel(
     tl.store(ids + base + slot, tl.where(stays, token_id, -1).to(tl.int64), mask=rank < top_k)
     tl.store(kept + base + slot, tl.where(stays, value, -float("inf")), mask=rank < top_k)
 
-    # The tail: logits that stayed in their tiles, and those of the list that were not chosen.
+    # The tail: logits that stayed in their tiles, and those of the list that were not chosen. They are added up, since 1 − Σ p
+    # would lose the digits of a peaked policy's tail.
     outside, largest = _left_in_tiles(peak, second, others, state, row, tiles, TILES)
     free = (keys < bar) & (0x7FFFFFFF - (keys & 0x7FFFFFFF).to(tl.int32) != sampled) & (keys > LOWEST)
     others_listed = tl.where(free, _value_of(keys), -float("inf"))
