@@ -227,7 +227,7 @@ def dense_rows(
             w = weight[block]
             shape = (len(row), len(w))
             dots, dz = (x[: shape[0] * shape[1]].view(shape) for x in (memory, memory_dz))
-            # In the dtype of the forward GEMM and summed in float32: these logits differ by rounding alone from those behind lse.
+            # In the dtype of the forward GEMM and summed in float32: these logits are those behind lse, but for rounding.
             multiply(h, w.T, dots)
             _dense_kernel[(shape[0], triton.cdiv(shape[1], 4096))](
                 dots, dz, bias, row, rows.lse, rows.rest, rows.entropy, g_entropy, gradient.factor, gradient.ids,
@@ -393,8 +393,8 @@ def _entries_kernel(
     ref, total, log_rest = tl.load(reference + row), tl.load(lse + row), tl.load(rest + row)
     nothing = log_rest == -float("inf")  # off the support: E is 0 there, whatever it is multiplied with
     c = tl.where(nothing, 0.0, tl.load(off_factor + row) * slope)
-    # Within REACH, e^above and the entries divided by s are normal numbers in bfloat16 too. A row beyond is small enough to count
-    # as rounding, or it is lost, and computed again.
+    # Within REACH, e^above and the entries divided by s are normal numbers in bfloat16 too. A row beyond is small enough to
+    # count as rounding, or it is lost, and computed again.
     above = ref - total - tl.where(nothing, 0.0, log_rest)
     s = c * tl.exp(tl.minimum(tl.maximum(above, -REACH), REACH))
 

@@ -395,8 +395,8 @@ def _own_kernel(
 
     bits = tl.where(valid, rank_bits(top), -0x80000000)
     next_bits = tl.where(valid, rank_bits(runner_up), -0x80000000)
-    # Find a lower bound on the k-th largest logit from two logits per tile, by bisection over integers that order like floats: at
-    # most 32 steps in registers, and no sort. A bound that lets through up to k/8 more will do, since they are ranked later.
+    # Find a lower bound on the k-th largest logit from two logits per tile, by bisection over integers that order like floats:
+    # at most 32 steps in registers, and no sort. A bound that lets through up to k/8 more will do, since they are ranked later.
     # With k tiles or more, at least k logits reach the least of the tiles' largest.
     floor = tl.where(tiles >= top_k, tl.min(tl.where(valid, bits, 0x7FFFFFFF), 0), -0x80000000)
     ceiling = tl.max(bits, 0)
