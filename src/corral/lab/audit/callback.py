@@ -2,7 +2,6 @@
 
 import importlib
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -341,7 +340,6 @@ class AuditCallback(TrainerCallback):
                 "gradient_accumulation_steps": args.gradient_accumulation_steps,
                 "learning_rate": args.learning_rate,
             },
-            "command": sys.argv,
         }  # fmt: skip
 
     def _begin_batch(self, output: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Folder of an audit: audited tokens and counts of micro-batches in parquet files, rules and settings in audit.json."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -89,7 +90,7 @@ class AuditFolder(LockedFolder):
         for part in (*self.table.glob("update-*.parquet"), *self.updates.glob("update-*.parquet")):
             if int(part.stem.removeprefix("update-")) > done:
                 part.unlink()
-        write_json(self.info, {**info, "versions": versions()})
+        write_json(self.info, {**info, "command": sys.argv, "versions": versions()})
 
     def add(self, update: int, completions: Sequence[pd.DataFrame]) -> None:
         """Write one parquet file with the tokens of these completions, measured after `update` updates."""

@@ -1,7 +1,6 @@
 """Audits that rescore completions with two models: checkpoints of a run, models by name, or models for logged texts."""
 
 import dataclasses
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -119,7 +118,7 @@ def _audit(
         completions, advantages = _sample(pair.old, pair.tokenizer, job)
         credits = zip(completions, advantages.tolist(), strict=True)
         found[step] = [pair.measure(one.prompt, one.tokens, credit, one.own) for one, credit in credits if any(one.own)]
-    return folder.fill({**info, "task": job.task.name, "command": sys.argv}, found)
+    return folder.fill({**info, "task": job.task.name}, found)
 
 
 def _sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: EvalJob) -> tuple[list[Dialogue], torch.Tensor]:
@@ -183,19 +182,14 @@ def audit_texts(
         f"read nor scored; in {count(other, 'completion')} of {completions:,} ({percent(other / completions)}) the tokens do "
         "not spell the text, and in others they may be different ones from those that were sampled."
     )
+    of = {"dump": str(dump.path), "format": dump.format, "temperature": settings.temperature, "prompts": settings.problems}
     info = {
         "kind": "texts",
         "what": f"logged by {dump.format} and rescored by {models[0]} (old) and {models[1]} (new)",
         "model": models[1],
         "rules": rules.as_dict(),
         "remarks": [remark, *(f"Left out: {number:,} {what}." for what, number in left_out.items())],
-        "settings": {
-            "dump": str(dump.path),
-            "format": dump.format,
-            "temperature": settings.temperature,
-            "prompts": settings.problems,
-        },
-        "command": sys.argv,
+        "settings": of,
     }
     return folder.fill(info, found)
 

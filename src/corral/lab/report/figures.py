@@ -157,12 +157,10 @@ def curve(group: Group, metric: Metric, every: int = 1, *, interval: bool = True
     values = [column.to_numpy(float) for _, column in steps[metric.key]]
     place = {} if axis == "step" else {axis: (axis, "mean")}
     found = steps.agg(**place, seeds=(metric.key, "size")).reset_index()
-    found["value"], found["low"], found["high"] = np.nan, [min(column) for column in values], [max(column) for column in values]
     for _, rows in found.groupby("seeds"):  # points with equally many seeds are bootstrapped at once, with equal draws
         block = np.array([values[index] for index in rows.index]).T
-        columns = interquartile_curve(block) if interval else (middle_mean(block),)
-        for name, column in zip(("value", "low", "high"), columns, strict=False):
-            found.loc[rows.index, name] = column
+        curves = interquartile_curve(block) if interval else (middle_mean(block), block.min(0), block.max(0))
+        found.loc[rows.index, ["value", "low", "high"]] = np.column_stack(curves)
     return found
 
 
