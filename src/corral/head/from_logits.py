@@ -68,7 +68,7 @@ def head_from_logits(
 
 
 def _forward(source: HeadInput, shard: Shard) -> HeadRows:
-    """Compute the results for all rows, some at a time."""
+    """Compute the head's results for all rows of logits, some rows at a time."""
     logits, dtype, scratch = source.hidden, common_dtype(source.hidden), Scratch(source.hidden.device)
     return HeadRows.cat(
         [
@@ -92,5 +92,5 @@ def _backward(source: HeadInput, rows: HeadRows, upstream: Upstream, needed: Seq
 
 
 def _rows_at_once(shard: Shard) -> int:
-    """Number of rows whose logits are read together."""
+    """Return the number of rows whose logits are read together."""
     return max(1, min(HELD["cpu"] // shard.vocabulary, MOST_ROWS))

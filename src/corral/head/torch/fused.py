@@ -107,7 +107,7 @@ def all_dense(like: Tensor) -> dict[str, Tensor]:
 
 
 def check_sampled(ids: Tensor | None, tokens: Tensor) -> None:
-    """Raise an error if slot 0 of the old top-k tokens [N K] is not the sampled token [N]. No later check compares both."""
+    """Raise an error if slot 0 of the old top-k tokens [N K] is not the sampled token [N]; no later check compares them."""
     if ids is not None and (wrong := int((ids[:, :1] != tokens[:, None]).all(-1).sum())):
         raise ValueError(
             f"policy_loss_from_hidden: slot 0 of dist_old.ids is not the sampled token at {wrong} of {len(tokens)} unmasked "

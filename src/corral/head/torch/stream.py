@@ -118,7 +118,7 @@ def check_tokens(where: str, source: HeadInput, vocabulary: int) -> HeadInput:
 
 
 def rows_at_once(weight: Tensor, share: int = 1) -> int:
-    """Return how many rows are read at once: as many as their logits fit in a `share`-th of the memory for logits."""
+    """Return the number of rows whose logits are computed together: they fit in a `share`-th of the memory for logits."""
     held = HELD.get(weight.device.type, HELD["cpu"]) // share
     # Whole multiples of ROWS, so that only the last GEMM is padded.
     return max(ROWS, min(held // max(len(weight), 1) // ROWS * ROWS, MOST_ROWS))
@@ -218,7 +218,7 @@ def sum_exp(z: Tensor, peak: Tensor, scratch: Scratch | None) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class HeadGradients(Tensors):
-    """Gradients of the loss with respect to the head's results for n tokens; 0 stands where `Upstream` has None."""
+    """Gradients of the loss with respect to the head's results for n tokens, with zeros where `Upstream` has None."""
 
     logp: Tensor
     kept: Tensor
@@ -241,7 +241,7 @@ class HeadGradients(Tensors):
 
 
 class Marks:
-    """Tokens with gradients of their own at each position, such as top-k tokens [n, M], sorted by block of the vocabulary."""
+    """Index of the tokens with a separate gradient at each position, such as top-k tokens [n, M], by vocabulary block."""
 
     def __init__(self, ids: Tensor, blocks: Sequence[slice], first: int = 0) -> None:
         """Sort the ids into vocabulary blocks, the first of which starts at token `first`. −1 and ids outside are in
