@@ -105,7 +105,7 @@ test-verl: .venv-verl/.ready
 # without what they need to train, for their losses. SkyRL trains on Python 3.12 and newer; its losses run on 3.11 too. A minute.
 test-engines: .venv-engines/.ready
 	OMP_NUM_THREADS=1 .venv-engines/bin/python -m pytest -W ignore --timeout 300 tests/engines/test_adapters.py \
-		tests/engines/test_parity.py tests/engines/test_signatures.py tests/engines/test_their_losses.py tests/engines/test_tinker.py
+		tests/engines/test_parity.py tests/engines/test_signatures.py tests/engines/test_their_losses.py tests/engines/test_tinker.py tests/engines/test_examples.py
 	.venv-engines/bin/python -m corral.lab.cli doctor --engine tinker
 
 # DeepSpeed, launchers and several machines, as processes on this CPU: DeepSpeed compiles in an environment of its own (1.5 GB). Minutes.

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from corral.objective import make_objective
-from corral.support import gather_support, rank_top_k, top_k_support
+from corral.support import condition_on_support, gather_support, rank_top_k, top_k_support
 from corral.tensors import SparseDist, TokenBatch
 from tolerance import assert_close
 
@@ -538,3 +538,63 @@ def test_ids_of_another_batch_are_refused(shape, unchecked_shapes):
     with pytest.raises(ValueError, match="gather_support") as error:
         gather_support(torch.zeros(3, 5), torch.zeros(shape, dtype=torch.int64))
     assert f"logp is [3, 5], so ids must be [3] + [K]; got {shape}." in str(error.value)
+
+
+# -------------------------------------------------------------------------------------------------- condition_on_support
+
+
+def test_golden_conditioned_policy():
+    # Of ½, ¼, ⅛, ⅛ the first two are kept: they hold ¾, so that they become ⅔ and ⅓.
+    dist = gather_support(log_probs(0.5, 0.25, 0.125, 0.125), torch.tensor([1, 0, -1]))
+    kept = condition_on_support(dist)
+    assert kept.ids.tolist() == [1, 0, -1]
+    assert_close(kept.logp[:2].exp(), torch.tensor([1 / 3, 2 / 3], dtype=torch.float64))
+    assert kept.logp[2] == kept.rest == kept.rest_max == -INF
+
+
+def test_golden_ratio_of_what_was_sampled_from():
+    # Old ½ ¼ | ¼, new ⅖ ⅖ | ⅕; kept are the first two. Token 0: (½) / (⅔) = ¾, and of whole policies 0.8.
+    ids = torch.tensor([0, 1])
+    old, new = (condition_on_support(gather_support(log_probs(*p), ids)) for p in ([0.5, 0.25, 0.25], [0.4, 0.4, 0.2]))
+    assert_close((new.logp[0] - old.logp[0]).exp(), torch.tensor(0.75, dtype=torch.float64))
+
+
+def test_a_row_without_tokens_stays_empty_and_has_no_gradient():
+    logp = log_probs(0.5, 0.5).requires_grad_()
+    kept = condition_on_support(gather_support(logp, torch.tensor([-1, -1])))
+    assert kept.logp.tolist() == [-INF, -INF]
+    torch.where(kept.ids >= 0, kept.logp, 0.0).sum().backward()
+    assert logp.grad.tolist() == [0.0, 0.0]
+
+
+@given(st.integers(2, 9), st.integers(0, 2**31), st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
+def test_a_conditioned_policy_is_the_softmax_of_the_kept_logits(vocabulary, seed, dtype):
+    draw = torch.Generator().manual_seed(seed)
+    logits = (4 * torch.randn(3, vocabulary, generator=draw)).to(dtype).to(torch.promote_types(dtype, torch.float32))
+    count = int(torch.randint(1, vocabulary + 1, (1,), generator=draw))
+    ids = torch.rand(3, vocabulary, generator=draw).argsort(-1)[:, :count]
+    kept = condition_on_support(gather_support(logits.log_softmax(-1), ids))
+    assert_close(kept.logp, logits.gather(-1, ids).log_softmax(-1), atol=1e-5)
+    assert_close(kept.logp.exp().sum(-1), torch.ones(3, dtype=kept.logp.dtype))
+    again = condition_on_support(kept)  # twice is once
+    assert_close(again.logp, kept.logp, atol=1e-5)
+    shifted = condition_on_support(gather_support((logits + 3).log_softmax(-1), ids))
+    assert_close(shifted.logp, kept.logp, atol=1e-4 if dtype != torch.float64 else 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_ratio_at_unchanged_weights_is_exactly_one(dtype):
+    logits = (4 * torch.randn(5, 50)).to(dtype).float()
+    ids = torch.rand(5, 50).argsort(-1)[:, :7]
+    old, new = (condition_on_support(gather_support(logits.log_softmax(-1), ids)) for _ in range(2))
+    assert ((new.logp - old.logp).exp() == 1).all()
+
+
+def test_the_gradient_of_a_conditioned_policy():
+    ids = torch.tensor([[2, 0, -1], [1, 3, 4]])
+
+    def conditioned(logits):
+        dist = condition_on_support(gather_support(logits.log_softmax(-1), ids))
+        return dist.logp[ids >= 0]
+
+    torch.autograd.gradcheck(conditioned, torch.randn(2, 6, dtype=torch.float64, requires_grad=True))

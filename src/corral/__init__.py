@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         project_gaussian_kl,
         project_gaussian_wasserstein,
     )
-    from corral.support import gather_support, top_k_support
+    from corral.support import condition_on_support, gather_support, top_k_support
     from corral.tensors import ObjectiveOutput, PackedSparseDist, SparseDist, TokenBatch
 
 __version__ = "0.1.0"
@@ -49,12 +49,12 @@ _moved.install(__path__)
 __all__ = [
     "CategoricalProjection", "Certificate", "EntropyProjection", "GaussianDistance", "GaussianProjection", "HeadOutput",
     "ImprovementBound", "ObjectiveConfig", "ObjectiveOutput", "PackedSparseDist", "PolicyLoss", "RateController", "SparseDist",
-    "TokenBatch", "TokenKL", "UnionSupport", "binary_kl", "binary_tv", "categorical_kl", "categorical_tv", "gae",
-    "gather_support", "gaussian_entropy", "gaussian_frobenius", "gaussian_kl", "gaussian_wasserstein", "group_advantages",
-    "head_kl", "improvement_bound", "kl_k1", "kl_k2", "kl_k3", "lm_head", "make_correction", "make_objective",
-    "objective_names", "policy_loss_from_hidden", "project_categorical_kl", "project_entropy_floor",
-    "project_gaussian_frobenius", "project_gaussian_kl", "project_gaussian_wasserstein", "reduce_loss", "reduction_weights",
-    "register_objective", "retract", "snapshot", "top_k_support",
+    "TokenBatch", "TokenKL", "UnionSupport", "binary_kl", "binary_tv", "categorical_kl", "categorical_tv",
+    "condition_on_support", "gae", "gather_support", "gaussian_entropy", "gaussian_frobenius", "gaussian_kl",
+    "gaussian_wasserstein", "group_advantages", "head_kl", "improvement_bound", "kl_k1", "kl_k2", "kl_k3", "lm_head",
+    "make_correction", "make_objective", "objective_names", "policy_loss_from_hidden", "project_categorical_kl",
+    "project_entropy_floor", "project_gaussian_frobenius", "project_gaussian_kl", "project_gaussian_wasserstein", "reduce_loss",
+    "reduction_weights", "register_objective", "retract", "snapshot", "top_k_support",
 ]  # fmt: skip
 
 _MODULES = (

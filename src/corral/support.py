@@ -116,6 +116,27 @@ def extend_support(dist: SparseDist, ids: Int[Tensor, "*b K"], logp: Float[Tenso
     return SparseDist(ids, torch.where(new, added, wide), left, dist.rest_max)
 
 
+def condition_on_support(dist: SparseDist) -> SparseDist:
+    """Condition a policy on its support: renormalise it there, as a sampler does with the tokens that top-p or top-k kept.
+
+        log p(v | S) = log p(v) − log Σ_{u ∈ S} p(u)          v ∈ S
+
+    Two policies that are conditioned on the tokens the sampler kept have the ratio of what was sampled from. The ratio of the
+    whole policies is off by the share of mass that each has there.
+
+    Args:
+        dist: a policy on the kept tokens [*, K], the sampled one in slot 0, −1 at padding.
+    Returns:
+        SparseDist on the same tokens with an empty tail, differentiable in `dist.logp`. A row without tokens stays empty.
+    Ref:
+        DeepSeek-AI 2025, arXiv:2512.02556 §3.1 ("keep sampling mask"). Invariant: the softmax of the kept logits.
+    """
+    logp = torch.where(dist.ids < 0, -torch.inf, at_least_float32(dist.logp))
+    total = logsumexp(logp).unsqueeze(-1)
+    nothing = torch.full_like(dist.rest, -torch.inf, dtype=logp.dtype)
+    return SparseDist(dist.ids, logp - torch.where(total == -torch.inf, 0.0, total), nothing, nothing)
+
+
 @torch.no_grad()
 def hidden_kl(
     rest_new: Float[Tensor, "*b"], max_new: Float[Tensor, "*b"], rest_old: Float[Tensor, "*b"], max_old: Float[Tensor, "*b"]

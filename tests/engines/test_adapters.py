@@ -370,8 +370,47 @@ def test_nemo_rl_with_the_old_policy_as_its_own_teacher(name: str, settings: dic
 @pytest.mark.usefixtures("nemo_module")
 def test_nemo_rl_without_a_support_is_refused() -> None:
     tokens, new, old = policies()
-    with pytest.raises(ValueError, match=r"Call add_old_support before policy\.train"):
+    with pytest.raises(ValueError, match=r"Call keep_support\(policy\) before grpo_train"):
         nemo_rl.CorralLoss("troll")(nemo_batch(tokens, old), torch.ones(()), torch.ones(()), student_topk_logprobs=new[..., :4])
+
+
+class NemoPolicy:
+    """NeMo-RL's policy, as far as its loop calls it around an update."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits, self.calls, self.modes = logits, list[tuple[Any, ...]](), list[str]()
+
+    def prepare_for_lp_inference(self) -> None:
+        self.modes.append("inference")
+
+    def prepare_for_training(self) -> None:
+        self.modes.append("training")
+
+    def get_topk_logits(self, data: Any, k: int, micro_batch_size: int | None = None, timer: Any = None) -> dict[str, Tensor]:
+        top = self.logits.topk(k, -1)
+        return {"topk_logits": top.values, "topk_indices": top.indices}
+
+    def train(
+        self, data: Any, loss_fn: Any, eval_mode: bool = False, *, gbs: Any = None, mbs: Any = None, timer: Any = None
+    ) -> dict[str, Any]:
+        self.calls.append((nemo_rl.OLD_LOGP in data, eval_mode, gbs, timer))
+        return {"loss": 0.0}
+
+
+@pytest.mark.usefixtures("nemo_module")
+def test_nemo_rls_own_loop_finds_the_old_policy_before_a_batchs_first_update() -> None:
+    tokens, _, old = policies()
+    policy = NemoPolicy(torch.cat([old + 3.0, torch.zeros(2, 1, 12)], 1))
+    nemo_rl.keep_support(policy, k=4)
+    data = nemo_batch(tokens, old)
+    assert policy.train(data, nemo_rl.CorralLoss("dppo"), timer="timer") == {"loss": 0.0}
+    assert policy.modes == [], "sampled tokens need no support"
+    for _ in range(2):  # the second update of the same batch keeps the support of the first
+        policy.train(data, nemo_rl.CorralLoss("troll"), gbs=8)
+    assert policy.modes == ["inference", "training"]
+    assert policy.calls == [(False, False, None, "timer"), (True, False, 8, None), (True, False, 8, None)]
+    with pytest.raises(ValueError, match="an evaluation has no old policy"):
+        policy.train(nemo_batch(tokens, old), nemo_rl.CorralLoss("troll"), eval_mode=True)
 
 
 @pytest.mark.usefixtures("nemo_module")

@@ -102,6 +102,8 @@ def test_every_recipe_was_found() -> None:
         ("TROLL", "algorithm.rollout_correction.bypass_mode=true", "bypass_mode makes no pass"),
         ("TROLL", f"+{LOSS}.objective.bund=1", "no setting `bund`"),
         ("DPPO, on the sampler's log-probs", "actor_rollout_ref.rollout.calculate_log_probs=false", "calculate_log_probs=true"),
+        ("DPPO, on the sampler's log-probs", "actor_rollout_ref.rollout.top_p=0.9", "does not hand over the tokens"),
+        ("DPPO, on the sampler's log-probs", "actor_rollout_ref.rollout.top_k=50", r"Use top_p=1 and top_k=-1"),
         ("DPPO, on the sampler's log-probs", "algorithm.rollout_correction.bypass_mode=false", "Set bypass_mode=true"),
         ("DPPO, on the sampler's log-probs", f"++{LOSS}.bypass_mode=false", "Set bypass_mode=true"),
         ("anything else, such as SPO", f"+{LOSS}.deployed_bound=0.02", r"needs hidden states\. Set \+actor_rollout_ref\.model"),

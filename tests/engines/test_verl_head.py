@@ -4,8 +4,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, GraniteForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from torch import Tensor, nn
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    GraniteConfig,
+    GraniteForCausalLM,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+)
 
 import corral
 from corral.engines.verl.head import (
@@ -24,11 +37,32 @@ SIZES: dict[str, Any] = {
     "vocab_size": 48, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+SEES: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+"""Sizes of the part that sees images, which text does not pass through."""
+PIXTRAL = {"model_type": "pixtral", "head_dim": 8}
+QWEN3_5: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5,
+        "mrope_interleaved": True,
+    },
+}  # fmt: skip
 FAMILIES: dict[str, Any] = {
     "plain": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
     "tied": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
     "softcap": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, final_logit_softcapping=2.0)),
     "scaled": lambda: GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=4.0)),
+    "Gemma 3 with vision": lambda: Gemma3ForConditionalGeneration(Gemma3Config(text_config=dict(SIZES), vision_config=SEES)),
+    "Mistral 3 with vision": lambda: Mistral3ForConditionalGeneration(
+        Mistral3Config(text_config=SIZES | {"model_type": "mistral"}, vision_config=SEES | PIXTRAL)
+    ),
+    "Qwen3.5 with vision": lambda: Qwen3_5ForConditionalGeneration(
+        Qwen3_5Config(text_config=SIZES | QWEN3_5, vision_config={**SEES, "depth": 1, "num_heads": 2, "out_hidden_size": 16})
+    ),
 }
 
 
@@ -63,6 +97,42 @@ def test_log_probs_entropy_and_supports_are_those_of_the_models_own_logits(famil
     assert old.dist is not None
     assert torch.equal(old.dist.ids, own.ids)
     assert_close(old.dist.with_rest(), own.with_rest(), atol=1e-4)
+
+
+@pytest.mark.refuses("model: images, on a support", door="verl")
+def test_images_are_refused() -> None:
+    model = FAMILIES["Gemma 3 with vision"]()
+    head = SupportHead(model)
+    head.expect(HeadCall(torch.zeros(9, dtype=torch.int64)))
+    with pytest.raises(ValueError, match=r"a support is kept of text alone, and this batch has pixel_values"):
+        model(input_ids=torch.zeros(1, 9, dtype=torch.int64), pixel_values=torch.zeros(1, 3, 28, 28))
+
+
+class _Packed(Qwen2ForCausalLM):
+    """A family that reads where packed sequences begin, as layers with a state do."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, **kwargs: Any) -> Any:
+        assert int(cu_seqlens[-1]) == input_ids.shape[1] == position_ids.shape[-1], "borders of other tokens"
+        assert (cu_seqlens.diff() > 0).all()
+        self.borders = cu_seqlens.tolist()
+        return super().forward(input_ids=input_ids, position_ids=position_ids[0], use_cache=False)
+
+
+@pytest.mark.parametrize(("borders", "cut"), [([0, 5, 12, 20], [0, 5, 8]), ([0, 8, 20], [0, 8]), ([0, 20], [0, 8])])
+def test_borders_of_packed_sequences_are_cut_with_the_tokens(borders: list[int], cut: list[int]) -> None:
+    model = _Packed(Qwen2Config(**SIZES)).eval()
+    base = model.model.forward
+    model.model.forward = lambda *_, position_ids, cu_seqlens=None, cu_seqlens_cpu=None, **given: base(  # type: ignore[method-assign]
+        position_ids=position_ids[0] if position_ids.ndim == 3 else position_ids, **given
+    )
+    head = SupportHead(model)
+    head.expect(HeadCall(torch.randint(3, 48, (20,)), compare=True))
+    with torch.no_grad():
+        model(
+            input_ids=torch.randint(3, 48, (1, 20)), cu_seqlens=torch.tensor(borders), cu_seqlens_cpu=torch.tensor(borders),
+            position_ids=torch.arange(20).expand(4, 1, 20),  # coordinates in front, as verl has them for models that see images
+        )  # fmt: skip
+    assert model.borders == cut
 
 
 def test_a_gradient_through_the_head_is_that_of_the_logits() -> None:

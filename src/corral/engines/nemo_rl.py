@@ -1,10 +1,11 @@
 """NeMo-RL: a loss function for GRPO with corral's objectives, on sampled tokens or on the old policy's top-k tokens.
 
-loss_fn = CorralLoss("troll")                              # in the place of setup()'s loss_fn, in a copy of run_grpo.py
-add_old_support(train_data, policy.get_topk_logits(train_data, k=64))      # after prev_logprobs, before policy.train
+loss_fn = CorralLoss("troll")          # in a copy of run_grpo.py, after setup(): in the place of its loss_fn
+keep_support(policy, k=64)             # before grpo_train: its policy.train then finds the old policy's top-k tokens first
 """
 
 import importlib
+import logging
 from collections.abc import MutableMapping
 from typing import Any, Literal
 
@@ -14,6 +15,8 @@ from torch import Tensor
 from corral.engines.adapter import EngineObjective, dist_from_top, read_metrics, warn_once
 from corral.objective.reduction import reduce_loss
 from corral.tensors import SparseDist, TokenBatch, metric_kind
+
+logger = logging.getLogger(__name__)
 
 INTERFACES = "nemo_rl.algorithms.loss.interfaces"
 OLD_LOGP = "corral_old_logp"
@@ -65,7 +68,7 @@ class CorralLoss:
         dists: tuple[SparseDist | None, SparseDist | None] = (None, None)
         if student_topk_logprobs is not None:
             if OLD_LOGP not in data:
-                raise ValueError("corral for NeMo-RL: the batch has no support. Call add_old_support before policy.train.")
+                raise ValueError("corral for NeMo-RL: the batch has no support. Call keep_support(policy) before grpo_train.")
             old_logp = data[OLD_LOGP][:, :-1].to(student_topk_logprobs)
             ids = torch.where(old_logp == -torch.inf, -1, data["teacher_topk_indices"][:, :-1].to(old_logp.device))
             dists = (dist_from_top(ids, student_topk_logprobs), dist_from_top(ids, old_logp))
@@ -94,6 +97,27 @@ class CorralLoss:
             self.metric_normalizations.update({name: divisors[kinds[name]] for name in kept})
             self.metric_normalizations["num_valid_samples"] = self._normalizer.NONE
         return read_metrics(kept)
+
+
+def keep_support(policy: Any, k: int = 64) -> None:
+    """Wrap `policy.train`, so that NeMo-RL's own loop trains on the old policy's top-k tokens. Other losses pass through.
+
+    The tokens are found once for each batch of rollouts, before its first update.
+    """
+    train = policy.train
+
+    def train_on_support(data: Any, loss_fn: Any, eval_mode: bool = False, **more: Any) -> Any:
+        if isinstance(loss_fn, CorralLoss) and loss_fn.wanted.needs_support and OLD_LOGP not in data:
+            if eval_mode:
+                raise ValueError("corral for NeMo-RL: an evaluation has no old policy. Train on this batch first.")
+            policy.prepare_for_lp_inference()
+            topk = policy.get_topk_logits(data, k=k)
+            policy.prepare_for_training()
+            outside = add_old_support(data, topk)
+            logger.info("corral for NeMo-RL: %.2g of the tokens are outside the old policy's top %d.", outside, k)
+        return train(data, loss_fn, eval_mode, **more)
+
+    policy.train = train_on_support
 
 
 def _check_old(old: Tensor, new: Tensor) -> None:

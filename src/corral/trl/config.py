@@ -258,6 +258,18 @@ class CorralConfig(GRPOConfig):
         needed = self.correction is not None or "logp_rollout" in self.make_objective().needs
         return needed or self.anchor == "rollout" or self.rollout_lag > 0
 
+    @property
+    def truncations(self) -> dict[str, Any]:
+        """Values of top_p, top_k and min_p, by name. `generation_kwargs` come first."""
+        given = vars(self) | _settings("generation_kwargs", self.generation_kwargs)
+        return {name: given[name] for name in _TRUNCATIONS}
+
+    @property
+    def truncates(self) -> bool:
+        """True if sampling cuts off unlikely tokens and renormalises the others."""
+        top_p, top_k, min_p = self.truncations.values()
+        return (top_p is not None and top_p < 1) or (top_k or 0) > 0 or bool(min_p)
+
     def check_sampler(self, sampler: Sampler, generation_config: GenerationConfig | None = None) -> None:
         """Raise if the sampler does not report data that the anchor, the objective or the correction needs.
 
@@ -314,8 +326,8 @@ _NEUTRAL = {
 generation_config."""
 
 _TRUNCATIONS = ("top_p", "top_k", "min_p")
-"""Settings that cut off unlikely tokens and renormalise the others, which makes the ratio of two policies wrong. They are
-refused with anchors for which this matters."""
+"""Settings that cut off unlikely tokens and renormalise the others. The ratio of two whole policies is then not that of what
+was sampled from: both are conditioned on the kept tokens, or the setting is refused."""
 
 
 _BY_TRL = (
@@ -428,15 +440,21 @@ def _of_sampler(config: CorralConfig, sampler: Sampler, generation: dict[str, An
     corrects, correction = config.use_vllm and config.vllm_importance_sampling_correction, config.correction
     needs, objective = config.make_objective().needs, config.make_objective().config
     set_to = vars(config) | generation
-    top_p, top_k, min_p = (set_to[key] for key in _TRUNCATIONS)
     regex = sampler == "vllm" and set_to.get("vllm_structured_outputs_regex")  # not every release of TRL has it
-    truncated = (top_p is not None and top_p < 1) or (top_k or 0) > 0 or min_p or regex
+    truncated = config.truncates or regex
+    replays = config.truncates and sampler == "transformers"
     few = sampler == "vllm" and config.vllm_mode == "colocate" and config.support_size > _VLLM_LOGPROBS
     twice = objective.corrects_sampler and (corrects or correction is not None)
     return {
-        # With the trainer's own model, "auto" means the recomputed policy, whatever was cut off while sampling.
-        "anchor='rollout' needs the log-probs that the sampler drew from, but top_p, top_k, min_p or a regex renormalise them. "
-        "Switch those off, or use anchor='old'.": rollout and truncated and reports,
+        "anchor='rollout' needs the log-probs that the sampler drew from, but top_p, top_k, min_p or a regex renormalise them, "
+        "and TRL does not hand over the tokens that they kept. Switch those off, use anchor='old', or sample with "
+        "transformers.": rollout and truncated and sampler != "transformers",
+        "with top_p, top_k or min_p both policies are on the tokens that were kept, and there is no union. Leave `support` at "
+        "'old'.": replays and config.support == "union",
+        f"objective={config.objective!r} with these settings reads tokens that top_p, top_k or min_p cut off. Switch those "
+        f"off.": replays and ("dist_teacher" in needs or objective.filled_tail is not None),
+        "transformers' continuous batching does not record which tokens top_p, top_k or min_p keep. Leave "
+        "use_transformers_continuous_batching out.": replays and set_to.get("use_transformers_continuous_batching"),
         f"objective={config.objective!r} needs the old policy on another model's tokens too. Use anchor='old'.": on_support
         and "dist_teacher" in needs,
         "estimator='full' reads every token, and a sampler reports its likeliest alone. Use estimator='topk', or "

@@ -3,13 +3,13 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from corral.head.packed import Packing
@@ -110,9 +110,9 @@ class OldPolicy:
         return SparseDist(ids, logp, rest, new.rest_max), union.extend(old, ids, self.head.spec)
 
 
-def write_support(output: dict[str, Any], dist: SparseDist) -> None:
-    """Write the old policy's top-k distribution [B T K] into TRL's buffer `output`."""
-    slots = max(1, int((dist.ids >= 0).sum(-1).max()))  # the others are padding
+def write_support(output: dict[str, Any], dist: SparseDist, *, whole: bool = False) -> None:
+    """Write the old policy's top-k distribution [B T K] into TRL's buffer `output`, `whole` or without slots of padding."""
+    slots = dist.ids.shape[-1] if whole else max(1, int((dist.ids >= 0).sum(-1).max()))
     values = dist.ids[..., :slots].int(), dist.logp[..., :slots].contiguous(), dist.rest, dist.rest_max
     output.update((key, value) for key, value in zip(_KEYS, values, strict=True) if value is not None)
 
@@ -132,9 +132,12 @@ class Behaviour(LogitsProcessor):
     which tokens were drawn, so that one step's are in memory and no more.
     """
 
-    def __init__(self, support: SupportRequest | None = None) -> None:
-        """Record log-probs of the drawn tokens. With `support`, also record the most likely tokens and the remaining mass."""
-        self.support = SupportRequest() if support is None else support
+    def __init__(self, support: SupportRequest | None = None, *, replays: bool = False) -> None:
+        """Record log-probs of the drawn tokens. With `support`, also record the most likely tokens and the remaining mass.
+
+        With `replays`, record all tokens that top-p, top-k or min-p kept.
+        """
+        self.support, self.replays = SupportRequest() if support is None else support, replays
         self._tokens: list[list[int]] = []
         self._logps: list[Float[Tensor, " B"]] = []
         self._dists: list[SparseDist] = []
@@ -169,7 +172,10 @@ class Behaviour(LogitsProcessor):
         """Store the held log-probs, given the drawn tokens."""
         assert self._last is not None
         self._logps.append(self._last.gather(1, tokens[:, None])[:, 0])
-        if self.support.top_k is not None:
+        if self.replays:
+            kept = top_k_support(self._last, tokens, int((self._last > -torch.inf).sum(-1).max()), check=False)
+            self._dists.append(replace(kept, ids=torch.where(kept.logp > -torch.inf, kept.ids, -1)))
+        elif self.support.top_k is not None:
             k = min(self.support.top_k, self._last.shape[1])
             self._dists.append(top_k_support(self._last, tokens, k, self.support.mass, check=False))
 
@@ -189,12 +195,23 @@ class Behaviour(LogitsProcessor):
 
     def store(self, output: dict[str, Any]) -> None:
         """Write the sampler's recorded top-k distribution into TRL's buffer `output`."""
-        tokens = output["completion_ids"]
-        lengths = torch.tensor([[len(row)] for row in self._tokens], device=tokens.device)
-        found = SparseDist.cat([dist.map(lambda x: x[:, None]) for dist in self._dists], dim=1)
+        write_support(output, self.dist(output["completion_ids"].shape[1]), whole=self.replays)
+
+    def dist(self, length: int) -> SparseDist:
+        """Sampler's recorded distribution on top-k or kept tokens, of completions padded to `length` tokens [B T K]."""
+        slots = max(dist.ids.shape[-1] for dist in self._dists)
+        wide = [
+            SparseDist(
+                nn.functional.pad(dist.ids, (0, slots - dist.ids.shape[-1]), value=-1),
+                nn.functional.pad(dist.logp, (0, slots - dist.ids.shape[-1]), value=-torch.inf), dist.rest, dist.rest_max,
+            )
+            for dist in self._dists
+        ]  # fmt: skip
+        found = SparseDist.cat([dist.map(lambda x: x[:, None]) for dist in wide], dim=1)
+        lengths = torch.tensor([[len(row)] for row in self._tokens], device=found.ids.device)
         # Completions' own tokens: those that `mask_truncated_completions` takes out are still recorded.
-        drawn, kept = (Packing(torch.arange(x.shape[1], device=tokens.device) < lengths) for x in (found.ids, tokens))
-        write_support(output, kept.unpack_dist(found.map(drawn.pack)))
+        drawn, kept = (Packing(torch.arange(n, device=found.ids.device) < lengths) for n in (found.ids.shape[1], length))
+        return kept.unpack_dist(found.map(drawn.pack))
 
 
 _LEAST_TAIL = 1e-8

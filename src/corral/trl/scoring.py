@@ -16,7 +16,7 @@ from corral.head.forward import HeadOutput
 from corral.head.logits import LogitSpec
 from corral.head.packed import LossTerms, Packing
 from corral.head.policy_loss import PolicyLoss, policy_loss_from_hidden
-from corral.support import gather_support, top_k_support
+from corral.support import condition_on_support, gather_support, top_k_support
 from corral.tensors import SparseDist, Tensors
 from corral.trl.api import FUSED
 from corral.trl.packing import PackedRow, packed_mask
@@ -74,6 +74,8 @@ class ScoringPass:
     support: SupportRequest = field(default_factory=SupportRequest)
     ids: Int[Tensor, "B T K"] | None = None
     """Token ids to evaluate. If `support` is requested too, the head evaluates the union of both."""
+    replay: bool = False
+    """True if `ids` are the tokens that the sampler kept (top-p, top-k, min-p): the policy is then conditioned on them."""
     loss: LossTerms | None = None
     """Loss of the completions [B T] that the head computes together with its gradient. None if that is not possible."""
     tolerance: float = 0.0
@@ -185,6 +187,11 @@ class ScoringPass:
                     hidden, weight, tokens, ids=ids, top_k=None if top_k is None else min(top_k, len(weight)),
                     mass=self.support.mass, tolerance=self.tolerance, **settings,
                 )  # fmt: skip
+                if self.replay:
+                    assert output.dist is not None  # there are ids
+                    dist = condition_on_support(output.dist)
+                    p = dist.logp.detach().exp()
+                    output = HeadOutput(dist.logp[:, 0], -torch.where(p > 0, p * dist.logp.detach(), 0.0).sum(-1), dist)
                 logp, entropy = output.logp, output.entropy
                 if not count:
                     logp, entropy = logp[:0], None if entropy is None else entropy[:0]

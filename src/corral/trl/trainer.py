@@ -32,8 +32,16 @@ from corral.trl.callbacks import RunRecord, SelfCheck
 from corral.trl.card import settings_section
 from corral.trl.config import CorralConfig, Sampler
 from corral.trl.ledger import Ledger, ratio_sums
-from corral.trl.old_policy import Behaviour, OldPolicy, RolloutSupport, check_server, fill_unscored, read_teacher
-from corral.trl.processes import ALONE, base_model, check_processes, is_alone_by_mistake, one_autocast
+from corral.trl.old_policy import (
+    Behaviour,
+    OldPolicy,
+    RolloutSupport,
+    check_server,
+    fill_unscored,
+    read_teacher,
+    write_support,
+)
+from corral.trl.processes import ALONE, base_model, check_processes, is_alone_by_mistake, one_autocast, vocabulary_size
 from corral.trl.scoring import PolicyHead, ScoringPass, SupportRequest
 from corral.validate import RewardError
 
@@ -44,6 +52,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+KEPT = "corral_kept"
+"""Key in TRL's rollout buffer for the tokens that top-p, top-k or min-p kept [B T K], −1 at padding."""
+MOST_KEPT = 1024
+"""Largest number of tokens that truncated sampling may keep at a position."""
 _SCORING_INPUTS = tuple(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)[5:]
 """Optional arguments of TRL's scoring pass, such as images. A batch of rollouts has them under the same names."""
 
@@ -168,8 +180,11 @@ class CorralTrainer(GRPOTrainer):
             check_server(self)
         self.reports_logps = not self.draws_itself or args.records_logps
         sampled = self.needs_support and self.anchor == "rollout" and self.reports_logps
-        if self.draws_itself and self.reports_logps:
-            self.behaviour = Behaviour(self.own_support if sampled else None)
+        self.replays = self.draws_itself and args.truncates
+        if self.replays:
+            self._check_replay(vocabulary_size(base))
+        if self.draws_itself and (self.reports_logps or self.replays):
+            self.behaviour = Behaviour(self.own_support if sampled else None, replays=self.replays)
         self.rollout_support = (self.behaviour or RolloutSupport(self)) if sampled else None
         # An evaluation may come in the middle of a batch, and has rollouts of its own.
         # With a teacher every token has a union: what it knows may be all of the student's tail.
@@ -203,6 +218,24 @@ class CorralTrainer(GRPOTrainer):
             )
         elif self.anchor == "rollout" and not self.reports_logps:
             logger.warning("The sampler is the trainer's own model, so its recomputed log-probs are the rollout anchor.")
+
+    def _check_replay(self, vocabulary: int) -> None:
+        """Refuse truncated sampling where the kept tokens could not be replayed."""
+        top_k = self.args.truncations["top_k"] or 0
+        refused = {
+            f"needs TRL 1.15 or newer; found {trl.__version__}": not FUSED,
+            "is not supported with tools, whose answers are not sampled": bool(self.tools),
+            "is not supported with `beta`, an entropy bonus or `top_entropy_quantile`, which read whole policies": (
+                self.has_other_terms
+            ),
+            f"may keep up to {vocabulary:,} tokens at a position. Bound them by a top_k of at most {MOST_KEPT:,}, such as "
+            f"512": (top_k or vocabulary) > MOST_KEPT and vocabulary > MOST_KEPT,
+        }
+        for why, applies in refused.items():
+            if applies:
+                raise ValueError(
+                    f"CorralTrainer: sampling with top_p, top_k or min_p trains on the tokens that these kept, and {why}."
+                )
 
     def pack(self, model: PreTrainedModel) -> None:
         """Score this model on packed rows from now on, or log why its batches stay padded."""
@@ -298,7 +331,8 @@ class CorralTrainer(GRPOTrainer):
             return super()._generate_single_turn(*args, **kwargs)
         with self.behaviour.record(base_model(self.accelerator.unwrap_model(self.model))):
             tokens, _ = super()._generate_single_turn(*args, **kwargs)
-        return tokens, self.behaviour.logps(tokens)
+        logps = self.behaviour.logps(tokens)
+        return tokens, logps if self.reports_logps else None
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         """Compute rewards by TRL's method, and store them. Raises a RewardError if no completion has a reward."""
@@ -321,7 +355,9 @@ class CorralTrainer(GRPOTrainer):
         keeps = self.needs_support and self.off_policy and self.rollout_support is None
         hidden = self.teacher is not None or (self.union and self.old_policy.fill is None)
         scoring = ScoringPass(support=self.own_support, keep_hidden=hidden)
-        expected = scoring if keeps else ScoringPass()
+        if self.replays:
+            scoring = ScoringPass(replay=True)
+        expected = scoring if keeps or self.replays else ScoringPass()
         probe = None if self.deployed is None or self.mode == "eval" else self.deployed.probe
         if probe is not None:
             probe.watch(expected)
@@ -336,13 +372,20 @@ class CorralTrainer(GRPOTrainer):
         if self.teacher is not None:
             self.teacher.store(inputs, output, scoring)
         elif keeps:
-            if scoring.dist() is None or "old_per_token_logps" not in output:
+            dist = scoring.dist()
+            if dist is None or "old_per_token_logps" not in output:
                 raise RuntimeError(
                     "CorralTrainer: TRL made no old-policy pass, though updates follow. Has it changed? Please report it."
                 )
-            self.old_policy.store(output, scoring)
+            if self.replays:  # as wide as the kept tokens: sums over other widths would round differently
+                write_support(output, dist, whole=True)
+            else:
+                self.old_policy.store(output, scoring)
         elif self.rollout_support is not None:
             self.rollout_support.store(output)
+        if self.replays:
+            assert self.behaviour is not None
+            output[KEPT] = self.behaviour.dist(output["completion_ids"].shape[1]).ids.int()
         if self.past is not None and self.model.training:
             output["corral_sampled_at"] = torch.full_like(output["completion_ids"][:, 0], self.past.sampled_at)
         if self.args.advantage is not None:
@@ -382,6 +425,9 @@ class CorralTrainer(GRPOTrainer):
                 self._order = torch.randperm(len(input_ids)).to(input_ids.device)
         order, size = self._order if batch_size is not None else None, batch_size or len(input_ids)
         with self.policy_head.run(attention_mask[:, -logits_to_keep:].bool()) as scoring:
+            if scoring.replay and scoring.ids is None:  # the old pass, right after the completions were drawn
+                assert self.behaviour is not None
+                scoring.ids = self.behaviour.dist(logits_to_keep).ids
             if order is not None:
                 scoring.order, input_ids, attention_mask = order, input_ids[order], attention_mask[order]
             if batch_size is None or not self.splits:  # a piece of an update is not cut again
@@ -498,11 +544,12 @@ class CorralTrainer(GRPOTrainer):
         gradient together. Otherwise it reports log-probs and a support, and autograd goes back through them.
         """
         # What the scoring pass has to find: the old policy's support, its own, or the whole loss.
-        ids = inputs.get("corral_ids")
-        brings = self.union if ids is not None else not self.objective.plain_on_policy
+        ids = inputs[KEPT] if self.replays else inputs.get("corral_ids")
+        brings = not self.replays and (self.union if ids is not None else not self.objective.plain_on_policy)
         support = self.own_support if brings else SupportRequest()
         terms = self._fused_terms(inputs, mask, weights, support)
-        scoring, other = ScoringPass(support=support, ids=ids, loss=terms, tolerance=TOLERANCE), None
+        scoring = ScoringPass(support=support, ids=ids, replay=self.replays, loss=terms, tolerance=TOLERANCE)
+        other = None
         with self.policy_head.expect(scoring):
             if self.skips_trl_loss:
                 self._score(model, inputs)
@@ -532,7 +579,7 @@ class CorralTrainer(GRPOTrainer):
                 assert scoring.entropy is not None
                 chosen = self.get_high_entropy_mask(scoring.entropy, mask.int(), 1 - self.top_entropy_quantile)
             if tokens:  # else every completion of this micro-batch is masked out
-                observed = batch = self._token_batch(inputs, mask, scoring.logp, scoring.dist())
+                observed = batch = self._token_batch(inputs, mask, scoring.logp, scoring.dist() if self.needs_support else None)
                 objective, factors = self._objective_for(batch), self._policy_weights(inputs, batch, chosen)
                 # A kernel knows the sum of policy term and regression alone.
                 apart = factors is not None and objective.config.regresses
@@ -589,7 +636,7 @@ class CorralTrainer(GRPOTrainer):
         Other terms read the head's results too, and without an old pass a correction, and the anchor of a token that the
         sampler could not score, are of log-probs that the head has yet to find.
         """
-        if not FUSED or self.has_other_terms:
+        if not FUSED or self.has_other_terms or self.replays:
             return None
         union = None
         if self.union and "corral_ids" in inputs and support.top_k is not None and self.token_observer is None:

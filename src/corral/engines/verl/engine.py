@@ -70,6 +70,11 @@ class SupportFSDPEngine(FSDPEngineWithLMHead):
         """Prepare verl's inputs, and tell corral's head what this pass must compute."""
         inputs, output_args = super().prepare_model_inputs(micro_batch)
         refuse_dense(micro_batch)
+        if self.use_ulysses_sp and "vision_config" in self.head.model.config.to_dict():
+            raise ValueError(
+                "corral for verl: Ulysses splits the tokens of models that see images inside the model, and no support was "
+                "tried there. Set actor.fsdp_config.ulysses_sequence_parallel_size=1."
+            )
         ids = given_ids(micro_batch, self.head.linear.out_features)
         if ids is not None:
             rank, ranks = 0, 1

@@ -100,6 +100,12 @@ class SupportHead:
         call = self._call
         if call is None:
             raise RuntimeError("corral for verl: the model was called outside a scoring pass. Please report it.")
+        given = [name for name, x in kwargs.items() if x is not None and name.startswith(("pixel_values", "image", "video"))]
+        if given:
+            raise ValueError(
+                f"corral for verl: a support is kept of text alone, and this batch has {given[0]}. Leave images out of the "
+                f"prompts, or use an objective on sampled tokens, without model_type."
+            )
         attention = kwargs.get("attention_mask")
         hidden = self.model.base_model(*args, **kwargs).last_hidden_state
         head = self.model.get_output_embeddings()
@@ -146,7 +152,7 @@ class SupportHead:
         """Refuse a model whose own logits disagree with the head at the first positions of a batch."""
         attention = kwargs.get("attention_mask")
         few = min(8, len(logp) if attention is None else int(attention[0].sum()))
-        short = {name: x[:1, :few] if isinstance(x, Tensor) and x.ndim == 2 else x for name, x in kwargs.items()}
+        short = {name: _first(name, x, few) for name, x in kwargs.items()}
         own = (self._own_forward(**short).logits[0, :few].float() / call.temperature).log_softmax(-1)
         gap = (own.gather(-1, call.tokens[:few, None]).squeeze(-1) - logp[:few]).abs().median()
         if not gap <= 0.1:  # logits of large models are rounded to bfloat16
@@ -154,6 +160,16 @@ class SupportHead:
                 f"corral for verl: log-probs from the head differ by {float(gap):.3g} nats from those of "
                 f"{type(self.model).__name__}'s own logits. It does something to them that is not known here; please report it."
             )
+
+
+def _first(name: str, x: Any, few: int) -> Any:
+    """Cut a model's argument to the first `few` positions of the first row."""
+    if not isinstance(x, Tensor):
+        return x
+    if name.startswith("cu_seqlens"):  # where sequences begin, and where the last ends
+        return x.clamp(max=few).unique_consecutive()
+    # Position ids of models that see images have an axis in front, of coordinates.
+    return x[..., :1, :few] if x.ndim == 2 or name == "position_ids" else x
 
 
 def _one_implementation(hidden: Tensor, weight: Tensor, call: HeadCall) -> str:
@@ -172,9 +188,7 @@ def logit_spec(config: Any, temperature: float) -> LogitSpec:
 
 
 def _check_family(model: Any) -> None:
-    """Refuse models other than a base model followed by one linear head."""
-    if "vision_config" in model.config.to_dict():
-        raise ValueError("corral for verl: a support is kept of text models alone, and this one sees images.")
+    """Refuse models other than a base model followed by one linear head. Of models that see images the text part is one."""
     head = model.get_output_embeddings()
     if model.base_model is model or not isinstance(head, nn.Linear):
         raise ValueError(f"corral for verl: {type(model).__name__} has no linear head; got {type(head).__name__}.")

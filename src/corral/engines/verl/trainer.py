@@ -89,6 +89,13 @@ def check_config(config: Any) -> Any:
             f"corral for verl: {settings.loss_mode} reads the sampler's log-probs. Set "
             f"actor_rollout_ref.rollout.calculate_log_probs=true."
         )
+    rollout = config.actor_rollout_ref.rollout
+    if reads_sampler and (rollout.top_p < 1 or rollout.top_k > 0):
+        raise ValueError(
+            f"corral for verl: {settings.loss_mode} reads the sampler's log-probs, which rollout.top_p={rollout.top_p} and "
+            f"top_k={rollout.top_k} renormalise, and verl does not hand over the tokens that they kept. Use top_p=1 and "
+            f"top_k=-1."
+        )
     if wanted.needs_support:
         _check_support(config, f"{settings.loss_mode} needs a support")
     if settings.deployed_bound is not None:
