@@ -30,7 +30,7 @@ def defined(path: Path) -> set[str]:
 
 def test_there_is_one_for_a_prompt_of_corral_train() -> None:
     (rows,) = (rows for title, rows in walks().items() if "corral train" in title)
-    assert [rows[0][0], rows[-1][0]] == ["lab/cli/train.py", "lab/run/folder.py"]
+    assert [rows[0][0], rows[-1][0]] == ["lab/cli/train.py", "lab/run/files.py"]
 
 
 def test_there_is_one_for_the_fused_loss_and_one_for_tce() -> None:
