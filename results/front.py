@@ -1,4 +1,4 @@
-"""README's figure: its script's settings with TROLL and with PPO's clip, planned before a run that counts.
+"""README's figure: its script's settings with TROLL and with PPO's clip, planned before a run that counts, and what was found.
 
     OMP_NUM_THREADS=1 python -m results.study --plan front --workers 1 --minutes 70 --out runs/front
     python -m results.packed results/front.parquet runs/front        then `make results`
@@ -23,15 +23,21 @@ TROLL is left out of the report and of the correction if time ends before it has
 whichever is ahead, and README names the best clip.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from results.packed import Row
-from results.runs import final
+from results.packed import FOLDER, Row
+from results.pages import INK, draw_line, interval_text, markdown, new_figure, p_text, rate_text, save_figure
+from results.runs import area, by_seed, final, finished, greedy, held_out, kl, mean, with_interval
 from results.spec import Run
 from results.table import CLIP, TROLL, Arm, Cell
+
+ROWS = FOLDER / "front.parquet"
 
 TUNING, FRESH = (701, 702), tuple(range(703, 713))
 RATES = {4: (1e-4, 2e-4, 4e-4, 8e-4), 1: (2e-4, 4e-4, 8e-4, 1.6e-3)}
@@ -75,3 +81,124 @@ def front(rows: Sequence[Row]) -> list[Run]:
         if known.issuperset(run.key for run in trials):
             trials += [run for cell in cells(TROLL, rows) for run in cell.tune()] + tuned(TROLL, rows)
     return trials
+
+
+Arms = dict[str, list[Row]]
+"""Name → runs on the fresh seeds."""
+SCRIPT, BOUNDED, BEST_CLIP, BEST_TROLL = 'TROLL, `"auto"` (the script)', 'clip, `"auto"`', "clip, tuned", "TROLL, tuned"
+LABELS = {"troll": "TROLL", "ppo_clip": "clip"}
+COMPARED = ((SCRIPT, BEST_CLIP), (SCRIPT, BOUNDED), (BEST_TROLL, BEST_CLIP))
+LINES = ((SCRIPT, "TROLL, as in the script", "-"), (BOUNDED, "clip, as in the script", "-"), (BEST_CLIP, "clip, tuned", "--"))
+"""Arms of the figure: name, label and line."""
+
+
+def arms(rows: Sequence[Row]) -> Arms:
+    """Arms on the fresh seeds that the first three of them have; tuned TROLL if it has these too."""
+    known = {row["key"]: row for row in rows}
+    planned = {SCRIPT: automatic(TROLL), BOUNDED: automatic(CLIP), BEST_CLIP: tuned(CLIP, rows), BEST_TROLL: tuned(TROLL, rows)}
+    have = {name: {run.seed: known[run.key] for run in runs if run.key in known} for name, runs in planned.items()}
+    seeds = sorted(have[SCRIPT].keys() & have[BOUNDED].keys() & have[BEST_CLIP].keys())
+    return {name: [runs[seed] for seed in seeds] for name, runs in have.items() if runs.keys() >= set(seeds)}
+
+
+def differences(rows: Sequence[Row]) -> list[tuple[str, str, Any, float]]:
+    """The named comparisons of arms with all seeds: both names, the difference in points, and its p after Holm's correction."""
+    from corral.lab.report.statistics import difference, holm  # it needs corral[report], which a study does without
+
+    known = arms(rows)
+    sides = [(a, b) for a, b in COMPARED if a in known and b in known]
+    found = [difference(*(by_seed(known[name], lambda run: 100 * final(run)) for name in pair)) for pair in sides]
+    adjusted = holm([one.p for one in found])
+    return [(*pair, one, p) for pair, one, p in zip(sides, found, adjusted, strict=True)]
+
+
+def compared(rows: Sequence[Row]) -> str:
+    """The named comparisons as a table."""
+    lines = [[f"{a} − {b}", interval_text(one), str(one.seeds), p_text(p)] for a, b, one, p in differences(rows)]
+    return markdown(("difference at the end", "points (95 %)", "seeds", "p (Holm)"), lines)
+
+
+def reported(rows: Sequence[Row]) -> str:
+    """Every arm on the fresh seeds."""
+    lines = []
+    for name, runs in arms(rows).items():
+        about = [str(runs[0]["passes"]), rate_text(runs[0]["rate"]), "no" if runs[0]["arm"] == "off" else ".02"]
+        ends = [with_interval(list(map(read, runs))) for read in (final, greedy)]
+        lines.append([name, *about, *ends, mean(runs, area), kl(runs, "mean")])
+    head = ("arm", "passes", "rate", "bound", "success at the end", "greedy", "mean success", "KL")
+    return markdown(head, lines)
+
+
+def trials(rows: Sequence[Row]) -> str:
+    """Success at the end of every trial, seed by seed."""
+    lines = []
+    for arm in (CLIP, TROLL):
+        for cell in cells(arm, rows):
+            for rate in cell.grid(bounded=False):
+                keys = [arm.run(rate, seed, **cell.settings).key for seed in TUNING]
+                ends = [final(cell.rows[key]) for key in keys if key in cell.rows]
+                if len(ends) == len(keys):
+                    lines.append(
+                        [arm.objective, str(cell.settings["passes"]), rate_text(rate), *(f"{end:.3f}"[1:] for end in ends)]
+                    )
+    return markdown(("objective", "passes", "rate", *(f"seed {seed}" for seed in TUNING)), lines)
+
+
+def sentence(rows: Sequence[Row], above: int, places: int) -> str:
+    """Sentences below README's figure.
+
+    Args:
+        above, places: on how many of how many other tasks and starting models TROLL ended above clip, with larger batches.
+    """
+    known, study = arms(rows), "docs/results/deployed.md"
+    found = [(one.mean.value, p) for a, _, one, p in differences(rows) if a == SCRIPT]
+    verdict = "No difference between TROLL and PPO's clip is significant in this script"
+    if all(p < 0.05 and gap > 0 for gap, p in found):
+        verdict = "TROLL solves more held-out problems in this script than PPO's clip does"
+    elif any(p < 0.05 and gap < 0 for gap, p in found):
+        verdict = "PPO's clip solves more held-out problems in this script than TROLL does"
+    elif any(p < 0.05 for _, p in found):
+        verdict = "PPO's clip solves as many held-out problems in this script as TROLL, once it is bounded or tuned"
+    shares = {name: [f"{100 * fmean(map(read, runs)):.0f} %" for read in (final, greedy)] for name, runs in known.items()}
+    start = [f"{100 * fmean(run['lines'][0][key] for run in known[SCRIPT]):.0f} %" for key in ("success", "greedy")]
+    how = known[BEST_CLIP][0]
+    at = f"{rate_text(how['rate'])}, {how['passes']} {'pass' if how['passes'] == 1 else 'passes'}"
+    return (
+        f"{verdict}, if completions are sampled at temperature 1: {shares[SCRIPT][0]} after ten batches,\n"
+        f"for {shares[BOUNDED][0]} of clip with the same settings and {shares[BEST_CLIP][0]} of clip at the best learning "
+        f"rate and number of passes that were tried ({at}).\n"
+        f"Greedily (the likeliest completion) these are {shares[SCRIPT][1]}, {shares[BOUNDED][1]} and {shares[BEST_CLIP][1]}. "
+        f"Before training it is {start[0]} sampled and {start[1]} greedy. "
+        f"These are means of [{len(known[SCRIPT])} fresh seeds]({study}#the-script). With batches of 512, TROLL ends above "
+        f"tuned clip on {above} of {places} [other tasks and starting models]({study}#elsewhere).\n"
+    )
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Held-out success over batches of rollouts, for README: readable at the width of a phone."""
+    from corral.lab.report.looks import LIGHT, MARKERS, assign_looks
+
+    figure, (axes,) = new_figure(figsize=(5.4, 3.2))
+    looks = {name: {"color": LIGHT[colour], "marker": MARKERS[place]} for name, (colour, place) in assign_looks(LABELS).items()}
+    known = arms(rows)
+    for name, label, line in LINES:
+        values: Mapping[float, list[float]] = defaultdict(list)
+        for step, value in (point for run in known[name] for point in held_out(run)):
+            values[step].append(value)
+        draw_line(axes, values, label=label, linestyle=line, **looks[known[name][0]["objective"]])
+    axes.set(ylabel="held-out success", xlabel="batches of 128 completions", ylim=(0.1, 0.8), xticks=range(0, 11, 2))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper left", labelcolor=INK[0])
+    save_figure(figure, path, dark=True)
+
+
+def blocks(above: int, places: int) -> dict[str, Callable[[], str]]:
+    """Name → text of every block that the rows of the plan fill."""
+    rows = finished(ROWS)
+    return {
+        "script": partial(sentence, rows, above, places),
+        "scriptcompared": partial(compared, rows),
+        "scriptarms": partial(reported, rows),
+        "scripttrials": partial(trials, rows),
+    }

@@ -32,7 +32,7 @@ def numbers(values: Iterable[float]) -> str:
 
 def rate_text(rate: float | str) -> str:
     """`3e-4`, or `auto`."""
-    return rate if isinstance(rate, str) else f"{rate:.0e}".replace("e-0", "e-")
+    return rate if isinstance(rate, str) else f"{rate:.1e}".replace(".0e", "e").replace("e-0", "e-")
 
 
 def two_digits(value: float) -> str:

@@ -1,23 +1,17 @@
-"""Figures of docs/results/deployed.md, and README's figure with the sentence below it."""
+"""Figures of docs/results/deployed.md."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from corral.lab.report.looks import LIGHT, MARKERS, assign_looks
-from results.deployed.confirm import LEVEL, places_above, runs_of, steps_to
 from results.deployed.rates import over_rates
 from results.packed import Row
-from results.pages import INK, draw_line, new_figure, save_figure
-from results.plans import CHOSEN, TUNING
-from results.runs import certificate, final, held_out, steps_of, where
+from results.pages import draw_line, new_figure, save_figure
+from results.plans import TUNING
+from results.runs import certificate, final, steps_of, where
 
 COLOURS = {"troll": "#1f5fa8", "dppo": "#c2500a", "ppo_clip": "#1a7f5a", "reinforce": "#9c3d88"}
-NAMES = {"troll": "TROLL", "ppo_clip": "clip"}
-LEARNED = (("troll", "TROLL, 4 passes", "-"), ("ppo_clip", "clip, 4 passes", "-"), ("ppo_clip", "clip, 1 pass", "--"))
-"""The first of CHOSEN; of clipping, the best of those that were tried, and the best with one pass."""
 Values = Mapping[float, Sequence[float]]
 """A value per run, by place on the axis."""
 
@@ -28,39 +22,6 @@ def values(points: Iterable[tuple[float, float]]) -> Values:
     for place, value in points:
         found[place].append(value)
     return found
-
-
-def learned(runs: Sequence[Row]) -> list[Values]:
-    """Held-out success over batches of rollouts on fresh seeds, of each of LEARNED."""
-    return [values(point for run in runs_of(runs, how) for point in held_out(run)) for how in CHOSEN[: len(LEARNED)]]
-
-
-def draw_headline(runs: Sequence[Row], path: Path) -> None:
-    """Held-out success over batches of rollouts, for README: readable at the width of a phone."""
-    figure, (axes,) = new_figure(figsize=(5.4, 3.2))
-    looks = {name: {"color": LIGHT[colour], "marker": MARKERS[place]} for name, (colour, place) in assign_looks(NAMES).items()}
-    for (name, label, line), found in zip(LEARNED, learned(runs), strict=True):
-        draw_line(axes, found, label=label, linestyle=line, **looks[name])
-    axes.set(ylabel="held-out success", xlabel="batches of rollouts", ylim=(0.15, 0.75), xticks=range(0, 21, 5))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower right", labelcolor=INK[0])
-    save_figure(figure, path, dark=True)
-
-
-def sentence(runs: Sequence[Row]) -> str:
-    """Sentence below README's figure: batches of rollouts to a success, and the number of seeds."""
-    ours, tuned, _ = (median(map(steps_to, runs_of(runs, how))) for how in CHOSEN[: len(LEARNED)])
-    (seeds,) = {len(runs_of(runs, how)) for how in CHOSEN[: len(LEARNED)]}
-    above, places = places_above(runs)
-    study = "docs/results/deployed.md"
-    return (
-        f"TROLL reaches {100 * LEVEL:.0f} % held-out success after {ours:.1f} batches of rollouts. "
-        f"PPO's clip takes {tuned:.1f}, with the best learning rate and number of\npasses that were tried. "
-        f"These are medians of [{seeds} fresh seeds]({study}#fresh-seeds), with the script's task and model but "
-        "batches of 512. "
-        f"On {above} of {places} [other tasks and\nstarting models]({study}#elsewhere) TROLL ends above clip.\n"
-    )
 
 
 def draw_study(runs: Sequence[Row], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""docs/results/deployed.md's tables and README's sentence on the headline, from results/deployed."""
+"""docs/results/deployed.md's tables and README's sentences on its figure, from the rows of results."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 from statistics import fmean
 
+from results import front
 from results.deployed import arms, confirm, figures, rates
 from results.deployed.rates import OBJECTIVES
 from results.packed import FOLDER, Row
@@ -104,7 +105,7 @@ def blocks(runs: Sequence[Row]) -> dict[str, Callable[[], str]]:
         "pretrained": partial(arms.pretrained, "smollm2"),
         "pretrainedgemma": partial(arms.pretrained, "gemma"),
         "autostart": lambda: arms.first_batches(read_rows(FOLDER / "deployed/auto-start.parquet")),
-        "headline": partial(figures.sentence, runs),
+        **front.blocks(*confirm.places_above(runs)),
     }
 
 
@@ -119,4 +120,4 @@ def draw(folder: Path = DOCS) -> None:
     here = [run for run in runs if is_demo(run)]
     figures.draw_study(here, folder / "deployed-study.svg")
     figures.draw_idea(here, folder / "deployed-idea.svg")
-    figures.draw_headline(runs, folder / "headline.svg")
+    front.draw(finished(front.ROWS), folder / "headline.svg")
