@@ -49,7 +49,7 @@ from corral.lab.models.load import load_model
 from corral.lab.run.files import append_line
 from corral.lab.run.folder import RunFolder
 from corral.lab.run.settings import read_recipe
-from results.front import front
+from results.front import ROWS, front
 from results.packed import Row, read
 from results.plans import PLANS
 from results.runs import DEPLOYED, EVIDENCE, finished
@@ -236,7 +236,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--out", type=Path, default=Path("runs/study"))
-    parser.add_argument("--done", type=Path, nargs="*", default=[DEPLOYED, EVIDENCE], help="files or folders of earlier pieces")
+    parser.add_argument("--done", type=Path, nargs="*", default=[DEPLOYED, EVIDENCE, ROWS], help="earlier rows: files, folders")
     parser.add_argument("--only", type=re.compile, default="", metavar="PATTERN", help="runs whose key this expression finds")
     parser.add_argument("--fresh", action="store_true", help="a new process for every run")
     parser.add_argument("--commit", help="the commit that rows are made with, by default this checkout's")
