@@ -87,7 +87,7 @@ class TestConfig:
         def reached(*_: Any, **__: Any) -> None:
             raise RunError("everything was read.")
 
-        for place in ("jobs.llm.evaluate.make_sampler", "audit.models.load_pair", "run.life._live"):
+        for place in ("jobs.llm.evaluate.TransformersSampler", "audit.models.load_pair", "run.life._live"):
             monkeypatch.setattr(f"corral.lab.{place}", reached)
         content = json.loads((run / "config.json").read_text())
         *outer, last = key.split(".")

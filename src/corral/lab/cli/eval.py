@@ -107,14 +107,13 @@ def _evaluate_model(arguments: argparse.Namespace) -> None:
     quiet_libraries()
     from corral.lab.jobs.llm.eval_results import compare, comparison, read_evaluation
     from corral.lab.jobs.llm.evaluate import evaluate
-    from corral.lab.run.interval import LEVEL
     from corral.lab.run.view import PatientConsole
 
     if arguments.against is not None:
         read_evaluation(arguments.against)  # an error is better now than hours later
     outcome = evaluate(settings, out=arguments.out, quiet=arguments.quiet)
     if arguments.against is not None:
-        PatientConsole().print(comparison(compare(arguments.against, outcome.path), LEVEL))
+        PatientConsole().print(comparison(compare(arguments.against, outcome.path)))
 
 
 def eval_settings(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def _find_folder(about: PackagedModel) -> Path:
 
 
 def _load_tokenizer(about: PackagedModel, folder: Path, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
-    """Load a packaged model's tokenizer, and mend what transformers reads from the GGUF file otherwise than it was trained.
+    """Load a packaged model's tokenizer, and correct what transformers misreads from its GGUF file.
 
     transformers 5.17 reads Gemma's file so that single letters alone are known once it is saved and loaded again: nothing
     fails, or learns. Such a tokenizer is refused. It also takes SmolLM2's <|im_start|> for the end of a sequence: completions

@@ -5,6 +5,8 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -208,14 +210,10 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
 
 def _rewards_by_problem(rows: Sequence[Row]) -> tuple[list[float], list[list[float]]]:
     """Rewards grouped by problem: the greedy completion's reward, and the samples' rewards in order."""
-    count = 1 + max(row["problem"] for row in rows)
-    greedy, sampled = [0.0] * count, [dict[int, float]() for _ in range(count)]
-    for row in rows:
-        if row["greedy"]:
-            greedy[row["problem"]] = row["reward"]
-        else:
-            sampled[row["problem"]][row["sample"]] = row["reward"]
-    return greedy, [[rewards[index] for index in sorted(rewards)] for rewards in sampled]
+    ordered = sorted(rows, key=itemgetter("problem", "sample"))
+    greedy = [row["reward"] for row in ordered if row["greedy"]]
+    sampled = groupby((row for row in ordered if not row["greedy"]), itemgetter("problem"))
+    return greedy, [[row["reward"] for row in samples] for _, samples in sampled]
 
 
 def read_evaluation(path: Path) -> tuple[str | None, tuple[list[float], list[list[float]]]]:
@@ -259,9 +257,9 @@ def show(view: RunView, result: Mapping[str, Any], where: Path) -> None:
     view.print(last)
 
 
-def comparison(found: Mapping[str, Estimate], level: float) -> Table:
+def comparison(found: Mapping[str, Estimate]) -> Table:
     """Table of the differences between two evaluations, with confidence intervals; those that exclude 0 are marked."""
-    columns = "", Column("difference", justify="right"), f"{level:.0%} interval", ""
+    columns = "", Column("difference", justify="right"), f"{LEVEL:.0%} interval", ""
     rows = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
     for name, one in found.items():
         assert one.low is not None  # differences have both

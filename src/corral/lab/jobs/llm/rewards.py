@@ -28,7 +28,11 @@ _LARGEST = 2.0**128 - 2.0**104
 
 
 def as_functions(given: Any, how: str = _HOW) -> tuple[str | Reward, ...]:
-    """Normalise a single user function or a list into a tuple. `how` describes the accepted forms in the error: of rewards."""
+    """Normalise a single user function or a list into a tuple. Without functions, it is empty.
+
+    Args:
+        how: the accepted forms, for the error; by default those of rewards, of which none stands for the task's verifier.
+    """
     found: list[Any] = []
     for one in map(guess, given if isinstance(given, list | tuple) else [given]):  # a text may be a list in TOML
         found += [] if one is None else one if isinstance(one, list) else [one]
@@ -39,7 +43,7 @@ def as_functions(given: Any, how: str = _HOW) -> tuple[str | Reward, ...]:
 
 
 def path_of(reward: str | Reward) -> str:
-    """Name a reward by text: `module:name` for a Python function, or the text that was given."""
+    """Path of a user's function or class: `module:name` of a Python object, or the text that was given."""
     if isinstance(reward, str):
         return reward
     of = reward if hasattr(reward, "__qualname__") else type(reward)  # an instance has none, its class has
