@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from corral.lab.models import BUILT_IN, EMBEDDED
-from corral.lab.models.packaged import PACKAGED, load_packaged, load_packaged_skeleton
+from corral.lab.models.packaged import PACKAGED, load_packaged
 from corral.lab.models.smoke import build_smoke
 from corral.lab.models.tiny import load_tiny
 from corral.lab.run.files import read_json, require_regular
@@ -76,7 +76,7 @@ def _not_loaded(name: str, error: Exception) -> RunError:
 def load_skeleton(name: str) -> _Loaded:
     """Load a model's structure without weights, on torch's `meta` device, and its tokenizer. No weights are downloaded."""
     if name in PACKAGED:
-        return load_packaged_skeleton(name)
+        return load_packaged(name, weights=False)
     if name in BUILT_IN:
         return load_model(name)
     where = _where(name)

@@ -55,35 +55,29 @@ def is_installed(name: str) -> bool:
     return True
 
 
-def load_packaged(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_packaged(name: str, *, weights: bool = True) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a packaged model in float32, from about four bits per weight in its file, and its tokenizer.
 
+    Without `weights` nothing is dequantised, and the model is a structure on torch's `meta` device.
     Weights are rounded to bfloat16, in which these models were published. As dequantised, one in twelve lies halfway between
     two of its numbers: under bfloat16 autocast all of those would jump at the first update, however small.
     """
     about = PACKAGED[name]
     folder = _find_folder(about)
+    if not weights:
+        config = AutoConfig.from_pretrained(folder, gguf_file=about.file)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config), _load_tokenizer(about, folder, config)
     found = AutoModelForCausalLM.from_pretrained(folder, gguf_file=about.file, dtype=torch.bfloat16)
     tokenizer = _load_tokenizer(about, folder, found.config)
     # A model from GGUF counts as quantised and refuses to be saved; the same weights in a fresh one do not.
-    config = found.config
-    vars(config).pop("quantization_config", None)  # set by the loader, and no field of the class
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    vars(found.config).pop("quantization_config", None)  # set by the loader, and no field of the class
+    model = AutoModelForCausalLM.from_config(found.config, dtype=torch.float32)
     model.load_state_dict(found.state_dict())
     model.tie_weights()
     model.generation_config = found.generation_config
     model.name_or_path = name  # what an adapter's checkpoint names as its base
     return model, tokenizer
-
-
-def load_packaged_skeleton(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a packaged model's structure without weights, on torch's `meta` device, and its tokenizer. Nothing is
-    dequantised."""
-    about = PACKAGED[name]
-    folder = _find_folder(about)
-    config = AutoConfig.from_pretrained(folder, gguf_file=about.file)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config), _load_tokenizer(about, folder, config)
 
 
 def _find_folder(about: PackagedModel) -> Path:

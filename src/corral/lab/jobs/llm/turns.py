@@ -241,20 +241,51 @@ class FunctionCalls:
         """Generate one completion per problem. The model's last message is graded, unless the environment gives the reward."""
         while self.factory is not None and len(self._pool) < len(asked):
             self._pool.append(self.factory())
-        environments = self._pool[: len(asked)] if self._pool else [None] * len(asked)
-        columns = columns_of(problems.task, asked)
-        rows = [{name: column[row] for name, column in columns.items()} for row in range(len(asked))]
-        chats = [
-            _Chat(self, problems, model, sampling.max_tokens, environment, problem, row)
-            for environment, problem, row in zip(environments, asked, rows, strict=True)
-        ]
+        columns, chats = columns_of(problems.task, asked), list[_Chat]()
+        for row, problem in enumerate(asked):
+            prompt, environment = problems.prompt(problem), self._pool[row] if self._pool else None
+            if environment is not None:
+                given = {name: column[row] for name, column in columns.items()} | {"prompt": prompt, "problem": problem}
+                observation = _ask(environment, "reset", [], given)
+                if observation is not None:  # goes behind the last message
+                    assert not isinstance(prompt, str)  # a template with tool calls is there
+                    prompt = [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
+            chats.append(_Chat(Dialogue(problem, problems.tokenise([prompt])[0]), environment))
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", sys.maxsize)  # not all have a limit
         while live := [chat for chat in chats if not chat.dialogue.over]:
             room = sampling.max_tokens - min(len(chat.dialogue.tokens) for chat in live)
-            read = [chat.read for chat in live]
+            read = [chat.dialogue.prompt + chat.dialogue.tokens for chat in live]
             written = generate(model, problems.tokenizer, read, replace(sampling, max_tokens=room))
-            for chat, tokens in zip(live, written, strict=True):
-                chat.take(tokens)
-        return [chat.end() for chat in chats]
+            for chat, before, tokens in zip(live, read, written, strict=True):
+                longest = min(sampling.max_tokens, positions - 1 - len(chat.dialogue.prompt))
+                self._take(chat, problems, before, tokens[: sampling.max_tokens - len(chat.dialogue.tokens)], longest)
+                chat.dialogue.over |= len(chat.dialogue.tokens) >= sampling.max_tokens
+        for chat in chats:
+            chat.dialogue.answer, chat.dialogue.transcript = answer_of(chat.messages), transcript(chat.messages)
+            if self.pays:
+                chat.dialogue.reward = float(_ask(chat.environment, "get_reward", chat.messages, {}))
+        return [chat.dialogue for chat in chats]
+
+    def _take(self, chat: "_Chat", problems: Problems, before: list[int], tokens: list[int], longest: int) -> None:
+        """Add the model's next message, and the results of its tool calls where `longest` tokens have room for them."""
+        one, tools = chat.dialogue, problems.template.get("tools")
+        one.add(tokens)
+        more: dict[str, Any] = {"prefix": before, "tools": tools}
+        known = {name: value for name, value in more.items() if name in _PARSE_ARGUMENTS}
+        message: dict[str, Any] = chat_template_utils.parse_response(problems.tokenizer, tokens, **known)
+        chat.messages.append(message)
+        requests: list[dict[str, Any]] = message.get("tool_calls") or []
+        one.over = not requests or one.replies == self.max_turns
+        if one.over:
+            return
+        table = {function.__name__: function for function in (*self.functions, *_methods(chat.environment))}
+        results = [{"role": "tool", **_result(request, table)} for request in requests]
+        ids = _rendered(results, problems)
+        one.over = len(one.tokens) + len(ids) > longest
+        if not one.over:  # without room for the results they are not read
+            one.add(ids, own=False)
+            one.replies += 1
+            chat.messages += results
 
 
 Turns = OneTurn | FunctionCalls
@@ -262,97 +293,50 @@ Turns = OneTurn | FunctionCalls
 arguments of GRPOTrainer, and `play` generates one completion per problem."""
 
 
+@dataclass
 class _Chat:
-    """A chat in progress: one completion with its tool calls and environment."""
+    """A chat in progress: one completion with its environment, and the messages after the prompt."""
 
-    def __init__(
-        self,
-        calls: FunctionCalls,
-        problems: Problems,
-        model: PreTrainedModel,
-        longest: int,
-        environment: Any,
-        problem: str,
-        columns: Mapping[str, Any],
-    ) -> None:
-        """Begin with the prompt, and the text that the environment adds to it."""
-        self.calls, self.problems, self.longest, self.environment = calls, problems, longest, environment
-        self.table = {one.__name__: one for one in (*calls.functions, *_methods(environment))}
-        self.positions = getattr(model.config.get_text_config(), "max_position_embeddings", sys.maxsize)  # not all have a limit
-        self.messages: list[dict[str, Any]] = []
-        prompt = problems.prompt(problem)
-        if environment is not None:
-            observation = self._ask("reset", **{**columns, "prompt": prompt, "problem": problem})
-            if observation is not None:  # goes behind the last message
-                assert not isinstance(prompt, str)  # a template with tool calls is there
-                prompt = [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
-        self.dialogue = Dialogue(problem, problems.tokenise([prompt])[0])
+    dialogue: Dialogue
+    environment: Any
+    messages: list[dict[str, Any]] = field(default_factory=list)
 
-    @property
-    def read(self) -> list[int]:
-        """All tokens of the chat so far: prompt, model and tools."""
-        return self.dialogue.prompt + self.dialogue.tokens
 
-    def take(self, tokens: list[int]) -> None:
-        """Add the model's next message and the results of its tool calls."""
-        one, before = self.dialogue, self.read
-        tokens = tokens[: self.longest - len(one.tokens)]
-        one.add(tokens)
-        message = _parse(self.problems, tokens, before)
-        self.messages.append(message)
-        requests: list[dict[str, Any]] = message.get("tool_calls") or []
-        one.over = not requests or one.replies == self.calls.max_turns
-        if one.over:
-            return
-        results = [{"role": "tool", **self._result(request)} for request in requests]
-        ids = self._rendered(results)
-        if len(one.tokens) + len(ids) > self.longest or len(self.read) + len(ids) >= self.positions:
-            one.over = True  # there is no room for the results, so they are not read
-            return
-        one.add(ids, own=False)
-        one.replies += 1
-        one.over = len(one.tokens) >= self.longest
-        self.messages += results
+def _ask(environment: Any, method: str, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> Any:
+    """Call a method of an environment; an error names the method and what was said until then."""
+    try:
+        return _wait(getattr(environment, method)(**arguments))
+    except Exception as error:  # whatever a user's environment raises
+        name = f"{type(environment).__name__}.{method}"
+        raise RewardError(f"{name} raised {type(error).__name__}: {error}. {transcript(messages)!r}") from error
 
-    def end(self) -> Dialogue:
-        """Return the finished completion with its texts and the environment's reward."""
-        self.dialogue.answer, self.dialogue.transcript = answer_of(self.messages), transcript(self.messages)
-        if self.calls.pays:
-            self.dialogue.reward = float(self._ask("get_reward"))
-        return self.dialogue
 
-    def _ask(self, method: str, **arguments: Any) -> Any:
-        try:
-            return _wait(getattr(self.environment, method)(**arguments))
-        except Exception as error:  # whatever a user's environment raises
-            name = f"{type(self.environment).__name__}.{method}"
-            raise RewardError(f"{name} raised {type(error).__name__}: {error}. {transcript(self.messages)!r}") from error
+def _result(request: dict[str, Any], table: Mapping[str, _Function]) -> dict[str, Any]:
+    """Run one tool call. An error becomes the call's result, since the model's arguments may be wrong."""
+    function = request.get("function", request)
+    name = function["name"]
+    try:
+        if name not in table:
+            raise ValueError(f"Tool {name} not found.")
+        result = _wait(table[name](**function["arguments"]))
+    except Exception as error:  # a function's own, or of arguments that it does not have
+        result = {"error": str(error)}
+    return {"name": name, "content": result if isinstance(result, list) else str(result)}  # parts of a message are a list
 
-    def _result(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Run one tool call. An error becomes the call's result, since the model's arguments may be wrong."""
-        function = request.get("function", request)
-        name = function["name"]
-        try:
-            if name not in self.table:
-                raise ValueError(f"Tool {name} not found.")
-            result = _wait(self.table[name](**function["arguments"]))
-        except Exception as error:  # a function's own, or of arguments that it does not have
-            result = {"error": str(error)}
-        return {"name": name, "content": result if isinstance(result, list) else str(result)}  # parts of a message are a list
 
-    def _rendered(self, results: list[dict[str, Any]]) -> list[int]:
-        """Tokens between two messages of the model: tool results as the chat template renders them."""
-        tokenizer: Any = self.problems.tokenizer  # transformers types its templates by a dozen unions
-        how = {key: value for key, value in self.problems.template.items() if key != "tools"} | {"return_dict": False}
-        call = {"type": "function", "function": {"name": results[0]["name"], "arguments": {}}}
-        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        start = tokenizer.apply_chat_template(chat, **how)
-        whole = tokenizer.apply_chat_template([*chat, *results], add_generation_prompt=True, **how)
-        if tokenizer.eos_token_id in start:  # there the model's message ends; the template's line behind it is still to come
-            start = start[: len(start) - start[::-1].index(tokenizer.eos_token_id)]
-        if whole[: len(start)] != start:
-            raise ValueError("the chat template writes a message differently once a tool's result follows it.")
-        return whole[len(start) :]
+def _rendered(results: list[dict[str, Any]], problems: Problems) -> list[int]:
+    """Tokens between two messages of the model: tool results as the chat template renders them."""
+    tokenizer: Any = problems.tokenizer  # transformers types its templates by a dozen unions
+    how = {key: value for key, value in problems.template.items() if key != "tools"} | {"return_dict": False}
+    call = {"type": "function", "function": {"name": results[0]["name"], "arguments": {}}}
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    start = tokenizer.apply_chat_template(chat, **how)
+    whole = tokenizer.apply_chat_template([*chat, *results], add_generation_prompt=True, **how)
+    if tokenizer.eos_token_id in start:  # there the model's message ends; the template's line behind it is still to come
+        start = start[: len(start) - start[::-1].index(tokenizer.eos_token_id)]
+    if whole[: len(start)] != start:
+        raise ValueError("the chat template writes a message differently once a tool's result follows it.")
+    return whole[len(start) :]
 
 
 def _methods(environment: Any) -> list[_Function]:
@@ -385,10 +369,3 @@ def _teach_parsing(tokenizer: Any) -> None:
 
 _PARSE_ARGUMENTS = inspect.signature(chat_template_utils.parse_response).parameters
 """Parameter names of TRL's response parser: some releases lack the prefix and the tools."""
-
-
-def _parse(problems: Problems, tokens: list[int], before: list[int]) -> dict[str, Any]:
-    """Parse the model's response into a message with its tool calls."""
-    more = {"prefix": before, "tools": problems.template.get("tools")}
-    known: dict[str, Any] = {name: value for name, value in more.items() if name in _PARSE_ARGUMENTS}
-    return chat_template_utils.parse_response(problems.tokenizer, tokens, **known)
