@@ -65,7 +65,7 @@ class Checkpoint:
 
 
 class RunFolder(LockedFolder):
-    """Files of a run. No other class writes them, and only the main process opens them for writing."""
+    """Files of a run, which only the main process opens for writing."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""Problems of a task as prompts of a model: chat template, training set, token ids, and completions."""
+"""Prompts and completions of a model: chat template, training set, token ids, and sampling."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
