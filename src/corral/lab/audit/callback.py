@@ -89,8 +89,7 @@ def audit(
             resume = bool(args.resume_from_checkpoint) or found
         callback.folder.check(callback.rules.as_dict(), done=int(resume))
     if callback.is_main or callback.sharded:
-        wrapped = callback.wrap_generate(trainer._generate_and_score_completions)
-        trainer._generate_and_score_completions = wrapped  # type: ignore[method-assign]  # of this trainer alone
+        callback.watch_batches()
         if callback.rules.own and callback.is_main:
             callback.watch_updates()
         trainer.add_callback(callback)
@@ -194,8 +193,9 @@ class AuditCallback(TrainerCallback):
         """The trained model as an nn.Module, because transformers types it as optional."""
         return cast(nn.Module, self.trainer.model)
 
-    def wrap_generate(self, generate: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-        """Wrap TRL's method that generates rollouts, to store the old policy at some tokens every `every` updates."""
+    def watch_batches(self) -> None:
+        """Store the old policy at some tokens of a new batch of rollouts, every `every` updates."""
+        generate = self.trainer._generate_and_score_completions
 
         def generate_and_score(inputs: list[dict[str, Any]]) -> dict[str, Any]:
             output = generate(inputs)
@@ -205,7 +205,7 @@ class AuditCallback(TrainerCallback):
                 self._begin_batch(output)
             return output
 
-        return generate_and_score
+        self.trainer._generate_and_score_completions = generate_and_score  # type: ignore[method-assign]  # of this one alone
 
     def watch_updates(self) -> None:
         """Count clipped tokens in every micro-batch, from TRL's own log-probs or the input of a CorralTrainer's objective."""

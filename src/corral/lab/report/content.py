@@ -281,8 +281,7 @@ def _render_command(words: Sequence[str], name: str) -> str | None:
     if name not in words[1:]:
         return None
     kept, words = [], words[words.index(name, 1) :]
-    for index, word in enumerate(words):
-        before = words[index - 1] if index else ""
+    for before, word in zip(["", *words[:-1]], words, strict=True):
         if word in ("--out", "--resume") or before in ("--out", "--resume") or word.startswith(("--out=", "--resume=")):
             continue
         flag, equals, value = word.rpartition("=") if word.startswith("--set=") else word.partition("=")
