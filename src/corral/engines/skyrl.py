@@ -36,7 +36,14 @@ def make_policy_loss(objective: str, *, anchor: str = "auto", **settings: Any) -
         loss_mask: Tensor | None = None,
         rollout_logprobs: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        _check_corrections(config)
+        asked = vars(config.off_policy_correction)
+        used = [key for key in ("tis_ratio_type", "sequence_mask_metric") if asked.get(key) is not None]
+        used += [key for key, value in asked.items() if "_threshold_" in key and value is not None]
+        if used:
+            raise ValueError(
+                f"corral for SkyRL: off_policy_correction.{used[0]} is set, and corral's losses apply none of SkyRL's "
+                f"corrections. Anchor on the sampler (anchor='rollout'), or leave it out."
+            )
         old = wanted.anchor_logp({"old": old_log_probs, "rollout": rollout_logprobs})
         mask = (log_probs == log_probs) if loss_mask is None else loss_mask.bool()
         loss, metrics = wanted.token_loss(TokenBatch(log_probs, old, advantages, mask, logp_rollout=rollout_logprobs))
@@ -52,15 +59,3 @@ def register(objective: str, *, anchor: str = "auto", **settings: Any) -> str:
     registry: Any = importlib.import_module(REGISTRY)
     registry.PolicyLossRegistry.register(name, make_policy_loss(objective, anchor=anchor, **settings))
     return name
-
-
-def _check_corrections(config: Any) -> None:
-    """Refuse SkyRL's sampler corrections, which only SkyRL's own losses apply."""
-    asked = config.off_policy_correction
-    used = [key for key in ("tis_ratio_type", "sequence_mask_metric") if vars(asked).get(key) is not None]
-    used += [key for key, value in vars(asked).items() if "_threshold_" in key and value is not None]
-    if used:
-        raise ValueError(
-            f"corral for SkyRL: off_policy_correction.{used[0]} is set, and corral's losses apply none of SkyRL's corrections. "
-            f"Anchor on the sampler (anchor='rollout'), or leave it out."
-        )

@@ -21,31 +21,26 @@ _LOSS = "actor_rollout_ref.actor.policy_loss"
 _COMMON = f"""{_LOSS}._target_={CONFIG}
 '+{_LOSS}.bypass_mode=${{algorithm.rollout_correction.bypass_mode}}'
 trainer.v1.trainer_mode={PREFIX}sync"""
-LINES = {
-    "TROLL": f"""{_COMMON}
+_TROLL = f"""{_COMMON}
 {_LOSS}.loss_mode=corral_troll
 +{_LOSS}.objective.bound=0.05
 +{_LOSS}.support_size=64
-actor_rollout_ref.actor.strategy=fsdp2
-+actor_rollout_ref.model.model_type={MODEL_TYPE}""",
-    "TROLL, with Megatron": f"""model_engine=megatron
-{_COMMON}
-{_LOSS}.loss_mode=corral_troll
-+{_LOSS}.objective.bound=0.05
-+{_LOSS}.support_size=64
-+actor_rollout_ref.model.model_type={MODEL_TYPE}""",
-    "DPPO, on the sampler's log-probs": f"""{_COMMON}
++actor_rollout_ref.model.model_type={MODEL_TYPE}"""
+_DPPO = f"""{_COMMON}
 {_LOSS}.loss_mode=corral_dppo
-+{_LOSS}.objective.bound=0.2
++{_LOSS}.objective.bound=0.2"""
+_FSDP2 = "actor_rollout_ref.actor.strategy=fsdp2"
+LINES = {
+    "TROLL": f"{_TROLL}\n{_FSDP2}",
+    "TROLL, with Megatron": f"model_engine=megatron\n{_TROLL}",
+    "DPPO, on the sampler's log-probs": f"""{_DPPO}
 algorithm.rollout_correction.bypass_mode=true
 actor_rollout_ref.rollout.calculate_log_probs=true""",
-    "DPPO, on a support": f"""{_COMMON}
-{_LOSS}.loss_mode=corral_dppo
+    "DPPO, on a support": f"""{_DPPO}
 +{_LOSS}.objective.estimator=topk
-+{_LOSS}.objective.bound=0.2
 +{_LOSS}.support_size=20
-actor_rollout_ref.actor.strategy=fsdp2
-+actor_rollout_ref.model.model_type={MODEL_TYPE}""",
++actor_rollout_ref.model.model_type={MODEL_TYPE}
+{_FSDP2}""",
     "anything else, such as SPO": f"""{_COMMON}
 {_LOSS}.loss_mode=corral_spo""",
 }
@@ -59,7 +54,13 @@ def checkup() -> Checkup:
     found = Checkup(lines=LINES)
     if not found.check_release("verl", VERL_RANGE):
         return found
-    _check_entry_point(found)
+    policy = os.getenv("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
+    if not any(point.value == "corral.engines.verl.plugin" for point in entry_points(group="verl.plugins")):
+        found.trouble.append("corral's entry point is not there: install it with pip, on every node")
+    elif policy != "auto" and "corral" not in policy.split(","):
+        found.trouble.append(f"VERL_USE_EXTERNAL_PLUGINS={policy} leaves corral out: use auto, or add corral")
+    else:
+        found.rows.append(("entry point", "corral, in verl.plugins"))
     try:
         importlib.import_module("verl")
         plugin: Any = importlib.import_module("corral.engines.verl.plugin")
@@ -88,17 +89,6 @@ def attention() -> str:
     if find_spec("flash_attn") is not None:
         return "installed"
     return f"– verl's default attention needs it: pip install 'verl[vllm,fsdp]', or {SDPA}"
-
-
-def _check_entry_point(found: Checkup) -> None:
-    """Check that `import verl` loads the plug-in."""
-    policy = os.getenv("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
-    if not any(point.value == "corral.engines.verl.plugin" for point in entry_points(group="verl.plugins")):
-        found.trouble.append("corral's entry point is not there: install it with pip, on every node")
-    elif policy != "auto" and "corral" not in policy.split(","):
-        found.trouble.append(f"VERL_USE_EXTERNAL_PLUGINS={policy} leaves corral out: use auto, or add corral")
-    else:
-        found.rows.append(("entry point", "corral, in verl.plugins"))
 
 
 def self_test(get_policy_loss: Any) -> float:

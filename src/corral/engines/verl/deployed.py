@@ -11,9 +11,7 @@ import math
 from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Float
 from tensordict import TensorDict
-from torch import Tensor
 from verl.utils import tensordict_utils
 from verl.workers.utils.padding import response_from_nested
 
@@ -80,12 +78,8 @@ class DeployedRegion:
         mask = live.values().bool()
         sequence = torch.repeat_interleave(torch.arange(len(live), device=live.device), live.offsets().diff())
         both = rows.values()[mask].double().cpu()
-        found = torch.cat([both, sequence[mask].double().cpu()[:, None]], -1)
-        return self._of_all_ranks(found)
-
-    def _of_all_ranks(self, rows: Float[Tensor, "n 3"]) -> BatchKL:
-        """Join the measured tokens of all ranks, in the same order everywhere, so that all ranks decide alike."""
-        everyone = self._gather(rows)
+        # Tokens of all ranks, in the same order everywhere, so that all ranks decide alike.
+        everyone = self._gather(torch.cat([both, sequence[mask].double().cpu()[:, None]], -1))
         for rank, others in enumerate(everyone):
             others[:, 2] += rank * 2**32  # sequences of this rank alone; exact in float64
         new_old, old_new, sequence = torch.cat(everyone).unbind(-1)

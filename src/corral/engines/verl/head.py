@@ -68,10 +68,11 @@ class SupportHead:
     """Replaces a causal model's output layer by corral's head. `expect` sets what the next pass computes."""
 
     def __init__(self, model: Any) -> None:
-        """Replace the forward methods of this model and of its head."""
-        _check_family(model)
+        """Replace the forward methods of this model and of its head. Of models that see images, the text part has the head."""
         self.model: Any = model  # of transformers, whose methods nn.Module does not have
         self.linear: Any = self.model.get_output_embeddings()
+        if model.base_model is model or not issubclass(type(self.linear), nn.Linear):
+            raise ValueError(f"corral for verl: {type(model).__name__} has no linear head; got {type(self.linear).__name__}.")
         self._call: HeadCall | None = None
         self._ids: Tensor | None = None
         self._compared = False
@@ -185,13 +186,6 @@ def logit_spec(config: Any, temperature: float) -> LogitSpec:
     found = config.get_text_config().to_dict()
     scale = float(found.get("logit_scale") or 1.0) / float(found.get("logits_scaling") or 1.0)
     return LogitSpec(scale, found.get("final_logit_softcapping"), temperature)
-
-
-def _check_family(model: Any) -> None:
-    """Refuse models other than a base model followed by one linear head. Of models that see images the text part is one."""
-    head = model.get_output_embeddings()
-    if model.base_model is model or not isinstance(head, nn.Linear):
-        raise ValueError(f"corral for verl: {type(model).__name__} has no linear head; got {type(head).__name__}.")
 
 
 # ------------------------------------------------------------------------------------ a support on its way through verl

@@ -100,7 +100,16 @@ def check_config(config: Any) -> Any:
         _check_support(config, f"{settings.loss_mode} needs a support")
     if settings.deployed_bound is not None:
         _check_support(config, "deployed_bound needs hidden states")
-        _check_deployed(config)
+        actor = config.actor_rollout_ref.actor
+        if actor.strategy != "fsdp2":
+            raise ValueError(
+                f"corral for verl: deployed_bound holds the weights of FSDP2; got actor.strategy={actor.strategy}."
+            )
+        if max(actor.ulysses_sequence_parallel_size, actor.fsdp_config.ulysses_sequence_parallel_size) > 1:
+            raise ValueError(
+                "corral for verl: deployed_bound measures whole sequences. Set "
+                "actor.fsdp_config.ulysses_sequence_parallel_size=1."
+            )
     return omega_conf_to_dataclass(config.actor_rollout_ref.actor)
 
 
@@ -118,17 +127,6 @@ def _check_support(config: Any, why: str) -> None:
         raise ValueError("corral for verl: set actor_rollout_ref.model.use_fused_kernels=false; corral's head is in its place.")
     if actor.strategy == "megatron":
         refuse_megatron(omega_conf_to_dataclass(actor).megatron, model)
-
-
-def _check_deployed(config: Any) -> None:
-    """Refuse settings with which the network cannot be measured or its weights restored."""
-    actor = config.actor_rollout_ref.actor
-    if actor.strategy != "fsdp2":
-        raise ValueError(f"corral for verl: deployed_bound holds the weights of FSDP2; got actor.strategy={actor.strategy}.")
-    if max(actor.ulysses_sequence_parallel_size, actor.fsdp_config.ulysses_sequence_parallel_size) > 1:
-        raise ValueError(
-            "corral for verl: deployed_bound measures whole sequences. Set actor.fsdp_config.ulysses_sequence_parallel_size=1."
-        )
 
 
 @register_trainer(PREFIX + "sync")
