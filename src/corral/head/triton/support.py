@@ -136,13 +136,13 @@ def _given_rows(part: HeadInput, stats: TileStatistics) -> HeadRows:
     """Compute the head's results on the given tokens `ids`, or on the sampled token alone."""
     given, marks = part.ids is not None, _marks(part)
     (count, tiles), slots = stats.peak.shape, marks.shape[1]
-    out, plan = _blank_rows(part, slots), _blank_plan(stats, lanes(slots), own=False)
+    out, plan = _blank_rows(part, slots), _blank_plan(stats, lanes(slots))
     _given_kernel[(count,)](
         stats.peak, stats.place, stats.second, stats.others, stats.weighted, marks, plan.state, plan.queue, plan.length,
         plan.listed, out.kept, out.lse, out.entropy, count, tiles, slots, GIVEN=given, ENTROPY=stats.weighted.numel() > 0,
         TILES=triton.next_power_of_2(tiles), SLOTS=lanes(slots), COLUMNS=tile_of(part.hidden).columns, num_warps=WARPS,
     )  # fmt: skip
-    _recompute_tiles(part, stats, plan, marks, out, given=given, own=False)
+    _recompute_tiles(part, stats, plan, marks, out, own=False)
     _finalize_given_kernel[(count,)](
         stats.peak, stats.second, stats.others, plan.state, marks, out.lse, out.rest, out.rest_max, out.kept, tiles, slots,
         GIVEN=given, TILES=triton.next_power_of_2(tiles), SLOTS=lanes(slots), num_warps=WARPS,
@@ -169,7 +169,7 @@ def _own_rows(
     for part in _parts(whole):
         stats = early or gemm_stats(part)
         marks = (part.tokens[:, None] if part.ids is None else part.ids[:, :1]).int()
-        out, plan = _blank_rows(part, top_k + 1), _blank_plan(stats, room * best, own=True)
+        out, plan = _blank_rows(part, top_k + 1), _blank_plan(stats, room * best)
         count, tiles = stats.peak.shape
         _own_kernel[(count,)](
             stats.peak, stats.place, stats.second, stats.others, stats.weighted, marks, plan.state, plan.queue, plan.length,
@@ -177,7 +177,7 @@ def _own_rows(
             ENTROPY=stats.weighted.numel() > 0, TILES=triton.next_power_of_2(tiles), ROOM=room * best,
             COLUMNS=tile_of(part.hidden).columns, num_warps=WARPS,
         )  # fmt: skip
-        _recompute_tiles(part, stats, plan, marks, out, given=False, own=True)
+        _recompute_tiles(part, stats, plan, marks, out, own=True)
         overflow = AsyncCopy(plan.overflow)  # queued before the sort, so that the host has it sooner
         _finalize_own_kernel[(count,)](
             stats.peak, stats.second, stats.others, plan.state, plan.listed, plan.filled, marks, out.lse, out.logp, out.rest,
@@ -217,12 +217,12 @@ def _blank_rows(part: HeadInput, slots: int) -> HeadRows:
     return HeadRows(lse, logp, ids, torch.empty(count, slots, device=device), rest, entropy, rest_max)
 
 
-def _blank_plan(stats: TileStatistics, listed: int, *, own: bool) -> RecomputePlan:
+def _blank_plan(stats: TileStatistics, listed: int) -> RecomputePlan:
     """Allocate an empty recompute plan."""
     (count, tiles), like = stats.peak.shape, stats.peak
     zeros = torch.zeros(tiles + 1, dtype=torch.int32, device=like.device)
     length, overflow = zeros[:tiles], zeros[tiles:]
-    filled, floor = (like.new_empty(count, dtype=torch.int32) if own else overflow for _ in range(2))  # else not read
+    filled, floor = (like.new_empty(count, dtype=torch.int32) for _ in range(2))
     return RecomputePlan(
         like.new_empty(count, tiles, dtype=torch.uint8), like.new_empty(tiles, count, dtype=torch.int32), length,
         like.new_empty(count, listed, dtype=torch.int64), filled, floor, overflow,
@@ -230,7 +230,7 @@ def _blank_plan(stats: TileStatistics, listed: int, *, own: bool) -> RecomputePl
 
 
 def _recompute_tiles(
-    part: HeadInput, stats: TileStatistics, plan: RecomputePlan, marks: Tensor, out: HeadRows, *, given: bool, own: bool
+    part: HeadInput, stats: TileStatistics, plan: RecomputePlan, marks: Tensor, out: HeadRows, *, own: bool
 ) -> None:
     """Recompute the logits of the queued tiles, for given tokens or for the policy's own top-k tokens.
 
@@ -241,9 +241,9 @@ def _recompute_tiles(
     _tile_kernel[(programs,)](
         hidden, TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]), part.bias, plan.queue, plan.length,
         plan.listed, plan.filled, plan.floor, plan.overflow, marks, out.lse, out.kept, stats.second, stats.others, count,
-        *weight.shape, tiles, marks.shape[1], *spec_arguments(part.spec), OWN=own, GIVEN=given, PROGRAMS=programs,
-        TILES=triton.next_power_of_2(tiles), LISTED=plan.listed.shape[1], ROWS=tile.rows // 2, COLUMNS=tile.columns,
-        DEPTH=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
+        *weight.shape, tiles, marks.shape[1], *spec_arguments(part.spec), OWN=own, GIVEN=not own and part.ids is not None,
+        PROGRAMS=programs, TILES=triton.next_power_of_2(tiles), LISTED=plan.listed.shape[1], ROWS=tile.rows // 2,
+        COLUMNS=tile.columns, DEPTH=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
