@@ -25,7 +25,8 @@ def test_each_is_short() -> None:
 @pytest.mark.skipif(find_spec("tinker") is None, reason="needs tinker (make test-engines)")
 def test_tinkers_runs(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / "tinker_troll.py"), run_name="__main__")
-    assert "tokens outside the region" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert float(printed.partition("tokens outside the region ")[2].partition(",")[0]) > 0, "the region must act"
 
 
 def test_skyrls_registers_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,17 @@ STAND_INS = {
 }
 
 
+@pytest.mark.parametrize("engine", SIGNATURES)
+def test_the_page_names_the_version_that_signatures_are_of(engine: str) -> None:
+    record = json.loads((HERE / "signatures" / f"{engine}.json").read_text())
+    rows = (HERE.parents[1] / "docs" / "engines.md").read_text().partition("## What ran")[2].partition("\n## ")[0].splitlines()
+    names = {"nemo_rl": "NeMo-RL", "prime_rl": "prime-rl", "rllm": "rLLM", "skyrl": "SkyRL", "tinker": "Tinker"}
+    (row,) = (row for row in rows if row.startswith(f"| {names.get(engine, engine)} |"))
+    assert record["version"] in row
+    commit = record["source"].partition("/tree/")[2][:7]
+    assert commit in row
+
+
 def parameters(path: Path, name: str) -> list[str]:
     """Of the function of this name in a file that is not imported: it may need its engine."""
     (found,) = (
