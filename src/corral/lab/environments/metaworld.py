@@ -94,7 +94,7 @@ def quickened(env: Any) -> Any:
     """Make a Meta-World environment faster, with equal observations, contacts and rewards.
 
     Meta-World checks every rotation by scipy, looks at contacts one by one, and computes rewards by arrays with one number.
-    Avoiding these makes a step 1.2 to 2.9 times as fast, depending on the task (benchmarks/metaworld_step.py).
+    Avoiding these makes a step 1.2 to 2.9 times as fast, depending on the task.
     """
     shares = vars(_metaworld().utils.reward_utils) | {"tolerance": _tolerance}
     others = {"Rotation": _Rotation, "reward_utils": SimpleNamespace(**shares), "tolerance": _tolerance}
