@@ -1,4 +1,4 @@
-"""Compatibility with TRL: supported releases, loss types as reductions, and a check of the overridden methods."""
+"""Compatibility with TRL: supported releases, loss types as reductions, a check of TRL methods that corral overrides."""
 
 import ast
 import inspect
@@ -22,18 +22,19 @@ class Clause:
     """Requirements on one function, method or class of TRL; each string is a list of names separated by spaces."""
 
     parameters: str
-    """Names of the parameters, in order. A final `*` allows more parameters, each with a default, because the override passes
-    them on unchanged."""
+    """Names of the parameters of a TRL function, in order. A final `*` allows more parameters if all of them are optional.
+    The override passes further parameters on unchanged."""
 
     names: str = ""
-    """Names of attributes, keys and functions that the code must contain. For a class: names of parameters, in any order."""
+    """Names that the code of a TRL function must contain: attributes, keys and functions.
+    For a class: names of parameters, in any order."""
 
     returns: str = ""
-    """Names in the last `return` statement, in order. A final `*` allows more."""
+    """Names in the last `return` statement of a TRL function, in order. A final `*` allows more names."""
 
 
 _ROLLOUTS = "prompt_ids prompt_mask completion_ids completion_mask advantages old_per_token_logps"
-"""Keys that corral reads from TRL's batch of rollouts in every run. Some runs have further keys."""
+"""Keys that corral reads from TRL's batch of rollouts in every run. Some runs have further keys in the batch."""
 
 CONTRACT = {
     "trl.GRPOConfig": Clause(
@@ -122,11 +123,12 @@ CONTRACT = {
     "transformers.Trainer._load_rng_state": Clause("self checkpoint"),
     "transformers.Trainer._save_checkpoint": Clause("self model trial", "_get_output_dir PREFIX_CHECKPOINT_DIR global_step"),
 }
-"""Requirements on the newest tested release of TRL. Older releases may differ; the version tests cover them."""
+"""Assumptions about TRL's functions and classes, checked on untested releases. The newest tested release satisfies all of them.
+Older releases may differ; the version tests cover them."""
 
 
 def breaches(contract: Mapping[str, Clause] | None = None) -> list[str]:
-    """List the ways in which the installed TRL and transformers violate corral's assumptions, each as half a sentence."""
+    """List the ways in which the installed TRL and transformers violate corral's assumptions, as phrases for a message."""
     wrong = list[str]()
     for place, clause in (CONTRACT if contract is None else contract).items():
         try:
@@ -159,13 +161,13 @@ def breaches(contract: Mapping[str, Clause] | None = None) -> list[str]:
 
 
 def _is_prefix(expected: str, found: list[str]) -> bool:
-    """True if `found` begins with the expected names. Without a final `*` it must also end with them."""
+    """True if the list `found` begins with the names in `expected`. Without a final `*`, `found` must have no more names."""
     names = expected.removesuffix("*").split()
     return found[: len(names)] == names and (expected.endswith("*") or len(found) == len(names))
 
 
 def _names(body: ast.AST) -> set[str]:
-    """Collect variables, attributes, parameters, keyword arguments and strings of a piece of source."""
+    """Collect the names of variables, attributes, parameters and arguments, and all strings, from a syntax tree."""
     found: set[str] = set()
     for node in ast.walk(body):
         match node:
@@ -185,21 +187,21 @@ REDUCTIONS: dict[str, Reduction] = {
     "dr_grpo": "seq-mean-token-sum-norm",
     "luspo": "seq-mean-token-sum",
 }
-"""TRL's loss types that equal PPO's clip except for the averaging → their reduction. "auto" takes the first loss type with the
-objective's reduction."""
+"""TRL's loss types with PPO's clipped loss, each mapped to its way of averaging (reduction).
+"auto" takes the first loss type with the objective's reduction."""
 
 FUSED = Version(trl.__version__) >= Version("1.15")
 """True if TRL computes log-probs by a fused language-model head, without all logits (TRL 1.15 or newer)."""
 
 WRONG_BEFORE = {"dapo": "1.10", "luspo": "1.10"}
-"""Loss types that older releases of TRL normalised by a wrong count → the first correct release."""
+"""TRL's loss types that older releases normalised by a wrong count, each mapped to the first correct release of TRL."""
 
 _SHOWN = 3
-"""Largest number of changes in TRL that an error message lists."""
+"""Largest number of incompatible changes in TRL that an error message lists."""
 
 
 def check_trl(version: str) -> None:
-    """Raise if TRL is too old, or if it is untested and its methods changed. Warn if it is only untested."""
+    """Raise an error if TRL is too old, or untested with changed methods. If TRL is only untested, log a warning."""
     low, high = TRL_RANGE
     tested = f"tested with TRL {low} to {LAST_TESTED}; found {version}"
     install = f"pip install 'trl>={low},<{high}'"
@@ -234,6 +236,6 @@ def steps_per_batch(config: GRPOConfig) -> int:
 
 
 def updates_per_step(config: GRPOConfig) -> int:
-    """Number of optimizer updates in a step: the smallest number that ends together with a batch of rollouts."""
+    """Number of optimizer updates in a step: the smallest number that uses up whole batches of rollouts."""
     every = config.gradient_accumulation_steps
     return math.lcm(every, steps_per_batch(config)) // every

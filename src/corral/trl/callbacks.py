@@ -25,16 +25,19 @@ logger = logging.getLogger(__name__)
 
 
 _HIDDEN_KL = 0.05
-"""Largest KL at one token, outside its top-k tokens, before a warning is logged. The value is TROLL's bound."""
+"""KL of one token, lost outside its top-k tokens, above which a warning is logged. The value is TROLL's KL bound."""
 
 
 def on_any_process(flag: bool) -> bool:
-    """True on every process if the flag is true on one of them. Every process must call this."""
+    """True on every process if `flag` is true on at least one process. Every process must call this function."""
     return any(gather_object([flag]))
 
 
 def check_saves(trainer: "CorralTrainer", args: TrainingArguments, state: TrainerState, why: str) -> None:
-    """Refuse a save interval with checkpoints inside a step, which could not be resumed exactly. The end of a run is exempt."""
+    """Refuse a save interval with checkpoints inside a step, because such checkpoints cannot be resumed exactly.
+
+    The checkpoint at the end of a run may lie inside a step.
+    """
     of_best = args.save_strategy == SaveStrategy.BEST
     strategy, name = (args.eval_strategy, "eval") if of_best else (args.save_strategy, "save")
     if strategy == "steps":
@@ -57,7 +60,7 @@ def check_saves(trainer: "CorralTrainer", args: TrainingArguments, state: Traine
 
 @dataclass(eq=False)
 class SelfCheck(TrainerCallback):
-    """Checks in every run: some parameter is trainable, and the trust region is inactive before the first update."""
+    """Callback that checks every run: some parameter is trainable, and the trust region is inactive before the first update."""
 
     trainer: "CorralTrainer"
     say: Callable[[str], object] = logger.warning
@@ -65,7 +68,7 @@ class SelfCheck(TrainerCallback):
     tail_reported: bool = False
     """True once the warning about KL outside the top-k tokens has been logged. Each warning is logged once."""
     _before: int | None = None
-    """Number of logged values of tr/active_frac before the update, one per micro-batch. None if they are not checked."""
+    """Number of values of tr/active_frac that were logged before the update, one per micro-batch. None if the check is off."""
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Refuse to train if no parameter is trainable, or if `rollout_lag` is used with checkpoints inside a batch."""
@@ -100,7 +103,7 @@ class SelfCheck(TrainerCallback):
             )
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Warn if much KL arises outside the top-k tokens on which the trust region is measured."""
+        """Warn if much of the KL arises at tokens outside the top-k tokens on which the trust region is measured."""
         kept = kwargs["logs"].get("tr/step_share", 1.0)
         hidden = kwargs["logs"].get("tr/hidden_kl_max", 0.0) * kept**2  # near the old weights a KL grows as the square
         if self.tail_reported or not hidden > _HIDDEN_KL or self.trainer.union:
@@ -116,7 +119,7 @@ class SelfCheck(TrainerCallback):
 _OF_TRL = (
     "seed", "learning_rate", "num_iterations", "loss_type", "beta", "temperature", "deployed_bound", "advantage", "rollout_lag",
 )  # fmt: skip
-"""Settings of CorralConfig that identify a run in its record."""
+"""Settings of CorralConfig that the run's record in a checkpoint contains."""
 
 
 @dataclass(eq=False)

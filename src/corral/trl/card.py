@@ -8,7 +8,7 @@ from corral.objective.config import OBJECTIVES
 
 
 def settings_section(objective: str, settings: Mapping[str, Any]) -> str:
-    """Markdown section with the objective and a table of settings. A nested dictionary becomes one table row per key."""
+    """Return a Markdown section with the objective and a table of settings. A nested dictionary becomes one row per key."""
     rows = []
     for key, value in settings.items():
         inner = value.items() if isinstance(value, Mapping) else [("", value)]
@@ -26,7 +26,7 @@ def model_card(
     base: str | None = None,
     library: str = "transformers",
 ) -> str:
-    """Markdown of a whole model card: metadata, a sentence on the run, the settings and the citation.
+    """Return the Markdown of a whole model card: metadata, a sentence about the run, the settings and the citation.
 
     Args:
         about: sentence on the run and what was measured.
@@ -41,11 +41,11 @@ def model_card(
 
 
 def _line(text: object) -> str:
-    """Text from a user as one line of Markdown, with markup characters escaped."""
+    """Return a user's text as one line of Markdown, with markup characters escaped."""
     return "".join(f"\\{letter}" if letter in r"\`*_[]<>|#" else letter for letter in " ".join(str(text).split()))
 
 
 def _cell(value: object) -> str:
-    """Value formatted as code for a table cell."""
+    """Format a setting's value as code for a cell of a Markdown table."""
     text = " ".join((value if isinstance(value, str) else json.dumps(value, default=str)).split())
     return f"`{text.replace('`', chr(39)).replace('|', chr(92) + '|')}`" if text else "—"

@@ -1,4 +1,4 @@
-"""CorralConfig: a GRPOConfig with an objective, which raises an error for every unsupported setting."""
+"""CorralConfig: a GRPOConfig with settings for a corral objective. It raises an error for every unsupported setting of TRL."""
 
 import json
 import math
@@ -28,33 +28,33 @@ Sampler = Literal["transformers", "vllm", "rollout_func"]
 """Source of the completions: the trainer's own model in transformers, vLLM, or a user's rollout function."""
 
 AUTO_PASSES = 8
-"""Largest number of passes over a batch with `reuse="auto"` if `num_iterations` is left at TRL's default of 1."""
+"""Largest number of passes over a batch of rollouts with `reuse="auto"`, unless the user sets `num_iterations`."""
 AUTO_RATE, AUTO_BOUND, PASSES_BOUND = 1e-3, 0.03, 0.02
-"""Defaults with `learning_rate="auto"`: the first learning rate to try, `deployed_bound` for one pass over each batch, and
-`deployed_bound` for several passes. `reuse="auto"` also uses the last one."""
+"""Defaults with `learning_rate="auto"`: the first learning rate to try, `deployed_bound` for one pass, and for several.
+`reuse="auto"` also uses the bound for several passes."""
 
 
 def _setting(default: Any, about: str) -> Any:
-    """Field of CorralConfig with a default and a `--help` text."""
+    """Declare a field of CorralConfig with a default and a `--help` text."""
     return field(default=default, metadata={"help": about})
 
 
 @dataclass
 class CorralConfig(GRPOConfig):
-    """GRPOConfig with a corral objective: `objective` selects the per-token loss, `loss_type` its reduction.
+    """GRPOConfig with a corral objective: `objective` selects the per-token loss, and `loss_type` selects its reduction.
 
     Once made, `loss_type` is one of TRL's: "auto" has become the objective's own. `learning_rate="auto"` has become the
     first rate that is tried on the first batch, and `finds_rate` is True.
     """
 
     chooses_checkpointing = False
-    """True if `gradient_checkpointing` was left at None, so that the trainer chooses. Not a setting."""
+    """True if `gradient_checkpointing` was left at None, so that the trainer chooses. This attribute is not a setting."""
     finds_rate = False
-    """True if `learning_rate` was given as "auto". Not a setting."""
+    """True if `learning_rate` was given as "auto". This attribute is not a setting."""
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*GRPOConfig._VALID_DICT_FIELDS, "objective_config", "correction_config"]  # type: ignore[misc]  # TRL leaves ClassVar out
 
     in_corral_trainer: ClassVar[bool] = False
-    """True on an instance while a CorralTrainer is built from it."""
+    """True on a CorralConfig while a CorralTrainer is built from it."""
 
     objective: str = _setting("troll", "Objective: a name from corral.objective_names(), such as troll, dppo or ppo_clip.")
     objective_config: dict[str, Any] | str | None = _setting(
@@ -129,7 +129,7 @@ class CorralConfig(GRPOConfig):
     )
 
     def __new__(cls, *args: Any, **settings: Any) -> "CorralConfig":
-        """Refuse an unknown setting, with the nearest name or the objective that has it."""
+        """Refuse an unknown setting. The error names the nearest setting, or the objective that has the setting."""
         known = [item.name for item in fields(cls) if item.init]
         for key in settings:
             if key not in known:
@@ -194,11 +194,11 @@ class CorralConfig(GRPOConfig):
             self.check_sampler("vllm")
 
     def make_objective(self) -> Objective:
-        """Build the objective with its settings."""
+        """Build the objective named in `objective`, with the settings in `objective_config`."""
         return make_objective(self.objective, **_settings("objective_config", self.objective_config))
 
     def make_correction(self) -> "Correction | None":
-        """Build the sampler correction that `correction` names, with `correction_config`. Return None if it names none."""
+        """Build the sampler correction named in `correction`, with `correction_config`. Return None without a correction."""
         settings = _settings("correction_config", self.correction_config)
         if self.correction is None and settings:
             raise ValueError(f"CorralConfig: `correction_config` is {settings}, but there is no `correction` to set.")
@@ -210,7 +210,7 @@ class CorralConfig(GRPOConfig):
 
     @property
     def place_model_on_device(self) -> bool | None:
-        """Property of transformers, overridden to refuse every trainer other than CorralTrainer.
+        """Property that transformers' trainers read, overridden to raise an error in every trainer other than CorralTrainer.
 
         Every trainer of transformers reads this when it is made, and nothing else does. A stock GRPOTrainer would train with
         TRL's own loss, and say nothing of the objective.
@@ -225,7 +225,7 @@ class CorralConfig(GRPOConfig):
 
     @property
     def other_reduction(self) -> str | None:
-        """Warning if `loss_type` is a reduction that changes the objective's gradient, else None."""
+        """Warning text if `loss_type` is a reduction that changes the objective's gradient; otherwise None."""
         own = self.make_objective().config.reductions
         if REDUCTIONS[self.loss_type] in own:
             return None
@@ -247,7 +247,7 @@ class CorralConfig(GRPOConfig):
         return bool(self.make_objective().needs & NEEDS_SUPPORT)
 
     def resolve_anchor(self) -> Anchor:
-        """Anchor of the trust region, "old" or "rollout". "auto" becomes the one that suits the objective."""
+        """Return the centre of the trust region, "old" or "rollout". The setting "auto" takes the objective's default."""
         if self.anchor != "auto":
             return self.anchor
         return "old" if self.needs_support else self.make_objective().config.anchor
@@ -260,7 +260,7 @@ class CorralConfig(GRPOConfig):
 
     @property
     def truncations(self) -> dict[str, Any]:
-        """Values of top_p, top_k and min_p, by name. `generation_kwargs` come first."""
+        """Values of top_p, top_k and min_p, by name. Values in `generation_kwargs` override the settings of the config."""
         given = vars(self) | _settings("generation_kwargs", self.generation_kwargs)
         return {name: given[name] for name in _TRUNCATIONS}
 
@@ -271,7 +271,7 @@ class CorralConfig(GRPOConfig):
         return (top_p is not None and top_p < 1) or (top_k or 0) > 0 or bool(min_p)
 
     def check_sampler(self, sampler: Sampler, generation_config: GenerationConfig | None = None) -> None:
-        """Raise if the sampler does not report data that the anchor, the objective or the correction needs.
+        """Raise an error if the sampler does not report data that the anchor, the objective or the correction needs.
 
         Args:
             generation_config: the model's own, which transformers' generation follows where TRL sets nothing.
@@ -283,7 +283,7 @@ class CorralConfig(GRPOConfig):
 
 
 def _settings(name: str, config: dict[str, Any] | str | None) -> dict[str, Any]:
-    """Parse a setting that is a dictionary in Python, or JSON on a command line."""
+    """Return a setting as a dictionary: in Python it is a dictionary already, on a command line it is JSON."""
     if config is None:
         return {}
     if isinstance(config, str):  # from a command line, and transformers has not read it yet
@@ -295,11 +295,11 @@ def _settings(name: str, config: dict[str, Any] | str | None) -> dict[str, Any]:
 
 
 _Refusals = dict[str, object]
-"""Error message → condition under which the message is raised."""
+"""Type of a table that maps each error message to the condition under which the message is raised."""
 
 
 def _refuse(refusals: _Refusals) -> None:
-    """Raise a ValueError with the first message whose condition is true."""
+    """Raise a ValueError with the first message in `refusals` whose condition is true."""
     for why, applies in refusals.items():
         if applies:
             raise ValueError(f"CorralConfig: {why}")
@@ -313,7 +313,7 @@ _HARMLESS = (
     "seed", "use_cache", "cache_implementation", "cache_config", "prefill_chunk_size",
     "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
 )  # fmt: skip
-"""Keys of `generation_kwargs`, in transformers or vLLM, that do not change the probability of any token."""
+"""Keys of `generation_kwargs` that do not change the probability of any token, in transformers or vLLM."""
 
 _NEUTRAL = {
     "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "typical_p": 1, "guidance_scale": 1, "min_p": 0,
@@ -322,18 +322,19 @@ _NEUTRAL = {
     "do_sample": True, "return_dict_in_generate": False, "remove_invalid_values": False, "token_healing": False,
     "use_mtp": False, "bad_words_ids": [], "suppress_tokens": [], "begin_suppress_tokens": [], "stop_strings": [],
 }  # fmt: skip
-"""Settings of generation → the only allowed value, which changes no token's probability. None is also allowed in a model's
-generation_config."""
+"""Generation settings that could change token probabilities, each mapped to the only allowed value, which changes none.
+None is also allowed in a model's generation_config."""
 
 _TRUNCATIONS = ("top_p", "top_k", "min_p")
-"""Settings that cut off unlikely tokens and renormalise the others. The ratio of two whole policies is then not that of what
-was sampled from: both are conditioned on the kept tokens, or the setting is refused."""
+"""Sampling settings that cut off unlikely tokens and renormalise the others.
+The ratio of two whole policies is then not that of what was sampled from: both are conditioned on the kept tokens, or the
+setting is refused."""
 
 
 _BY_TRL = (
     "do_sample", "max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "disable_compile", *MODEL_IDS,
 )  # fmt: skip
-"""Fields of a model's generation_config that TRL overrides, so that the model's values do not matter."""
+"""Fields of a model's generation_config that TRL overrides, so that the values in the model's file have no effect."""
 
 _UNREAD = (
     "max_length", "early_stopping", "length_penalty", "diversity_penalty", "renormalize_logits", "low_memory",
@@ -343,11 +344,11 @@ _UNREAD = (
     "num_assistant_tokens_schedule", "assistant_confidence_threshold", "max_matching_ngram_size", "assistant_lookbehind",
     "target_lookbehind", "_from_model_config", "transformers_version",
 )  # fmt: skip
-"""Fields of a generation_config that do not affect sampling: for beams, encoders, assistants, caches and extra outputs."""
+"""Fields of generation_config that do not affect sampling, such as settings of beam search, caches and extra outputs."""
 
 
 def model_refusals(generation_config: GenerationConfig | None, given: Mapping[str, Any]) -> Iterator[str]:
-    """Error messages about settings in a model's generation_config that change the sampling distribution or are unknown.
+    """Yield error messages about settings in a model's generation_config that change the sampling distribution or are unknown.
 
     Args:
         given: settings of the user's own, which come first.
@@ -364,7 +365,7 @@ def model_refusals(generation_config: GenerationConfig | None, given: Mapping[st
 
 
 def _of_trl(config: CorralConfig) -> _Refusals:
-    """Error messages for TRL settings that corral replaces or does not support, each with its condition."""
+    """Return error messages for TRL settings that corral replaces or does not support, each with its condition."""
     how, every, a_pass = config.loss_type, config.gradient_accumulation_steps, config.steps_per_generation
     assert a_pass is not None  # TRL has filled it in
     unknown, same_name = how not in REDUCTIONS, f" Did you mean objective={how!r}?" if how in objective_names() else ""
@@ -425,12 +426,12 @@ def _of_trl(config: CorralConfig) -> _Refusals:
 
 
 _VLLM_LOGPROBS = 20
-"""vLLM's default `max_logprobs`, a limit on `support_size` if vLLM runs in the trainer's process. A vLLM server has no
-limit."""
+"""Default of vLLM's `max_logprobs`, which limits `support_size` if vLLM runs in the trainer's process.
+A vLLM server has no limit."""
 
 
 def _of_sampler(config: CorralConfig, sampler: Sampler, generation: dict[str, Any]) -> _Refusals:
-    """Error messages for anchors, objectives and corrections that this sampler does not support, each with its condition.
+    """Return error messages for anchors, objectives and corrections that the sampler does not support, each with its condition.
 
     docs/trl-details.md has the table.
     """

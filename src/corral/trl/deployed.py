@@ -1,4 +1,4 @@
-"""Trust region around the network itself: measure its KL after every step, bound it, and find a learning rate.
+"""Trust region around the network itself: measure the network's KL after every step, bound the KL, and find a learning rate.
 
 `DeployedCallback` follows a run step by step, `DeployedProbe` measures how far the network has moved, and `RateSearch` tries
 learning rates on the first batch.
@@ -42,26 +42,28 @@ logger = logging.getLogger(__name__)
 # ---------------------------------------------------------------------------------------------------- step after step
 
 AIM = 0.5
-"""KL per step that the learning rate is adapted to, as a share of the bound. The rest is room for larger steps."""
+"""Intended KL of a step, as a share of the KL bound; the learning rate is adapted to it. The rest is room for larger steps."""
 START = 2.0
-"""KL of the first step at which `learning_rate="auto"` aims, in multiples of the bound. Learning rates from a grid search move
-the network by one to four bounds in their first step. The step is then retracted to the bound, and the learning rate falls over
-the next steps until a step moves by `AIM`."""
+"""Intended KL of the first step with `learning_rate="auto"`, in multiples of the KL bound.
+Learning rates from a grid search move the network by one to four bounds in their first step. The step is then retracted to the
+bound, and the learning rate falls over the next steps until a step moves by `AIM`."""
 PER_COMPLETION = 2.0
-"""Largest KL of a whole completion, in nats, that a default bound allows. On GSM8K, where completions have 290 tokens, Qwen
-0.5B learned in one run whose steps moved it by 2 nats a completion, and lost reward in three runs of up to 9 nats."""
+"""Largest KL of a whole completion, in nats, that a default value of `deployed_bound` allows.
+On GSM8K, where completions have 290 tokens, Qwen 0.5B learned in one run whose steps moved it by 2 nats a completion, and lost
+reward in three runs of up to 9 nats."""
 SPENT = 50.0
-"""Multiple of the bound, before any retraction, above which `reuse="auto"` makes no further pass. KL grows with the square of
-the step length, so that less than a seventh of such a step could be kept."""
+"""Largest KL of a step, in multiples of the KL bound, at which `reuse="auto"` makes another pass over the batch.
+KL grows with the square of the step length, so that less than a seventh of a longer step could be kept."""
 LEAST_ESS = 0.5
-"""Effective sample size, as a share of the tokens, below which `reuse="auto"` makes no further pass."""
+"""Smallest effective sample size, as a share of the tokens, at which `reuse="auto"` makes another pass over the batch."""
 PROBES = 4
-"""Largest number of KL measurements in one step. A step within its bound needs one."""
+"""Largest number of KL measurements in one step. A step within its KL bound needs a single measurement."""
 ROUNDING = 1e-3
-"""Mean KL that half-precision kernels report between equal weights. A bound that decays to 0 with the learning rate falls below
-this."""
+"""Mean KL that half-precision kernels report between equal weights, because of rounding.
+A bound that decays to 0 with the learning rate falls below this value."""
 FAR, LEAST_SHARE = 25.0, 0.05
-"""Thresholds for resetting the optimizer: the step moved further than FAR bounds, and less than LEAST_SHARE of it is kept."""
+"""Thresholds for resetting the optimizer: a step's KL in multiples of the bound, and the share of the step that is kept.
+The optimizer is reset if the step moved further than FAR bounds and less than LEAST_SHARE of it is kept."""
 LEAST_FACTOR = 1 / 30
 """Smallest factor by which an optimizer reset multiplies the learning rate."""
 
@@ -109,22 +111,22 @@ class DeployedCallback(TrainerCallback):
         self.probe, self.controller = DeployedProbe(trainer), RateController()
         self.per_step = updates_per_step(trainer.args)
         self.per_pass = self.per_step // trainer.args.num_iterations if trainer.args.reuse == "auto" else self.per_step
-        """Number of updates between two measurements."""
+        """Number of optimizer updates between two KL measurements."""
         self.searches = False
-        """True while the learning rate is still to be found, on the first batch with a gradient."""
+        """True until the learning rate has been found, on the first batch with a gradient."""
         self._before: dict[str, Tensor] | None = None
-        """Weights at the start of the last finished step. They are freed when the next step begins."""
+        """Weights at the start of the last finished step. The copy is freed when the next step begins."""
         self._begin()
 
     def _begin(self) -> None:
-        """Reset the callback for the next step."""
+        """Reset the callback's state for the next step."""
         self._step: _Step | None = None
         self.spent = False
         """True if the step ended before all passes over its batch, so that the trainer skips the remaining passes."""
         self.probe.clear()
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Restore the scale of the learning rate from the scheduler when a run is resumed."""
+        """Take the current factor on the learning rate from the scheduler when a run is resumed."""
         self.abandon()  # a step that transformers gave up for want of memory, to train with smaller batches
         self._begin()
         if not self.holds:
@@ -155,7 +157,7 @@ class DeployedCallback(TrainerCallback):
                 self._find_rate(self._step.old)
 
     def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Record an update and its learning rate, before the scheduler advances."""
+        """Record the learning rate of an optimizer update, before the scheduler advances."""
         if self._step is not None:
             self._step.factors.append(schedule_factor(schedule_of(self.trainer)) if self.holds else 1.0)
 
@@ -189,7 +191,7 @@ class DeployedCallback(TrainerCallback):
             )  # fmt: skip
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Measure the network's KL, retract the weights, adapt the learning rate and log, at the end of a step.
+        """At the end of a step: measure the network's KL, retract the weights, adapt the learning rate, and log.
 
         With `reuse="auto"` also at the end of a pass.
         """
@@ -203,11 +205,11 @@ class DeployedCallback(TrainerCallback):
 
     @property
     def is_inside_step(self) -> bool:
-        """True if the network was updated in this step but not yet bounded."""
+        """True if the network was updated in this step, but its KL has not been bounded yet."""
         return self._step is not None and bool(self._step.factors)
 
     def finish(self) -> None:
-        """Measure and bound the network at the end of a run, even in the middle of a step."""
+        """Measure and bound the network's KL at the end of a run, even in the middle of a step."""
         if self.is_inside_step:
             self._end_pass(last=True)
             self.trainer.model.train()  # after an evaluation TRL would log an evaluation's metrics, without the certificate
@@ -216,7 +218,7 @@ class DeployedCallback(TrainerCallback):
             self._step = _Step(snapshot(self.trainer.model))  # as it is saved
 
     def before_save(self) -> None:
-        """Bound the network before the final checkpoint. Any other checkpoint inside a step is refused."""
+        """Bound the network's KL before the final checkpoint. Any other checkpoint inside a step is refused."""
         trainer = self.trainer
         if trainer.control.should_training_stop:
             self.finish()
@@ -227,7 +229,7 @@ class DeployedCallback(TrainerCallback):
             )
 
     def abandon(self) -> None:
-        """Leave a bounded network when an exception ends the run: measure and bound it, or undo the step.
+        """When an exception ends the run, bound the network's KL or undo the unfinished step.
 
         Measuring takes all processes. Several of them may have met different exceptions, or none, so each undoes the step.
         """
@@ -251,7 +253,7 @@ class DeployedCallback(TrainerCallback):
         self._begin()
 
     def peak_bound(self) -> float:
-        """Bound of this step at the schedule's peak. The probe must have been prepared.
+        """Return the KL bound of this step at the peak learning rate. Requires an earlier call of `probe.prepare`.
 
         A default bound falls with the length of completions: δ = min(bound, 2 nats / mean completion length).
         """
@@ -260,7 +262,7 @@ class DeployedCallback(TrainerCallback):
         return min(self.bound, PER_COMPLETION / self.probe.mean_length)
 
     def _end_pass(self, *, last: bool) -> None:
-        """Measure the network after a pass. Then either allow another pass, or bound the network and end the step."""
+        """Measure the network's KL after a pass over the batch. Then allow another pass, or bound the KL and end the step."""
         trainer, step, metrics = self.trainer, self._step, self.trainer._metrics["train"]
         assert step is not None
         factor = sum(step.factors) / len(step.factors) if step.factors else 1.0
@@ -302,7 +304,7 @@ class DeployedCallback(TrainerCallback):
             metrics["tr/passes"].append(len(step.factors) / self.per_pass)
 
     def _go_back(self, old: dict[str, Tensor], why: str) -> None:
-        """Restore the weights from before a step that cannot be measured, and log the reason. Without a bound, log only."""
+        """Restore the weights from before a step whose KL cannot be measured, and log why. Without a KL bound, only log."""
         then = "The step is not measured."
         if self.holds:
             restore(self.trainer.model, old)  # bit for bit
@@ -310,7 +312,7 @@ class DeployedCallback(TrainerCallback):
         logger.warning("Update %d: %s. %s", self.trainer.state.global_step, why, then)
 
     def _start_over(self, moved: float, aim: float) -> None:
-        """Lower the learning rate and reset the optimizer after a step that moved the network much too far.
+        """Lower the learning rate and reset the optimizer after a step whose KL was far beyond the bound.
 
         At the new learning rate the step would have moved the network about as far as intended.
         """
@@ -349,7 +351,7 @@ class DeployedCallback(TrainerCallback):
 
 
 def _worth_another(found: BatchKL, bound: float) -> bool:
-    """True if the network is near enough, and the effective sample size large enough, for another pass over the batch."""
+    """True if the network's KL is small enough, and the effective sample size large enough, for another pass over the batch."""
     near = float(found.new_old.double().mean()) < SPENT * bound  # and a number
     return near and found.effective_sample_size() >= LEAST_ESS
 
@@ -369,14 +371,16 @@ def schedule_factor(scheduler: LambdaLR) -> float:
 # ---------------------------------------------------------------------------------------------------- measurements
 
 TOKENS = 3072
-"""Approximate number of tokens measured per step, over all processes: whole completions, evenly spread over the rollouts."""
+"""Approximate number of tokens on which KL is measured per step, over all processes.
+The tokens are those of whole completions, evenly spread over the rollouts."""
 CHEAP = 0.01
-"""Share of a step's cost that measuring `FEW` tokens may take. `FEW` is enough for a meaningful 99.9th percentile."""
+"""Largest share of a step's cost that measuring the KL on `FEW` tokens may take.
+`FEW` tokens are enough for a meaningful 99.9th percentile."""
 COMPLETIONS = 8
-"""Smallest number of completions measured per step. The tokens of one completion move together, so that a few long completions
-are a poor sample."""
+"""Smallest number of completions on which KL is measured per step.
+The tokens of one completion move together, so that a few long completions are a poor sample."""
 GOLDEN = 0.618034
-"""Golden ratio. The fractional parts of its multiples spread evenly, which gives an even choice of completions."""
+"""Golden ratio, for an even choice of completions: the fractional parts of its multiples are evenly spread."""
 
 
 @dataclass(eq=False)
@@ -390,12 +394,11 @@ class _Rollouts:
     live: Bool[Tensor, "b T"]
     """True at completion tokens that the network sampled. False at padding and at tokens from tools."""
     old: tuple[Float[Tensor, "N H"], Float[Tensor, " N"]] | None = None
-    """Hidden states and log-probs of the unmasked tokens under the weights at the start of the step. None until they are
-    computed."""
+    """Hidden states and log-probs of unmasked tokens, under the weights at the start of the step. None if not yet computed."""
 
 
 class DeployedProbe:
-    """Measures the per-token KL between the network now and at the start of the step, on some of the step's completions.
+    """Measures the per-token KL between the current network and the network at the start of the step, on some completions.
 
     The old network's hidden states come from the pass in which TRL scores fresh rollouts, where that was made with the step's
     first weights and without dropout. Elsewhere it takes a pass of its own.
@@ -405,26 +408,26 @@ class DeployedProbe:
         self.trainer = trainer
         self._rollouts: list[_Rollouts] = []
         self.tool_mask: list[list[int]] | None = None
-        """Tool mask of the newest rollouts, from TRL's `_generate`: 1 for a token of the network, 0 for a token from a tool. It
-        is kept here because TRL's old-policy pass comes before the mask is in the batch."""
+        """Tool mask of the newest rollouts, from TRL's `_generate`: 1 for a token of the network, 0 for a token from a tool.
+        It is kept here because TRL's old-policy pass comes before the mask is in the batch."""
         self._head: HeadWeights | None = None
         """Language-model head of the network at the start of the step."""
         self.mean_length = 0.0
-        """Mean number of measured tokens per completion, over all processes, since `prepare`."""
+        """Mean number of tokens per completion on which KL is measured, over all processes, since the last `prepare`."""
 
     def clear(self) -> None:
-        """Drop the rollouts and the old head before a new step."""
+        """Drop the stored rollouts and the old language-model head before a new step."""
         self._rollouts, self._head = [], None
 
     def watch(self, scoring: ScoringPass) -> None:
-        """Request that TRL's old-policy pass stores hidden states, so that the measurement needs no pass of its own."""
+        """Request that TRL's old-policy pass stores hidden states, so that the KL measurement needs no pass of its own."""
         trainer = self.trainer
         first = trainer.state.global_step % updates_per_step(trainer.args) == 0
         if first and trainer.off_policy and not scoring.keep_hidden:  # on-policy, TRL's first pass may be the reference's
             scoring.keep_hidden, scoring.choose = True, self._choose_early
 
     def _choose_early(self, mask: Bool[Tensor, "B T"]) -> Bool[Tensor, " B"]:
-        """Choose the completions to measure from their mask and the tool mask, before TRL's batch exists."""
+        """Choose the completions on which KL is measured, before TRL's batch exists, from completion mask and tool mask."""
         if self.tool_mask is None:
             return self.choose(mask)
         rows = pad_sequence([torch.as_tensor(row, dtype=torch.bool) for row in self.tool_mask], batch_first=True)
@@ -433,7 +436,7 @@ class DeployedProbe:
         return self.choose(mask & written)
 
     def choose(self, trained: Bool[Tensor, "B T"], passes: int = 1) -> Bool[Tensor, " B"]:
-        """Choose the completions of a batch to measure, given the tokens that are trained on.
+        """Choose the completions of a batch on which KL is measured. `trained` marks the tokens that are trained on.
 
         Only completions with such tokens are chosen, evenly spread, until there are enough tokens and enough completions on
         all processes together. A sharded network needs every process in every pass, so all choose equally many: a process that
@@ -461,7 +464,7 @@ class DeployedProbe:
         return chosen
 
     def add(self, batch: dict[str, Any], scoring: ScoringPass) -> None:
-        """Store some completions of new rollouts to measure, with hidden states that were already computed."""
+        """Choose completions of new rollouts, and store them with any computed hidden states for the KL measurement."""
         if "pixel_values" in batch:
             raise ValueError(
                 "CorralTrainer: `deployed_bound` measures text alone, and these prompts have images. Leave it out."
@@ -500,7 +503,7 @@ class DeployedProbe:
         return min(available // processes, max(math.ceil(COMPLETIONS / processes), TOKENS // (processes * longest)))
 
     def measure_on(self, rows: list[tuple[list[int], list[int]]], old: dict[str, Tensor]) -> BatchKL:
-        """Measure the KL on given completions, such as held-out ones, as token ids of prompts and completions."""
+        """Measure the network's KL on given completions. Each entry of `rows` has token ids of a prompt and a completion."""
         # Prompts are padded on the left, completions on the right, as TRL has them. Padding is never looked at.
         before, after = max(len(prompt) for prompt, _ in rows), max(len(completion) for _, completion in rows)
         ids = [[0] * (before - len(a)) + a + b + [0] * (after - len(b)) for a, b in rows]
@@ -513,12 +516,12 @@ class DeployedProbe:
         return self._kl([some], head)
 
     def measure(self) -> BatchKL:
-        """Measure the KL on the chosen rollouts of the step."""
+        """Measure the network's KL on the chosen completions of the step."""
         assert self._head is not None
         return self._kl(self._rollouts, self._head)
 
     def _kl(self, rollouts: list[_Rollouts], old_head: HeadWeights) -> BatchKL:
-        """KL in both directions between the current network and the old one, over all processes."""
+        """Compute the KL in both directions between the current network and the old network, over all processes."""
         parts, sequences = [], 0
         for some in rollouts:
             assert some.old is not None
@@ -549,7 +552,7 @@ class DeployedProbe:
 
 @contextmanager
 def _weights_of(model: nn.Module, old: dict[str, Tensor]) -> Iterator[None]:
-    """Context in which the model has the weights `old`."""
+    """Context in which the model has the given weights `old` instead of its own."""
     new = snapshot(model)
     restore(model, old)
     yield
@@ -559,33 +562,33 @@ def _weights_of(model: nn.Module, old: dict[str, Tensor]) -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------------- the first rate
 
 TRIALS = 6
-"""Largest number of trials in a search for the learning rate."""
+"""Largest number of trial steps in a search for the learning rate."""
 NEAR = 1.5
-"""Largest factor between a trial's KL and the intended KL at which the search ends. The learning rate is then off by less than
-a quarter."""
+"""Largest factor between a trial step's KL and the intended KL at which the search for the learning rate ends.
+The learning rate is then off by less than a quarter."""
 LOST = 1 / 30
-"""Factor on the learning rate for the trial after one whose KL was NaN or infinite."""
+"""Factor on the learning rate after a trial step whose KL was NaN or infinite."""
 MOST = 100.0
-"""Largest learning rate to try, in multiples of the first learning rate."""
+"""Largest learning rate that the search tries, in multiples of the first learning rate."""
 EDGE = 0.1
-"""Smallest distance of an interpolated learning rate from the trials on either side, as a share of their logarithmic
-distance."""
+"""Smallest distance of an interpolated learning rate from the trials on either side.
+It is a share of the logarithmic distance between these trials."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Result of one trial: the learning rate in multiples of the first, and the mean KL of its step."""
+    """Result of a trial step in a search for the learning rate: the rate in multiples of the first rate, and the mean KL."""
 
     scale: float
     moved: float
 
     def is_near(self, aim: float) -> bool:
-        """True if the trial's KL is close enough to the intended KL to end the search."""
+        """True if the trial step's KL is close enough to the intended KL to end the search."""
         return aim / NEAR <= self.moved <= aim * NEAR
 
 
 def next_scale(tried: list[Trial], aim: float) -> float | None:
-    """Next learning rate to try, fitting KL as a power of the learning rate. None if the search is over.
+    """Compute the next learning rate to try, by fitting KL as a power of the learning rate. Returns None if the search is over.
 
         scale ← one.scale · (aim / one.moved)^(1/p)      p = log(other.moved / one.moved) / log(other.scale / one.scale)
 
@@ -640,11 +643,11 @@ class RateSearch:
 
     @property
     def aim(self) -> float:
-        """Intended mean KL of a step at the schedule's peak. During warm-up the aim is lower, like the bound."""
+        """Intended mean KL of a step at the peak learning rate. During warm-up the intended KL is lower, like the bound."""
         return START * self.deployed.peak_bound()
 
     def find(self) -> Trial | None:
-        """Run trials until one is close enough, and return the best.
+        """Run trial steps until the KL of a trial is close enough to the intended KL, and return the best trial.
 
         None if any rate would do, since the rollouts have no gradient or no token to measure.
         """
@@ -663,7 +666,7 @@ class RateSearch:
         return min(numbers, key=lambda one: abs(math.log(one.moved / self.aim)), default=Trial(1.0, math.nan))
 
     def _try(self, scale: float) -> Trial | None:
-        """Run one trial and scale its KL to the schedule's peak. None if no learning rate would move the network."""
+        """Run one trial step, and scale its KL to the peak learning rate. Returns None if no rate moves the network."""
         deployed, factors, learns = self.deployed, list[float](), False
         for update in range(1, deployed.per_step + 1):
             factors.append(schedule_factor(self.scheduler))
@@ -686,7 +689,7 @@ class RateSearch:
         raise AssertionError("a step ends with a pass")
 
     def _update(self) -> bool:
-        """Make one update as transformers' training loop does. Returns True if the gradient was not zero."""
+        """Make one optimizer update as transformers' training loop does. Returns True if the gradient was not zero."""
         trainer, accelerator, model = self.trainer, self.trainer.accelerator, self.trainer.model_wrapped
         batch, count = trainer.next_batches
         steps, always = trainer.args.gradient_accumulation_steps, accelerator.gradient_state.plugin_kwargs
@@ -712,7 +715,7 @@ class RateSearch:
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
-        """Context that undoes at its end everything that a trial changed."""
+        """Context that undoes all changes of a trial step when it exits."""
         trainer, accelerator, optimizer = self.trainer, self.trainer.accelerator, self.scheduler.optimizer
         device = trainer.args.device
         with ExitStack() as undo:
@@ -738,7 +741,7 @@ class RateSearch:
 
 
 def _reset(target: dict[Any, Any], was: dict[Any, Any]) -> None:
-    """Restore a dictionary's earlier content, in place."""
+    """Restore the earlier content of a dictionary, in place."""
     target.clear()
     target.update(was)
 

@@ -1,4 +1,4 @@
-"""Stale rollouts: completions drawn with the weights of earlier steps, as in asynchronous engines."""
+"""Stale rollouts: completions sampled with the weights of earlier steps, as in asynchronous engines."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from corral.trl.trainer import CorralTrainer
 
 _FILE = "past_weights.pt"
-"""File name of the past weights in a checkpoint."""
+"""Name of the file in a checkpoint that holds the weights of earlier steps."""
 
 
 class PastWeights:
-    """Past weights from the start of each of the last `lag` steps. Rollouts are drawn with the oldest.
+    """Stores the weights from the start of each of the last `lag` steps. Rollouts are sampled with the oldest stored weights.
 
         behaviour policy of step t = π of the weights at the start of step t − min(t, lag)
 
@@ -38,25 +38,25 @@ class PastWeights:
             )
         self.trainer, self.lag = trainer, lag
         self.weights: dict[int, dict[str, Tensor]] = {}
-        """Step → trained weights at its start, on the CPU; oldest first."""
+        """Trained weights at the start of each stored step, on the CPU, by step number. The oldest step comes first."""
 
     @property
     def step(self) -> int:
-        """Number of finished steps. A step uses one batch of rollouts."""
+        """Number of finished training steps. A step uses one batch of rollouts."""
         return self.trainer.state.global_step // updates_per_step(self.trainer.args)
 
     @property
     def sampled_at(self) -> int:
-        """Number of the step whose initial weights draw the current rollouts."""
+        """Number of the training step whose initial weights sample the current rollouts."""
         return min(self.weights, default=self.step)
 
     def _trim(self) -> None:
-        """Drop weights that are more than `lag` steps old."""
+        """Drop stored weights that are more than `lag` steps old."""
         self.weights = {step: weights for step, weights in self.weights.items() if step >= self.step - self.lag}
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Context in which the model has the oldest weights of the queue. The current weights join the queue first."""
+        """Context in which the model has the oldest stored weights. On entry, the current weights are stored first."""
         model, now = self.trainer.model, snapshot(self.trainer.model)
         self.weights[self.step] = {name: x.cpu() for name, x in now.items()}
         self._trim()
@@ -70,13 +70,16 @@ class PastWeights:
             restore(model, now)
 
     def save(self, checkpoint: Path) -> None:
-        """Write the past weights into a checkpoint. Inside a batch nothing is written, as TRL would draw the batch again."""
+        """Write the stored weights into a checkpoint. Inside a batch of rollouts nothing is written.
+
+        TRL samples an unfinished batch again when the run is resumed.
+        """
         if self.trainer.state.global_step % updates_per_step(self.trainer.args) == 0:
             self._trim()
             torch.save(self.weights, checkpoint / _FILE)
 
     def load(self, checkpoint: Path) -> None:
-        """Read the past weights from a checkpoint."""
+        """Read the stored weights of earlier steps from a checkpoint."""
         if not (checkpoint / _FILE).is_file():
             raise ValueError(
                 f"CorralTrainer: {checkpoint} has no {_FILE}, which `rollout_lag` needs: it was written without a lag, or "

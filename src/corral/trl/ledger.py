@@ -13,18 +13,18 @@ from corral.objective.ratio import clamp_log_ratio, log_ratio
 from corral.tensors import TokenBatch, metric_kind
 
 _RATIO_SUMS = ("Σρ", "Σρ²")
-"""Names of the sums behind `tr/ess` (effective sample size), which is computed over all micro-batches of an update."""
+"""Names of the sums from which the metric `tr/ess` (effective sample size) is computed, over all micro-batches of an update."""
 
 
 @torch.no_grad()
 def ratio_sums(batch: TokenBatch) -> dict[str, Tensor]:
-    """Sums of the policy ratios ρ and of ρ² over the unmasked tokens, from which the effective sample size is computed."""
+    """Compute Σρ and Σρ² of the policy ratios ρ over the unmasked tokens, for the effective sample size."""
     rho = torch.where(batch.mask, clamp_log_ratio(log_ratio(batch)).exp(), 0.0)
     return dict(zip(_RATIO_SUMS, (rho.sum(), rho.square().sum()), strict=True))
 
 
 _Line = tuple[str, int, dict[str, float]]
-"""Mode (train or eval), number of unmasked tokens, and their metrics."""
+"""Metrics of one micro-batch: the mode (train or eval), the number of unmasked tokens, and the values by name."""
 
 
 @dataclass(eq=False)
@@ -32,15 +32,16 @@ class Ledger:
     """Store for the metrics of all micro-batches since the last `flush`."""
 
     _entries: list[tuple[str, int, list[str], AsyncCopy | None, AsyncCopy | None, bool]] = field(default_factory=list)
-    """One tuple per micro-batch or piece of it. It holds the mode, the number of unmasked tokens, the metrics' names and
-    values, reports of earlier backward passes, and whether further pieces follow."""
+    """Metrics as one tuple per micro-batch, or per piece of a micro-batch.
+    A tuple holds the mode, the number of unmasked tokens, the metrics' names and values, reports of earlier backward passes,
+    and whether further pieces follow."""
     _reports: list[Tensor] = field(default_factory=list)
-    """Reports that the backward pass of the last entry writes."""
+    """Tensors that the backward pass of the newest entry fills with statistics of the LM head's gradient."""
 
     def add(
         self, mode: str, tokens: int, metrics: dict[str, Tensor], reports: list[Tensor], *, more: bool = False
     ) -> None:  # fmt: skip
-        """Add the metrics of a micro-batch. Every process must add one for every micro-batch, even without metrics.
+        """Add the metrics of one micro-batch. Every process must call this for every micro-batch, even without metrics.
 
         With `more` it is the entry of a piece, and further pieces of the micro-batch follow.
 
@@ -87,7 +88,7 @@ class Ledger:
 
 
 def _joined(lines: Sequence[_Line]) -> dict[str, float]:
-    """Combine the metrics of several processes or pieces by their kinds: maximum, sum, or mean over the unmasked tokens."""
+    """Combine each metric over several processes or pieces, by its kind: maximum, sum, or mean over unmasked tokens."""
     joined = dict[str, float]()
     for name in dict.fromkeys(name for _, _, found in lines for name in found):
         values = [(tokens, found[name]) for _, tokens, found in lines if name in found]

@@ -1,4 +1,4 @@
-"""Old policy of a batch of rollouts, recomputed by the trainer or reported by the sampler, on its most likely tokens."""
+"""Old policy of a batch of rollouts: log-probs on its top-k tokens, recomputed by the trainer or reported by the sampler."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from corral.trl.trainer import CorralTrainer
 
 _KEYS = ("corral_ids", "corral_logp", "corral_rest", "corral_rest_max")
-"""Keys in TRL's rollout buffer for the old policy's top-k tokens and log-probs. TRL shuffles and slices every tensor there
-along its first axis."""
+"""Keys in TRL's rollout buffer for the old policy's top-k tokens and log-probs.
+TRL shuffles and slices every tensor there along its first axis."""
 TEACHER_KEYS = ("corral_teacher_logp", "corral_teacher_rest")
-"""Keys in TRL's rollout buffer for the teacher's log-probs and remaining mass, on the old policy's token ids."""
+"""Keys in TRL's rollout buffer for the teacher's log-probs on the old policy's token ids, and for the teacher's tail mass."""
 _ROW = "corral_row"
-"""Key in TRL's rollout buffer for each token's index into the stored hidden states [B T]. The index is −1 at tokens whose most
-likely tokens reached `support_mass`: they need no hidden state."""
+"""Key in TRL's rollout buffer for each token's index into the stored hidden states [B T].
+The index is −1 at tokens whose most likely tokens reached `support_mass`: they need no hidden state."""
 
 
 @dataclass(eq=False)
 class OldPolicy:
-    """Old policy of the current rollouts: its hidden states and head, and access to its support (top-k tokens) in TRL's buffer.
+    """Old policy of the current rollouts: hidden states, LM head, and access to the top-k tokens (support) in TRL's buffer.
 
     A union needs the old log-probs of tokens that only the new policy thinks likely. They are exact: dot products of the old
     hidden states with the old head's rows. Both are kept for the tokens whose support was cut off at `support_size`: elsewhere
@@ -44,13 +44,13 @@ class OldPolicy:
     """
 
     request: SupportRequest
-    """Size and mass of the top-k support, of the old policy and in a union also of the new policy."""
+    """Number of tokens and probability mass of the old policy's support. A union requests the same of the new policy."""
     fill: float | None
     head: HeadWeights | None = None
     hidden: Float[Tensor, "M H"] | None = None
 
     def store(self, output: dict[str, Any], scoring: ScoringPass) -> None:
-        """Write the old policy's top-k distribution into TRL's buffer `output`. For unions, keep hidden states and head too."""
+        """Write the old policy's top-k distribution into TRL's buffer `output`. For unions, also keep the hidden states."""
         dist = scoring.dist()
         assert dist is not None
         write_support(output, dist)
@@ -67,20 +67,20 @@ class OldPolicy:
         output[_ROW] = row.view(dist.rest.shape)
 
     def forget(self, output: dict[str, Any]) -> None:
-        """Drop the stored hidden states and head, and their index in TRL's buffer `output`."""
+        """Drop the stored hidden states and LM head, and the index of hidden states in TRL's buffer `output`."""
         self.head = self.hidden = None
         output.pop(_ROW, None)
 
     @staticmethod
     def support(inputs: dict[str, Any]) -> SparseDist | None:
-        """Old policy's log-probs on its top-k tokens, read from TRL's buffer. None if they were not stored."""
+        """Read the old policy's log-probs on its top-k tokens from TRL's buffer. Returns None if they were not stored."""
         if _KEYS[0] not in inputs:
             return None
         ids, logp, rest = (inputs[key] for key in _KEYS[:3])
         return SparseDist(ids, logp, rest, inputs.get(_KEYS[3]))  # a sampler does not report the last
 
     def union_support(self, inputs: dict[str, Any]) -> UnionSupport | None:
-        """Inputs for a loss on the union of both policies' top-k tokens. None if the old head was not stored."""
+        """Return inputs for a loss on the union of both policies' top-k tokens, or None if the old LM head was not stored."""
         if self.head is None or self.hidden is None or _ROW not in inputs:
             return None
         head, (top_k, mass) = self.head, (self.request.top_k, self.request.mass)
@@ -88,7 +88,7 @@ class OldPolicy:
         return UnionSupport(top_k=top_k, mass=mass, hidden=self.hidden, weight=head.weight, bias=head.bias, place=inputs[_ROW])
 
     def union(self, inputs: dict[str, Any], new: SparseDist, mask: Bool[Tensor, "B T"]) -> tuple[SparseDist, SparseDist]:
-        """Both policies on the union of their top-k tokens, given the new policy there. The old policy's tokens come first.
+        """Return old and new policy on the union of their top-k tokens. In the union, the old policy's tokens come first.
 
         Where no hidden state was kept, members that only the new policy brings go back to its tail.
         """
@@ -111,21 +111,21 @@ class OldPolicy:
 
 
 def write_support(output: dict[str, Any], dist: SparseDist, *, whole: bool = False) -> None:
-    """Write the old policy's top-k distribution [B T K] into TRL's buffer `output`, `whole` or without slots of padding."""
+    """Write the old policy's top-k distribution [B T K] into TRL's buffer `output`. Without `whole`, unused slots are cut."""
     slots = dist.ids.shape[-1] if whole else max(1, int((dist.ids >= 0).sum(-1).max()))
     values = dist.ids[..., :slots].int(), dist.logp[..., :slots].contiguous(), dist.rest, dist.rest_max
     output.update((key, value) for key, value in zip(_KEYS, values, strict=True) if value is not None)
 
 
 def read_teacher(inputs: dict[str, Any], old: SparseDist | None) -> SparseDist | None:
-    """Teacher's log-probs on the old policy's tokens, read from TRL's buffer. None if they were not stored."""
+    """Read the teacher's log-probs on the old policy's top-k tokens from TRL's buffer. Returns None if they were not stored."""
     if old is None or TEACHER_KEYS[0] not in inputs:
         return None
     return SparseDist(old.ids, *(inputs[key] for key in TEACHER_KEYS))
 
 
 class Behaviour(LogitsProcessor):
-    """Logits processor that records the log-probs of the drawn tokens during generation and changes no logits.
+    """Logits processor that records the log-probs of the sampled tokens during generation, and changes no logits.
 
     It reads what the next token is drawn from, as vLLM reports it: float32 logits divided by the temperature, without the
     tokens that top-p, top-k or min-p cut off, and renormalised. A step's log-probs [B V] are held until the next call shows
@@ -133,7 +133,7 @@ class Behaviour(LogitsProcessor):
     """
 
     def __init__(self, support: SupportRequest | None = None, *, replays: bool = False) -> None:
-        """Record log-probs of the drawn tokens. With `support`, also record the most likely tokens and the remaining mass.
+        """Record log-probs of the sampled tokens. With `support`, also record the most likely tokens and the tail mass.
 
         With `replays`, record all tokens that top-p, top-k or min-p kept.
         """
@@ -145,7 +145,7 @@ class Behaviour(LogitsProcessor):
 
     @contextmanager
     def record(self, model: Any) -> Iterator[None]:
-        """Context of one generation, whose log-probs replace those of the generation before.
+        """Context that records one generation. Its log-probs replace the log-probs of the previous generation.
 
         transformers puts processors that it is given before temperature and truncation, so this one joins the finished list.
         """
@@ -162,14 +162,14 @@ class Behaviour(LogitsProcessor):
             del model._get_logits_processor
 
     def __call__(self, input_ids: Int[Tensor, "B L"], scores: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
-        """Record the log-probs of the tokens drawn last. Keep this position's log-probs until its tokens are drawn."""
+        """Record the log-probs of the tokens sampled last. Keep this position's log-probs until its tokens are sampled."""
         if self._last is not None:
             self._store(input_ids[:, -1])
         self._last = scores.float().log_softmax(-1)
         return scores
 
     def _store(self, tokens: Int[Tensor, " B"]) -> None:
-        """Store the held log-probs, given the drawn tokens."""
+        """Store the sampled tokens' log-probs at the previous position."""
         assert self._last is not None
         self._logps.append(self._last.gather(1, tokens[:, None])[:, 0])
         if self.replays:
@@ -198,7 +198,7 @@ class Behaviour(LogitsProcessor):
         write_support(output, self.dist(output["completion_ids"].shape[1]), whole=self.replays)
 
     def dist(self, length: int) -> SparseDist:
-        """Sampler's recorded distribution on top-k or kept tokens, of completions padded to `length` tokens [B T K]."""
+        """Return the recorded distributions on top-k or kept tokens [B T K], for completions padded to `length` tokens."""
         slots = max(dist.ids.shape[-1] for dist in self._dists)
         wide = [
             SparseDist(
@@ -215,18 +215,18 @@ class Behaviour(LogitsProcessor):
 
 
 _LEAST_TAIL = 1e-8
-"""Smallest probability of all tokens outside the top k, computed as 1 − Σ p. Float32 log-probs are not more exact."""
+"""Smallest tail mass (probability outside the top-k tokens) computed as 1 − Σ p. Float32 log-probs are not more exact."""
 _MOST_MASS = 1 + 1e-3
-"""Largest sum of the top-k probabilities of a token that rounding can explain. Larger sums are refused."""
+"""Largest sum of a position's top-k probabilities that rounding can explain. Larger sums are refused."""
 
 _Nested = list[list[list[Any]]]
-"""Lists nested as [completion][token][one of the top-k tokens]."""
+"""Nested lists with the axes [completion][token][one of the top-k tokens]."""
 _Report = tuple[list[list[int]], _Nested, _Nested]
-"""Report of a sampler: sampled tokens, most likely tokens at each position, and their log-probs, None if not scored."""
+"""Report of a sampler: sampled tokens, most likely tokens at each position, and their log-probs (None where unknown)."""
 
 
 def _sampled(report: _Report) -> list[list[float]]:
-    """Log-probs of the sampled tokens, for TRL. NaN at tokens that the sampler did not score or report."""
+    """Return the log-probs of the sampled tokens in TRL's format, with NaN where the sampler reported no log-prob."""
 
     def find(token: int, ids: list[int], logp: list[float | None]) -> float:
         found = logp[ids.index(token)] if token in ids else None
@@ -236,7 +236,7 @@ def _sampled(report: _Report) -> list[list[float]]:
 
 
 class RolloutSupport:
-    """Takes the old policy's top-k distribution from the sampler's reported log-probs, for TRL's buffer."""
+    """Builds the old policy's top-k distribution from the log-probs that the sampler reports, for TRL's rollout buffer."""
 
     def __init__(self, trainer: "CorralTrainer") -> None:
         """Replace `generate` of the trainer's vLLM, or the trainer's rollout function."""
@@ -257,13 +257,13 @@ class RolloutSupport:
             self._sample, sampler.generate = sampler.generate, self._generate
 
     def _generate(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Override of vLLM's sampling: keep all reported log-probs, and return only the sampled tokens' to TRL."""
+        """Override of vLLM's sampling: store all reported log-probs, and return to TRL only those of the sampled tokens."""
         prompts, tokens, logprobs, ids = self._sample(*args, **kwargs)
         self._report = tokens, ids, logprobs
         return prompts, tokens, [[[logp] for logp in row] for row in _sampled(self._report)], None
 
     def _roll_out(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Override of the rollout function: keep all reported log-probs, and return only the sampled tokens' to TRL."""
+        """Override of a rollout function: store all reported log-probs, and return to TRL only those of the sampled tokens."""
         output = dict(self._sample(*args, **kwargs))
         ids = output.pop("logprob_token_ids", None)
         if ids is None or output.get("logprobs") is None:
@@ -298,7 +298,7 @@ class RolloutSupport:
 def sampler_support(
     tokens: Int[Tensor, " N"], ids: Int[Tensor, "N M"], logp: Float[Tensor, "N M"], live: Bool[Tensor, " N"], vocabulary: int
 ) -> SparseDist:
-    """Build the sampler's top-k distribution from its report, with the mass of all other tokens.
+    """Build the sampler's top-k distribution from the sampler's report, with the probability mass of all other tokens.
 
         rest = log(1 − Σ p)         of the full softmax's log-probs, at least 1e-8; −inf where every token was reported
 
@@ -337,7 +337,7 @@ def sampler_support(
 
 
 def fill_unscored(dist: SparseDist, logp: Float[Tensor, "*b"]) -> SparseDist:
-    """Fill in the trainer's own log-probs `logp` at tokens that the sampler could not score, as TRL does.
+    """Insert the trainer's log-probs `logp` at tokens for which the sampler reported no log-prob, as TRL does.
 
     These tokens then show no mismatch.
     """
@@ -348,7 +348,7 @@ def fill_unscored(dist: SparseDist, logp: Float[Tensor, "*b"]) -> SparseDist:
 
 
 def check_server(trainer: "CorralTrainer") -> None:
-    """Refuse a vLLM server that reports log-probs of another distribution than it samples from."""
+    """Refuse a vLLM server whose reported log-probs belong to another distribution than the one it samples from."""
     client: Any = getattr(trainer.vllm_generation, "vllm_client", None)  # the main process has one, with a server
     if not hasattr(client, "get_server_info"):  # a server of TRL's before 1.16 has the right mode
         return

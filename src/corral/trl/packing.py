@@ -1,4 +1,4 @@
-"""Packed scoring: the sequences of a padded batch are joined into a single row without padding."""
+"""Packed forward passes: the sequences of a padded batch are joined into a single row without padding."""
 
 import functools
 import inspect
@@ -30,27 +30,28 @@ except ImportError:  # torch before 2.10
     _KERNEL = set()
 
 _PREFIX = "corral_packed_"
-"""Prefix of the attention functions that this module registers in transformers."""
+"""Name prefix of the attention functions that this module registers in transformers."""
 
 packed_mask = SimpleNamespace(active=False)
-"""Switch: while it is active, transformers builds no attention mask, because packed rows pass their borders instead."""
+"""Switch that makes transformers build no attention mask while it is active, because packed rows use `cu_seqlens` instead."""
 
 
 @dataclass(frozen=True, eq=False)
 class PackedRow:
-    """Layout of a packed row: the origin of each token in the padded batch, and the borders of the sequences."""
+    """Layout of a packed row: the index of each token in the padded batch, and the boundaries of the sequences."""
 
     places: Int[Tensor, " N"]
     """Index of each token in the flattened padded batch [B L], ascending."""
     positions: Int[Tensor, " N"]
     """Position of each token in its sequence, from 0."""
     borders: Int[Tensor, " S"]
-    """Index of each sequence's first token, then the number of tokens: `cu_seqlens` of attention kernels, in int32."""
+    """Boundaries of the sequences in a packed row, as attention kernels read them (`cu_seqlens`, int32).
+    They are the index of each sequence's first token, then the number of tokens."""
     longest: int
 
     @classmethod
     def of(cls, mask: Bool[Tensor, "B L"]) -> "PackedRow":
-        """Compute the layout from a batch's attention mask."""
+        """Compute the layout of a packed row from a batch's attention mask."""
         lengths = mask.sum(-1)
         count, longest = torch.stack([lengths.sum(), lengths.max()]).tolist()  # one wait for the device
         places = mask.flatten().byte().argsort(descending=True, stable=True)[:count]
@@ -58,7 +59,7 @@ class PackedRow:
         return cls(places, positions, nn.functional.pad(lengths.cumsum(0), (1, 0)).int(), longest)
 
     def pack(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Pack the arguments of TRL's call of a model. The first token of each sequence gets no label."""
+        """Pack the arguments of TRL's model call into one row. The first token of each sequence gets no label."""
         ids, labels = (inputs[name].flatten()[self.places] for name in ("input_ids", "labels"))
         borders = {"cu_seq_lens_q": self.borders, "cu_seq_lens_k": self.borders}
         return inputs | borders | {
@@ -68,7 +69,7 @@ class PackedRow:
         }  # fmt: skip
 
     def unpack(self, values: Float[Tensor, "1 N"], shape: torch.Size) -> Float[Tensor, "B L"]:
-        """Put results of next-token labels back into the padded batch, 0 at labels that are not scored."""
+        """Put a packed row's results for labels back into the shape of the padded batch, 0 at labels that are not scored."""
         row, column = self.places[1:] // (shape[1] + 1), self.places[1:] % (shape[1] + 1)
         # A label in the first column of the batch predicts nothing: it has the value 0, which is added anywhere.
         target = (row * shape[1] + column - 1).clamp(min=0)
@@ -76,7 +77,7 @@ class PackedRow:
 
 
 def why_padded(model: PreTrainedModel) -> str | None:
-    """Reason why a model's batches must stay padded, as half a sentence. None if they can be packed."""
+    """Return the reason why a model's batches must stay padded, as a phrase for a message, or None if they can be packed."""
     kind, own = type(model).__name__, model.config._attn_implementation
     if model.config.get_text_config() is not model.config:
         return f"{kind} reads more than text"
@@ -90,7 +91,7 @@ def why_padded(model: PreTrainedModel) -> str | None:
 
 
 def can_pack(model: PreTrainedModel, why: str | None, *, verify: bool) -> bool:
-    """Prepare a model for packed rows and return True, or log why its batches stay padded.
+    """Prepare a model for packed rows and return True, or log the reason why its batches stay padded and return False.
 
     Its attention function is replaced by one that reads the borders of sequences where it is given them, and is the same
     function elsewhere. With `verify`, hidden states of two short sequences are compared with those of the padded batch.
@@ -110,7 +111,7 @@ def can_pack(model: PreTrainedModel, why: str | None, *, verify: bool) -> bool:
 
 @torch.no_grad()
 def _agrees(model: PreTrainedModel) -> bool:
-    """True if the model keeps packed sequences apart: its hidden states match those of the padded batch."""
+    """True if packed sequences do not attend to each other: the model's hidden states match those of the padded batch."""
     size, device, training = model.config.vocab_size, model.device, model.training
     ids = torch.arange(10, device=device).view(2, 5) % size
     mask = torch.ones_like(ids, dtype=torch.bool)
@@ -151,7 +152,7 @@ def compile_layers(model: PreTrainedModel) -> None:
 
 
 def _compiled_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Forward function of a layer, compiled for packed rows. If compiling fails, the layer runs uncompiled."""
+    """Compile the forward function of a layer for packed rows. If compiling fails, the layer runs uncompiled."""
     compiled, works, timed = torch.compile(forward, dynamic=True), True, set[bool]()
 
     @functools.wraps(forward)
@@ -197,7 +198,7 @@ def _attend(
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
-    """Precision in which a matrix product of this tensor is computed, with autocast."""
+    """Return the dtype in which a matrix product of this tensor is computed, which autocast may change."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
@@ -213,7 +214,7 @@ def _by_kernel(
     query: Float[Tensor, "1 Q N D"], key: Float[Tensor, "1 P N D"], value: Float[Tensor, "1 P N D"],
     scaling: float | None, window: int | None, borders: Int[Tensor, " S"], longest: int,
 ) -> Float[Tensor, "1 N Q D"]:  # fmt: skip
-    """Attention within each packed sequence, by the kernel `torch.nn.attention.varlen`."""
+    """Compute attention within each packed sequence with the kernel `torch.nn.attention.varlen`."""
     dtype = _compute_dtype(query)
     query, key, value = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
     how: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
@@ -232,7 +233,7 @@ def _by_padding(
     function: Callable[..., Any], module: Any, heads: tuple[Tensor, ...], settings: dict[str, Any],
     borders: Int[Tensor, " S"], longest: int,
 ) -> Float[Tensor, "1 N Q D"]:  # fmt: skip
-    """Attention within each packed sequence, by padding queries, keys and values for this operation alone.
+    """Compute attention within each packed sequence by padding queries, keys and values for this operation alone.
 
     A token attends to nothing behind it, so that padding on the right takes no mask.
     """
@@ -260,7 +261,7 @@ def _by_padding(
 
 
 def _mask(own: str, *args: Any, **kwargs: Any) -> Any:
-    """Mask function for transformers: no mask for a packed row, otherwise the mask of the attention function `own`."""
+    """Mask function for transformers: returns None for a packed row, otherwise the mask of the attention function `own`."""
     return None if packed_mask.active else ALL_MASK_ATTENTION_FUNCTIONS[own](*args, **kwargs)
 
 
@@ -270,14 +271,14 @@ for _name, _whole in (("sdpa", sdpa_attention_forward), ("eager", None)):
 
 
 SHARE = 0.7
-"""Share of the free memory that activations of a forward pass may take."""
+"""Share of the free memory that activations of forward passes may use."""
 LEAST = 4096
-"""Number of tokens per pass at which a GPU's matrix products are fast. Below it, layers are checkpointed to make room for
-larger passes."""
+"""Number of tokens per pass that a GPU needs for fast matrix products.
+With fewer tokens, layers are checkpointed to make room for larger passes."""
 
 
 def fit_tokens(room: float, kept: float, layer: float, layers: int, *, longest: int, needed: int) -> tuple[int, bool]:
-    """Compute the number of tokens of a pass that fits into memory, and whether it needs gradient checkpointing.
+    """Compute how many tokens of a pass fit into memory, and whether this number needs gradient checkpointing.
 
         tokens = room / kept, or with checkpointing room / (kept / layers + layers · layer)
 
@@ -297,7 +298,7 @@ def fit_tokens(room: float, kept: float, layer: float, layers: int, *, longest: 
 
 
 def bytes_per_token(call: Callable[[int], Any], tokens: int = 128) -> float:
-    """Bytes per token that a forward pass keeps for its backward pass, measured by two calls of different length.
+    """Measure how many bytes per token a forward pass keeps for its backward pass, with two calls of different length.
 
     Args:
         call: function that makes a forward pass of the given number of tokens and returns its results.
@@ -318,7 +319,7 @@ def bytes_per_token(call: Callable[[int], Any], tokens: int = 128) -> float:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of a device in bytes, including unused memory that torch has reserved on a GPU."""
+    """Return the free memory of a device in bytes, including unused memory that torch has reserved on a GPU."""
     if device.type != "cuda":
         return int(psutil.virtual_memory().available)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -326,7 +327,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 ORDER = "corral_order"
-"""Key in TRL's buffer for each sequence's position in the order of packing."""
+"""Key in TRL's rollout buffer for each sequence's position in the order of packing."""
 
 
 def in_order(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -350,7 +351,7 @@ def in_order(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def cut(lengths: list[int], most: int | None) -> list[slice]:
-    """Cut consecutive sequences into pieces of at most `most` tokens each. A piece has at least one sequence."""
+    """Group consecutive sequences into pieces of at most `most` tokens each. A longer sequence is a piece of its own."""
     starts, tokens = [0], 0
     for i, length in enumerate(lengths):
         if most is not None and i > starts[-1] and tokens + length > most:
@@ -361,7 +362,7 @@ def cut(lengths: list[int], most: int | None) -> list[slice]:
 
 
 def halve(pieces: list[slice], count: int) -> list[slice]:
-    """Halve the pieces with the most sequences until there are `count` pieces."""
+    """Halve the pieces of a micro-batch that have the most sequences, until there are `count` pieces."""
     pieces = list(pieces)
     while len(pieces) < count:
         i = max(range(len(pieces)), key=lambda i: pieces[i].stop - pieces[i].start)

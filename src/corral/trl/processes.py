@@ -1,4 +1,4 @@
-"""Runs on multiple processes: which process prints, how an error ends all of them, and refused setups."""
+"""Training on multiple processes: which process prints, how an error ends all processes, and which parallelism is refused."""
 
 import os
 from collections.abc import Callable
@@ -25,12 +25,12 @@ _OF_GLOO = ("Connection closed by peer", "Connection reset by peer", "gloo")
 
 
 def is_main() -> bool:
-    """True in the process that writes files and prints: rank 0, from the launcher's variable RANK."""
+    """True in the process with rank 0, which writes files and prints. The rank comes from the environment variable RANK."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def run_together(job: Callable[[], _Result], *, cpu: bool) -> _Result:
-    """Run `job` in every process of a launcher. A RunError in one process ends all, and rank 0 prints the first."""
+    """Run `job` in every process of a launcher. A RunError in one process ends all, and rank 0 prints the first error."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return job()
     PartialState(cpu=cpu)  # joins the processes, as the trainer would
@@ -48,7 +48,7 @@ def run_together(job: Callable[[], _Result], *, cpu: bool) -> _Result:
 
 
 def lost_process(error: BaseException) -> bool:
-    """True if an error only reports that another process ended."""
+    """True if an error only reports that another process of the run has ended."""
     known = isinstance(error, torch.distributed.DistError)
     return known or (isinstance(error, RuntimeError) and any(word in str(error) for word in _OF_GLOO))
 
@@ -61,12 +61,15 @@ def is_alone_by_mistake() -> bool:
 
 
 def base_model(model: Any) -> PreTrainedModel:
-    """Model inside a PEFT adapter, or the model itself. `Any`: torch types submodules as tensor or module."""
+    """Return the model inside a PEFT adapter, or the model itself if it has no adapter.
+
+    `Any`: torch types submodules as tensor or module.
+    """
     return model.get_base_model() if is_peft_model(model) else model
 
 
 def check_processes(trainer: "CorralTrainer") -> None:
-    """Refuse parallelism under which TRL's GRPO is wrong. TRL checks only its own arguments, not every configuration."""
+    """Refuse kinds of parallelism under which TRL's GRPO computes wrong results. TRL itself does not refuse all of them."""
     tp_size = trainer.get_tp_size()
     if tp_size > 1:
         raise ValueError(
@@ -86,7 +89,7 @@ def check_processes(trainer: "CorralTrainer") -> None:
 
 
 def check_teacher(trainer: "CorralTrainer") -> None:
-    """Refuse a teacher if processes load only parts of models: every process scores with the whole teacher."""
+    """Refuse a teacher if each process loads only part of a model, because every process scores with the whole teacher."""
     plugin, why = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None, ""
     if is_zero3(trainer):
         why = "with DeepSpeed ZeRO-3 models are loaded in parts. Use ZeRO-2 or FSDP2."
@@ -97,31 +100,34 @@ def check_teacher(trainer: "CorralTrainer") -> None:
 
 
 def is_zero3(trainer: "CorralTrainer") -> bool:
-    """True if DeepSpeed partitions the weights."""
+    """True if DeepSpeed ZeRO-3 splits the weights over processes."""
     plugin = trainer.args.deepspeed_plugin
     return plugin is not None and plugin.zero_stage == 3
 
 
 def is_sharded(trainer: "CorralTrainer") -> bool:
-    """True if the weights are split over processes, so that every process must take part in every forward pass."""
+    """True if FSDP or ZeRO-3 splits the weights over processes. Every process must then take part in every forward pass."""
     return trainer.is_fsdp_enabled or is_zero3(trainer)
 
 
 def root_weights(model: nn.Module) -> AbstractContextManager[None]:
-    """Context that gathers the weights that FSDP 1 keeps outside its layers, for uses other than the forward pass."""
+    """Context that gathers the weights that FSDP 1 keeps outside its layers, for code outside the forward pass."""
     sharded = isinstance(model, FullyShardedDataParallel)
     return FullyShardedDataParallel.summon_full_params(model, recurse=False, writeback=False) if sharded else nullcontext()
 
 
 def vocabulary_size(model: Any) -> int:
-    """Vocabulary size of a model's head, also if the head is split. `Any`: torch types submodules as tensor or module."""
+    """Return the vocabulary size of a model's LM head, also if the head is split over processes.
+
+    `Any`: torch types submodules as tensor or module.
+    """
     weight = model.get_output_embeddings().weight
     shape = getattr(weight, "ds_shape", weight.shape)  # of the whole weight, under ZeRO-3, which leaves an empty one
     return int(shape[0])
 
 
 def one_autocast(trainer: "CorralTrainer") -> AbstractContextManager[None]:
-    """Context with a single autocast for a whole generation, which rounds each weight once instead of at every token.
+    """Context with a single autocast for a whole generation. Autocast then rounds each weight once, instead of at every token.
 
     Accelerate puts an autocast around each forward pass, which rounds every weight anew for every token, and which peft's
     generation goes past. Tokens are the same bit for bit. Rounding the weights themselves would not be the same: embeddings

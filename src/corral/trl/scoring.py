@@ -1,4 +1,4 @@
-"""Scoring passes: one call of TRL's head gives log-probs, and on request top-k distributions and hidden states."""
+"""Scoring passes: one call of TRL's LM head returns log-probs, and on request top-k distributions and hidden states."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,7 +24,7 @@ from corral.trl.packing import PackedRow, packed_mask
 
 @dataclass(frozen=True)
 class SupportRequest:
-    """Request for a policy's most likely tokens (support): at most `top_k`, until they reach `mass`. Default: none."""
+    """Request for a policy's support: its most likely tokens, until they reach `mass`, at most `top_k`. Default: no tokens."""
 
     top_k: int | None = None
     mass: float = 1.0
@@ -32,32 +32,32 @@ class SupportRequest:
 
 @dataclass(frozen=True, eq=False)
 class HeadWeights(Tensors):
-    """Weight, bias and scaling of the language-model head in one pass: the map from hidden states to logits."""
+    """Weight, bias and scaling of the LM head in one scoring pass: the map from hidden states to logits."""
 
     weight: Tensor
     bias: Tensor | None
     spec: LogitSpec
 
     def freeze(self, *, shares: bool = True) -> "HeadWeights":
-        """Copy the parameters, so that later updates do not change them. With `shares`, untrained parameters are not copied."""
+        """Copy the LM head's parameters, so that updates do not change the copy. `shares` leaves frozen parameters uncopied."""
         return self.map(lambda x: x if shares and not x.requires_grad else x.detach().clone())
 
 
 @dataclass(frozen=True, eq=False)
 class HiddenStates(Tensors):
-    """Last hidden states of some tokens of a pass, and the head that maps them to logits."""
+    """Last hidden states of some tokens of a scoring pass, and the LM head that maps them to logits."""
 
     SHARED: ClassVar[tuple[str, ...]] = ("head",)
 
     states: Float[Tensor, "M H"]
     places: Int[Tensor, " M"]
-    """Index of each token in the flattened [B T], ascending."""
+    """Index of each token in the flattened batch of completions [B T], ascending."""
     head: HeadWeights
 
 
 @dataclass(eq=False, kw_only=True)
 class ScoringPass:
-    """One scoring pass of TRL over completions [B T]: what to compute, corral's head function, and the results.
+    """One scoring pass of TRL over completions [B T]: the request, corral's function for the LM head, and the results.
 
     TRL hands log-probs and entropy from the model to its loss, and nothing else. Everything more travels in this object:
 
@@ -73,44 +73,45 @@ class ScoringPass:
 
     support: SupportRequest = field(default_factory=SupportRequest)
     ids: Int[Tensor, "B T K"] | None = None
-    """Token ids to evaluate. If `support` is requested too, the head evaluates the union of both."""
+    """Token ids whose log-probs the LM head computes. If `support` is requested too, it uses the union of both."""
     replay: bool = False
-    """True if `ids` are the tokens that the sampler kept (top-p, top-k, min-p): the policy is then conditioned on them."""
+    """True if `ids` are the tokens that truncated sampling kept (top-p, top-k, min-p). The policy is conditioned on them."""
     loss: LossTerms | None = None
-    """Loss of the completions [B T] that the head computes together with its gradient. None if that is not possible."""
+    """Inputs of the loss [B T], if the LM head computes the loss together with its gradient. None if that is not possible."""
     tolerance: float = 0.0
     """Share of a token's logit gradient that a sparse backward pass may drop."""
     keep_hidden: bool = False
-    """True if the pass stores hidden states and the head."""
+    """True if the scoring pass stores hidden states and the LM head."""
     choose: Callable[[Bool[Tensor, "B T"]], Bool[Tensor, " B"]] | None = None
-    """Function from the completion mask to the sequences whose hidden states are stored; None stores all."""
+    """Function from the completion mask to the sequences whose hidden states are stored. None stores all sequences."""
 
     policy_head: "PolicyHead" = field(init=False, repr=False)
     tokens: int = field(init=False)
-    """Number of scored tokens at the end of each sequence."""
+    """Number of tokens at the end of each sequence that are scored, including padding."""
     order: Int[Tensor, " B"] | None = field(default=None, init=False)
-    """Order in which the model is called on the sequences of the batch. None if it is ascending."""
+    """Order in which the model is called on the sequences of the batch. None means ascending order."""
     scored: Bool[Tensor, "b L"] = field(init=False)
-    """True at positions of this slice of the batch that TRL scores."""
+    """True at positions of the current slice of the batch that TRL scores."""
     handed: Bool[Tensor, "_ _"] = field(init=False)
-    """True at positions of the model's actual input that TRL scores: equal to `scored`, or one packed row."""
+    """True at positions of the model's actual input that TRL scores. The input is the padded slice, or one packed row."""
     row: PackedRow | None = field(default=None, init=False)
-    """Layout of this slice's packed row. None if it is padded."""
+    """Layout of the packed row of the current slice of the batch. None if the slice is padded."""
     chosen: Bool[Tensor, " B"] | None = field(default=None, init=False)
-    """Sequences whose hidden states are stored, the result of `choose`."""
+    """True for the sequences whose hidden states are stored: the result of `choose`."""
     drew_random: bool = field(default=False, init=False)
-    """True if the pass drew random numbers, for example for dropout. Set only if hidden states are stored."""
+    """True if the scoring pass used random numbers, for example for dropout. Set only if hidden states are stored."""
     kept: list[HiddenStates] = field(default_factory=list, init=False)
     """Stored hidden states of each slice of the batch."""
     results: list[tuple[HeadOutput | PolicyLoss, Packing]] = field(default_factory=list, init=False)
-    """Results of the head for each slice, and their indices in [B T]: log-probs and top-k distributions [N …], or a loss [1 N].
-    Empty if TRL computed all logits and no support was requested."""
+    """Results of the LM head for each slice of the batch, with their indices in [B T].
+    The results are log-probs and top-k distributions [N …], or a loss [1 N]. Empty if TRL computed all logits and no support
+    was requested."""
     logp: Float[Tensor, "B T"] | None = field(default=None, init=False)
     entropy: Float[Tensor, "B T"] | None = field(default=None, init=False)
     """Log-probs and entropy [B T] as TRL returned them."""
 
     def dist(self) -> SparseDist | None:
-        """Policy on the requested tokens of every position [B T K], empty at masked tokens. None if nothing was requested."""
+        """Return the policy on the requested tokens [B T K], empty at masked tokens, or None if no tokens were requested."""
         dists = [packing.unpack_dist(output.dist) for output, packing in self.results if output.dist is not None]
         if not dists:
             return None
@@ -118,14 +119,14 @@ class ScoringPass:
         return dist if self.order is None else dist[self.order.argsort()]
 
     def hidden(self) -> HiddenStates | None:
-        """Stored hidden states of all slices, joined. None if the pass stores none."""
+        """Return the stored hidden states of all slices of the batch, joined. Returns None if none are stored."""
         if not self.kept:
             return None
         hidden = HiddenStates.cat(self.kept)
         return hidden if self.order is None else hidden[hidden.places.argsort()]
 
     def enter_model(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """Forward pre-hook that reads which positions [b L−1] TRL is about to score, and packs the sequences into a row."""
+        """Forward pre-hook that finds the positions [b L−1] that TRL is about to score, and packs the sequences into a row."""
         self.handed = self.scored = kwargs["labels"][:, 1:] != -100
         if module not in self.policy_head.packed or kwargs.get("pixel_values") is not None:
             self.row = None
@@ -147,7 +148,7 @@ class ScoringPass:
     def apply(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, temperature: float, *how: Any
     ) -> tuple[Tensor | None, ...]:
-        """Compute log-probs and entropy of a slice's scored tokens, in place of TRL's head function."""
+        """Compute log-probs and entropy of the scored tokens in one slice of the batch, in place of TRL's LM-head function."""
         _, softcap, scale, outputs = how
         rows = None
         if len(tokens) == self.handed.numel():
@@ -205,7 +206,7 @@ class ScoringPass:
         return (*found, None, None, None)
 
     def _places(self, packing: Packing, device: torch.device) -> Int[Tensor, " N"]:
-        """Index in the flattened batch [B T] of each scored token of the current slice."""
+        """Return the index in the flattened batch [B T] of each scored token in the current slice of the batch."""
         done, length = sum(packing.shape[0] for _, packing in self.results), packing.shape[1]
         places = torch.arange(packing.count, device=device) if packing.rows is None else packing.rows
         if self.order is None:
@@ -213,7 +214,7 @@ class ScoringPass:
         return self.order.to(device)[done + places // length] * length + places % length
 
     def _keep(self, states: Float[Tensor, "N H"], packing: Packing, head: HeadWeights) -> None:
-        """Store the hidden states of the chosen sequences of a slice."""
+        """Store the hidden states of the chosen sequences in one slice of the batch."""
         if self.kept:
             head = self.kept[0].head
         elif torch.distributed.is_initialized():  # a sharded head is whole in this pass alone
@@ -243,7 +244,7 @@ _trl_utils: Any = trl.trainer.utils  # one of its names is replaced while a pass
 
 @dataclass(eq=False)
 class PolicyHead:
-    """Replaces TRL's head function in all scoring passes of the policy, a reference and a teacher.
+    """Replaces TRL's LM-head function in all scoring passes of the policy, a reference and a teacher.
 
     TRL's fused head finds the hidden states, the weight and everything that model families do to logits (soft caps, scales,
     sharded weights) and hands them to one function. In scoring passes, that function is corral's: old, new and reference
@@ -254,9 +255,9 @@ class PolicyHead:
     models: list[nn.Module]
     temperature: float
     own: SupportRequest
-    """Request of old-policy passes."""
+    """Support that is requested in old-policy passes."""
     union: bool
-    """True if later passes add the new policy's most likely tokens to `own`."""
+    """True if later scoring passes add the new policy's most likely tokens to the old policy's support `own`."""
     packed: list[nn.Module] = field(default_factory=list)
     """Models whose batches are packed into rows without padding."""
     _expected: ScoringPass | None = None
@@ -272,7 +273,7 @@ class PolicyHead:
 
     @contextmanager
     def run(self, mask: Bool[Tensor, "B T"]) -> Iterator[ScoringPass]:
-        """Context in which corral's head replaces TRL's for the unmasked tokens of the completions.
+        """Context in which corral's LM-head function replaces TRL's, for the unmasked tokens of the completions.
 
         The hooks are of this pass alone. So is the name in TRL's module: TRL has no argument for its head function, and
         looks it up there, behind whatever accelerate, PEFT or FSDP have wrapped around the model's forward.
@@ -298,7 +299,7 @@ class PolicyHead:
                 scoring.drew_random = any(not torch.equal(x, y) for x, y in zip(before, _random_state(), strict=True))
 
     def one_implementation(self, hidden: Tensor, weight: Tensor) -> dict[str, Any]:
-        """Choose the torch implementation on a GPU if any pass has no kernel, because mixed heads would round differently."""
+        """Choose the torch implementation on a GPU if any scoring pass has no kernel, because mixed heads round differently."""
         if not hidden.is_cuda:
             return {}
         top_k = None if self.own.top_k is None else min(self.own.top_k, len(weight))

@@ -1,4 +1,4 @@
-"""Teacher of a distillation, or reference of a trust region: another model, or a copy of the initial policy.
+"""Teacher of a distillation, or reference policy of a trust region: another model, or a copy of the initial policy.
 
 It is scored on the student's completions. The policy as it was teaches only what it is shown besides; as a reference it reads
 what the student reads.
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class Teacher:
-    """Scores the student's completions under the teacher, on the union of both models' most likely tokens.
+    """Scores the student's completions with the teacher, on the union of both models' most likely tokens.
 
     Without a model of its own it is a frozen copy of the policy that training began with, shown `teacher_prompt`. One that
     moved with the student would forget how to read it: no loss holds it there (docs/objectives/distill.md has the run).
     """
 
     def __init__(self, trainer: "CorralTrainer", model: PreTrainedModel | str | None) -> None:
-        """Freeze the teacher, move it to the trainer's device, and prepare its head as TRL does for a reference model.
+        """Freeze the teacher, move it to the trainer's device, and prepare its LM head as TRL does for a reference model.
 
         `model` is a model or its name; None copies the current policy.
         """
@@ -65,7 +65,7 @@ class Teacher:
 
     @torch.no_grad()
     def store(self, rows: list[dict[str, Any]], output: dict[str, Any], scoring: ScoringPass) -> None:
-        """Write old policy and teacher, on the union of their most likely tokens, into TRL's buffer `output`.
+        """Write log-probs of old policy and teacher, on the union of their most likely tokens, into TRL's buffer `output`.
 
         Args:
             rows: of the dataset, one for each completion.
@@ -96,7 +96,7 @@ class Teacher:
         output.update(zip(TEACHER_KEYS, (teacher.logp[..., :slots].contiguous(), teacher.rest), strict=True))
 
     def _score(self, model: Any, prompt: tuple[Tensor, Tensor], output: dict[str, Any], scoring: ScoringPass) -> None:
-        """Score the completions after these prompts in one pass. Ids and masks of prompts are padded on the left."""
+        """Compute a model's log-probs of the completions in one scoring pass. The given prompts are padded on the left."""
         ids, mask = (torch.cat([x, output[f"completion_{y}"]], 1) for x, y in zip(prompt, ("ids", "mask"), strict=True))
         tokens, args = output["completion_ids"].shape[1], self.trainer.args
         at_once = args.per_device_train_batch_size if self.trainer.model.training else args.per_device_eval_batch_size
@@ -104,7 +104,7 @@ class Teacher:
             self.trainer._get_per_token_logps_and_entropies(model, ids, mask, tokens, at_once)
 
     def _prompts(self, rows: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
-        """Token ids and mask of the teacher's prompts, padded on the left."""
+        """Return token ids and mask of the teacher's prompts, padded on the left."""
         trainer = self.trainer
         missing = sum(row.get(TEACHER_PROMPT) is None for row in rows)
         if missing:

@@ -55,16 +55,16 @@ logger = logging.getLogger(__name__)
 KEPT = "corral_kept"
 """Key in TRL's rollout buffer for the tokens that top-p, top-k or min-p kept [B T K], −1 at padding."""
 MOST_KEPT = 1024
-"""Largest number of tokens that truncated sampling may keep at a position."""
+"""Largest number of tokens that top-p, top-k or min-p sampling may keep at a position."""
 _SCORING_INPUTS = tuple(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)[5:]
-"""Optional arguments of TRL's scoring pass, such as images. A batch of rollouts has them under the same names."""
+"""Names of optional inputs of TRL's scoring pass, such as images. A batch of rollouts uses the same names."""
 
 TokenObserver = Callable[[dict[str, Any], TokenBatch, Objective], None]
-"""Function that is called for every micro-batch with TRL's inputs, the token batch and the objective."""
+"""Type of a function that is called for every micro-batch with TRL's inputs, the token batch and the objective."""
 
 
 class CorralTrainer(GRPOTrainer):
-    """Drop-in replacement for GRPOTrainer, with the policy loss of a corral objective. Every overridden method calls TRL's own.
+    """Drop-in replacement for GRPOTrainer with the policy loss of a corral objective. All overridden methods call TRL's own.
 
     TRL's loss is called with advantages of zero: what comes back is everything but the policy term (KL to a reference,
     entropy bonus, auxiliary loss, their metrics). The policy term is corral's, averaged as `loss_type` says. Where there is no
@@ -83,21 +83,21 @@ class CorralTrainer(GRPOTrainer):
     deployed: "DeployedCallback | None" = None
     """Callback that measures and bounds the network's KL after every step. None without `deployed_bound`."""
     teacher: "Teacher | None" = None
-    """Teacher of a distillation, or reference of a trust region. None if the objective reads no third policy."""
+    """Teacher of a distillation, or reference policy of a trust region. None if the objective reads no third policy."""
     behaviour: Behaviour | None = None
-    """Recorder of the sampling log-probs in transformers' generation. None if nothing reads them."""
+    """Recorder of the sampling log-probs in transformers' generation. None if the log-probs are not needed."""
     past: "PastWeights | None" = None
-    """Weights of earlier steps that draw the rollouts. None without `rollout_lag`."""
+    """Stored weights of earlier steps, with which the rollouts are sampled. None without `rollout_lag`."""
     next_batches: tuple[list[Any], Any]
-    """Dataset batches of the next update, as transformers' training loop fetched them, and their token count."""
+    """Dataset batches of the next update, as transformers' training loop fetched them, and the number of tokens in them."""
     _drawn_at: int | None = None
-    """Value of `_step` at which the rollouts of the next update were drawn in advance."""
+    """Value of `_step` at which the rollouts of the next update were sampled in advance. None if they were not."""
     _fitted = False
     """True once the number of tokens per pass has been fitted to the free memory."""
     _foresees_order = False
-    """True while the old-policy pass packs sequences in the shuffled order that the later updates will have."""
+    """True while the old-policy pass packs sequences in the shuffled order in which later updates will read them."""
     _order: Tensor | None = None
-    """Order in which the updates will read the sequences of these rollouts."""
+    """Order in which the updates will read the sequences of the current rollouts."""
     _tag_names: ClassVar[list[str]] = ["trl", "corral"]  # type: ignore[misc]  # TRL leaves ClassVar out
     _name: str
     _paper: dict[str, str]
@@ -111,7 +111,7 @@ class CorralTrainer(GRPOTrainer):
         teacher: PreTrainedModel | str | None = None,
         **kwargs: Any,
     ) -> None:
-        """Accept GRPOTrainer's arguments and, for `objective="distill"`, a `teacher`.
+        """Accept the arguments of GRPOTrainer. For `objective="distill"`, also accept a `teacher`.
 
         The teacher is a model, its name, or None for a frozen copy of the model that reads the dataset's `teacher_prompt`.
         """
@@ -144,15 +144,14 @@ class CorralTrainer(GRPOTrainer):
         """True if the loss is computed on the union of the new and the old policy's most likely tokens."""
         bonus = vars(self).get("_entropy_bonus_enabled", False)  # not every release has one
         self.has_other_terms = self.beta != 0 or self.top_entropy_quantile < 1.0 or bonus
-        """True if TRL's loss has terms beside the policy loss that read log-probs or entropy."""
+        """True if TRL's loss has other terms that read log-probs or entropy, such as a KL penalty."""
         self.skips_trl_loss = FUSED and not self.has_other_terms and not self.aux_loss_enabled
-        """True if only the scoring pass of TRL's loss needs to run, because all its other terms are off."""
+        """True if all other terms of TRL's loss are off, so that only its scoring pass needs to run."""
         self.separable = self.skips_trl_loss and self.objective.config.tokenwise
         """True if a micro-batch's loss is a plain sum over tokens, without other terms from TRL."""
         models: list[nn.Module] = [base] if self.ref_model is None else [base, self.ref_model]
         self.own_support = SupportRequest()
-        """Request for the policy's most likely tokens in the old-policy pass. Empty if the objective reads only sampled
-        tokens."""
+        """Support (most likely tokens) requested in the old-policy pass. Empty if the objective reads only sampled tokens."""
         if self.objective.config.support == "full":
             self.own_support = SupportRequest(top_k=sys.maxsize)
         elif self.needs_support:
@@ -220,7 +219,7 @@ class CorralTrainer(GRPOTrainer):
             logger.warning("The sampler is the trainer's own model, so its recomputed log-probs are the rollout anchor.")
 
     def _check_replay(self, vocabulary: int) -> None:
-        """Refuse truncated sampling where the kept tokens could not be replayed."""
+        """Refuse truncated sampling (top-p, top-k, min-p) in setups where training cannot use the kept tokens."""
         top_k = self.args.truncations["top_k"] or 0
         refused = {
             f"needs TRL 1.15 or newer; found {trl.__version__}": not FUSED,
@@ -238,7 +237,7 @@ class CorralTrainer(GRPOTrainer):
                 )
 
     def pack(self, model: PreTrainedModel) -> None:
-        """Score this model on packed rows from now on, or log why its batches stay padded."""
+        """Score a model on packed rows from now on, or log the reason why its batches stay padded."""
         why, adapted = None, cast(Any, self.model)  # torch types what a module has as tensor or module
         if not FUSED:
             why = f"TRL {trl.__version__} computes all logits; TRL 1.15 packs"
@@ -261,7 +260,7 @@ class CorralTrainer(GRPOTrainer):
 
     @property
     def mode(self) -> Literal["train", "eval"]:
-        """TRL's name of the current phase: "train" or "eval"."""
+        """Name that TRL uses for the current phase: "train" or "eval"."""
         return "train" if self.model.training else "eval"
 
     @property
@@ -293,18 +292,18 @@ class CorralTrainer(GRPOTrainer):
         check_processes(self)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
-        """Fetch the batches of the next update by the parent's method, and store them for `draw_ahead`."""
+        """Fetch the dataset batches of the next update with the parent's method, and store them for `draw_ahead`."""
         self.next_batches = super().get_batch_samples(*args, **kwargs)
         return self.next_batches
 
     def draw_ahead(self) -> None:
-        """Draw and score the rollouts of the next update in advance. The update then uses these rollouts."""
+        """Sample and score the rollouts of the next update in advance. The next update then uses these rollouts."""
         self.model_wrapped.train()
         self._prepare_inputs(self.next_batches[0][0])
         self._drawn_at = self._step
 
     def _prepare_inputs(self, batch: Any) -> Any:
-        """Prepare a micro-batch as TRL does. Rollouts that were drawn in advance are not drawn again."""
+        """Prepare a micro-batch as TRL does. Rollouts that were sampled in advance are not sampled again."""
         if self.model.training and self._step == self._drawn_at:
             return self._buffered_inputs[self._step % len(self._buffered_inputs)]
         inputs = super()._prepare_inputs(batch)
@@ -314,7 +313,7 @@ class CorralTrainer(GRPOTrainer):
         return inputs
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Draw completions by TRL's method. In half precision, weights are rounded once instead of at every token."""
+        """Sample completions with TRL's method. Under autocast, weights are rounded once instead of at every token."""
         past = self.past if self.model.training else None  # an evaluation is of the present weights
         with nullcontext() if past is None else past.in_use(), one_autocast(self):
             generated = super()._generate(*args, **kwargs)
@@ -326,7 +325,7 @@ class CorralTrainer(GRPOTrainer):
         return generated
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        """Draw completions by TRL's method, and add the sampling log-probs of transformers' generation if needed."""
+        """Sample completions with TRL's method. If needed, also return the sampling log-probs of transformers' generation."""
         if self.behaviour is None:
             return super()._generate_single_turn(*args, **kwargs)
         with self.behaviour.record(base_model(self.accelerator.unwrap_model(self.model))):
@@ -335,7 +334,7 @@ class CorralTrainer(GRPOTrainer):
         return tokens, logps if self.reports_logps else None
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute rewards by TRL's method, and store them. Raises a RewardError if no completion has a reward."""
+        """Compute rewards with TRL's method, and store them. Raises a RewardError if no completion has a reward."""
         self._rewards = super()._calculate_rewards(*args, **kwargs)
         if bool(self._rewards.isnan().all()):
             raise RewardError(
@@ -346,7 +345,7 @@ class CorralTrainer(GRPOTrainer):
         return self._rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Make a batch of rollouts by TRL's method, and add corral's data: old policy, advantages, teacher."""
+        """Make a batch of rollouts with TRL's method, and add corral's data: old policy, advantages and teacher log-probs."""
         if self.use_vllm and self.vllm_generation.logprobs and self.rollout_support is None:
             raise ValueError(
                 f"CorralTrainer: vllm_generation.logprobs is {self.vllm_generation.logprobs}. vLLM then ranks tokens by "
@@ -393,7 +392,7 @@ class CorralTrainer(GRPOTrainer):
         return output
 
     def _own_advantages(self, local: int) -> Tensor:
-        """Compute corral's advantages over all processes. They are 0 for completions that cannot be compared."""
+        """Compute corral's advantages over all processes. Completions without another scored completion in the group get 0."""
         assert self._rewards is not None
         rewards = (self._rewards * self.reward_weights.to(self._rewards.device)).nansum(-1)
         size = self.num_generations if self.model.training else self.num_generations_eval
@@ -414,7 +413,7 @@ class CorralTrainer(GRPOTrainer):
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, batch_size: int | None = None,
         *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Score completions under any policy as TRL does, with corral's head in the place of TRL's.
+        """Score completions under any policy as TRL does, but with corral's LM-head function in place of TRL's.
 
         `batch_size` sequences at a time, and where they are packed in the order of the updates that follow.
         """
@@ -445,7 +444,7 @@ class CorralTrainer(GRPOTrainer):
         return result
 
     def _fit_memory(self, longest: int) -> None:
-        """Fit the tokens per pass and gradient checkpointing to the free memory, unless the settings fix them."""
+        """Choose tokens per pass and gradient checkpointing by the free memory, unless the user's settings fix them."""
         args, base, device = self.args, base_model(self.model), self.accelerator.device
         cuts = args.tokens_per_pass is None and device.type == "cuda"
         if not (cuts or args.chooses_checkpointing) or self.is_fsdp_enabled:
@@ -480,7 +479,7 @@ class CorralTrainer(GRPOTrainer):
             )  # fmt: skip
 
     def _pieces(self, seen: Tensor) -> list[slice]:
-        """Cut the sequences of a packed micro-batch into pieces of at most `tokens_per_pass` tokens.
+        """Group the sequences of a packed micro-batch into pieces of at most `tokens_per_pass` tokens.
 
         All processes have equally many pieces: a forward pass of a sharded model takes all of them.
         """
@@ -536,7 +535,7 @@ class CorralTrainer(GRPOTrainer):
     def _piece_loss(
         self, model: Any, inputs: dict[str, Any], mask: Tensor, weights: float | Tensor, *, more: bool = False
     ) -> Tensor:
-        """Compute the loss of a micro-batch, or a piece of it, with corral's policy loss in place of TRL's.
+        """Compute the loss of a micro-batch, or of a piece of a micro-batch, with corral's policy loss in place of TRL's.
 
             L = Σ w_t (c_t · policy_t + regression_t)    w: TRL's reduction · c: sampler correction, importance ratio, quantile
 
@@ -631,7 +630,7 @@ class CorralTrainer(GRPOTrainer):
     def _fused_terms(
         self, inputs: dict[str, Any], mask: Tensor, weights: float | Tensor, support: SupportRequest
     ) -> LossTerms | None:
-        """Inputs for a head that computes the loss with its gradient. None if this loss needs log-probs first.
+        """Return inputs for an LM head that computes loss and gradient together, or None if the loss needs log-probs first.
 
         Other terms read the head's results too, and without an old pass a correction, and the anchor of a token that the
         sampler could not score, are of log-probs that the head has yet to find.
@@ -655,11 +654,11 @@ class CorralTrainer(GRPOTrainer):
         return LossTerms(objective, batch, each, self._policy_weights(inputs, batch), on_policy, union)
 
     def _objective_for(self, batch: TokenBatch) -> Objective:
-        """Objective for this batch: the trainer's, or an equivalent on sampled tokens if the batch has no top-k tokens."""
+        """Return the trainer's objective. If a batch lacks the required top-k tokens, return the plain policy gradient."""
         return plain_objective() if self.needs_support and batch.dist_old is None else self.objective
 
     def _policy_weights(self, inputs: dict[str, Any], batch: TokenBatch, chosen: Tensor | None = None) -> Tensor | None:
-        """Weight of each token's policy loss [B T], 0 at masked tokens. None means 1 everywhere.
+        """Return the weight of each token's policy loss [B T], 0 at masked tokens. None means weight 1 everywhere.
 
         A sampler correction, TRL's importance ratio, and whether a token is among the most uncertain. A regression is no
         expectation over the sampler, and pulls every token back.
@@ -695,7 +694,7 @@ class CorralTrainer(GRPOTrainer):
         return TokenBatch(logp_new, logp_old, inputs["advantages"], mask, new, old, rollout, read_teacher(inputs, old))
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Train on a micro-batch as TRL does. Skip batches whose step has ended, and collect metrics after each update."""
+        """Train on a micro-batch as TRL does, unless its step has ended already. Collect metrics after each update."""
         if self.deployed is not None and self.deployed.spent:
             self._step += 1  # as TRL counts micro-batches; without a gradient, the optimizer's step changes nothing
             return torch.zeros((), device=self.args.device)
@@ -705,14 +704,14 @@ class CorralTrainer(GRPOTrainer):
         return loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as TRL does, with corral's metrics since the previous line. A run's last line has the final KL measurement."""
+        """Log as TRL does, with corral's metrics since the previous log. The run's last log has the final KL measurement."""
         if self.deployed is not None and "train_runtime" in logs:
             self.deployed.finish()
         self.flush_metrics()
         super().log(logs, *args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as TRL does. If an exception ends the run, the network is still bounded."""
+        """Train as TRL does. If an exception ends the run, the network's KL is still bounded."""
         if self.past is not None:
             self.past.weights.clear()
         try:
@@ -723,13 +722,13 @@ class CorralTrainer(GRPOTrainer):
             raise
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Log, evaluate and save as transformers does, after bounding the network if the run ends here."""
+        """Log, evaluate and save as transformers does. If the run ends here, the network's KL is bounded first."""
         if self.deployed is not None and self.control.should_training_stop:
             self.deployed.finish()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Write a checkpoint as TRL does, after bounding the network if the run was stopped."""
+        """Write a checkpoint as TRL does. If the run was stopped, the network's KL is bounded first."""
         if self.deployed is not None:
             self.deployed.before_save()
         super()._save_checkpoint(*args, **kwargs)
@@ -737,7 +736,7 @@ class CorralTrainer(GRPOTrainer):
             self.past.save(Path(self._get_output_dir(None), f"checkpoint-{self.state.global_step}"))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
-        """Load a checkpoint as transformers does, and with it the past weights for `rollout_lag`."""
+        """Load a checkpoint as transformers does. With `rollout_lag`, also load the stored weights of earlier steps."""
         super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
         if self.past is not None:
             self.past.load(Path(resume_from_checkpoint))
