@@ -1,4 +1,4 @@
-"""Reinforcement learning for robots: policies over smooth trajectories, with credit for whole plans or their segments.
+"""Reinforcement learning of robot motions: policies draw smooth trajectories, and learn from whole returns or from segments.
 
 Importing this needs torch alone; the learners in the modules `tce`, `bbrl` and `top_erl` also need `corral[robot]`.
 """

@@ -1,4 +1,4 @@
-"""BBRL (black-box reinforcement learning): one plan per episode, credited with the episode's whole return."""
+"""BBRL (black-box reinforcement learning): the policy draws one plan per episode and learns from the episode's return."""
 
 import math
 from dataclasses import dataclass
@@ -18,14 +18,15 @@ from corral.validate import limited
 
 @dataclass(frozen=True, kw_only=True)
 class BBRLConfig(LearnerConfig):
-    """Settings of BBRL: only those that all robot learners share. The critic reads contexts alone."""
+    """Settings of BBRL, the same as those of all robot learners.
+    The critic's input is the context alone."""
 
     episodes: int = limited(64, at_least=2, note="advantages are compared across a batch")
-    """Number of episodes in a batch."""
+    """Number of episodes in a training batch."""
 
 
 class BBRL(OnPolicyLearner):
-    """Black-box learning of plans: each plan is credited with its episode's return, without a look at single steps.
+    """BBRL learner: a policy draws one trajectory per episode and learns from the episode's return, without per-step rewards.
 
         ρ = N(w; π̃) / N(w; π_old)          A = Σ_t r_t − V(c)
 

@@ -1,4 +1,4 @@
-"""Settings shared by the robot learners TCE, BBRL and TOP-ERL, with validation."""
+"""Settings shared by the robot learners TCE, BBRL and TOP-ERL, with checks of their values."""
 
 import math
 from collections.abc import Callable
@@ -29,96 +29,103 @@ AS_PUBLISHED: dict[str, dict[str, Any]] = {
     "tce": {"closing_segment": False, "common_jitter": True, "floor_in_region": False},
     "bbrl": {"floor_in_region": False},
 }
-"""Settings of each algorithm that give the published rules where corral's defaults differ (docs/tce.md)."""
+"""Settings as in the papers of TCE and BBRL, for those settings in which corral's defaults differ (see docs/tce.md)."""
 
 
 def check_device(owner: str, device: str) -> None:
-    """Raise a ValueError if the device is a GPU that does not exist here."""
+    """Raise a ValueError if `device` is "cuda" and this machine has no GPU."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"{owner}: device='cuda', but torch finds no GPU. Leave it at 'cpu'.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerConfig(Checked):
-    """Settings that all robot learners share, with the names of docs/tce.md."""
+    """Settings shared by the robot learners TCE, BBRL and TOP-ERL, with names as in docs/tce.md."""
 
     iterations: int = limited(125, at_least=1)
-    """Number of batches of episodes."""
+    """Number of training iterations, each on one new batch of episodes."""
     episodes: int = limited(64, at_least=1)
-    """Number of episodes in a batch."""
+    """Number of episodes in a training batch."""
     plans_per_context: int = limited(1, at_least=1)
-    """Number of plans drawn for each context of a batch. From 2 on, a plan's advantage is its credit minus the mean credit of
-    the other plans for the same context, and no critic is fitted. A batch has as many times fewer contexts."""
+    """Number of plans drawn for each context of a batch, where a context is an episode's first observation.
+    From 2 on, a plan's advantage is its credit minus the mean credit of the other plans for the same context, and no
+    critic is fitted. A batch has as many times fewer contexts."""
     mirrored: bool = False
-    """True to draw the plans of a context in pairs μ ± L ε. Credit that both plans of a pair earn then drops out of the mean's
-    gradient. Needs at least two pairs, because the gradient of the covariance comes from differences between pairs."""
+    """True to draw the plans of a context in mirrored pairs: policy mean plus noise, and mean minus the same noise.
+    Credit that both plans of a pair earn then drops out of the mean's gradient. Needs at least two pairs, because the
+    gradient of the covariance comes from differences between pairs."""
     policy_epochs: int = limited(25, at_least=1)
-    """Number of updates of the policy per batch, each on the whole batch."""
+    """Number of policy updates per batch of episodes, each on the whole batch."""
     critic_epochs: int = limited(10, at_least=1)
-    """Number of updates of the critic per batch."""
+    """Number of critic updates per batch of episodes."""
     policy_rate: float = limited(1e-3, above=0, finite=True)
-    """Learning rate of the policy's Adam."""
+    """Learning rate of the Adam optimizer of the policy."""
     critic_rate: float = limited(1e-3, above=0, finite=True)
-    """Learning rate of the critic's Adam."""
+    """Learning rate of the Adam optimizer of the critic."""
     decay_over: float | None = limited(None, above=0, what="a number of batches", note="inf keeps the rates constant")
-    """Number of batches over which both learning rates fall linearly to a hundredth. The default is the length of the run. TCE
-    was published with 10,000, whatever the run's length. BBRL was published with inf, which keeps rates constant."""
+    """Number of batches over which the learning rates of policy and critic fall linearly to a hundredth.
+    The default is the length of the run. TCE was published with 10,000, whatever the run's length. BBRL was published
+    with inf, which keeps rates constant."""
     weight_decay: float = limited(0.0, at_least=0, finite=True)
-    """L2 penalty on the weights of both networks."""
+    """L2 penalty on the weights of the policy network and the critic network."""
     projection: Literal["kl", "wasserstein", "frobenius"] = "kl"
-    """Divergence or distance in which the trust region is measured."""
+    """Divergence or distance in which the trust region around the old policy is measured."""
     mean_bound: float = limited(0.05, above=0, note="inf switches it off")
-    """Bound ε_μ on the change of the mean per batch."""
+    """Bound ε_μ of the trust region on the change of the policy's mean per batch."""
     cov_bound: float = limited(0.005, above=0, note="inf switches it off")
-    """Bound ε_Σ on the change of the covariance per batch."""
+    """Bound ε_Σ of the trust region on the change of the policy's covariance per batch."""
     regression: float = limited(1.0, at_least=0, finite=True)
-    """Weight of the regression loss KL(π_θ‖sg π̃), which draws the network towards the projected policy π̃."""
+    """Weight of the regression loss KL(π_θ‖sg π̃), which pulls the policy network towards the projected policy π̃."""
     entropy_floor: float | None = limited(None, finite=True)
-    """Entropy per parameter to which the policy may fall by the last batch, linearly from its first entropy. None sets no
-    floor."""
+    """Lower bound on the policy's entropy per parameter at the last batch. None sets no bound.
+    The bound falls to it linearly from the policy's first entropy."""
     floor_over: float | None = limited(None, above=0, what="a number of batches", finite=True)
-    """Number of batches over which the entropy floor falls. The default is the length of the run. On box pushing 7,500 was
-    published, whatever the run's length."""
+    """Number of batches over which the lower bound on the policy's entropy falls. The default is the length of the run.
+    On box pushing 7,500 was published, whatever the run's length."""
     entropy_equal: bool = False
-    """True to use the floor as a ceiling too. Exploration then narrows on schedule, also in directions that no reward depends
-    on."""
+    """True to hold the policy's entropy at the lower bound `entropy_floor`, as an upper bound too.
+    Exploration then narrows on schedule, also in directions that no reward depends on."""
     floor_in_region: bool = True
-    """True if the floor never pushes the covariance past `cov_bound`, with projection "kl". It is False as published."""
+    """True if raising the entropy to `entropy_floor` never moves the covariance past `cov_bound`, with projection "kl".
+    It is False as published."""
     set_covariance: bool = False
-    """True to write the projected covariance into the network after a batch. Otherwise the regression alone moves it there."""
+    """True to write the projected covariance into the policy network after a batch.
+    Otherwise only the regression loss moves the network's covariance there."""
     contextual_covariance: bool = False
-    """True if the covariance depends on the context, as the mean does. Each plan then needs its own projection, which is
-    slower."""
+    """True if the policy's covariance depends on the context, as its mean does.
+    Each plan then needs its own projection, which is slower."""
     normalise_contexts: bool = False
-    """True to normalise contexts by their mean and standard deviation. Both come from 256 resets before the first batch and
-    stay fixed. Goals a few centimetres apart then differ by as much as the policy's other inputs."""
+    """True to normalise contexts by their mean and standard deviation before they enter the networks.
+    Both come from 256 resets before the first batch and stay fixed. Goals a few centimetres apart then differ by as much
+    as the policy's other inputs."""
     replan_every: int | None = limited(None, at_least=1)
-    """Number of steps after which the policy makes a new plan, a divisor of the episode's steps. None makes one plan per
-    episode."""
+    """Number of steps after which the policy makes a new plan during an episode. None makes one plan per episode.
+    It must divide the episode's steps."""
     replan_from: PlanStart = "desired"
-    """State in which a new plan starts. "desired" is the desired position and velocity of the previous plan, so that the
-    controller follows a smooth curve. "state" is the measured position and velocity of the joints."""
+    """Joint state in which a new plan during an episode starts: "desired" or "state".
+    "desired" is the desired position and velocity of the previous plan, so that the controller follows a smooth curve.
+    "state" is the measured position and velocity of the joints."""
     deployed_bound: float = limited(math.inf, above=0, what="a divergence", note="inf measures alone")
-    """Bound on the mean KL per plan between the network after a batch's updates and the network before them. Larger moves are
-    pulled back. inf only measures."""
+    """Bound on the mean KL per plan between the policy network before and after a batch's updates. inf only measures.
+    Larger moves are pulled back."""
     hidden: tuple[int, ...] = limited((64, 64), each=True, at_least=1, integer=True)
-    """Widths of the policy's layers."""
+    """Widths of the hidden layers of the policy network."""
     critic_hidden: tuple[int, ...] = limited((64, 64), each=True, at_least=1, integer=True)
-    """Widths of the critic's layers."""
+    """Widths of the hidden layers of the critic network."""
     normalise_critic: bool = True
-    """True to normalise the critic's inputs by their running mean and standard deviation. It is False as published for BBRL."""
+    """True to normalise the critic's inputs by their running mean and standard deviation. BBRL was published with False."""
     critic_dtype: Literal["float64", "float32"] | None = None
-    """Precision of the critic's network. The default is the run's precision. The critic's updates are most of TCE's arithmetic,
-    and float32 takes less than half the time."""
+    """Floating-point precision of the critic network. The default is the precision of the run.
+    The critic's updates are most of TCE's arithmetic, and float32 takes less than half the time."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Device of the networks. Environments stay on the CPU, and random numbers are drawn there. A run from a GPU can be
-    evaluated without one."""
+    """Device of the policy and critic networks. Environments and random numbers stay on the CPU.
+    A run from a GPU can be evaluated without one."""
     activation: str = limited("tanh", one_of=tuple(ACTIVATIONS))
-    """Activation function of both networks."""
+    """Activation function of the policy network and the critic network."""
     std: float = 1.0
-    """Initial standard deviation of every parameter."""
+    """Initial standard deviation of the policy for every trajectory parameter."""
     min_std: float = 1e-4
-    """Smallest value on the diagonal of the covariance's Cholesky factor."""
+    """Lower bound on the diagonal entries of the Cholesky factor of the policy's covariance."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""Play plans or policies in vectorised environments, each episode to its end."""
+"""Vectorised simulation of whole episodes, in which robots follow plans or act by a step-based policy."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,17 +15,16 @@ from corral.robot.tracking import Array, Tracking
 from corral.tensors import Tensors
 
 Plan = Callable[[Array], tuple[Array, Array]]
-"""Function that makes plans: observations [E O] → desired positions and velocities [E R D] of the next R steps."""
+"""Function that turns observations [E O] into plans: desired positions and velocities [E R D] of the next R steps."""
 
 _INFO_KEYS = ("success", "event", "max_height")
-"""Keys that are read from the info dictionary of an episode's last step."""
+"""Keys that are read from the `info` dictionary of an episode's last step."""
 
 ELAPSED = "elapsed_share_is_last"
-"""Key of a vector environment's metadata. True if the last observed number is the elapsed share of the episode, added by
-corral."""
+"""Metadata key of a vector environment: True if corral appended the elapsed share of the episode to observations."""
 
 _CONTEXTS, PLANS, SEGMENTS, UPDATES, _HELD_OUT, STATISTICS = range(6)
-"""Purposes of random numbers. Each purpose has its own random stream."""
+"""Numbers of independent random streams, one for each purpose, such as drawing contexts or evaluating."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,17 +32,18 @@ class Episodes(Tensors):
     """Batch of E episodes of up to T steps. After the end of an episode, `mask` is False and rewards are 0."""
 
     observations: Float[Tensor, "E S O"]
-    """Observations s_0 … s_T, so S = T + 1. After an early end, the last observation is repeated."""
+    """Observations s_0 … s_T of each episode, S = T + 1 in number. After an early end, the last observation is repeated."""
     rewards: Float[Tensor, "E T"]
     mask: Bool[Tensor, "E T"]
     actions: Float[Tensor, "E T D"]
-    """Actions after clipping, as the environment received them."""
+    """Actions as the environment received them, after clipping to its limits."""
     success: Float[Tensor, "E"]
-    """`success` in the info of each episode's last step. NaN if the environment does not report it."""
+    """1 for episodes that end in success, 0 for failures, and NaN if the environment does not report success."""
     event: Float[Tensor, "E"]
-    """Step of the event that decided later rewards, such as a take-off, from the last step's info. NaN if there is none."""
+    """Step of an event that decided later rewards, such as a take-off, for each episode. NaN without such an event.
+    It comes from the last step's info."""
     max_height: Float[Tensor, "E"]
-    """Greatest height of the hopper's torso in metres, from the last step's info. NaN if it is not reported."""
+    """Greatest height of the hopper's torso in metres in each episode. NaN if the environment does not report it."""
 
     @property
     def returns(self) -> Float[Tensor, "E"]:
@@ -52,17 +52,17 @@ class Episodes(Tensors):
 
 
 def episode_seeds(seed: int, iteration: int, count: int, purpose: int = _CONTEXTS) -> list[int]:
-    """Seeds for one iteration and purpose. They depend on the arguments alone, so that a resumed run draws equal contexts."""
+    """Compute seeds of `count` episodes from the arguments alone, so that a resumed run draws the same contexts."""
     return [int(value) for value in np.random.SeedSequence([seed, iteration, purpose]).generate_state(count)]
 
 
 def held_out_seeds(count: int) -> list[int]:
-    """Seeds of evaluation contexts, which are equal for all runs and algorithms and never used in training."""
+    """Compute the seeds of evaluation contexts, equal for all runs and algorithms and never used in training."""
     return episode_seeds(0, 0, count, _HELD_OUT)
 
 
 class Plant:
-    """Vectorised environments with the controller that makes their joints follow plans.
+    """Vectorised environments, with the tracking controller that makes their joints follow plans.
 
     At most one episode per environment is played at a time. Environments without an episode repeat the last one; their results
     are dropped.
@@ -97,7 +97,7 @@ class Plant:
         self.elapsed_is_added = bool(envs.metadata.get(ELAPSED))
 
     def context(self, observation: Array) -> Array:
-        """Check first observations [* O]. An elapsed share of 0 is appended if learners expect it."""
+        """Check the first observations [* O] of episodes. Appends an elapsed share of 0 if learners expect it."""
         given = np.asarray(observation, np.float64)
         own = self.observation_size - self.elapsed_is_added
         if self.elapsed_is_added and given.shape[-1:] == (own,):
@@ -107,11 +107,11 @@ class Plant:
         return given
 
     def rounds(self, count: int) -> list[slice]:
-        """Slices of `count` episodes, each small enough to be played at the same time."""
+        """Split `count` episodes into slices that fit the number of environments, to be played one slice after the other."""
         return [slice(first, min(first + self.envs.num_envs, count)) for first in range(0, count, self.envs.num_envs)]
 
     def start(self, seeds: Sequence[int], *, learned_from: bool = False) -> Array:
-        """Begin episodes, at most one per environment, and return the first observations [E O], which are the contexts.
+        """Begin one episode per seed, at most one per environment, and return their first observations [E O], the contexts.
 
         Episodes that are `learned_from` may be played by another simulator; measurements are always MuJoCo's.
         """
@@ -125,11 +125,11 @@ class Plant:
         return np.asarray(observation, np.float64)[: len(seeds)]
 
     def follow(self, context: Array, positions: Array, velocities: Array) -> Episodes:
-        """Play episodes that follow the given plans [E T D], after `start` has begun them."""
+        """Play episodes in which the joints follow the given plans [E T D]. Call `start` first."""
         return self.follow_anew(context, lambda _: (positions, velocities), self.steps)
 
     def follow_anew(self, context: Array, plan: Plan, every: int) -> Episodes:
-        """Play episodes with a new plan every `every` steps, made by `plan(observations)`, after `start` has begun them."""
+        """Play episodes with a new plan from `plan(observations)` every `every` steps. Call `start` first."""
         desired: tuple[Array, Array] = (np.empty(0), np.empty(0))
 
         def action(t: int, observation: Array) -> Array:
@@ -141,7 +141,7 @@ class Plant:
         return self.act(context, action)
 
     def act(self, context: Array, policy: Callable[[int, Array], Array]) -> Episodes:
-        """Play episodes with the actions [E D] of `policy(t, observations)`, clipped, after `start` has begun them."""
+        """Play episodes with the clipped actions [E D] of `policy(t, observations)`. Call `start` first."""
         if not self._started:
             raise ValueError("Plant: episodes are played from their beginning, and once. Call `start` before each.")
         self._started = False
@@ -174,12 +174,12 @@ class Plant:
         return Episodes(*map(torch.from_numpy, (observations, rewards, mask, actions, *last_info.values())))
 
     def close(self) -> None:
-        """Close the environments."""
+        """Close the vectorised environments."""
         self.envs.close()
 
 
 def read_info(info: Mapping[str, Any], name: str, count: int) -> Array:
-    """Read one key of a vector environment's info [E]. NaN for environments that lack the key.
+    """Read the entry `name` of a vector environment's info as an array [E]. NaN for environments that lack the entry.
 
     `success` may be called `is_success`, as in Gymnasium-Robotics.
     """
@@ -192,7 +192,7 @@ def read_info(info: Mapping[str, Any], name: str, count: int) -> Array:
 
 
 def check_finite(observations: Array, rewards: Array) -> None:
-    """Raise a ValueError if an observation or reward is NaN or infinite."""
+    """Raise a ValueError if an observation or a reward is NaN or infinite."""
     if not (np.isfinite(rewards).all() and np.isfinite(observations).all()):
         raise ValueError(
             "Plant: an environment returned NaN or infinite observations or rewards. Has its simulation become unstable?"

@@ -1,4 +1,4 @@
-"""Training loop of the robot learners: draw plans, play them, and update critic and policy inside the trust region."""
+"""Training loop of the robot learners: draw plans, play them in episodes, and update the critic and the policy."""
 
 import math
 from abc import ABC, abstractmethod
@@ -25,35 +25,37 @@ from corral.robot.tracking import Array
 from corral.validate import number_in
 
 _LAST_RATE = 0.01
-"""Final learning rate, as a share of the initial one."""
+"""Learning rate at the end of its linear decay, as a share of the initial learning rate."""
 
 _RESETS = 256
-"""Number of resets that are sampled to find the mean and standard deviation of contexts."""
+"""Number of environment resets from which the mean and standard deviation of contexts are estimated."""
 
 _PIECE = 2000
-"""Number of states that the critic processes at a time on a CPU. At 128 numbers each, these take 1 MB in float32."""
+"""Number of states that the critic processes at a time on a CPU.
+At 128 numbers each, these take 1 MB in float32."""
 
 _ENTROPY_OF_ONE = 0.5 * math.log(2 * math.pi * math.e)
-"""Entropy of a Gaussian with standard deviation 1. Entropy per parameter minus this value is a mean log standard deviation."""
+"""Entropy in nats of a one-dimensional Gaussian with standard deviation 1.
+Entropy per parameter minus this value is a mean log standard deviation."""
 
 
 _COUNTERS = ("iteration", "env_steps", "first_entropy")
-"""Names of the attributes with numbers that a checkpoint stores."""
+"""Names of the learner's counters that a checkpoint stores."""
 
 
 class Credit(NamedTuple):
-    """Learning signal of a batch: advantages for the policy, targets for the critic."""
+    """Learning signal from a batch of episodes: advantages for the policy and regression targets for the critic."""
 
     advantages: Float[Tensor, "E N"]
     mask: Bool[Tensor, "E N"]
-    """True for advantages that enter the loss."""
+    """True for advantages that enter the policy's loss."""
     inputs: Float[Tensor, "S O"] | None = None
     targets: Float[Tensor, "S"] | None = None
-    """Targets of the value function V at `inputs`. None if no critic is fitted."""
+    """Regression targets of the value function V at the states `inputs`. None if no critic is fitted."""
 
 
 class Learner(ABC):
-    """Gaussian policy over trajectory parameters, given a context, which learns from episodes under a trust region.
+    """Base class of robot learners: a Gaussian policy over trajectory parameters, trained within a trust region.
 
         π̃ = projection of π_θ into the region around π_old          L = − gain(π̃) + α KL(π_θ‖sg π̃)
 
@@ -114,14 +116,14 @@ class Learner(ABC):
 
     @abstractmethod
     def build_critic(self, observation: int) -> nn.Module:
-        """Build the critic for observations of this size. Its part `value` gets the critic's precision."""
+        """Build the critic for observations with `observation` entries. Its part `value` later gets the critic's precision."""
 
     @abstractmethod
     def update(self, episodes: Episodes, plans: Plans) -> dict[str, Tensor]:
-        """Update critic and policy after a batch of episodes. Metrics are those of the last updates."""
+        """Update the critic and the policy on a batch of episodes. Returns the metrics of the last updates."""
 
     def step(self) -> dict[str, float]:
-        """Train on one new batch of episodes and return metrics."""
+        """Train on one new batch of episodes and return its metrics."""
         decay_over = self.config.decay_over or self.config.iterations
         left = 1 - (1 - _LAST_RATE) * min(1.0, self.iteration / decay_over)
         self.policy_optimizer.param_groups[0]["lr"] = self.config.policy_rate * left
@@ -134,7 +136,7 @@ class Learner(ABC):
         return {"env_steps": float(self.env_steps), **metrics}
 
     def sample(self) -> tuple[Episodes, Plans]:
-        """Draw plans for new contexts, and play a batch of episodes."""
+        """Draw plans for the contexts of a new batch, and play them in episodes."""
         plans = self.config.plans_per_context
         contexts = episode_seeds(self.seed, self.iteration, self.config.episodes // plans)
         seeds = [seed for seed in contexts for _ in range(plans)]
@@ -142,12 +144,12 @@ class Learner(ABC):
         return self.planner.play(seeds, mirror(noise) if self.config.mirrored else noise, learned_from=True)
 
     def evaluate(self, seeds: list[int]) -> Episodes:
-        """Play episodes of the mean plans, without exploration."""
+        """Play one episode per seed with the policy's mean plan, without exploration."""
         return self.planner.play(seeds, None)[0]
 
     @torch.no_grad()
     def predict(self, observation: Array) -> tuple[Array, Array]:
-        """Mean plan for an episode's first observation [* O]: desired positions and velocities [* T D].
+        """Compute the mean plan for an episode's first observation [* O]: desired positions and velocities [* T D].
 
         Entry t is for the time (t + 1) Δt. With `replan_every` it is the first plan, up to the next.
         """
@@ -158,11 +160,11 @@ class Learner(ABC):
         return cast(tuple[Array, Array], (position.double().numpy(), velocity.double().numpy()))
 
     def explore(self, seeds: list[int]) -> Episodes:
-        """Play episodes of plans drawn as in training."""
+        """Play one episode per seed with plans drawn at random as in training."""
         return self.planner.play(seeds, self.planner.noise(len(seeds), seeds[0]))[0]
 
     def improve(self, episodes: Episodes, plans: Plans) -> dict[str, float]:
-        """Update critic and policy, then measure how far the policy moved. With `deployed_bound`, pull it back if too far."""
+        """Update the critic and the policy, then measure how far the policy moved. `deployed_bound` may limit the move."""
         episodes, plans = episodes.to(self.config.device), plans.to(self.config.device)  # they were played on the CPU
         context, old = self.planner.contexts(episodes).to(self.dtype), snapshot(self.policy)
         metrics = self.update(episodes, plans)
@@ -175,14 +177,15 @@ class Learner(ABC):
 
     @torch.no_grad()
     def deployed_kl(self, context: Float[Tensor, "E C"], old: Plans) -> Float[Tensor, " E"]:
-        """KL(π_θ‖π_old) in nats per plan at each context, for the unprojected policy that draws the next batch."""
+        """KL(π_θ‖π_old) in nats per plan between the current and the old policy network, at each context.
+        The network is not projected; it draws the next batch."""
         mean, chol = self.gaussians(context)
         return gaussian_kl(mean, chol, old.mean, old.chol).total
 
     def step_policy(
         self, mean: Tensor, chol: Tensor, projected: GaussianProjection, factor: Tensor, gain: Tensor
     ) -> dict[str, Tensor]:
-        """Make a gradient step on − gain + α KL(π_θ‖sg π̃), where `gain` depends on the projected policy π̃."""
+        """Make a gradient step on the policy's loss − gain + α KL(π_θ‖sg π̃), with the projected policy π̃."""
         distance = gaussian_kl(mean, chol, projected.mean.detach(), factor.detach())
         # A covariance that will be set needs no regression.
         apart = distance.mean.mean() if self.config.set_covariance else distance.total.mean()
@@ -203,7 +206,7 @@ class Learner(ABC):
         }
 
     def gaussians(self, context: Float[Tensor, "E C"]) -> tuple[Float[Tensor, "E W"], Float[Tensor, "*c W W"]]:
-        """Mean and Cholesky factor of the policy for each plan. Plans that share a context are adjacent and computed once."""
+        """Compute the policy's mean and Cholesky factor for each plan, once for adjacent plans that share a context."""
         plans = self.config.plans_per_context
         if plans == 1:
             return self.policy(context)
@@ -211,7 +214,7 @@ class Learner(ABC):
         return mean.repeat_interleave(plans, 0), chol if chol.ndim == 2 else chol.repeat_interleave(plans, 0)
 
     def project(self, mean: Tensor, chol: Tensor, old: Plans) -> tuple[GaussianProjection, Tensor]:
-        """Project the policy into the trust region. Also returns its Cholesky factor with the entropy floor applied."""
+        """Project the policy into the trust region. Returns the projection, and its Cholesky factor after the entropy bound."""
         config = self.config
         bounds = {"mean_bound": config.mean_bound, "cov_bound": config.cov_bound}
         projected = PROJECTIONS[config.projection](mean, chol, old.mean, old.chol, **bounds)
@@ -231,16 +234,16 @@ class Learner(ABC):
 
     @property
     def updates(self) -> int:
-        """Number of policy updates so far."""
+        """Number of policy updates since the training began."""
         return self.iteration * self.config.policy_epochs
 
     def state(self) -> dict[str, Any]:
-        """Checkpoint of networks, optimizers and counters, as a copy that later steps do not change."""
+        """Return a checkpoint of networks, optimizers and counters, as a copy that later steps do not change."""
         parts = self.networks | {f"{name}_optimizer": optimizer for name, optimizer in self.optimizers.items()}
         return deepcopy({key: part.state_dict() for key, part in parts.items()} | {key: vars(self)[key] for key in _COUNTERS})
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Load a checkpoint made by `state`."""
+        """Load the networks, optimizers and counters of a checkpoint that `state` made."""
         state = deepcopy(dict(state))  # optimizers would go on with these very tensors
         for name, network in self.networks.items():
             network.load_state_dict(state[name])
@@ -249,7 +252,7 @@ class Learner(ABC):
 
 
 class OnPolicyLearner(Learner):
-    """Learner from the newest batch of episodes alone, with importance ratios of the plans or segments that were drawn.
+    """Base class of learners that use only the newest batch of episodes, with importance ratios to the old policy.
 
         ρ = π̃ / π_old          gain = mean ρ Â
 
@@ -260,24 +263,24 @@ class OnPolicyLearner(Learner):
 
     @abstractmethod
     def log_prob(self, plans: Plans) -> Tensor:
-        """Log-density [E N] of the drawn plans or segments under the Gaussian in `plans`."""
+        """Compute the log-density [E N] of the drawn plans, or of their segments, under the Gaussian in `plans`."""
 
     @abstractmethod
     def states(self, episodes: Episodes) -> Tensor:
-        """States [S O] on which the critic is trained."""
+        """Select the states [S O] of the episodes on which the critic is trained."""
 
     @abstractmethod
     def credit(self, episodes: Episodes) -> Credit:
-        """Compute advantages and critic targets of a batch, with the critic as it was before this batch."""
+        """Compute the advantages and the critic's targets of a batch, with the critic from before this batch."""
 
     def begin_batch(self, plans: Plans) -> None:
-        """Compute quantities that stay constant during a batch's updates. `plans` come from the old policy."""
+        """Compute quantities that stay constant during the updates on a batch. `plans` come from the old policy."""
 
     def build_critic(self, observation: int) -> Critic:
         return Critic(observation, self.config.critic_hidden, activation=self.config.activation)
 
     def update(self, episodes: Episodes, plans: Plans) -> dict[str, Tensor]:
-        """Compute advantages and targets of the batch, then update the critic, then the policy."""
+        """Compute the advantages and targets of a batch of episodes, then update the critic, then the policy."""
         if self.config.plans_per_context == 1 and self.config.normalise_critic:
             self.critic.normaliser.update(self.states(episodes))
         self.begin_batch(plans)
@@ -295,11 +298,11 @@ class OnPolicyLearner(Learner):
         return metrics
 
     def values(self, states: Float[Tensor, "*b O"]) -> Float[Tensor, "*b"]:
-        """Values V of states, in the run's precision."""
+        """Compute values V of states with the critic, in the precision of the run."""
         return self.critic(states).to(self.dtype)
 
     def improve_critic(self, inputs: Float[Tensor, "S O"], targets: Float[Tensor, " S"]) -> Tensor:
-        """Make a full-batch step on the critic's squared error, in chunks that fit a CPU's cache."""
+        """Make one gradient step on the critic's squared error over all states, in chunks that fit a CPU's cache."""
         piece = _PIECE if inputs.device.type == "cpu" else len(inputs)
         self.critic_optimizer.zero_grad()
         loss = targets.new_zeros(())
@@ -311,7 +314,7 @@ class OnPolicyLearner(Learner):
         return loss
 
     def improve_policy(self, context: Tensor, plans: Plans, credit: Credit, log_old: Tensor) -> dict[str, Tensor]:
-        """Make a full-batch gradient step on the policy's loss, with importance ratios to the old policy."""
+        """Make one gradient step on the policy's loss over the whole batch, with importance ratios to the old policy."""
         mean, chol = self.gaussians(context)
         projected, factor = self.project(mean, chol, plans)
         log_ratio = self.log_prob(replace(plans, mean=projected.mean, chol=factor)) - log_old
@@ -321,7 +324,7 @@ class OnPolicyLearner(Learner):
 
 
 def mirror(noise: Float[Tensor, "E *w"]) -> Float[Tensor, "E *w"]:
-    """Replace every second row of noise by the negative of the row before it, so that plans come in pairs μ ± L ε.
+    """Replace every second row of noise by the negative of the row before it, so that plans form mirrored pairs μ ± L ε.
 
     Every plan still has the policy's distribution. Credit that both plans of a pair earn drops out of the mean's gradient. The
     price is that a batch explores half as many directions.
@@ -330,7 +333,7 @@ def mirror(noise: Float[Tensor, "E *w"]) -> Float[Tensor, "E *w"]:
 
 
 def leave_one_out(credit: Float[Tensor, "E N"], plans: int, *, mirrored: bool = False) -> Float[Tensor, "E N"]:
-    """Return of each plan minus the mean return of the other plans for the same context, for each segment.
+    """Subtract from each plan's credit the mean credit of the other plans for the same context, in each segment.
 
         A_i = R_i − mean_{j∉i} R_j          j ∉ i: other plans; with mirrored pairs, plans of other pairs
 

@@ -1,4 +1,4 @@
-"""Planner: draws a plan from the policy for each context, or a new one every few steps, and plays it."""
+"""Planner that draws trajectory plans from the policy, for whole episodes or anew every few steps, and plays them."""
 
 from dataclasses import dataclass
 from typing import Literal, cast
@@ -18,7 +18,7 @@ PlanStart = Literal["desired", "state"]
 
 @dataclass(frozen=True, eq=False)
 class Plans(Tensors):
-    """Trajectory parameters drawn for a batch, with mean and Cholesky factor of the old policy that drew them.
+    """Trajectory parameters drawn for a batch, with the mean and Cholesky factor of the policy that drew them.
 
     One row for each of the N plans that began: the first plans of all episodes, then the second ones, … While a batch is
     played, N stands for two axes: [P E], plan and episode.
@@ -27,12 +27,12 @@ class Plans(Tensors):
     params: Float[Tensor, "*N W"]
     mean: Float[Tensor, "*N W"]
     chol: Float[Tensor, "*c W W"]
-    """Cholesky factor of the covariance, common to all plans [W W] or one per plan."""
+    """Cholesky factor of the policy's covariance: one for all plans [W W], or one per plan [… W W]."""
     sizes: tuple[int, ...]
-    """Number of episodes that reached their first plan, their second plan, and so on."""
+    """Number of episodes in which the first plan began, in which the second plan began, and so on."""
 
     def split(self) -> "list[Plans]":
-        """Split into the first plans of all episodes, the second plans, and so on."""
+        """Split the batch by position in the episode: the first plans of all episodes, the second plans, and so on."""
         if len(self.sizes) == 1:
             return [self]
         factors = self.chol.split(self.sizes) if self.chol.ndim == 3 else [self.chol] * len(self.sizes)
@@ -41,7 +41,7 @@ class Plans(Tensors):
 
 
 class Planner:
-    """Draws plans from a policy, and plays episodes that follow them.
+    """Planner that draws plans from a policy, and plays episodes in which the robot follows them.
 
         w_k ~ N(μ(s_t), Σ)   at t = k R,   followed for R steps from (y_b, v_b) at time t Δt on
 
@@ -79,10 +79,10 @@ class Planner:
         self.starts = [dt * self.every * index for index in range(self.count)]
         pieces = zip(self.times.split(self.every), self.starts, strict=True)
         self.positions = [prodmp.design(times, begin).position for times, begin in pieces]
-        """Derivative ∂y/∂params [R M] of the positions by the parameters, for the first plan, the second plan, and so on."""
+        """Derivatives ∂y/∂params [R M] of desired positions, for the first plan of an episode, the second plan, and so on."""
 
     def noise(self, count: int, seed: int) -> Float[Tensor, "E P W"]:
-        """Draw standard normal noise for the plans of `count` episodes."""
+        """Draw standard normal noise [E P W] for the P plans of each of `count` episodes."""
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randn((count, self.count * self.prodmp.parameters), generator=generator, dtype=self.dtype)
         return drawn.unflatten(1, (self.count, -1))
@@ -91,7 +91,7 @@ class Planner:
     def play(
         self, seeds: list[int], noise: Float[Tensor, "E P W"] | None, *, learned_from: bool = False
     ) -> tuple[Episodes, Plans]:
-        """Play episodes of the plans μ(s) + L · noise. Without noise, play the mean plans.
+        """Play episodes with the plans μ(s) + L · noise, or with the mean plans if `noise` is None.
 
         They are played in several rounds where there are fewer environments than seeds.
         """
@@ -108,12 +108,13 @@ class Planner:
         return episodes, Plans(params[begun], mean[begun], chol if shared else chol[begun], sizes)
 
     def _play_round(self, seeds: list[int], noise: Tensor | None, drawn: Plans, learned_from: bool) -> Episodes:
-        """Play at most one episode per environment, and write the plans into `drawn`."""
+        """Play at most one episode per environment, and write the drawn plans into `drawn`."""
         context, index = self.plant.start(seeds, learned_from=learned_from), 0
         reached: tuple[Tensor, Tensor] | None = None
 
         def plan(observation: Array) -> tuple[Array, Array]:
-            """Make the next plans [E R D] from observations [E O]. The policy runs on its own device, all else on the CPU."""
+            """Make the next plans [E R D] from observations [E O].
+            The policy runs on its own device, all else on the CPU."""
             nonlocal index, reached
             mean, chol = (x.cpu() for x in self.policy(torch.from_numpy(observation).to(self.policy.log_diagonal)))
             params = mean
@@ -133,11 +134,11 @@ class Planner:
         return self.plant.follow_anew(context, plan, self.every)
 
     def begun(self, episodes: Episodes) -> Bool[Tensor, "P E"]:
-        """True for plans that began, because their episode was still running when they were due."""
+        """Return a mask [P E], True for plans that began because their episode was still running."""
         return episodes.mask[:, :: self.every].T
 
     def contexts(self, episodes: Episodes) -> Float[Tensor, "N O"]:
-        """Observation from which each plan was made, in the order of `Plans`."""
+        """Collect the observation from which each plan was made, in the order of `Plans`."""
         return self.cut(episodes, episodes.observations[:, :-1])[:, 0].contiguous()
 
     def cut(self, episodes: Episodes, values: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Networks of a robot learner: a Gaussian policy over trajectory parameters, and a value function of states."""
+"""Networks of a robot learner: a Gaussian policy over trajectory parameters, and a critic that values states."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,13 +8,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 _CONSTANT = 1e-8
-"""Standard deviation below which a context's entry counts as constant. It allows for rounding."""
+"""Standard deviation below which an entry of the contexts counts as constant, to allow for rounding."""
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "leaky_relu": nn.LeakyReLU}
 
 
 def mlp(inputs: int, hidden: Sequence[int], outputs: int, activation: str, gain: float) -> nn.Sequential:
-    """Build a multilayer perceptron with orthogonal initialisation. `gain` scales the last layer."""
+    """Build a multilayer perceptron with orthogonal initialisation. `gain` scales the weights of the last layer."""
     layers: list[nn.Module] = []
     for width_in, width_out in zip([inputs, *hidden[:-1]], hidden, strict=True):
         layers += [nn.Linear(width_in, width_out), ACTIVATIONS[activation]()]
@@ -27,7 +27,7 @@ def mlp(inputs: int, hidden: Sequence[int], outputs: int, activation: str, gain:
 
 
 class GaussianPolicy(nn.Module):
-    """Gaussian over trajectory parameters N(μ(c), L Lᵀ), given a context c. The covariance may depend on c too.
+    """Gaussian policy N(μ(c), L Lᵀ) over trajectory parameters, given a context c. The covariance may also depend on c.
 
         L = strict lower part + diag(softplus(v) + min_std)          (v, lower part) + f(c) with `contextual_covariance`
 
@@ -72,17 +72,17 @@ class GaussianPolicy(nn.Module):
 
     @torch.no_grad()
     def set_contexts(self, contexts: Float[Tensor, "N C"]) -> None:
-        """Set the mean m and standard deviation s that normalise contexts. Entries that are constant are not divided."""
+        """Store the mean and standard deviation of contexts for their normalisation. Constant entries are not divided."""
         std, mean = torch.std_mean(contexts, 0, correction=0)
         self.context_mean.copy_(mean)
         self.context_std.copy_(torch.where(std > _CONSTANT, std, 1.0))
 
     def normalise(self, context: Float[Tensor, "*e C"]) -> Float[Tensor, "*e C"]:
-        """Normalise contexts before they enter the networks, if `normalised` is set."""
+        """Normalise contexts by their stored mean and standard deviation, if `normalised` is set."""
         return (context - self.context_mean) / self.context_std if self.normalised else context
 
     def cholesky(self, context: Float[Tensor, "*e C"] | None = None) -> Float[Tensor, "*c W W"]:
-        """Cholesky factor L of the covariance: common to all contexts [W W], or one per context [* W W]."""
+        """Return the Cholesky factor L of the covariance: one for all contexts [W W], or one per context [* W W]."""
         diagonal, lower, size = self.log_diagonal, self.lower, self.log_diagonal.numel()
         if self.covariance is not None:
             if context is None:
@@ -94,7 +94,7 @@ class GaussianPolicy(nn.Module):
 
     @torch.no_grad()
     def set_cholesky(self, chol: Float[Tensor, "W W"]) -> None:
-        """Set the covariance so that `cholesky()` returns this factor, as far as `min_std` allows.
+        """Set the covariance so that `cholesky()` returns the factor `chol`, as far as `min_std` allows.
 
         Only for a covariance common to all contexts.
         """
@@ -105,17 +105,18 @@ class GaussianPolicy(nn.Module):
         self.lower.copy_(chol.flatten()[self._below])
 
     def forward(self, context: Float[Tensor, "*e C"]) -> tuple[Float[Tensor, "*e W"], Float[Tensor, "*c W W"]]:
-        """Mean for each context, and the Cholesky factor of the covariance, common to all contexts or one per context."""
+        """Return the policy's mean for each context, and the Cholesky factor of its covariance.
+        The factor is common to all contexts, or one per context."""
         return self.mean(self.normalise(context)), self.cholesky(context)
 
 
 def _inverse_softplus(x: Tensor) -> Tensor:
-    """Inverse of softplus, log(eˣ − 1), without overflow."""
+    """Compute the inverse of softplus, log(eˣ − 1), without overflow."""
     return x + torch.log(-torch.expm1(-x))
 
 
 class Normaliser(nn.Module):
-    """Normalises inputs by their running mean and standard deviation, each entry by itself (Chan's parallel update).
+    """Module that normalises each input entry by its running mean and standard deviation (Chan's parallel update).
 
     Statistics are float64 for inputs of any precision: a float32 count stops growing at 2²⁴, and rounding would turn constant
     inputs into varying ones.
@@ -133,7 +134,7 @@ class Normaliser(nn.Module):
 
     @torch.no_grad()
     def update(self, values: Float[Tensor, "N S"]) -> None:
-        """Add a batch to the running mean and variance."""
+        """Add a batch of inputs to the running mean and standard deviation."""
         values = values.double()
         count, mean, variance = len(values), values.mean(0), values.var(0, unbiased=False)
         total = self.count + count
@@ -144,12 +145,12 @@ class Normaliser(nn.Module):
         self.count.copy_(total)
 
     def forward(self, values: Float[Tensor, "*b S"]) -> Float[Tensor, "*b S"]:
-        """Normalise inputs: (x − mean) / std. Entries that never changed become 0."""
+        """Normalise inputs to (x − mean) / std. Entries that never changed become 0."""
         return (values - self.mean) / (self.variance.sqrt() + 1e-8)
 
 
 class Critic(nn.Module):
-    """Value function V(s): expected undiscounted sum of rewards from state s on. Observations include the time.
+    """Critic network V(s): the expected undiscounted sum of rewards from state s on. Observations include the time.
 
     `critic.value.to(dtype)` sets the network's precision; the normaliser keeps its own.
     """
@@ -160,9 +161,9 @@ class Critic(nn.Module):
         self.value = mlp(observation, hidden, 1, activation, gain=1.0)
 
     def normalise(self, observations: Float[Tensor, "*b O"]) -> Float[Tensor, "*b O"]:
-        """Normalise the network's inputs, in the network's precision."""
+        """Normalise observations for the critic network, in the network's precision."""
         return self.normaliser(observations).to(self.value[0].weight)
 
     def forward(self, observations: Float[Tensor, "*b O"]) -> Float[Tensor, "*b"]:
-        """Values of states."""
+        """Compute the value V of each observed state."""
         return self.value(self.normalise(observations)).squeeze(-1)

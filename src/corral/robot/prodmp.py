@@ -1,4 +1,5 @@
-"""ProDMP: a smooth trajectory from any start state, linear in its parameters, with velocity and covariance."""
+"""ProDMP movement primitives: smooth trajectories from any start state, linear in their parameters.
+Velocities and covariances are computed too."""
 
 import math
 from collections.abc import Callable
@@ -16,15 +17,15 @@ from corral.validate import require
 _Built = TypeVar("_Built")
 
 _HORIZON = 6
-"""Largest duration of a plan after its delay, in multiples of τ. With the default phase the force has decayed to e^−18 by
-then."""
+"""Largest duration of a plan after its delay, in multiples of its duration τ.
+With the default phase the force has decayed to e^−18 by then."""
 
 NODES = 10
-"""Number of points of the Gauss–Legendre rule in each panel of the integral."""
+"""Number of nodes of the Gauss–Legendre quadrature in each panel of a plan's force integral."""
 
 
 def _constant(build: Callable[["ProDMP"], _Built]) -> "cached_property[_Built]":
-    """Cached property with plain CPU tensors, independent of autograd mode and default device at the first access."""
+    """Turn a method into a cached property that holds plain CPU tensors, whatever the autograd mode and default device."""
 
     @wraps(build)
     def plain(prodmp: "ProDMP") -> _Built:
@@ -36,26 +37,26 @@ def _constant(build: Callable[["ProDMP"], _Built]) -> "cached_property[_Built]":
 
 @dataclass(frozen=True, eq=False)
 class Design:
-    """Linear map from trajectory parameters and start state to the positions and velocities of one joint.
+    """Linear map from trajectory parameters and start state to the desired positions and velocities of one joint.
 
     (y, v) = (position, velocity) @ params + start @ (y_b, v_b)
     """
 
     position: Float[Tensor, "*b T M"]
-    """Derivative ∂y/∂params of one joint's positions by its n weights and its goal."""
+    """Derivative ∂y/∂params of one joint's positions by its n weights and its goal, at T times."""
     velocity: Float[Tensor, "*b T M"]
-    """Derivative of one joint's velocities by its parameters."""
+    """Derivative ∂v/∂params of one joint's velocities by its n weights and its goal, at T times."""
     start: Float[Tensor, "*b T 2 2"]
-    """Derivative ∂(y, v)/∂(y_b, v_b) by position and velocity at the start."""
+    """Derivative ∂(y, v)/∂(y_b, v_b) of position and velocity by position and velocity at the start."""
 
     def to(self, like: Tensor) -> "Design":
-        """Move the map to another tensor's device and dtype."""
+        """Move the linear map to the dtype and device of the tensor `like`."""
         return Design(self.position.to(like), self.velocity.to(like), self.start.to(like))
 
 
 @dataclass(frozen=True)
 class ProDMP:
-    """Movement primitive: a critically damped spring towards a goal, with a learned force that fades over time.
+    """Movement primitive (ProDMP): a critically damped spring towards a goal, with a learned force that fades over time.
 
         τ² y″ = α (α/4 (g − y) − τ y′) + x Σ_i w_i ψ_i(x)        x = e^{−α_x s},   s = max(0, (t − delay)/τ)
 
@@ -76,28 +77,29 @@ class ProDMP:
     """
 
     dof: int
-    """Number D of joints."""
+    """Number D of joints of the robot."""
     basis: int
-    """Number n of weights per joint. Parameters are [w_1 … w_n, goal] of joint 1, then of joint 2, …"""
+    """Number n of force weights per joint.
+    Parameters are [w_1 … w_n, goal] of joint 1, then of joint 2, …"""
     tau: float
-    """Duration τ in seconds, over which the basis functions ψ are spread."""
+    """Time τ in seconds over which the centres of the basis functions are spread."""
     _: KW_ONLY
     alpha: float = 25.0
-    """Stiffness α of the spring. Without force, the motion decays as e^{−α s / 2}."""
+    """Stiffness α of the spring towards the goal. Without force, the motion decays as e^{−α s / 2}, with s = time / τ."""
     alpha_phase: float = 3.0
-    """Rate α_x at which the force fades."""
+    """Rate α_x at which the learned force fades over time."""
     bandwidth: float = 3.0
-    """Narrowness of the basis functions ψ_i: precision in x is bandwidth / (distance to the next centre)²."""
+    """Narrowness of the basis functions ψ_i: the precision in phase x is bandwidth / (distance to the next centre)²."""
     delay: float = 0.0
-    """Time at rest before the motion begins, in seconds."""
+    """Time in seconds that the robot rests before the motion begins."""
     weights_scale: float = 1.0
-    """Factor on the weights: the value of a weight parameter of 1."""
+    """Factor on the force weights: the weight in effect at a parameter of 1."""
     goal_scale: float = 1.0
-    """Factor on the goal: the value of a goal parameter of 1."""
+    """Factor on the goal: the goal in effect at a parameter of 1."""
     auto_scale: bool = False
-    """True to divide each parameter's effect by its largest value over the horizon, so that all parameters matter alike."""
+    """True to divide each parameter's effect by its largest value over time, so that all parameters have similar effects."""
     relative_goal: bool = False
-    """True if the goal is an offset from the start position y_b instead of a position."""
+    """True if goal parameters are offsets from the start position y_b, False if they are positions."""
 
     def __post_init__(self) -> None:
         require(self, "dof", "basis", at_least=1, integer=True)
@@ -106,12 +108,12 @@ class ProDMP:
 
     @property
     def columns(self) -> int:
-        """Number of parameters per joint, M = n + 1: weights and goal."""
+        """Number M of trajectory parameters per joint: n force weights and one goal."""
         return self.basis + 1
 
     @property
     def parameters(self) -> int:
-        """Number of parameters of a plan over all joints, W = D (n + 1)."""
+        """Number W of parameters of a plan over all D joints: W = D (n + 1)."""
         return self.dof * self.columns
 
     @without_autocast
@@ -123,7 +125,7 @@ class ProDMP:
         velocity: Float[Tensor, "*r D"],
         start_time: float | Float[Tensor, "*s"] = 0.0,
     ) -> tuple[Float[Tensor, "*b T D"], Float[Tensor, "*b T D"]]:
-        """Desired positions and velocities at given times. Leading axes broadcast.
+        """Compute desired positions and velocities at given times from trajectory parameters. Leading axes broadcast.
 
         Args:
             times: seconds [T], or [*, T] where plans differ. Earlier than `start_time`, the curve that leads to its state.
@@ -159,7 +161,7 @@ class ProDMP:
     def covariance(
         self, times: Float[Tensor, "*t T"], cov: Float[Tensor, "*c W W"], start_time: float | Float[Tensor, "*s"] = 0.0
     ) -> Float[Tensor, "*b DT DT"]:
-        """Covariance of the positions if the parameters have covariance `cov` and the start state is exact.
+        """Covariance of the desired positions if the parameters have covariance `cov` and the start state is exact.
 
             Cov = (I_D ⊗ H) Σ (I_D ⊗ H)ᵀ
 
@@ -179,7 +181,8 @@ class ProDMP:
         return torch.einsum("...im,...dmen,...jn->...diej", rows, blocks, rows).flatten(-2).flatten(-3, -2)
 
     def absolute(self, params: Float[Tensor, "*p W"], position: Float[Tensor, "*p D"]) -> Float[Tensor, "*p W"]:
-        """Convert parameters with relative goals to absolute goals, given the start position. Absolute goals stay unchanged.
+        """Convert goal parameters that are offsets to absolute positions, given the start position.
+        Absolute goals stay unchanged.
 
         `replace(prodmp, relative_goal=False)` makes the same plans of them, and from any state on their way too.
         """
@@ -190,11 +193,12 @@ class ProDMP:
         return torch.cat([weights[..., :-1], goals[..., None]], -1).flatten(-2)
 
     def design(self, times: Float[Tensor, "*t T"], start_time: float | Float[Tensor, "*s"] = 0.0) -> Design:
-        """Linear map from parameters and start state to the plan, in the dtype and on the device of `times`."""
+        """Compute the linear map from parameters and start state to positions and velocities, with the dtype of `times`.
+        It is on the device of `times`."""
         return self._design(times, start_time).to(times)
 
     def _design(self, times: Tensor, start_time: float | Tensor) -> Design:
-        """Compute the linear map in float64 on the CPU, once for the whole batch. Gradients flow back to `times`."""
+        """Compute the plan's linear map in float64 on the CPU, once for the whole batch. Gradients flow back to `times`."""
         if not times.is_floating_point() or not times.ndim:
             raise ValueError(f"ProDMP: `times` is [*, T] in seconds, floating point; got {list(times.shape)} {times.dtype}.")
         times = times.cpu().double()
@@ -216,14 +220,14 @@ class ProDMP:
         return Design(position, velocity, start * rate)
 
     def _response(self, s: Tensor) -> Tensor:
-        """Response Φ of the spring to each basis force, and its derivative Φ′, at scaled times s: [*, 2, n]."""
+        """Compute the spring's response Φ to each basis force, and its derivative Φ′, at scaled times s, as [*, 2, n]."""
         width, table = self._table
         panel = (s.detach() / width).long().clamp(max=len(table) - 1)
         begin = panel.double() * width
         return _free(s - begin, self.alpha / 2) @ table[panel] + self._push(begin, s - begin)
 
     def _push(self, begin: Tensor, u: Tensor) -> Tensor:
-        """Integral of the force over part of a panel, a contribution to Φ and Φ′: ∫₀ᵘ (G, G′)(u − z) x ψ_i(x) dz [*, 2, n]."""
+        """Integrate the basis forces over part of a panel: ∫₀ᵘ (G, G′)(u − z) x ψ_i(x) dz [*, 2, n], added to Φ and Φ′."""
         (node, weight), (centre, precision) = self._rule, self._gaussians
         rest = u[..., None] * (1 - node)  # u − z
         green = _free(rest, self.alpha / 2)[..., 1]  # (G, G′) is the answer to a unit velocity
@@ -235,7 +239,7 @@ class ProDMP:
 
     @_constant
     def _rule(self) -> tuple[Tensor, Tensor]:
-        """Nodes and weights [m] of the Gauss–Legendre rule on [0, 1], by Golub and Welsch (1969)."""
+        """Compute the m nodes and weights of the Gauss–Legendre quadrature on [0, 1] by Golub and Welsch (1969)."""
         k = torch.arange(1, NODES, dtype=torch.float64)
         off = k / (4 * k * k - 1).sqrt()
         node, vector = torch.linalg.eigh(torch.diag(off, -1) + torch.diag(off, 1))
@@ -243,7 +247,7 @@ class ProDMP:
 
     @_constant
     def _gaussians(self) -> tuple[Tensor, Tensor]:
-        """Centres and precisions [n] of the basis functions ψ in the phase x."""
+        """Compute the centres and precisions [n] of the Gaussian basis functions ψ in the phase x."""
         if self.basis == 1:
             centre, precision = torch.tensor([[math.exp(-0.5 * self.alpha_phase)], [self.bandwidth]], dtype=torch.float64)
             return centre, precision
@@ -256,7 +260,7 @@ class ProDMP:
 
     @_constant
     def _table(self) -> tuple[float, Tensor]:
-        """Width of a panel, and the tabulated responses Φ, Φ′ at the start of each panel [P, 2, n].
+        """Compute the width of a quadrature panel, and the responses Φ, Φ′ at the start of each panel [P, 2, n].
 
         A quarter of the centres' distance, less for narrower ψ, resolves the force to rounding with ten nodes; half a time
         constant of spring and phase does the same for them.
@@ -274,7 +278,7 @@ class ProDMP:
 
     @_constant
     def _scale(self) -> Tensor:
-        """Scale factor of each column of parameters [M]."""
+        """Compute the factor on each of a joint's M parameters, for its n force weights and its goal."""
         scale = torch.tensor([self.weights_scale] * self.basis + [self.goal_scale], dtype=torch.float64)
         if not self.auto_scale:
             return scale
@@ -291,13 +295,14 @@ class ProDMP:
 
 
 def _free(u: Tensor, a: float) -> Tensor:
-    """Free motion of the spring after scaled time u, from unit position and from unit velocity: [*, 2, 2]."""
+    """Compute the spring's motion without force after scaled time u, from unit position and from unit velocity: [*, 2, 2]."""
     decay = torch.exp(-a * u)
     rows = [torch.stack([1 + a * u, u], -1), torch.stack([-a * a * u, 1 - a * u], -1)]
     return torch.stack(rows, -2) * decay[..., None, None]
 
 
 def _goal(u: Tensor, a: float) -> Tensor:
-    """Response Φ_g = 1 − (1 + a u) e^{−a u} to the goal, and its derivative [*, 2], accurate also at small u."""
+    """Compute the spring's response Φ_g = 1 − (1 + a u) e^{−a u} to the goal, and its derivative [*, 2].
+    Both are accurate at small u too."""
     z = a * u
     return torch.stack([-z * torch.expm1(-z) - expm1_minus(-z), a * z * torch.exp(-z)], -1)

@@ -1,4 +1,4 @@
-"""Segments of a trajectory: their log-probs under a Gaussian over parameters, and their advantages."""
+"""Log-probabilities and advantages of trajectory segments, for a Gaussian policy over trajectory parameters."""
 
 import math
 
@@ -11,11 +11,11 @@ from corral.numerics import at_least_float32, in_one_dtype, without_autocast
 from corral.validate import number_in
 
 _STD_FLOOR = 1e-8
-"""Constant added to the standard deviation of advantages before the division, as published."""
+"""Constant added to the standard deviation when advantages are normalised, as in the published TCE."""
 
 
 def draw_pairs(steps: int, points: int = 25, *, generator: torch.Generator | None = None) -> Int[Tensor, "N 2"]:
-    """Draw equally long segments of an episode, beginning at a random step.
+    """Divide an episode into equally long segments that begin at a random step. Returns their first and last indices.
 
         indices = first, first + ⌊T/points⌋, … < T        first ~ U{0, …, ⌊T/points⌋ + T mod points − 1}
 
@@ -41,7 +41,7 @@ def draw_pairs(steps: int, points: int = 25, *, generator: torch.Generator | Non
 
 @without_autocast
 def segment_covariance(rows: Float[Tensor, "*r N S M"], chol: Float[Tensor, "*c W W"]) -> Float[Tensor, "*b N DS DS"]:
-    """Covariance of the positions at each segment's points, from the Gaussian over parameters.
+    """Covariance of the desired positions at each segment's points, given the covariance of trajectory parameters.
 
         C_n = (I_D ⊗ R_n) L Lᵀ (I_D ⊗ R_n)ᵀ
 
@@ -60,7 +60,7 @@ def segment_covariance(rows: Float[Tensor, "*r N S M"], chol: Float[Tensor, "*c 
 def segment_jitter(
     rows: Float[Tensor, "*r N S M"], chol: Float[Tensor, "*c W W"], relative: float = 1e-4
 ) -> Float[Tensor, "*b N"]:
-    """Regulariser for each segment's variances, so that the covariance of close points stays invertible.
+    """Compute the term added to each segment's variances so that the covariance of close points stays invertible.
 
         r_n = relative · max_i (C_n)_ii,   and 1 where nothing varies
 
@@ -89,7 +89,7 @@ def segment_log_prob(
     jitter: Float[Tensor, "*j N"],
     mask: Bool[Tensor, "*b N"] | None = None,
 ) -> Float[Tensor, "*b N"]:
-    """Joint log-density of the desired positions at each segment's points, given a Gaussian over parameters.
+    """Joint log-density of the desired positions at each segment's points, under a Gaussian over trajectory parameters.
 
         log N(e_n; 0, C_n + r_n I)        e_n = (I_D ⊗ R_n)(w − μ)
 
@@ -148,7 +148,7 @@ def segment_advantages(
     lam: float = 0.0,
     closing_segment: bool = True,
 ) -> tuple[Float[Tensor, "B N"], Bool[Tensor, "B N"]]:
-    """Advantage of each segment: its rewards plus the gain in value from its first state to its last.
+    """Advantage of each trajectory segment: its rewards plus the gain in value from its first state to its last.
 
         δ_n = Σ_{t=a}^{b−1} γ^{t−a} r_t + γ^{b−a} V(s_b) − V(s_a)        (a, b) = pairs_n
         closing:  the last segment runs to the end, Σ_{t=a}^{end} γ^{t−a} r_t − V(s_a)
@@ -219,7 +219,7 @@ def segment_advantages(
 
 
 def normalise_advantages(advantages: Float[Tensor, "B N"], mask: Bool[Tensor, "B N"]) -> Float[Tensor, "B N"]:
-    """Normalise advantages over the unmasked segments: (A − mean) / (std + 1e-8). Masked ones become 0.
+    """Normalise advantages over the unmasked segments to (A − mean) / (std + 1e-8). Masked advantages become 0.
 
     Ref:
         Li et al. 2024, arXiv:2401.11437. Invariant: shifting and scaling all advantages changes nothing.
@@ -240,7 +240,8 @@ def critic_targets(
     gamma: float = 1.0,
     lam: float = 0.95,
 ) -> Float[Tensor, "B T"]:
-    """λ-returns as targets for the critic: generalised advantages (`corral.gae`) plus values, terminal at the episode's end.
+    """Compute λ-returns as regression targets of the critic: generalised advantages (`corral.gae`) plus values.
+    They are terminal at the episode's end.
 
     Ref:
         Schulman et al. 2016, arXiv:1506.02438, eq. 16. Invariant: λ = 1 gives the reward-to-go.
@@ -249,7 +250,7 @@ def critic_targets(
 
 
 def draw_segments(steps: int, most: int, generator: torch.Generator | None = None) -> tuple[Int[Tensor, "K"], int]:
-    """Cut T steps into segments of one random length. Returns their first steps and the length.
+    """Cut T steps of an episode into segments of one random length. Returns the segments' first steps and the length.
 
         length L = ⌊T / k⌋,   k ~ U{1 … most},   starts 0, o, o + L, o + 2 L, … < T          o ~ U{0 … L − 1}
 
@@ -274,7 +275,7 @@ def segment_returns(
     rows: Int[Tensor, "K L"],
     gamma: float = 1.0,
 ) -> Float[Tensor, "B K L"]:
-    """N-step returns of the first n = 1 … L actions of each segment, the critic's targets for Q.
+    """N-step returns of the first n = 1 … L actions of each segment: regression targets of the critic's Q values.
 
         G_n = Σ_{i<n} γ^i r_{t+i} + γ^n V(s_{t+n})          V = 0 once the episode is over
 
@@ -295,7 +296,7 @@ def segment_returns(
 
 
 def _factor(rows: Tensor, chol: Tensor) -> Tensor:
-    """Factor (I_D ⊗ R_n) L of each segment's covariance [*, N, D·S, W], without forming the Kronecker product."""
+    """Factor (I_D ⊗ R_n) L of each segment's covariance [*, N, D·S, W], computed without the Kronecker product."""
     rows, chol = in_one_dtype(rows, chol)
     width, columns = chol.shape[-1], rows.shape[-1]
     if width % columns:

@@ -1,4 +1,4 @@
-"""Critic of TOP-ERL: a causal transformer that values a state followed by any number of actions."""
+"""Critic of TOP-ERL: a causal transformer that estimates the value of a state followed by any number of actions."""
 
 from copy import deepcopy
 
@@ -10,11 +10,11 @@ from corral.numerics import at_least_float32
 from corral.robot.policy import Normaliser
 
 _FIRST_STD = 0.02
-"""Standard deviation of the positional encodings at initialisation."""
+"""Standard deviation of the transformer's positional encodings at initialisation."""
 
 
 class CausalTransformer(nn.Module):
-    """Causal transformer over a state and the actions after it, with one value per token.
+    """Causal transformer over a state and the actions after it, with one value estimate per token.
 
         x_0 = E_s s + p_0,   x_n = E_a a_n + p_n,   output_n = head(norm(blocks(x_0 … x_n)))
 
@@ -36,7 +36,7 @@ class CausalTransformer(nn.Module):
         self.head = nn.Linear(width, 1)
 
     def forward(self, state: Float[Tensor, "N O"], actions: Float[Tensor, "N L D"]) -> Float[Tensor, "N S"]:
-        """Values of the state alone and of its first 1 … L actions, S = L + 1 in all."""
+        """Compute values of the state alone and of the state with its first 1 … L actions, S = L + 1 in all."""
         tokens = torch.cat([self.state(state)[:, None], self.action(actions)], 1)
         tokens = tokens + self.place[: tokens.shape[1]].to(tokens)
         later = torch.ones(2 * tokens.shape[1:2], dtype=torch.bool, device=tokens.device).triu(1)
@@ -44,7 +44,7 @@ class CausalTransformer(nn.Module):
 
 
 class SequenceCritic(nn.Module):
-    """Values V of a state and Q of a state with its next n actions, by a network and a slowly following target network.
+    """Critic with values V of a state and Q of a state with its next n actions, and a slowly updated target network.
 
         (V, Q_1, …, Q_L) = σ · transformer((s − m_s)/σ_s, (a − m_a)/σ_a)
 
@@ -67,7 +67,7 @@ class SequenceCritic(nn.Module):
     def forward(
         self, state: Float[Tensor, "*b O"], actions: Float[Tensor, "*b L D"] | None = None, *, target: bool = False
     ) -> Float[Tensor, "*b S"]:
-        """Values of states alone [*, 1], or of states with 0 … L actions [*, L + 1]. `target` selects the target network."""
+        """Compute values of states [*, 1], or of states with 0 … L actions [*, L + 1]. `target` selects the target network."""
         if actions is None:
             actions = state.new_zeros(*state.shape[:-1], 0, len(self.actions.mean))
         weight, shape = self.value.head.weight, state.shape[:-1]
@@ -78,12 +78,12 @@ class SequenceCritic(nn.Module):
 
     @torch.no_grad()
     def set_scale(self, values: Float[Tensor, " N"]) -> None:
-        """Set the scale σ of values to their root mean square. If all values are 0, σ stays 1."""
+        """Set the scale σ of the critic's outputs to the root mean square of `values`. If all are 0, σ stays 1."""
         scale = values.square().mean().sqrt()
         self.scale.copy_(torch.where(scale > 0, scale, 1.0))
 
     @torch.no_grad()
     def follow(self, rate: float) -> None:
-        """Move the target network's weights towards the network's, by this share of the distance."""
+        """Move the target network's weights towards the critic network's weights, by the share `rate` of the distance."""
         for slow, fast in zip(self.target.parameters(), self.value.parameters(), strict=True):
             slow.lerp_(fast, rate)

@@ -1,4 +1,4 @@
-"""TCE (temporally correlated episodic learning): plans with credit for segments, and replanning during an episode."""
+"""TCE (temporally correlated episodic learning): advantages for trajectory segments, and new plans during an episode."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -53,39 +53,41 @@ def rewards_at_event(rewards: Float[Tensor, "B T"], event: Float[Tensor, "B"]) -
 
 @dataclass(frozen=True, kw_only=True)
 class TCEConfig(LearnerConfig):
-    """Settings of TCE."""
+    """Settings of the robot learner TCE."""
 
     gamma: float = limited(1.0, at_least=0, at_most=1)
-    """Discount γ."""
+    """Discount factor γ of later rewards."""
     lam: float = limited(0.95, at_least=0, at_most=1)
-    """Trace λ of the critic's targets."""
+    """Trace parameter λ of the λ-returns that are the critic's targets."""
     credit_lam: float = limited(0.0, at_least=0, at_most=1)
-    """Trace λ of the advantages, from segment to segment. It is 0 as published. With 1 a segment is credited with all rewards
-    from its beginning on, which needs no critic that predicts later rewards from the state."""
+    """Trace parameter λ of the advantages, from segment to segment. TCE was published with 0.
+    With 1 a segment is credited with all rewards from its beginning on, which needs no critic that predicts later rewards
+    from the state."""
     points: int = limited(25, at_least=2)
-    """Number of segment borders per episode. Several plans share them, and each plan has at least two."""
+    """Number of segment endpoints per episode. The plans of an episode share them, at least two for each plan."""
     segments_until: float | None = limited(None, above=0, what="a number of seconds", note="inf is all of a plan")
-    """Seconds from the start of each plan in which segments lie. The default is the whole plan. After its τ a plan rests at its
-    goal: likelihoods of segments there depend on the goal alone, and outweigh the others in a long episode. Later rewards are
-    still credited to the last segment, and with `credit_lam` to all segments."""
+    """Time in seconds from the start of each plan within which segments lie. The default is the whole plan.
+    After its τ a plan rests at its goal: likelihoods of segments there depend on the goal alone, and outweigh the others
+    in a long episode. Later rewards are still credited to the last segment, and with `credit_lam` to all segments."""
     closing_segment: bool = True
-    """True if the last segment is credited with all rewards to the end of the episode. It is False as published, where no
-    segment is credited with the last reward."""
+    """True if the last segment is credited with all rewards to the end of the episode.
+    It is False as published, where no segment is credited with the last reward."""
     move_to_event: bool = False
-    """True to count rewards after an event that the environment reports, such as a take-off, as earned at the event. It is True
-    as published for the hopper."""
+    """True to count rewards after a reported event, such as a take-off, as earned at the event.
+    It is True as published for the hopper."""
     critic_inputs: Literal["state", "context"] = "state"
-    """Inputs of the critic: the state, as published, or the episode's first observation and the elapsed share. The second
-    choice does not depend on the plan that was drawn, so that the baseline biases no gradient. But no segment then has credit
-    for its effect on later rewards."""
+    """Inputs of the critic: "state", or "context" for the episode's first observation and the elapsed share.
+    The state is published. The context does not depend on the plan that was drawn, so that the baseline biases no
+    gradient. But no segment then has credit for its effect on later rewards."""
     jitter: float = limited(1e-4, above=0, note="at 0 close points make a singular covariance")
-    """Regulariser added to a segment's variances, relative to the largest of them."""
+    """Regulariser added to the variances of a segment's positions, as a share of the largest variance."""
     common_jitter: bool = False
-    """True to use one regulariser for all segments of a policy, relative to their largest variance. It is True as published."""
+    """True to use one regulariser for all segments of a policy, relative to their largest variance.
+    It is True as published."""
 
     @classmethod
     def as_published(cls, **settings: Any) -> "TCEConfig":
-        """Settings as in the paper where corral's defaults differ: last segment, regulariser and entropy floor.
+        """Create settings as in the TCE paper where corral's defaults differ: last segment, regulariser and entropy bound.
 
         Bounds, rates and epochs were published per task and are settings like any other. See docs/tce.md for what still
         differs.
@@ -94,7 +96,7 @@ class TCEConfig(LearnerConfig):
 
 
 class TCE(OnPolicyLearner):
-    """Temporally correlated episodic learning: exploration by whole trajectories, credit for their segments.
+    """TCE learner: a policy explores by whole trajectories, and learns from the advantages of their segments.
 
         ρ_k = N(y_a, y_b; π̃) / N(y_a, y_b; π_old)          the two ends of segment k, jointly
         A_k = Σ_{t=a}^{b−1} r_t + V(s_b) − V(s_a)          and λ A_{k+1} with `credit_lam`
@@ -124,7 +126,7 @@ class TCE(OnPolicyLearner):
             )
 
     def begin_batch(self, plans: Plans) -> None:
-        """Draw this batch's trajectory segments, and compute the regulariser added to each segment's variances."""
+        """Draw the trajectory segments of this batch, and compute the regulariser added to each segment's variances."""
         generator = torch.Generator().manual_seed(episode_seeds(self.seed, self.iteration, 1, SEGMENTS)[0])
         self.pairs = draw_pairs(self.reach, self.points, generator=generator)
         self.rows = [position[self.pairs].to(plans.params) for position in self.planner.positions]
@@ -147,7 +149,7 @@ class TCE(OnPolicyLearner):
         return self._inputs(episodes)[episodes.mask]
 
     def _inputs(self, episodes: Episodes) -> Tensor:
-        """Inputs of the critic at every step [E T ·]."""
+        """Compute the critic's inputs at every step of every episode [E T ·]."""
         states = episodes.observations[:, :-1]
         if self.config.critic_inputs == "state":
             return states

@@ -1,4 +1,4 @@
-"""TOP-ERL: off-policy learning of plans, with a transformer critic trained on segments of past episodes."""
+"""TOP-ERL: off-policy learning of trajectory plans, with a transformer critic trained on segments of past episodes."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -23,34 +23,35 @@ from corral.validate import limited
 
 @dataclass(frozen=True, kw_only=True)
 class TopERLConfig(LearnerConfig):
-    """Settings of TOP-ERL, with the published widths and epochs. Updates are on batches of past episodes."""
+    """Settings of TOP-ERL, with the published widths and epochs. Its updates use batches of past episodes."""
 
     policy_epochs: int = limited(15, at_least=1)
-    """Number of updates of the policy after each batch of new episodes."""
+    """Number of policy updates after each batch of new episodes."""
     critic_epochs: int = limited(30, at_least=1)
-    """Number of updates of the critic after each batch of new episodes."""
+    """Number of critic updates after each batch of new episodes."""
     policy_rate: float = limited(3e-4, above=0, finite=True)
-    """Learning rate of the policy's Adam."""
+    """Learning rate of the Adam optimizer of the policy."""
     critic_rate: float = limited(3e-4, above=0, finite=True)
-    """Learning rate of the critic's Adam."""
+    """Learning rate of the Adam optimizer of the critic."""
     critic_hidden: tuple[int, ...] = limited((128, 128), each=True, at_least=1, integer=True)
-    """Widths of the transformer's blocks, all equal. The default is two blocks of 128."""
+    """Widths of the blocks of the critic's transformer, all equal. The default is two blocks of 128."""
     critic_dtype: Literal["float64", "float32"] | None = "float32"
-    """Precision of the critic's network, which takes most of the time. None is the run's precision."""
+    """Floating-point precision of the critic network, which takes most of the time. None uses the precision of the run."""
     heads: int = limited(8, at_least=1)
-    """Number of attention heads of each block, a divisor of its width."""
+    """Number of attention heads in each block of the critic's transformer, a divisor of the block's width."""
     gamma: float = limited(1.0, at_least=0, at_most=1)
-    """Discount γ."""
+    """Discount factor γ of later rewards."""
     segments: int = limited(25, at_least=1)
-    """Largest number of segments per episode. Each update draws a number of segments, which sets their length."""
+    """Largest number of segments per episode.
+    Each update draws a number of segments up to it at random, which sets their length."""
     replay: int = limited(5000, at_least=1)
-    """Number of episodes in the replay buffer."""
+    """Largest number of episodes in the replay buffer."""
     batch: int = limited(512, at_least=1)
-    """Number of episodes drawn from the replay buffer for each update, with replacement."""
+    """Number of episodes drawn from the replay buffer, with replacement, for each update."""
     warm_up: int = limited(300, at_least=1)
-    """Number of episodes in the replay buffer before the first update."""
+    """Number of episodes in the replay buffer before the first update of policy and critic."""
     target_rate: float = limited(0.005, above=0, at_most=1)
-    """Share of the distance to the critic by which the target network moves after each critic update."""
+    """Share of the distance to the critic's weights by which the target network moves after each critic update."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,36 +71,36 @@ class TopERLConfig(LearnerConfig):
 
 @dataclass(frozen=True, eq=False)
 class Replay(Tensors):
-    """Replay buffer: the newest episodes, with the parameters of their plans."""
+    """Replay buffer of the newest episodes, with the parameters of their plans."""
 
     observations: Float[Tensor, "E S O"]
-    """Observations s_0 … s_T, so S = T + 1."""
+    """Observations s_0 … s_T of each episode, S = T + 1 in number."""
     rewards: Float[Tensor, "E T"]
     mask: Bool[Tensor, "E T"]
     params: Float[Tensor, "E W"]
 
 
 class Segments(NamedTuple):
-    """Segments cut from a batch of B past episodes: K segments of L steps from each."""
+    """Segments cut from a batch of B past episodes: K segments of L steps from each episode."""
 
     replay: Replay
-    """Episodes of the batch."""
+    """Past episodes from which the segments are cut."""
     rows: Int[Tensor, "K L"]
     """Step indices of each segment. Indices past the episode's last step are replaced by that last step."""
     states: Float[Tensor, "B K O"]
-    """State at the beginning of each segment."""
+    """Observed state at the first step of each segment."""
     position: Float[Tensor, "B K D"]
-    """Joint positions from which a new plan starts at the beginning of each segment."""
+    """Joint positions from which a new plan starts at the first step of each segment."""
     velocity: Float[Tensor, "B K D"]
-    """Joint velocities with which a new plan starts at the beginning of each segment."""
+    """Joint velocities with which a new plan starts at the first step of each segment."""
     actions: Float[Tensor, "B K L D"]
-    """Desired positions that the episode followed in each segment."""
+    """Desired joint positions that the episode's own plan had in each segment."""
     mask: Bool[Tensor, "B K L"]
-    """True for steps before the end of the episode."""
+    """True for steps of segments before the end of the episode."""
 
 
 class TopERL(Learner):
-    """Off-policy learner of plans: the policy climbs a critic that values any sequence of actions.
+    """TOP-ERL learner: updates raise the values that a critic, trained on past episodes, gives to the policy's plans.
 
         critic   mean_n (Q(s_t, a_t … a_{t+n−1}) − G_n)² + (V(s_t) − Q̄(s_t, ã_t … ã_{t+L−1}))²
         gain     mean_n Q(s_t, ã_t … ã_{t+n−1}) / σ
@@ -135,7 +136,7 @@ class TopERL(Learner):
         return SequenceCritic(observation, dof, self.plant.steps, widths[0], len(widths), self.config.heads)
 
     def update(self, episodes: Episodes, plans: Plans) -> dict[str, Tensor]:
-        """Add the new episodes to the replay buffer, then update critic and policy on batches from the buffer."""
+        """Add new episodes to the replay buffer, then update the critic and the policy on batches from the buffer."""
         new = Replay(episodes.observations, episodes.rewards, episodes.mask, plans.params).to(dtype=self.dtype)
         self.replay = new if self.replay is None else Replay.cat([self.replay, new])[-self.config.replay :]
         if self.config.normalise_critic:
@@ -157,7 +158,7 @@ class TopERL(Learner):
         return metrics
 
     def draw(self, generator: torch.Generator) -> Segments:
-        """Draw a batch of past episodes from the replay buffer, and cut it into segments."""
+        """Draw a batch of past episodes from the replay buffer, and cut the episodes into segments."""
         assert self.replay is not None
         count, steps = len(self.replay.params), self.plant.steps
         chosen = torch.randint(count, (self.config.batch,), generator=generator)
@@ -177,14 +178,14 @@ class TopERL(Learner):
         return Segments(replay, rows, states, position, velocity, followed[:, 1:][:, rows], replay.mask[:, rows] & inside)
 
     def plan(self, params: Float[Tensor, "B W"], at: Segments) -> Float[Tensor, "B K L D"]:
-        """Desired positions of the plans `params` in each segment, restarted at the segment's first state."""
+        """Compute desired positions of the plans `params` in each segment, restarted at the segment's first state."""
         rows, (start, _) = at.rows.cpu(), self.plant.tracking.state(at.replay.observations[:, 0])
         params = self.prodmp.absolute(params, start)[:, None]  # goals relative to the episode's start, not to a segment's
         begin = self.dt * rows[:, 0].double()  # to the bit what the episode's own plan had as the time of this state
         return self.anew.trajectory(self.planner.times[rows], params, at.position, at.velocity, begin)[0]
 
     def improve_critic(self, at: Segments, noise: Float[Tensor, "B W"]) -> dict[str, Tensor]:
-        """Make a gradient step on the squared errors of V and Q, and move the target network."""
+        """Make a gradient step on the critic's squared errors of V and Q, and move the target network."""
         mask = torch.cat([at.mask[..., :1], at.mask], -1)
         targets = self.targets(at, noise)
         error = (self.critic(at.states, at.actions) - targets) / self.critic.scale.to(targets)
@@ -197,7 +198,7 @@ class TopERL(Learner):
 
     @torch.no_grad()
     def targets(self, at: Segments, noise: Float[Tensor, "B W"]) -> Float[Tensor, "B K S"]:
-        """Targets of V and of Q_1 … Q_L for each segment, S = L + 1 in all.
+        """Compute the regression targets of V and of Q_1 … Q_L for each segment, S = L + 1 in all.
 
         V's is Q̄ of the actions that the policy takes from there, as many as were taken before the episode's end.
         """
@@ -209,19 +210,20 @@ class TopERL(Learner):
         return torch.cat([value, returns], -1)
 
     def improve_policy(self, at: Segments, noise: Float[Tensor, "B W"], old: GaussianPolicy) -> dict[str, Tensor]:
-        """Take a gradient step that raises the critic's value, in a trust region around the policy before this batch."""
+        """Make a gradient step that raises the critic's value of the policy's plans, within a trust region.
+        The region is around the policy before this batch."""
         context = at.replay.observations[:, 0]
         (mean, chol), (old_mean, old_chol) = self.policy(context), old(context)
         projected, factor = self.project(mean, chol, Plans(at.replay.params, old_mean, old_chol, (len(context),)))
         return self.step_policy(mean, chol, projected, factor, self.gain(_reparametrise(projected.mean, factor, noise), at))
 
     def gain(self, params: Float[Tensor, "B W"], at: Segments) -> Float[Tensor, ""]:
-        """Mean of Q over segments and their first 1 … L actions, divided by the critic's scale."""
+        """Mean of the critic's Q over all segments and their first 1 … L actions, divided by the critic's scale."""
         values = self.critic(at.states, self.plan(params, at))[..., 1:] / self.critic.scale
         return torch.where(at.mask, values, 0.0).sum() / at.mask.sum().clamp(min=1)
 
     def _followed(self, replay: Replay) -> tuple[Float[Tensor, "B S D"], Float[Tensor, "B S D"]]:
-        """Desired positions and velocities at every state, from each episode's own plan."""
+        """Compute the desired positions and velocities at every state, from the plan that each episode followed."""
         begin = self.plant.tracking.state(replay.observations[:, 0])
         plans = self.prodmp.trajectory(self.planner.times, replay.params, *begin)
         position, velocity = (torch.cat([first[:, None], later], 1) for first, later in zip(begin, plans, strict=True))
@@ -238,7 +240,7 @@ class TopERL(Learner):
         return max(0, self.iteration - waiting) * self.config.policy_epochs
 
     def state(self) -> dict[str, Any]:
-        """Checkpoint that includes the replay buffer."""
+        """Return a checkpoint that includes the replay buffer."""
         return super().state() | {"replay": None if self.replay is None else vars(self.replay)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -248,5 +250,5 @@ class TopERL(Learner):
 
 
 def _reparametrise(mean: Float[Tensor, "B W"], chol: Float[Tensor, "*c W W"], noise: Float[Tensor, "B W"]) -> Tensor:
-    """Trajectory parameters μ + L ε [B W], with one Cholesky factor L for all plans or one per plan."""
+    """Compute trajectory parameters μ + L ε [B W] from noise ε, with one Cholesky factor L for all plans or one per plan."""
     return mean + (chol @ noise[..., None])[..., 0]

@@ -14,7 +14,7 @@ Array = NDArray[np.floating]
 
 @dataclass(frozen=True, kw_only=True)
 class Tracking(Checked):
-    """Proportional-derivative controller that reads the joints' state from the observation.
+    """Proportional-derivative controller that makes joints follow a desired motion, given observations.
 
         torque     u = (p (y − q) + d (ẏ − q̇)) / scale
         velocity   u = (ẏ + p (y − q)) / scale
@@ -25,17 +25,17 @@ class Tracking(Checked):
     """
 
     joints: tuple[int, int]
-    """Index range [begin, end) of the joint positions in the observation."""
+    """Index range [begin, end) of the joint positions in an observation."""
     velocities: tuple[int, int]
-    """Index range [begin, end) of the joint velocities in the observation."""
+    """Index range [begin, end) of the joint velocities in an observation."""
     command: Literal["torque", "velocity", "position"] = "torque"
-    """Kind of action that the environment takes."""
+    """Kind of action that the environment takes: torques, velocities or positions of the joints."""
     p: float | Sequence[float] = 0.0
-    """Gain on the position error, as one number or one per joint."""
+    """Gain of the controller on the position error, as one number or one per joint."""
     d: float | Sequence[float] = 0.0
-    """Gain on the velocity error, for torque control only."""
+    """Gain of the controller on the velocity error, for torque control only."""
     scale: float | Sequence[float] = 1.0
-    """Value of an action of 1, as one number or one per joint."""
+    """Physical torque, velocity or position that an action of 1 stands for, as one number or one per joint."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,15 +56,15 @@ class Tracking(Checked):
 
     @property
     def dof(self) -> int:
-        """Number D of joints."""
+        """Number D of joints that the controller moves."""
         return self.joints[1] - self.joints[0]
 
     def state(self, observation: Any) -> tuple[Any, Any]:
-        """Joint positions and velocities [* D] in observations [* O], which are arrays or tensors."""
+        """Read joint positions and velocities [* D] from observations [* O], given as arrays or tensors."""
         return observation[..., slice(*self.joints)], observation[..., slice(*self.velocities)]
 
     def action(self, position: Array, velocity: Array, observation: Array) -> Array:
-        """Actions [* D] that lead from the observed state to the desired state, before clipping."""
+        """Compute actions [* D] that lead from the observed joint state to the desired joint state, before clipping."""
         q, speed = self.state(observation)
         p, d, scale = np.asarray(self.p), np.asarray(self.d), np.asarray(self.scale)
         if self.command == "torque":
