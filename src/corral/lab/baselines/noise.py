@@ -1,4 +1,4 @@
-"""Exploration noise correlated over time, with power 1/f^β, and stable-baselines3 policies that sample with it."""
+"""Exploration noise correlated over time, with power 1/f^β, and stable-baselines3 policies that sample with the noise."""
 
 import math
 from typing import Any
@@ -49,30 +49,30 @@ def _colour(draws: Tensor, steps: int, beta: float) -> Tensor:
 
 
 class EpisodeNoise:
-    """Coloured noise for running episodes, one sequence per episode."""
+    """Coloured exploration noise for running episodes, with one noise sequence per episode."""
 
     def __init__(self, beta: float, steps: int, size: int) -> None:
         self.beta, self.steps, self.size = beta, steps, size
 
     def begin(self, count: int) -> None:
-        """Draw sequences for `count` new episodes."""
+        """Draw noise sequences for `count` new episodes."""
         self._sequences = coloured_noise(count, self.steps, self.size, self.beta)
         self._elapsed = np.zeros(count, int)
 
     def advance(self, over: NDArray[np.bool_]) -> None:
-        """Advance the noise by one step. A finished episode is followed by a new sequence."""
+        """Advance the noise by one step. Each environment whose episode ended gets a new noise sequence."""
         self._elapsed = np.where(over, 0, self._elapsed + 1)
         if over.any():
             rows = torch.from_numpy(np.flatnonzero(over))
             self._sequences[rows] = coloured_noise(len(rows), self.steps, self.size, self.beta)
 
     def now(self) -> Float[Tensor, "E D"]:
-        """Noise of the current step, in units of the policy's standard deviation."""
+        """Return the exploration noise of the current step, in units of the policy's standard deviation."""
         return self._sequences[torch.arange(len(self._elapsed)), torch.from_numpy(self._elapsed)]
 
 
 class ColouredGaussian(DiagGaussianDistribution):
-    """PPO's action distribution, sampled with coloured noise. Density and entropy are those of a single step."""
+    """Action distribution of PPO, sampled with coloured noise. Density and entropy are those of a single step."""
 
     def __init__(self, noise: EpisodeNoise) -> None:
         super().__init__(noise.size)
@@ -83,7 +83,7 @@ class ColouredGaussian(DiagGaussianDistribution):
 
 
 class ColouredSquashedGaussian(SquashedDiagGaussianDistribution):
-    """SAC's action distribution: coloured noise while acting, white noise in updates."""
+    """Action distribution of SAC, sampled with coloured noise in episodes and with white noise in updates."""
 
     def __init__(self, noise: EpisodeNoise) -> None:
         super().__init__(noise.size)
@@ -105,7 +105,7 @@ class ColouredSquashedGaussian(SquashedDiagGaussianDistribution):
 
 
 def colour_actions(model: Any, noise: EpisodeNoise) -> None:
-    """Make a PPO or SAC of stable-baselines3 draw its actions with this noise."""
+    """Make a PPO or SAC model of stable-baselines3 draw its actions with the coloured noise `noise`."""
     if hasattr(model, "actor"):  # SAC
         model.actor.action_dist = ColouredSquashedGaussian(noise)
     else:

@@ -1,4 +1,4 @@
-"""Baselines of stable-baselines3, with the training and evaluation methods of corral's robot learners."""
+"""Step-based baselines of stable-baselines3, with the training and evaluation methods of corral's robot learners."""
 
 import random
 from collections.abc import Iterator, Mapping
@@ -36,15 +36,16 @@ BASELINES: dict[str, tuple[Any, Literal["white", "gsde", "coloured"]]] = {
     "sb3-sac-pink": (SAC, "coloured"),
     "sb3-trpl": (TRPL, "white"),
 }
-"""Algorithm name → its class and exploration noise. White noise is drawn anew at every step, gSDE is a function of the state
-that is fixed throughout an episode, and coloured noise is correlated from step to step."""
+"""Stable-baselines3 class and kind of exploration noise for each baseline's name.
+White noise is drawn anew at every step, gSDE is a function of the state that is fixed throughout an episode, and coloured
+noise is correlated from step to step."""
 _REPLAY_SIZE = 1_000_000
-"""Size of SAC's replay buffer in steps, stable-baselines3's default."""
+"""Number of steps in SAC's replay buffer, stable-baselines3's default."""
 REPLAY_FIELDS = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
 
 
 class Baseline:
-    """Step-based policy of stable-baselines3, with the training and evaluation methods of `Learner`.
+    """Step-based policy of stable-baselines3, with the training and evaluation methods of corral's `Learner`.
 
     Actions are the environment's own, or with `controller_span` targets of the controller that plans have. An episode's end is
     an end: the time is part of the observation, so no value is expected beyond it. Training meets the contexts that TCE meets
@@ -97,16 +98,16 @@ class Baseline:
 
     @property
     def env_steps(self) -> int:
-        """Number of steps of all environments so far."""
+        """Number of steps of all environments since training began."""
         return int(self.model.num_timesteps)
 
     @property
     def updates(self) -> int:
-        """Number of policy updates so far."""
+        """Number of policy updates since training began."""
         return int(self.model._n_updates)
 
     def step(self) -> dict[str, float]:
-        """Train on a batch of episodes and return metrics."""
+        """Train on one batch of episodes and return its metrics."""
         self.envs.begin(self.iteration)
         self.model._last_obs = None  # so that it asks for the first observations of this batch
         seed = episode_seeds(self.seed, self.iteration, 1, UPDATES)[0]
@@ -124,11 +125,11 @@ class Baseline:
         return found | (self.model.metrics if isinstance(self.model, TRPL) else {})
 
     def evaluate(self, seeds: list[int]) -> Episodes:
-        """Play episodes of the policy without exploration."""
+        """Play one episode per seed with the policy, without exploration."""
         return self._play(seeds, deterministic=True)
 
     def explore(self, seeds: list[int]) -> Episodes:
-        """Play episodes of the policy with the exploration of training."""
+        """Play one episode per seed with the policy and the exploration of training."""
         with _seed_generators(seeds[0], self.config.device):
             return self._play(seeds, deterministic=False)
 
@@ -151,7 +152,7 @@ class Baseline:
         return Episodes.cat(parts)
 
     def state(self) -> dict[str, Any]:
-        """Checkpoint of networks, counters and, for SAC, the replay buffer, as a copy that later steps do not change."""
+        """Return a checkpoint of networks, counters and SAC's replay buffer, as a copy that later steps do not change."""
         state = {"iteration": self.iteration, "env_steps": self.env_steps, "updates": self.model._n_updates}
         state |= {"networks": self.model.get_parameters()}
         if self.is_sac:
@@ -162,7 +163,7 @@ class Baseline:
         return deepcopy(state)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Load a checkpoint made by `state`."""
+        """Load the networks, counters and replay buffer of a checkpoint that `state` made."""
         self.iteration, self.model.num_timesteps = state["iteration"], state["env_steps"]
         self.model._n_updates = state["updates"]
         self.model.set_parameters(deepcopy(state["networks"]), exact_match=True, device=self.config.device)
@@ -177,7 +178,7 @@ class Baseline:
 
 @contextmanager
 def _seed_generators(seed: int, device: str) -> Iterator[None]:
-    """Context that seeds the global generators used by stable-baselines3 and restores them at its end."""
+    """Seed the global generators that stable-baselines3 uses, and restore them when the context ends."""
     numpy_state, python_state = np.random.get_state(), random.getstate()
     with torch.random.fork_rng(devices=[] if device == "cpu" else [torch.cuda.current_device()]):
         set_random_seed(seed)
@@ -189,7 +190,7 @@ def _seed_generators(seed: int, device: str) -> Iterator[None]:
 
 
 class StepEnvironments(VecEnv):
-    """Environments of a `Plant` as stable-baselines3 expects them: an episode's last step also begins the next episode."""
+    """Adapter of a `Plant` to stable-baselines3, in which an episode's last step also begins the next episode."""
 
     def __init__(self, plant: Plant, episodes: int, seed: int, controller_span: float | None = None) -> None:
         space, actions = plant.envs.single_observation_space, plant.envs.single_action_space
@@ -223,7 +224,7 @@ class StepEnvironments(VecEnv):
         return tracking.action(desired, np.zeros_like(desired), seen).clip(space.low, space.high).astype(space.dtype)
 
     def begin(self, iteration: int) -> None:
-        """Set the seeds of the next batch's episodes, which determine their contexts."""
+        """Set the random seeds of the next batch's episodes, which determine their contexts."""
         self.finished.clear()
         seeds = episode_seeds(self.run_seed, iteration, self.rounds * self.num_envs)
         self._context_seeds = np.array(seeds).reshape(-1, self.num_envs)
@@ -264,7 +265,8 @@ class StepEnvironments(VecEnv):
         return observation, np.asarray(reward, np.float32), over, infos
 
     def _next_seeds(self) -> list[int]:
-        """Seeds of each environment's next episode. A batch's last step begins an extra episode, which is never played."""
+        """Return the seeds of each environment's next episode.
+        A batch's last step begins an extra episode, which is never played."""
         return [int(x) for x in self._context_seeds[self._played.clip(max=self.rounds - 1), np.arange(self.num_envs)]]
 
     def close(self) -> None:

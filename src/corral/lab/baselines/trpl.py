@@ -19,13 +19,13 @@ from corral.robot.config import PROJECTIONS
 
 @dataclass(frozen=True)
 class StepGaussian:
-    """Diagonal Gaussian over actions. Each state has its mean, and all states share the standard deviations."""
+    """Diagonal Gaussian over actions, with a mean for each state and standard deviations that all states share."""
 
     mean: Float[Tensor, "B D"]
     std: Float[Tensor, " D"]
 
     def log_prob(self, actions: Float[Tensor, "B D"]) -> Float[Tensor, " B"]:
-        """Log-density of an action in each state."""
+        """Compute the log-density of one action per state."""
         return torch.distributions.Normal(self.mean, self.std).log_prob(actions).sum(-1)
 
 
@@ -33,7 +33,7 @@ class StepGaussian:
 def trpl_loss(
     new: StepGaussian, old: StepGaussian, actions: Float[Tensor, "B D"], advantages: Float[Tensor, " B"], config: BaselineConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Policy loss of TRPL, and metrics.
+    """Compute the policy loss of TRPL on a minibatch, and its metrics.
 
         π̃(·|s) = projection of π_θ(·|s) into the region around π_old(·|s)          ρ = π̃(a|s) / π_old(a|s)
         L = − mean ρ A + α mean KL(π_θ‖sg π̃)
@@ -65,7 +65,7 @@ def trpl_loss(
 
 
 class TRPL(PPO):
-    """stable-baselines3's PPO (rollouts, GAE, minibatches, critic) with `trpl_loss` as its policy loss.
+    """Stable-baselines3's PPO (rollouts, GAE, minibatches, critic) with `trpl_loss` as its policy loss.
 
     The old policy is the network that collected the batch. As with TCE, only the regression draws the network itself into the
     region. After the updates its KL to the old policy is measured over the batch's states, and bounded where `deployed_bound`
@@ -78,7 +78,7 @@ class TRPL(PPO):
         self.old_policy = deepcopy(self.policy).requires_grad_(False)
 
     def train(self) -> None:
-        """Make all updates on a batch."""
+        """Make all policy and critic updates on the current batch."""
         self.policy.set_training_mode(True)
         self._update_learning_rate(self.policy.optimizer)
         self.old_policy.load_state_dict(self.policy.state_dict())
@@ -90,7 +90,7 @@ class TRPL(PPO):
         self.metrics = {key: float(value) for key, value in metrics.items()} | self._certify()
 
     def _update(self, batch: RolloutBufferSamples) -> dict[str, Tensor]:
-        """Make one step of policy and critic on a minibatch."""
+        """Make one gradient step of policy and critic on a minibatch."""
         states, advantages = batch.observations, batch.advantages
         if len(advantages) > 1:
             advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)  # as stable-baselines3's PPO has it
@@ -105,7 +105,7 @@ class TRPL(PPO):
 
     @torch.no_grad()
     def _certify(self) -> dict[str, float]:
-        """Measure KL(π_θ‖π_old) over the batch's states, after pulling the network back if it moved too far."""
+        """Measure KL(π_θ‖π_old) over the batch's states, and pull the policy network back if it moved too far."""
         states = self.rollout_buffer.to_torch(self.rollout_buffer.observations)
         old = _gaussian(self.old_policy, states)
 
@@ -118,10 +118,10 @@ class TRPL(PPO):
 
 
 def _acting(policy: Any) -> nn.ParameterList:
-    """Parameters of the policy without the critic's, so that a retraction leaves the critic unchanged."""
+    """Return the policy's parameters without the critic's, so that the critic stays as it is when the policy is pulled back."""
     return nn.ParameterList([p for name, p in policy.named_parameters() if "value_net" not in name])
 
 
 def _gaussian(policy: Any, states: Tensor) -> StepGaussian:
-    """Action distributions of a policy in these states."""
+    """Compute the policy's Gaussian action distribution in each of the given states."""
     return StepGaussian(policy.get_distribution(states).distribution.mean, policy.log_std.exp())

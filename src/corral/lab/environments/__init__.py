@@ -1,4 +1,4 @@
-"""Simulated tasks with Gymnasium ids `corral/…`, registered when this package is imported.
+"""Simulated robot tasks with Gymnasium ids `corral/…`, registered when this package is imported.
 
 Every environment here has episodes of fixed length, joints in its observation, the elapsed share of the episode as the
 observation's last entry (rewards depend on time), a `success` in the info of the last step, and an image for a render.
@@ -24,19 +24,19 @@ __all__ = ["ENVIRONMENTS", "Environment", "make_envs"]
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """An environment's entry point, episode length, time step and controller."""
+    """Description of an environment: entry point, episode length, time step and controller."""
 
     entry_point: Any
     steps: int
     """Number T of steps per episode."""
     dt: float
-    """Time between two actions, in seconds."""
+    """Time in seconds between two actions."""
     tracking: Tracking
-    """Controller that makes the joints follow a plan."""
+    """Controller that makes the environment's joints follow a plan."""
     vector_entry_point: str | None = None
-    """Entry point of a vectorised environment that steps all copies at once. None if there is none."""
+    """Entry point of a vectorised environment that steps all copies at once. None if there is no vectorised environment."""
     tells_event: bool = False
-    """True if the last step's info holds the step of an `event`, to which TCE can move later rewards."""
+    """True if the last step's info reports the step of an `event`, such as a take-off, to which TCE can move later rewards."""
     maker: Any = None
     """Factory of an environment that is not corral's: a Gymnasium spec, or a class that steps all copies in one call."""
 

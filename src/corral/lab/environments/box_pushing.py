@@ -36,56 +36,59 @@ STEPS, DT, _TORQUE, UNSTABLE = 100, 0.02, 10.0, -50.0
 LOW = np.array([-2.8973, -1.7628, -2.8973, -3.0718, -2.8973, -0.0175, -2.8973])
 HIGH = np.array([2.8973, 1.7628, 2.8973, -0.0698, 2.8973, 3.7525, 2.8973])
 _SPEED = np.array([2.175, 2.175, 2.175, 2.175, 2.61, 2.61, 2.61])
-"""Limits of joint angles (rad) and velocities (rad/s) of the Franka arm."""
+"""Limits of the Franka arm's joint velocities in rad/s. `LOW` and `HIGH` limit the joint angles, in rad."""
 REGION = np.array([[0.3, -0.45], [0.6, 0.45]])
-"""Region of box and target in metres. Their distance is at least `APART`."""
+"""Region of the table, in metres, where box and target are drawn at random, at least `APART` from each other."""
 APART, _PLATE = 0.3, -0.01
 _REACHED = (0.05, 0.5)
-"""Largest distance and angle from the target that count as success, in metres and radians."""
+"""Largest distance in metres and angle in radians between box and target that count as success."""
 _POSTURE = np.array([0.0, 0.25, 0.0, -2.3, 0.0, 2.55, np.pi / 4])
-"""Reference posture with elbow up and rod upright, where the search for the initial joint angles starts and to which it is
-drawn."""
+"""Reference posture of the arm, with elbow up and rod upright, for the search for initial joint angles.
+The search starts there and is drawn to it."""
 DOWN = np.array([0.0, 1.0, 0.0, 0.0])
-"""Orientation of the hand, as a quaternion, with the rod upright."""
+"""Orientation of the arm's hand, as a quaternion, at which the rod is upright."""
 _ABOVE = 0.15
-"""Initial height of the grip above the box in metres: the rod's end is inside the walls, above the plate."""
+"""Initial height of the arm's grip above the box, in metres.
+The rod's end is inside the walls, above the plate."""
 _XML = str(Path(__file__).with_name("box_pushing.xml"))
 _CAMERA = Camera(centre=(0.3, 0.0, 0.3), width=1.9, azimuth=125.0, elevation=35.0)
 
 
 def rotation_distance(one: Array, other: Array) -> Any:
-    """Angle (rad) between two orientations given as unit quaternions p, q [* 4]: 2 arccos |⟨p, q⟩|."""
+    """Compute the angle in radians between orientations given as unit quaternions p, q [* 4]: 2 arccos
+    ⟨p, q⟩
+    ."""
     return 2 * np.arccos(np.minimum(1.0, np.abs((one * other).sum(-1))))
 
 
 def _distances(box: Array, target: Array) -> tuple[Any, Any]:
-    """Distance in metres and angle in radians between two poses [* 7]."""
+    """Compute the distance in metres and the angle in radians between two poses [* 7]."""
     return np.linalg.norm(box[..., :3] - target[..., :3], axis=-1), rotation_distance(box[..., 3:], target[..., 3:])
 
 
 def planar_pose(pose: Array) -> Array:
-    """Convert poses [* 7] (position and quaternion) to planar poses [* 4]: x, y, and cos and sin of the yaw."""
+    """Convert poses [* 7] (position and quaternion) to planar poses [* 4]: x, y, cosine and sine of the yaw."""
     w, x, y, z = np.moveaxis(pose[..., 3:], -1, 0)
     turn = np.stack([1 - 2 * (y * y + z * z), 2 * (w * z + x * y)], -1)
     return np.concatenate([pose[..., :2], turn / np.maximum(np.linalg.norm(turn, axis=-1, keepdims=True), 1e-9)], -1)
 
 
 def seen_from(own: Array, other: Array) -> Array:
-    """Express the planar pose `other` [* 4] in the frame of `own` [* 4]: x, y, and cos and sin of the angle."""
+    """Express the planar pose `other` [* 4] in the frame of the planar pose `own` [* 4]: x, y, cosine and sine of the angle."""
     (x, y), (c, s) = np.moveaxis(other[..., :2] - own[..., :2], -1, 0), np.moveaxis(own[..., 2:], -1, 0)
     cos, sin = np.moveaxis(other[..., 2:], -1, 0)
     return np.stack([c * x + s * y, c * y - s * x, c * cos + s * sin, c * sin - s * cos], -1)
 
 
 def limit_excess(q: Array, velocity: Array) -> Any:
-    """Sum over joints of how far angles and velocities [* 7] exceed the Franka arm's limits."""
+    """Sum the amounts by which the seven joint angles and velocities [* 7] exceed the Franka arm's limits."""
     return (np.maximum(q - HIGH, 0) + np.maximum(LOW - q, 0) + np.maximum(np.abs(velocity) - _SPEED, 0)).sum(-1)
 
 
 def push_reward(
     kind: str, *, q: Array, velocity: Array, box: Array, target: Array, tip: Array, rod: Array, torque: Array, last: Any
 ) -> Any:
-    """Reward of one step of box pushing, or of many steps [*].
+    """Compute the reward of one step of box pushing, or of many steps [*].
 
     `box` and `target`: position and quaternion [* 7]; `rod`: quaternion [* 4]; `torque`: 10 a [* 7].
     """
@@ -153,7 +156,7 @@ class BoxPushings(SimulatedCopies):
         return np.where(stable, paid, UNSTABLE)
 
     def box(self) -> Array:
-        """Poses of the boxes [E 7]: position and quaternion."""
+        """Poses of the boxes [E 7], as position and quaternion."""
         return self.batch.qpos[:, 7:]
 
     def observe(self) -> Array:
@@ -165,17 +168,17 @@ class BoxPushings(SimulatedCopies):
         return np.concatenate([self.batch.qpos[:, :7], self.batch.qvel[:, :7], *places, elapsed], -1)
 
     def outcome(self) -> dict[str, Array]:
-        """Info of the last step: success, and position and angle errors of the box."""
+        """Compute the info of an episode's last step: success, and position and angle errors of the box."""
         p, theta = _distances(self.box(), self.target)
         success = 1.0 * ((p < _REACHED[0]) & (theta < _REACHED[1]))
         return {"success": success, "distance": p, "rotation_distance": theta}
 
     def render(self) -> Any:
-        """Render the first environment from above and the front, with a translucent target, at 480 × 360 pixels."""
+        """Render the first arm from above and the front, with its target pose translucent, at 480 × 360 pixels."""
         return picture(self.model, self.first(), _CAMERA)
 
     def joints_above(self, where: Array, rounds: int = 50) -> Array:
-        """Compute joint angles [7], near `_POSTURE`, that hold the rod upright above a position.
+        """Compute joint angles [7], near `_POSTURE`, that hold the rod upright above the position `where`.
 
             q ← q + Jᵀ (J Jᵀ + λI)⁻¹ (x − J n) + n,     n = ½ (POSTURE − q)
 
@@ -202,7 +205,7 @@ class BoxPushings(SimulatedCopies):
 
 
 class BoxPushing(Single):
-    """Box pushing with a single arm."""
+    """Box pushing environment with a single arm."""
 
     metadata = BoxPushings.metadata
 
@@ -212,14 +215,15 @@ class BoxPushing(Single):
 
 @cache
 def scene() -> mujoco.MjModel:
-    """Load the MuJoCo model. An invalid state resets it to time 0, which `BoxPushings.move` detects."""
+    """Load the MuJoCo model of box pushing.
+    An invalid state resets it to time 0, which `BoxPushings.move` detects."""
     model = mujoco.MjModel.from_xml_path(_XML)
     model.opt.disableflags &= ~mujoco.mjtDisableBit.mjDSBL_AUTORESET.value
     return model
 
 
 def place(generator: np.random.Generator) -> Array:
-    """Draw a random pose on the table, as position and quaternion. x, y and yaw are uniform."""
+    """Draw a random pose on the table, as position and quaternion, with uniform x, y and yaw."""
     x, y = generator.uniform(*REGION)
     yaw = generator.uniform(0, 2 * np.pi)
     return np.array([x, y, _PLATE, np.cos(yaw / 2), 0.0, 0.0, np.sin(yaw / 2)])

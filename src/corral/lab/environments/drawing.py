@@ -1,4 +1,4 @@
-"""Renderer of MuJoCo scenes without OpenGL. Images are equal on every machine, with or without a display.
+"""Renderer of MuJoCo scenes without OpenGL, whose images are equal on every machine, with or without a display.
 
 Shapes are projected without perspective and painted from the farthest to the nearest: capsules, cylinders and spheres as
 thick lines; boxes, planes and the bounding boxes of meshes as the faces that look towards the camera. What belongs to the
@@ -21,19 +21,19 @@ _GEOM = mujoco.mjtGeom
 _PLANE, _SPHERE, _CAPSULE = int(_GEOM.mjGEOM_PLANE), int(_GEOM.mjGEOM_SPHERE), int(_GEOM.mjGEOM_CAPSULE)
 _CYLINDER, _MESH = int(_GEOM.mjGEOM_CYLINDER), int(_GEOM.mjGEOM_MESH)
 _HIDDEN = 3
-"""Lowest group of shapes that is hidden, as are all higher groups. MuJoCo's renderer does the same."""
+"""Lowest MuJoCo geom group that is hidden. Higher groups are hidden too, as in MuJoCo's own renderer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Camera:
-    """Orthographic camera aimed at `centre`, whose picture is `width` metres wide."""
+    """Orthographic camera aimed at the point `centre`, whose picture is `width` metres wide."""
 
     centre: tuple[float, float, float]
     width: float
     azimuth: float
-    """Azimuth in degrees. At 0 the camera looks along +y, with x to the right."""
+    """Azimuth of the camera in degrees. At 0 the camera looks along +y, with x to the right."""
     elevation: float
-    """Elevation in degrees above the horizon."""
+    """Elevation of the camera in degrees above the horizon."""
     pixels: tuple[int, int] = (480, 360)
 
     @property
@@ -72,12 +72,12 @@ def picture(
 
 
 def _project(points: Array, camera: Camera) -> Array:
-    """Project points [* 3] into the camera's frame: right, up and nearness [* 3]."""
+    """Project points [* 3] into the camera's frame: right, up and nearness to the camera [* 3]."""
     return (points - np.asarray(camera.centre)) @ camera.axes.T
 
 
 def _shapes(model: mujoco.MjModel, data: mujoco.MjData, camera: Camera) -> Iterator[tuple[bool, float, str, dict[str, Any]]]:
-    """List visible shapes as (belongs to a body, nearness, kind, style)."""
+    """List the visible shapes of a scene as tuples (belongs to a body, nearness to the camera, kind, style)."""
     for index in range(model.ngeom):
         kind, size, colour = int(model.geom_type[index]), model.geom_size[index], model.geom_rgba[index]
         centre, axes = data.geom_xpos[index], data.geom_xmat[index].reshape(3, 3)
@@ -105,7 +105,7 @@ def _shapes(model: mujoco.MjModel, data: mujoco.MjData, camera: Camera) -> Itera
 def _strokes(
     ends: Array, radius: float, flat: bool, colour: Array, camera: Camera
 ) -> Iterator[tuple[float, str, dict[str, Any]]]:
-    """Draw a line twice, with a narrower, lighter stroke on top, so that it looks like a rounded body."""
+    """Draw a line twice, with a narrower, lighter stroke on top, so that the line looks like a rounded body."""
     seen = _project(ends, camera)
     for share, shade in ((1.0, 0.75), (0.55, 1.0)):
         style = {"ends": seen[:, :2], "width": 2 * float(radius) * share, "colour": _shade(colour, shade)}
@@ -113,7 +113,7 @@ def _strokes(
 
 
 def _lid(centre: Array, axes: Array, radius: float, colour: Array, camera: Camera) -> tuple[float, str, dict[str, Any]]:
-    """Disc at the end of a cylinder that faces the camera, the only visible part of a flat cylinder from above."""
+    """Compute the end disc of a cylinder that faces the camera, the only visible part of a flat cylinder from above."""
     angle = np.linspace(0, 2 * np.pi, 24, endpoint=False)
     seen = _project(centre + radius * (np.outer(np.cos(angle), axes[:, 0]) + np.outer(np.sin(angle), axes[:, 1])), camera)
     return float(seen[:, 2].mean()), "face", {"corners": seen[:, :2], "colour": _shade(colour, 0.9)}
@@ -122,7 +122,7 @@ def _lid(centre: Array, axes: Array, radius: float, colour: Array, camera: Camer
 def _faces(
     centre: Array, axes: Array, extent: Array, colour: Array, camera: Camera
 ) -> Iterator[tuple[float, str, dict[str, Any]]]:
-    """Faces of a box that face the camera. A box without thickness has only its upper face."""
+    """Compute the faces of a box that face the camera. A box without thickness has only its upper face."""
     for axis, sign in product(range(3), (-1.0, 1.0)):
         normal = sign * axes[:, axis]
         if normal @ camera.axes[2] <= 1e-6 or (not extent[2] and axis != 2):

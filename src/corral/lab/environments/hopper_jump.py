@@ -32,18 +32,18 @@ from corral.robot.tracking import Array
 
 STEPS, DT = 250, 0.008
 _HEIGHT = 1.5
-"""Height of the torso at the start in metres. It is 1.21 when the hopper stands straight."""
+"""Height of the hopper's torso in metres at the start of an episode. It is 1.21 when the hopper stands straight."""
 _GOAL = (0.3, 1.35)
-"""Range of the goal's position in metres."""
+"""Range in metres from which the landing goal's position is drawn."""
 _LEG = np.array([[-0.5, 0.0], [-0.2, 0.0], [0.0, 0.785]])
-"""Ranges of the initial hip, knee and ankle angles in radians."""
+"""Ranges in radians from which the initial hip, knee and ankle angles are drawn."""
 NEVER = 5.0
 """Landing distance in metres that is reported if the hopper never lands."""
 _LANDED, _JUMPED = 0.1, 1.6
-"""Thresholds of success in metres: largest distance of the first landing from the goal, and smallest height of the torso
-before."""
+"""Thresholds of success in metres: largest landing distance from the goal, and smallest jump height of the torso.
+Only the first landing counts, and the height before it."""
 _SOLE = np.array([-0.13, 0.0, 0.04])
-"""Point on the underside of the foot below the ankle, in the frame of the foot."""
+"""Point on the underside of the hopper's foot below the ankle, in the frame of the foot."""
 FALLING, _STANDING, FLYING, DOWN = range(4)
 _CAMERA = Camera(centre=(0.6, 0.0, 0.9), width=3.2, azimuth=0.0, elevation=8.0)
 
@@ -52,7 +52,8 @@ _XML = str(Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets" / "hop
 
 
 def next_phase(phase: Any, contact: Any) -> Any:
-    """Next phase of a jump, in the order falling, standing after the first contact, flying, down after the next contact."""
+    """Compute the next phase of each hopper's jump from the contact of its foot with the floor.
+    Phases are falling, standing after the first contact, flying, and down after the next contact."""
     waits_for_contact = (phase == FALLING) | (phase == FLYING)
     return phase + ((phase != DOWN) & (contact == waits_for_contact))
 
@@ -60,7 +61,8 @@ def next_phase(phase: Any, contact: Any) -> Any:
 def jump_reward(
     kind: str, *, height: Any, highest: Any, distance: Any, landing: Any, healthy: Any, action: Array, last: Any
 ) -> Any:
-    """Reward of one step of a jump, or of many steps [*], from the jump's records so far. Actions are [* 3]."""
+    """Compute the reward of one step of a hopper's jump, or of many steps [*], from the jump's course so far.
+    Actions are [* 3]."""
     cost = 1e-3 * np.square(action).sum(-1)
     if kind == "dense":
         return 3 * height - 3 * distance + 1.0 * healthy - cost
@@ -68,7 +70,7 @@ def jump_reward(
 
 
 class HopperJumps(SimulatedCopies):
-    """Vectorised hopper jump: many hoppers with their goals and records of their jumps."""
+    """Vectorised hopper jump: many hoppers, with their goals and records of their jumps."""
 
     metadata = copies_metadata(DT, "red: where to land")
     STEPS: ClassVar[int] = STEPS
@@ -115,18 +117,18 @@ class HopperJumps(SimulatedCopies):
         )  # fmt: skip
 
     def offset(self) -> Array:
-        """Vector from each goal to the hopper's sole (x, y, z) [E 3]."""
+        """Vector (x, y, z) from each goal to the sole of the hopper's foot [E 3]."""
         frame = self.batch.xmat[:, self._foot].reshape(self.num_envs, 3, 3)
         sole = self.batch.xpos[:, self._foot] + frame @ _SOLE
         sole[:, 0] -= self.goal
         return sole
 
     def distance(self) -> Array:
-        """Distance of each hopper's sole from its goal [E]."""
+        """Distance in metres of each hopper's sole from its goal [E]."""
         return np.linalg.norm(self.offset(), axis=-1)
 
     def contact(self) -> NDArray[np.bool_]:
-        """True where the foot touches the floor [E]."""
+        """Mask [E], True for hoppers whose foot touches the floor."""
         return self.batch.sensordata[:, 0] > 0
 
     def observe(self) -> Array:
@@ -135,7 +137,7 @@ class HopperJumps(SimulatedCopies):
         return np.concatenate([self.batch.qpos, self.batch.qvel, self.offset()[:, [0, 2]], goal, *left, elapsed], -1)
 
     def outcome(self) -> dict[str, Array]:
-        """Info of the last step. Its `event` is the step of take-off, or NaN if there was none."""
+        """Compute the info of an episode's last step. Its `event` is the step of take-off, or NaN without a take-off."""
         success = 1.0 * ((self.landing < _LANDED) & (self.highest > _JUMPED))
         distances = {"landing_distance": self.landing, "goal_distance": self.distance()}
         return {"success": success, "event": self.takeoff, "max_height": self.highest, **distances}
@@ -146,7 +148,7 @@ class HopperJumps(SimulatedCopies):
 
 
 class HopperJump(Single):
-    """Hopper jump with a single hopper."""
+    """Hopper jump environment with a single hopper."""
 
     metadata = HopperJumps.metadata
 
@@ -156,7 +158,7 @@ class HopperJump(Single):
 
 @cache
 def hopper() -> mujoco.MjModel:
-    """Load the MuJoCo model, with a sensor that counts contacts between foot and floor."""
+    """Load the MuJoCo model of the hopper, with a sensor that counts contacts between foot and floor."""
     spec, geom = mujoco.MjSpec.from_file(_XML), mujoco.mjtObj.mjOBJ_GEOM
     found = [1 << mujoco.mjtConDataField.mjCONDATA_FOUND.value, 0, 1]
     pair: dict[str, Any] = {"objtype": geom, "objname": "floor", "reftype": geom, "refname": "foot_geom"}

@@ -27,16 +27,16 @@ from corral.robot.tracking import Array
 
 STEPS, DT, _GAIN = 500, 0.0125, 100.0
 _FINGER = "r_close"
-"""Name of the right finger's slide joint in Meta-World. The left finger mirrors it."""
+"""Name of the right finger's slide joint in Meta-World. The left finger mirrors the right finger."""
 
 
 def task_names() -> list[str]:
-    """Names of all tasks of Meta-World v3."""
+    """Return the names of all tasks of Meta-World v3."""
     return sorted(_metaworld().ALL_V3_ENVIRONMENTS)
 
 
 class MetaWorld(gymnasium.Env):
-    """Task of Meta-World v3. Object and goal are drawn anew in every episode."""
+    """Environment for a task of Meta-World v3. Positions of object and goal are drawn anew in every episode."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": round(1 / DT), "render_marks": "red: goal"}  # noqa: RUF012  # Gymnasium's own form
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (48,), np.float64)
@@ -83,7 +83,7 @@ class MetaWorld(gymnasium.Env):
         self.inner.close()
 
     def _state(self) -> Array:
-        """Positions [4] of the hand's guide and of the finger."""
+        """Return the positions [4] of the mocap body that guides the hand (x, y, z), and of the finger."""
         return np.append(self.inner.data.mocap_pos[0], self.inner.data.joint(_FINGER).qpos)
 
     def _observation(self, seen: Array) -> Array:
@@ -91,7 +91,7 @@ class MetaWorld(gymnasium.Env):
 
 
 def quickened(env: Any) -> Any:
-    """Make a Meta-World environment faster, with equal observations, contacts and rewards.
+    """Make a Meta-World environment faster, without changes to observations, contacts and rewards.
 
     Meta-World checks every rotation by scipy, looks at contacts one by one, and computes rewards by arrays with one number.
     Avoiding these makes a step 1.2 to 2.9 times as fast, depending on the task.
@@ -100,7 +100,7 @@ def quickened(env: Any) -> Any:
     others = {"Rotation": _Rotation, "reward_utils": SimpleNamespace(**shares), "tolerance": _tolerance}
 
     def observed(self: Any) -> Array:
-        """Observation: hand position, gripper opening, then position and quaternion of each object, padded to 18 numbers."""
+        """Return hand position, gripper opening, and position and quaternion of each object, padded to 18 numbers."""
         apart = self.data.body("rightclaw").xpos - self.data.body("leftclaw").xpos
         seen = np.zeros(4 + self._obs_obj_max_len)
         seen[:3], seen[3] = self.get_endeff_pos(), min(np.linalg.norm(apart) / 0.1, 1.0)
@@ -110,7 +110,7 @@ def quickened(env: Any) -> Any:
         return seen
 
     def touched(self: Any, object_geom_id: int) -> bool:
-        """True if both finger pads press on an object."""
+        """Return True if both finger pads press on the object with the id `object_geom_id`."""
         geoms, forces = self.data.contact.geom, self.data.efc_force[self.data.contact.efc_address]
         on_object = (geoms == object_geom_id).any(-1)
         pads = (self.data.geom(f"{side}pad_geom").id for side in ("left", "right"))
@@ -132,7 +132,8 @@ def _with_globals(function: FunctionType, others: dict[str, Any]) -> FunctionTyp
 def _tolerance(
     x: Any, bounds: Any = (0.0, 0.0), margin: Any = 0.0, sigmoid: str = "gaussian", value_at_margin: float = 0.1
 ) -> Any:
-    """Meta-World's reward for a distance d from an interval, 1 inside. Other cases call Meta-World's own function.
+    """Compute Meta-World's reward for a value's distance from an interval, which is 1 inside the interval.
+    Cases other than a long tail of a single number call Meta-World's own function:
 
     1 / (1 + (1/v − 1) (d / margin)²)
     """
@@ -146,7 +147,7 @@ def _tolerance(
 
 
 class _Rotation:
-    """Replacement for scipy's Rotation with only the methods that tasks use, without its checks."""
+    """Replacement for scipy's Rotation without its checks, with only the methods that Meta-World's tasks use."""
 
     def __init__(self, matrix: Array) -> None:
         self._matrix = matrix
@@ -154,7 +155,8 @@ class _Rotation:
     from_matrix = classmethod(lambda cls, matrix: cls(matrix))
 
     def as_quat(self) -> Array:
-        """Quaternion (x, y, z, w) with scipy's sign: the entry with the largest diagonal element or trace is positive."""
+        """Return the quaternion (x, y, z, w) with scipy's sign.
+        The entry with the largest diagonal element or trace is positive."""
         quaternion, diagonal = np.empty(4), self._matrix.diagonal()
         mujoco.mju_mat2Quat(quaternion, self._matrix.ravel())
         found = quaternion[[1, 2, 3, 0]]

@@ -26,13 +26,13 @@ from corral.robot.tracking import Array, Tracking
 from corral.validate import RunError, UserCodeError, number_in, run_errors, suggest
 
 Maker = Any
-"""Factory of an environment: a Gymnasium `EnvSpec`, or a subclass of `VectorEnv` that is called with the number of copies."""
+"""Factory of an environment: a Gymnasium `EnvSpec`, or a subclass of `VectorEnv`, called with the number of copies."""
 
 _HOW = 'docs/environments.md, "Your own environment", has an example'
 
 
 def find_maker(name: str) -> Maker:
-    """Find an environment's factory by name: Gymnasium id, `module:Id-v0`, `module:Class` or `file.py:Class`."""
+    """Find an environment's factory for a Gymnasium id, `module:Id-v0`, `module:Class` or `file.py:Class`."""
     module, colon, last = name.rpartition(":")
     if colon and last.isidentifier():
         with run_errors():
@@ -56,7 +56,7 @@ def find_maker(name: str) -> Maker:
 
 
 def probe(name: str, table: Mapping[str, Any], steps: int | None, dt: float | None, config: Mapping[str, Any]) -> Environment:
-    """Describe an environment by making one copy of it. Refuses environments in which no plan could be followed.
+    """Describe a user's environment by making one copy of it. Raises an error if its joints could not follow a plan.
 
     Args:
         table: settings of the controller, in their types.
@@ -109,14 +109,14 @@ def probe(name: str, table: Mapping[str, Any], steps: int | None, dt: float | No
 
 
 def make_own(name: str, maker: Maker, count: int, steps: int, config: Mapping[str, Any], workers: int | None) -> VectorEnv:
-    """Make `count` copies of a user's environment, as one vector environment in the form that learners read."""
+    """Make `count` copies of a user's environment, as one vector environment with the interface that learners expect."""
     return Adapter(_make_copies(name, maker, count, steps, config, workers), name, steps)
 
 
 def _make_copies(
     name: str, maker: Maker, count: int, steps: int | None, config: Mapping[str, Any], workers: int | None
 ) -> VectorEnv:
-    """Make copies as the environment defines them. Errors of the user's own code become a UserCodeError."""
+    """Make copies of a user's environment without an adapter. Errors of the user's own code become a UserCodeError."""
     length: dict[str, Any] = {} if steps is None else {"max_episode_steps": steps}
     try:
         return (
@@ -130,7 +130,7 @@ def _make_copies(
 
 
 class Adapter(VectorEnv):
-    """Wrapper that gives a vector environment the form that learners read.
+    """Wrapper that gives a user's vector environment the interface that learners expect.
 
     Observations are arrays, with the elapsed share of the episode as the last number.
 
@@ -175,7 +175,8 @@ class Adapter(VectorEnv):
 
 
 def make_film(name: str, maker: Maker, steps: int, config: Mapping[str, Any]) -> gymnasium.Env:
-    """Make one copy that renders images. MuJoCo tasks are drawn without OpenGL, unless MUJOCO_GL names a renderer."""
+    """Make one copy of a user's environment that renders images. MuJoCo tasks are drawn without OpenGL.
+    If MUJOCO_GL names a renderer, that renderer draws them."""
     try:
         if not isinstance(maker, EnvSpec):
             return Single(maker(1, render_mode="rgb_array", **config), "rgb_array")
@@ -188,7 +189,8 @@ def make_film(name: str, maker: Maker, steps: int, config: Mapping[str, Any]) ->
 
 
 class _Drawn(gymnasium.Wrapper):
-    """Wrapper that renders Gymnasium's MuJoCo tasks without OpenGL, from their own camera's side and close to the bodies."""
+    """Wrapper that renders Gymnasium's MuJoCo tasks without OpenGL.
+    The camera looks from the side of the task's own camera, close to the bodies."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         found = self.env.reset(seed=seed, options=options)
@@ -206,7 +208,7 @@ class _Drawn(gymnasium.Wrapper):
         return found
 
     def render(self) -> Any:
-        """Render the scene as an image."""
+        """Render the current scene as an image."""
         own: Any = self.unwrapped
         moved = np.add(self._camera.centre, own.data.xpos[self._tracked] - self._from)
         return picture(own.model, own.data, replace(self._camera, centre=tuple(moved.tolist())))

@@ -20,11 +20,12 @@ from corral.validate import pip_install
 
 AnyArray = NDArray[Any]
 Simulator = Callable[[Any, int, int], Any]
-"""Function (MjModel, copies, threads) → a `mujoco.batch.Batch` or an equivalent, at rest at time 0."""
+"""Function that simulates copies of a MuJoCo model: (model, copies, threads) → a batch, at rest at time 0.
+The batch is a `mujoco.batch.Batch` or an equivalent."""
 
 
 def copies_metadata(dt: float, marks: str) -> dict[str, Any]:
-    """Gymnasium metadata of a task with steps of `dt` seconds. `marks` explains the marks in its pictures."""
+    """Gymnasium metadata of a task with steps of `dt` seconds. `marks` explains the marks in the task's pictures."""
     return {
         "autoreset_mode": AutoresetMode.NEXT_STEP,
         "render_modes": ["rgb_array"],
@@ -37,7 +38,7 @@ def copies_metadata(dt: float, marks: str) -> dict[str, Any]:
 def make_envs(
     name: str | EnvSpec, count: int, *, workers: int | None = None, simulator: Simulator | None = None, **kwargs: Any
 ) -> VectorEnv:
-    """Make `count` copies of an environment, by its fastest kind of vectorisation.
+    """Make `count` copies of an environment as one vector environment, with the fastest vectorisation that it supports.
 
     Tasks of ours move all copies in one call; any other environment is split among `workers` threads, one per core by default.
     Copy i draws from seed + i (or from the i-th of a list of seeds) in every form, and sees the same. A `simulator` other than
@@ -61,7 +62,7 @@ def make_envs(
 
 
 class Copies(VectorEnv):
-    """Vector environment whose copies are stepped together. All episodes have the same fixed length.
+    """Vector environment that steps all copies of a task together. All episodes have the same fixed length.
 
     As in `SyncVectorEnv`, copy i draws from seed + i, and the step after an episode's last one begins the next episode.
     """
@@ -69,7 +70,7 @@ class Copies(VectorEnv):
     STEPS: ClassVar[int]
     """Number T of steps per episode."""
     REWARDS: ClassVar[tuple[str, ...]]
-    """Values of the setting `reward`."""
+    """Allowed values of the environment's setting `reward`."""
 
     def __init__(self, num_envs: int, reward: str, observed: int, actions: int, max_episode_steps: int) -> None:
         name = type(self).__name__
@@ -87,7 +88,7 @@ class Copies(VectorEnv):
 
     @abstractmethod
     def begin(self, generators: Sequence[np.random.Generator]) -> None:
-        """Begin a new episode in every copy, drawn from the copy's own generator."""
+        """Begin a new episode in every copy, drawn by the copy's own random generator."""
 
     @abstractmethod
     def move(self, actions: Array) -> Array:
@@ -95,11 +96,11 @@ class Copies(VectorEnv):
 
     @abstractmethod
     def observe(self) -> Array:
-        """Observation of each copy [E O]."""
+        """Return the observation of each copy [E O]."""
 
     @abstractmethod
     def outcome(self) -> dict[str, Array]:
-        """Info of an episode's last step, each entry [E]."""
+        """Return the info of an episode's last step, as one array [E] per key."""
 
     def reset(
         self, *, seed: int | list[int] | None = None, options: dict[str, Any] | None = None
@@ -133,11 +134,11 @@ class SimulatedCopies(Copies):
     """
 
     FIELDS: ClassVar[tuple[str, ...]]
-    """Fields of MjData, beyond the state, that the task reads."""
+    """Names of the MjData fields that the task reads, beyond positions and velocities."""
     simulator: Simulator | None = None
     batch: Any
     rows: NDArray[np.integer] | None = None
-    """Indices of the copies that play. None if all play."""
+    """Indices of the copies in which episodes are played. None if all copies are played."""
 
     def __init__(self, model: Any, workers: int, num_envs: int, *settings: Any) -> None:
         super().__init__(num_envs, *settings)
@@ -160,7 +161,7 @@ class SimulatedCopies(Copies):
         return super().reset(seed=seed, options=options)
 
     def first(self) -> Any:
-        """MjData of the first copy, to render a picture."""
+        """MuJoCo data (MjData) of the first copy, to render a picture."""
         import mujoco
 
         data = self.batch.get_data(0)
@@ -187,7 +188,7 @@ class Single(gymnasium.Env):
         return observation, float(reward), bool(terminated), bool(truncated), read
 
     def render(self) -> Any:
-        """Render the copy as a picture."""
+        """Render the single copy as a picture."""
         picture = self.copies.render()
         return as_array(picture[0] if isinstance(picture, tuple | list) else picture)
 
@@ -196,12 +197,12 @@ class Single(gymnasium.Env):
 
 
 def as_array(x: Any) -> AnyArray:
-    """Convert a tensor on any device, or anything else, to a NumPy array."""
+    """Convert a tensor on any device, or any other array-like value, to a NumPy array."""
     return x.detach().cpu().numpy() if isinstance(x, torch.Tensor) else np.asarray(x)
 
 
 class Threads(VectorEnv):
-    """Vector environment of several blocks, each stepped in its own thread.
+    """Vector environment that joins several smaller vector environments, each stepped in its own thread.
 
     MuJoCo lets other threads run while it simulates, so two threads keep two cores busy, without the pipes, the pickling and
     the start-up of processes. Numbers do not depend on the blocks: every environment has its own state and generator.
@@ -245,7 +246,7 @@ class Threads(VectorEnv):
             block.close()
 
     def _join_infos(self, infos: Sequence[dict[str, Any]]) -> dict[str, AnyArray]:
-        """Join the infos of all blocks, key by key. A missing key becomes zeros, and False in the mask `_key`."""
+        """Join the infos of all threads, key by key. A missing key becomes zeros, and False in the mask `_key`."""
         whole: dict[str, AnyArray] = {}
         for info, part in zip(infos, self._slices, strict=True):
             for key, value in info.items():

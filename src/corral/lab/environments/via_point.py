@@ -1,4 +1,4 @@
-"""Via-point reaching: a planar arm with five links passes one point in the first half and ends at another.
+"""Via-point reaching: a planar arm with five links passes one point in the first half and ends at another point.
 
 Each joint is a double integrator. An episode takes microseconds, and no contacts or friction blur differences between methods:
 
@@ -21,23 +21,24 @@ from corral.robot.tracking import Array
 
 _LINKS, STEPS, DT, STRENGTH = 5, 100, 0.02, 40.0
 REACHED = 0.25
-"""Largest distance in metres that counts as success, 5 % of the arm's length. It holds for the via-point at any moment of the
-first half, and for the goal at the end. At the moment when the goal begins to count, the best plans for the dense reward are
-already moving away from the via-point, so success does not require being there."""
+"""Largest distance in metres of the arm's tip from a target point that counts as success, 5 % of the arm's length.
+It holds for the via-point at any moment of the first half, and for the goal at the end. At the moment when the goal
+begins to count, the best plans for the dense reward are already moving away from the via-point, so success does not
+require being there."""
 _RADIUS = (1.5, 4.0)
-"""Range of distances from the base to both points in metres. The via-point is on the right, the goal on the left, both above
-the base."""
+"""Range in metres of the distances from the arm's base to the via-point and to the goal.
+The via-point is on the right, the goal on the left, both above the base."""
 
 
 def joints(angles: Array) -> Array:
-    """Positions of base, joints and tip [* 6 2] of arms with these relative joint angles [* 5]."""
+    """Compute positions of base, joints and tip [* 6 2] of arms with the relative joint angles `angles` [* 5]."""
     heading = angles.cumsum(-1)
     steps = np.stack([np.cos(heading), np.sin(heading)], -1)
     return np.concatenate([np.zeros_like(steps[..., :1, :]), steps.cumsum(-2)], -2)
 
 
 class ViaPointReachers(Copies):
-    """Vectorised via-point reaching: many arms in one array."""
+    """Vectorised via-point reaching: many planar arms in one array."""
 
     metadata = copies_metadata(DT, "orange: on the way, green: goal")
     STEPS: ClassVar[int] = STEPS
@@ -59,7 +60,7 @@ class ViaPointReachers(Copies):
         self.via, self.goal, self.missed = np.zeros((num_envs, 2)), np.zeros((num_envs, 2)), np.full(num_envs, np.inf)
 
     def begin(self, generators: Sequence[np.random.Generator]) -> None:
-        """Reset the arms to rest, nearly straight up, and draw new points."""
+        """Reset the arms to rest, nearly straight up, and draw new via-points and goals."""
         self.missed = np.full(len(generators), np.inf)
         draws = np.stack([generator.uniform(size=_LINKS + 4) for generator in generators])
         self.angles = 0.2 * (draws[:, :_LINKS] - 0.5)
@@ -83,7 +84,7 @@ class ViaPointReachers(Copies):
         return gain - 2e-3 * np.square(actions).sum(-1)
 
     def distance(self) -> Array:
-        """Distance of each tip from the point that is the current target."""
+        """Distance of each arm's tip from its current target: the via-point, later the goal."""
         target = self.via if self.time <= STEPS // 2 else self.goal
         heading = self.angles.cumsum(-1)
         tip = np.stack([np.cos(heading).sum(-1), np.sin(heading).sum(-1)], -1)  # the last of `joints`, at half the cost
@@ -95,7 +96,7 @@ class ViaPointReachers(Copies):
         return np.concatenate([self.angles, self.velocities, self.via, goal, elapsed], -1)
 
     def outcome(self) -> dict[str, Array]:
-        """Info of the last step: smallest distance to the via-point, final distance to the goal, and success."""
+        """Compute the info of the last step: smallest distance to the via-point, final distance to the goal, and success."""
         goal = self.distance()
         return {"via_distance": self.missed, "goal_distance": goal, "success": (np.maximum(self.missed, goal) < REACHED) * 1.0}
 
@@ -116,7 +117,7 @@ class ViaPointReachers(Copies):
 
 
 class ViaPointReacher(Single):
-    """Via-point reaching with a single arm."""
+    """Via-point reaching environment with a single arm."""
 
     metadata = ViaPointReachers.metadata
 

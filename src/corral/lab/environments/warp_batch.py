@@ -19,19 +19,22 @@ except ImportError as error:
 
 warp.config.log_level = warp.LOG_WARNING  # or it names every kernel that it compiles, some hundred
 _WRITTEN = ("time", "qpos", "qvel", "ctrl", "mocap_pos", "mocap_quat", "qacc_warmstart")
-"""Fields that tasks and resets write. Before a call they are uploaded if they differ from the device's values."""
+"""MjData fields that tasks and resets write. Before a call they are uploaded if they differ from the values on the device."""
 _KEPT = frozenset({"ctrl", "mocap_pos", "mocap_quat", "qacc_warmstart"})
-"""Fields that are not downloaded after a call. Only the last of them changes, and no task reads it."""
+"""MjData fields that are not downloaded after a simulation call, because tasks do not read their changes.
+Only the last of them changes, and no task reads it."""
 _CONTACTS, _ROWS = 32, 128
-"""Largest numbers of contacts and of constraint rows per copy. Random pushes of the box needed at most 9 and 29."""
+"""Largest numbers of contacts and of constraint rows per simulated copy.
+Random pushes of the box needed at most 9 and 29."""
 _LARGEST = 1e10
-"""Largest valid position or velocity, as in MuJoCo itself."""
+"""Largest valid position or velocity in a simulation, as in MuJoCo itself."""
 _FULL = mujoco_warp.OverflowType.ALL & ~(mujoco_warp.OverflowType.ITERATIONS | mujoco_warp.OverflowType.LS_ITERATIONS)
-"""Overflow flags that raise an error. The limit of solver iterations is not one of them, since MuJoCo has it too."""
+"""Overflow flags of MuJoCo Warp that raise an error.
+The limit of solver iterations is not one of them, since MuJoCo has it too."""
 
 
 class WarpBatch:
-    """Subset of `mujoco.batch.Batch` that corral's tasks use, simulated by MuJoCo Warp.
+    """Subset of the interface of `mujoco.batch.Batch` that corral's tasks use, simulated by MuJoCo Warp.
 
     Fields are arrays on the host, in float64, as tasks read and write them; the state stays on the device between calls. All
     substeps of a call are one CUDA graph. On the device "cpu", which is slow and for tests, they are launched one by one.
@@ -50,7 +53,7 @@ class WarpBatch:
             self.bind(name)
 
     def bind(self, name: str) -> Array:
-        """Return a field of all copies [E …] by its name in MjData."""
+        """Return a field of all copies as an array [E …], given its name in MjData."""
         if name not in self._host:
             shape = (self.copies, *np.shape(getattr(self._template, name)))
             self._host[name], self._sent[name] = np.zeros(shape), np.zeros(shape)
@@ -58,7 +61,7 @@ class WarpBatch:
         return self._host[name]
 
     def __getattr__(self, name: str) -> Array:
-        """Return a field by its name in MjData, as an attribute like MuJoCo's batch."""
+        """Return a field given its name in MjData, as an attribute like those of MuJoCo's batch."""
         if name.startswith("_"):
             raise AttributeError(name)
         return self.bind(name)
@@ -87,7 +90,7 @@ class WarpBatch:
             self._host[name][rows] = 0.0
 
     def _call(self, substeps: int) -> None:
-        """Upload changed fields, simulate, and download fields that may have changed."""
+        """Upload changed fields to the device, simulate, and download fields that may have changed."""
         if substeps not in self._calls:
             self._calls[substeps] = self._prepare(substeps)
         for name in _WRITTEN:
@@ -104,7 +107,7 @@ class WarpBatch:
             )
 
     def _prepare(self, substeps: int) -> Callable[[], None]:
-        """Prepare a call of several substeps. On a GPU, capture it as a CUDA graph."""
+        """Prepare a simulation of `substeps` substeps as a function. On a GPU, it is captured as a CUDA graph."""
 
         def launch() -> None:
             with warp.ScopedDevice(self.device):  # or kernels go to the GPU of a machine that has one, wherever the data are
@@ -123,7 +126,7 @@ class WarpBatch:
         return partial(warp.capture_launch, capture.graph)
 
     def _field(self, name: str) -> Any:
-        """Warp's array of a field, by its name in MjData."""
+        """Return Warp's array of a field, given the field's name in MjData."""
         return getattr(self._data, name)
 
     def _download(self, name: str) -> None:
@@ -141,7 +144,7 @@ class WarpSimulator:
         self.device, self._batches = device, dict[int, WarpBatch]()
 
     def __call__(self, model: mujoco.MjModel, copies: int, threads: int) -> WarpBatch:
-        """Return a batch in its initial state. `threads` is ignored, as it concerns only CPUs."""
+        """Return a simulation batch in its initial state. `threads` is ignored, as it concerns only CPUs."""
         if copies not in self._batches:
             self._batches[copies] = WarpBatch(model, copies, self.device)
         batch = self._batches[copies]

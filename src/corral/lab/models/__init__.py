@@ -1,7 +1,7 @@
-"""Models by name: embedded in corral, from packages, from folders, and from the hub."""
+"""Language models that can be loaded by name: embedded in corral, from packages, from folders, or from the hub."""
 
 EMBEDDED = ("tiny", "tiny-sums")
-"""Names of the models that ship with corral, each in a folder of that name beside this file."""
+"""Names of the models that ship with corral, each in a folder of the same name beside this file."""
 
 BUILT_IN = (*EMBEDDED, "smollm2", "gemma", "smoke")
 """Names of models that need neither a folder nor the hub."""

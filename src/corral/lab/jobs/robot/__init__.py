@@ -1,1 +1,1 @@
-"""Training runs of robots: settings, training, evaluation, export."""
+"""Training runs of robots: their settings, training, evaluation and export."""

@@ -26,26 +26,27 @@ from corral.robot.tracking import Array
 from corral.validate import RunError, run_errors
 
 MOVED = 32
-"""Number of contexts on which smoothness and exploration are measured during training."""
+"""Number of held-out contexts on which smoothness and exploration noise are measured during training."""
 LAG = 0.1
-"""Time lag, in seconds, of the autocorrelation of exploration noise."""
+"""Time lag in seconds at which the autocorrelation of exploration noise is measured."""
 _SHORTEST = 4
-"""Smallest number of steps in an episode for which a jerk is defined."""
+"""Smallest number of steps of an episode for which jerk can be computed."""
 _RESAMPLES = 2000
-"""Number of bootstrap resamples."""
+"""Number of bootstrap resamples for a confidence interval."""
 _FILM_EPISODES = 3
-"""Number of episodes in a film."""
+"""Number of episodes in an evaluation's film."""
 _SMOOTHNESS = {"jerk": "jerk (LDJ)", "spectrum": "spectrum (SPARC)", "torque_rate": "torque rate"}
-"""Smoothness measures by key, with their names in tables."""
+"""Names in tables of the smoothness measures jerk, spectrum and torque rate."""
 WAYS = ("mean", "exploring")
-"""Two ways to play an episode: without exploration, and with the exploration of training."""
+"""Names of the two ways to play evaluation episodes: without exploration, or with the exploration of training."""
 _PADDING = 16
-"""Length of the zeros appended to a motion, in multiples of its length: they resolve the spectrum's arc length to a per
-mille."""
+"""Number of zeros appended to a motion before its Fourier transform, in multiples of the motion's length.
+They resolve the spectrum's arc length to a per mille."""
 
 
 def log_dimensionless_jerk(velocities: Array, dt: float) -> Array:
-    """Log dimensionless jerk: −log of the squared jerk, independent of a motion's duration and size. Nearer to 0 is smoother.
+    """Log dimensionless jerk: −log of a motion's squared jerk, normalised by duration and peak speed.
+    Nearer to 0 is smoother.
 
         LDJ = − log( (duration³ / peak²) ∫ ‖v̈‖² dt )          peak = max ‖v‖
 
@@ -67,7 +68,7 @@ def log_dimensionless_jerk(velocities: Array, dt: float) -> Array:
 
 
 def spectral_arc_length(velocities: Array, dt: float, *, cutoff: float = 10.0, threshold: float = 0.05) -> Array:
-    """Spectral arc length: minus the length of the speed's normalised amplitude spectrum. Nearer to 0 is smoother.
+    """Spectral arc length of motions: minus the length of the speed's normalised amplitude spectrum. Nearer to 0 is smoother.
 
         SPARC = − ∫₀^ω_c √( 1/ω_c² + (dV̂/dω)² ) dω          V̂ = |V(ω)| / V(0)
         ω_c: the highest frequency at most `cutoff` where V̂ ≥ `threshold`
@@ -97,12 +98,12 @@ def spectral_arc_length(velocities: Array, dt: float, *, cutoff: float = 10.0, t
 
 
 def torque_rate(actions: Array, dt: float) -> Array:
-    """Mean rate of torque change ‖Δu‖ / Δt [*] of actions [* T D]: a measure of wear on motors and gears."""
+    """Mean rate of torque change ‖Δu‖ / Δt [*] of actions [* T D], a measure of wear on a robot's motors and gears."""
     return np.asarray(np.linalg.norm(np.diff(actions, axis=-2), axis=-1).mean(-1) / dt)
 
 
 def lag_autocorrelation(deviations: Array, lag: int) -> float:
-    """Correlation of exploration noise with itself `lag` steps later, over episodes, times and joints.
+    """Correlation of exploration noise with itself `lag` steps later, over all episodes, times and joints.
 
         Σ x_t x_{t+lag} / √( Σ x_t² Σ x_{t+lag}² )
 
@@ -118,7 +119,7 @@ def lag_autocorrelation(deviations: Array, lag: int) -> float:
 
 
 def measure(agent: Any, environment: Environment, contexts: int) -> dict[str, float | None]:
-    """Measure a policy for one line of metrics, on held-out contexts common to all runs and algorithms.
+    """Measure a policy during training, on held-out contexts common to all runs and algorithms.
 
     Args:
         agent: a `Learner` or a `Baseline`.
@@ -145,8 +146,8 @@ def measure(agent: Any, environment: Environment, contexts: int) -> dict[str, fl
 
 
 def smoothness(episodes: Episodes, environment: Environment, count: int | None = None) -> dict[str, Array]:
-    """Three smoothness measures for each of the first `count` episodes that are long enough and move. Nearer to 0 is
-    smoother."""
+    """Compute three smoothness measures for each of the first `count` episodes that are long enough and move.
+    Nearer to 0 is smoother."""
     velocities = episodes.observations[:count, 1:, slice(*environment.tracking.velocities)].numpy()
     found: dict[str, list[float]] = {name: [] for name in _SMOOTHNESS}
     for speeds, actions, mask in zip(velocities, episodes.actions[:count].numpy(), episodes.mask[:count], strict=True):
@@ -158,7 +159,7 @@ def smoothness(episodes: Episodes, environment: Environment, count: int | None =
 
 
 def autocorrelation(exploring: Episodes, mean: Episodes, environment: Environment) -> float | None:
-    """Autocorrelation of the exploration noise in the actions at a lag of `LAG` seconds; 0 for white noise.
+    """Autocorrelation of exploration noise in the actions at a lag of `LAG` seconds. It is 0 for white noise.
 
     Args:
         exploring: episodes played as in training.
@@ -180,7 +181,7 @@ def autocorrelation(exploring: Episodes, mean: Episodes, environment: Environmen
 def evaluate(
     run: Path, *, episodes: int = 256, checkpoint: str = "latest", out: Path | None = None, video: Path | None = None
 ) -> Evaluation:
-    """Evaluate a checkpoint on held-out contexts common to all runs, with and without exploration."""
+    """Evaluate a checkpoint of a robot's run on held-out contexts common to all runs, with and without exploration."""
     if episodes < 1:
         raise RunError(f"`episodes` must be at least 1; got {episodes}.")
     if video is not None:
@@ -222,8 +223,8 @@ def evaluate(
 
 
 def _estimates(episodes: Episodes, environment: Environment) -> dict[str, dict[str, float | None]]:
-    """Estimate every measured number, with confidence intervals over contexts. Smoothness may have either sign; nearer to 0 is
-    smoother.
+    """Estimate every measure of an evaluation, with confidence intervals over contexts.
+    Smoothness may have either sign; nearer to 0 is smoother.
 
     Returns are means; smoothness is a median, since one episode at rest would spoil a mean. Success is left out where the
     environment does not say it. Episodes that ended early are smooth up to their end.
@@ -253,7 +254,7 @@ def bootstrap(values: Array, statistic: Callable[..., Any], level: float = LEVEL
 
 
 def show(result: Mapping[str, Any], where: Path, video: Path | None, *, quiet: bool) -> None:
-    """Print the results of an evaluation as a table and a sentence, with their folder."""
+    """Print the results of an evaluation as a table and a sentence, with the folder that holds them."""
     console, problems = PatientConsole(), PatientConsole(stderr=True)
     for sentence in result["complaints"]:
         problems.print(f"[yellow]warning:[/] {escape(sentence)}", soft_wrap=True, highlight=False)
@@ -276,7 +277,7 @@ def show(result: Mapping[str, Any], where: Path, video: Path | None, *, quiet: b
 
 
 def _cells(one: Mapping[str, Any] | None) -> tuple[str, str]:
-    """An estimate and its confidence interval as table cells; a single episode gives no interval."""
+    """Format an estimate and its confidence interval as table cells. A single episode gives no interval."""
     if one is None:
         return "–", ""
     interval = "–" if one["low"] is None else f"{number(one['low'])} … {number(one['high'])}"

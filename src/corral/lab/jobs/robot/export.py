@@ -1,4 +1,4 @@
-"""Export of a trained policy to a file for NumPy alone; its planned motions are checked against the joints' limits."""
+"""Export of a trained robot policy to a file that needs only NumPy, with a check of its motions against joint limits."""
 
 import io
 import json
@@ -23,22 +23,22 @@ from corral.robot.tracking import Array
 from corral.validate import RunError, run_errors
 
 _Bound = float | Sequence[float]
-"""Limit of a quantity: one number for all joints, or one per joint."""
+"""Limit of a joint quantity: one number for all joints, or one number per joint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JointLimits:
-    """Limits of joint positions, velocities and accelerations; infinite by default."""
+    """Limits of joint positions, velocities and accelerations. They are infinite by default."""
 
     position: tuple[_Bound, _Bound] = (-np.inf, np.inf)
-    """Smallest and largest position, rad or m."""
+    """Smallest and largest joint position, in rad or m."""
     velocity: _Bound = np.inf
-    """Largest absolute velocity, per second."""
+    """Largest absolute joint velocity, in rad/s or m/s."""
     acceleration: _Bound = np.inf
-    """Largest absolute acceleration, per second squared."""
+    """Largest absolute joint acceleration, in rad/s² or m/s²."""
 
     def array(self, dof: int) -> Array:
-        """Smallest and largest position, velocity and acceleration of each joint [3 2 D]."""
+        """Return the smallest and largest position, velocity and acceleration of each joint as an array [3 2 D]."""
         pairs = [self.position, *((-np.asarray(x), x) for x in (self.velocity, self.acceleration))]
         try:
             out = np.array([[np.broadcast_to(np.asarray(x, float), dof) for x in pair] for pair in pairs])
@@ -54,7 +54,7 @@ class JointLimits:
 def export_policy(
     learner: Learner, path: str | Path, *, contexts: Array | None = None, limits: JointLimits | None = None, refuse: bool = True
 ) -> list[str]:
-    """Write a policy's mean plan as a function of the context to `path`.npz, with a loader `path`.py beside it.
+    """Write a policy's mean plan as a function of the context to `path`.npz, with a Python loader `path`.py beside it.
 
     Nothing is written if a plan for one of `contexts` leaves the limits, unless `refuse` is False. The file carries the
     limits either way, and its loader refuses every plan beyond them.
@@ -90,7 +90,7 @@ def export_policy(
 
 
 def export_run(run: Path, path: Path, *, checkpoint: str = "latest") -> int:
-    """Export a run's checkpoint as .npz or .pt2, without joint limits, and return the checkpoint's step."""
+    """Export a checkpoint of a run as .npz or .pt2, without joint limits, and return the checkpoint's step."""
     with restored(run, checkpoint) as (settings, agent, chosen, _):
         if settings.algorithm not in EPISODIC:
             raise RunError(
@@ -103,7 +103,7 @@ def export_run(run: Path, path: Path, *, checkpoint: str = "latest") -> int:
 
 
 class _Program(nn.Module):
-    """Module that computes positions, velocities and accelerations [3 E T D] from contexts [E O], as the .npz loader does."""
+    """Torch module that plans positions, velocities and accelerations [3 E T D] from contexts [E O], as the .npz loader."""
 
     def __init__(self, policy: exported.ExportedPolicy) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class _Program(nn.Module):
 
 
 def export_program(learner: Learner, path: str | Path) -> None:
-    """Write a policy's mean plans as a program for `torch.export.load(path).module()(contexts)`, in float64.
+    """Write a policy's mean plans as a float64 program for `torch.export.load(path).module()(contexts)`.
 
     Contexts are [E O], E ≥ 1, and plans positions, velocities and accelerations [3 E T D]. No joint limits are checked.
     """
@@ -139,7 +139,7 @@ def export_program(learner: Learner, path: str | Path) -> None:
 
 
 def _archive(learner: Learner, limits: Array) -> bytes:
-    """Content of the .npz file in float64: the policy's network, its trajectory as linear maps, and joint limits."""
+    """Build the content of the .npz file in float64: policy network, trajectory as linear maps, and joint limits."""
     if learner.planner.count > 1:
         raise ValueError(
             f"export_policy: a file holds one plan per episode, and this policy plans anew every {learner.planner.every} "
@@ -176,7 +176,7 @@ def _archive(learner: Learner, limits: Array) -> bytes:
 
 
 def tables(prodmp: ProDMP, times: Tensor) -> tuple[Tensor, Tensor]:
-    """Linear maps from parameters [3 T M] and start state [3 T 2] to positions, velocities and accelerations.
+    """Compute linear maps from parameters [3 T M] and start state [3 T 2] to positions, velocities and accelerations.
 
     Acceleration is the derivative of the velocity's columns, each of which depends on its own time alone.
     """

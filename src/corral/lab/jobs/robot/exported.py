@@ -1,4 +1,4 @@
-"""Loader for a policy exported as a single .npz file. It needs only NumPy, and is copied next to every export.
+"""Loader for a robot policy exported as a single .npz file. It needs only NumPy, and is copied next to every export.
 
     from POLICY import load                       # POLICY.py and POLICY.npz lie side by side
     plan = load("POLICY.npz")
@@ -26,23 +26,23 @@ _ORDERS = ("position", "velocity", "acceleration")
 
 @dataclass(frozen=True)
 class ExportedPolicy:
-    """A policy that maps a context to a trajectory: a small network, then two linear maps."""
+    """Exported robot policy that maps a context to a trajectory, by a small network and two linear maps."""
 
     about: dict[str, Any]
-    """Settings of the trajectory and the controller, and other metadata."""
+    """Settings of the policy's trajectory and controller, and other metadata."""
     layers: list[tuple[Any, Any]]
-    """The network's layers: weights [out in] and biases [out]."""
+    """Weights [out in] and biases [out] of each layer of the policy network."""
     times: Any
-    """Times of the planned steps, in seconds [T]."""
+    """Times in seconds of the planned steps [T]."""
     basis: Any
-    """Linear map from trajectory parameters to position, velocity and acceleration [3 T M]."""
+    """Linear map [3 T M] from a joint's trajectory parameters to its positions, velocities and accelerations."""
     start: Any
-    """Linear map from the joints' initial position and velocity to position, velocity and acceleration [3 T 2]."""
+    """Linear map [3 T 2] from a joint's initial position and velocity to its positions, velocities and accelerations."""
     limits: Any
-    """Smallest and largest position, velocity and acceleration of each joint [3 2 D]; infinite if unlimited."""
+    """Smallest and largest position, velocity and acceleration of each joint [3 2 D]. They are infinite without limits."""
 
     def parameters(self, context: Any) -> Any:
-        """Trajectory parameters [* W]: the network's output for a context."""
+        """Compute trajectory parameters [* W], the output of the policy network for a context."""
         x = np.asarray(context, np.float64)
         if x.shape[-1:] != self.layers[0][0].shape[1:]:
             raise ValueError(f"plan: a context has {self.layers[0][0].shape[1]} numbers; got {x.shape}.")
@@ -51,7 +51,7 @@ class ExportedPolicy:
         return x @ self.layers[-1][0].T + self.layers[-1][1]
 
     def unchecked(self, context: Any) -> Any:
-        """Plan positions, velocities and accelerations [3 * T D] without checking the limits."""
+        """Plan positions, velocities and accelerations [3 * T D] for a context, without a check of the joint limits."""
         context = np.asarray(context, np.float64)
         state = [context[..., slice(*self.about[key])] for key in ("joints", "velocities")]
         params = self.parameters(context)
@@ -60,7 +60,7 @@ class ExportedPolicy:
         return plan + np.einsum("kts,...ds->k...td", self.start, np.stack(state, -1))
 
     def violations(self, context: Any) -> list[str]:
-        """Sentences on quantities beyond their limits; empty if there are none."""
+        """Describe each planned quantity that exceeds its joint limits in a sentence. The list is empty if none does."""
         plan, found = self.unchecked(context), []
         for order, name in enumerate(_ORDERS):
             worst = plan[order].reshape(-1, plan.shape[-1])
@@ -71,7 +71,7 @@ class ExportedPolicy:
         return found
 
     def __call__(self, context: Any) -> Any:
-        """Plan positions, velocities and accelerations [3 * T D], and refuse a plan beyond the limits."""
+        """Plan positions, velocities and accelerations [3 * T D] for a context. Raises ValueError beyond the joint limits."""
         found = self.violations(context)
         if found:
             raise ValueError("plan: beyond the limits. " + "; ".join(found) + ".")
@@ -79,7 +79,7 @@ class ExportedPolicy:
 
 
 def load(path: Any) -> ExportedPolicy:
-    """Read an exported policy."""
+    """Read an exported policy from an .npz file."""
     with np.load(path, allow_pickle=False) as file:
         about = json.loads(str(file["about"])) if "about" in file else {}
         if about.get("format") != FORMAT:

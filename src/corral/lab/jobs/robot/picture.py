@@ -21,19 +21,20 @@ except ImportError as error:
 _Image = NDArray[np.uint8]
 
 _BAR = 32
-"""Height of the caption below each picture of a film, in pixels."""
+"""Height in pixels of the caption below each picture of a film."""
 _BLOCK = 16
-"""Divisor of a film's width and height in pixels: without it, the video encoder would stretch the picture."""
+"""Divisor of a film's width and height in pixels, without which the video encoder would stretch the picture."""
 _FPS = 25
-"""Approximate pictures per second. GIF delays are in hundredths of a second, and players slow down very short delays."""
+"""Approximate number of pictures per second in a film.
+GIF delays are in hundredths of a second, and players slow down very short delays."""
 _HOLD = 0.8
-"""Seconds for which a film shows an episode's outcome."""
+"""Time in seconds for which a film shows an episode's outcome."""
 
 
 def render_video(
     env: gymnasium.Env, seeds: Sequence[int], actions: Array, path: str | Path, *, every: int | None = None
 ) -> int:
-    """Play episodes again and film them in sequence: each picture shows its time, each end shows success or failure.
+    """Play recorded episodes again and film them in sequence. Captions show the time, and success or failure at the end.
 
     What an environment's marks mean, it may say in `metadata["render_marks"]`.
 
@@ -81,7 +82,7 @@ def render_video(
 
 
 def caption(picture: Any, words: str, marks: str = "", success: bool | None = None) -> _Image:
-    """Add a caption below a picture [Y X 3]: text, a legend of marks, and at the end success or failure."""
+    """Add a caption below a picture [Y X 3]: text, a legend of marks and, if known, success or failure."""
     image = np.asarray(picture)
     height, width = image.shape[:2]
     size = (-(-width // _BLOCK) * _BLOCK, -(-(height + _BAR) // _BLOCK) * _BLOCK)
@@ -98,7 +99,7 @@ def caption(picture: Any, words: str, marks: str = "", success: bool | None = No
 
 
 def check_film(path: Path) -> None:
-    """Refuse a film that could not be written, before any episode is played or filmed."""
+    """Refuse a film's path that could not be written, before any episode is played."""
     if path.suffix not in (".gif", ".mp4") or not path.parent.is_dir():
         raise ValueError(f"a film is a file in a folder that is there, and ends in .gif or .mp4; got {path}.")
     if path.suffix == ".mp4":

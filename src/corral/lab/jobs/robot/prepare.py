@@ -1,4 +1,5 @@
-"""Preparation of a robot's run: environments and learner, checked before any file is written. Also `--dry-run`."""
+"""Preparation of a robot's run: build environments and learner, and check settings, before any file is written.
+Also `--dry-run`."""
 
 import importlib
 import inspect
@@ -25,15 +26,15 @@ from corral.robot.tracking import Tracking
 from corral.validate import RunError, nearest, run_errors, suggest
 
 STATE = "state.pt"
-"""File name of the learner's state in a checkpoint."""
+"""File name of the learner's state in a checkpoint folder."""
 
 Agent = Any
-"""A `Learner` or a `Baseline`: both have step, evaluate, explore, state, restore, iteration, updates, env_steps, networks,
-optimizers and config."""
+"""Robot learner of either kind: a `Learner` of plans, or a step-based `Baseline`.
+Both have step, evaluate, explore, state, restore, iteration, updates, env_steps, networks, optimizers and config."""
 
 
 def prepare(settings: Settings) -> Agent:
-    """Build the environments and the learner from settings, and refuse wrong settings."""
+    """Build the environments and the learner of a robot's run from its settings. Raises RunError for wrong settings."""
     environment = find_environment(settings)
     with run_errors((ValueError, ImportError)):
         config, learner = learner_config(settings), learner_class(settings.algorithm)
@@ -66,7 +67,7 @@ def prepare(settings: Settings) -> Agent:
 
 
 def restore(agent: Agent, checkpoint: Checkpoint) -> None:
-    """Load a checkpoint's state into the learner, or raise a RunError if it does not fit. Code in the file is never run."""
+    """Load a checkpoint's state into the learner, without running code in the file. Raises RunError if it does not fit."""
     try:
         agent.restore(torch.load(checkpoint.path / STATE, weights_only=True, map_location="cpu"))
     except Exception as error:  # pickle, torch, zip files and NumPy have one each
@@ -79,7 +80,7 @@ def restore(agent: Agent, checkpoint: Checkpoint) -> None:
 
 @contextmanager
 def restored(run: Path, checkpoint: str) -> Iterator[tuple[Settings, Agent, Checkpoint, list[str]]]:
-    """Load a run on the CPU: its settings, its learner, the checkpoint, and reasons why newer checkpoints are not used."""
+    """Load a robot's run on the CPU: settings, learner, checkpoint, and reasons why newer checkpoints were not used."""
     folder = RunFolder.open(run, write=False)
     settings = resolve([folder.read_config()["settings"]])
     chosen, complaints = choose_checkpoint(folder, checkpoint)
@@ -91,8 +92,8 @@ def restored(run: Path, checkpoint: str) -> Iterator[tuple[Settings, Agent, Chec
 
 
 def find_environment(settings: Settings) -> Environment:
-    """Find the environment that the settings name, with checked settings: one of corral's, or any other with a `tracking`
-    table."""
+    """Find the environment that the settings name, and check its settings.
+    It is one of corral's, or any other with a `tracking` table."""
     name, table = settings.environment, settings.tracking
     if name not in ENVIRONMENTS:
         if ":" not in name and (name.startswith("corral/") or (not table and name not in registry)):
@@ -118,7 +119,7 @@ def find_environment(settings: Settings) -> Environment:
 
 @lru_cache(maxsize=8)
 def _own_environment(name: str, table: str, config: str, simulator: str) -> Environment:
-    """Describe an environment from outside corral by its settings as JSON. Makes one instance to read its properties."""
+    """Describe an environment from outside corral, given its settings as JSON. Makes one copy to read its properties."""
     from corral.lab.environments.own import probe
 
     if simulator != "mujoco":
@@ -130,14 +131,14 @@ def _own_environment(name: str, table: str, config: str, simulator: str) -> Envi
 
 
 def learner_config(settings: Settings) -> Any:
-    """Build the algorithm's settings object, with every value checked."""
+    """Build the algorithm's settings object from a run's settings, with every value checked."""
     config_cls = config_class(settings.algorithm)
     given = coerce_fields(settings.algorithm, config_cls, settings.learner, without=["iterations"])
     return config_cls(iterations=settings.iterations, **given)
 
 
 def parameters(agent: Agent) -> int:
-    """Number of trainable parameters."""
+    """Number of trainable parameters of a learner's networks."""
     return sum(p.numel() for network in agent.networks.values() for p in network.parameters() if p.requires_grad)
 
 
@@ -148,7 +149,7 @@ _SOME_BASELINES = {
     "noise_colour": ("pink",),
     **dict.fromkeys(("projection", "mean_bound", "cov_bound", "regression", "deployed_bound"), ("trpl",)),
 }
-"""Settings that apply to some baselines only, each with the name parts of those baselines."""
+"""Settings that apply only to baselines with certain name parts, such as "sac", and these name parts."""
 
 
 def used_by(algorithm: str) -> set[str]:
@@ -160,7 +161,7 @@ def used_by(algorithm: str) -> set[str]:
 
 
 def check_used(settings: Settings) -> None:
-    """Refuse a new run with settings for another algorithm, or for an event that the environment does not report.
+    """Refuse a new run with settings of another algorithm, or for an event that the environment does not report.
 
     Run folders that have such settings already can still be resumed and evaluated. Names that no algorithm has are refused by
     `prepare`, with the nearest name.
@@ -181,7 +182,7 @@ def check_used(settings: Settings) -> None:
 
 
 def rehearse(settings: Settings) -> list[str]:
-    """Lines that `--dry-run` prints: settings as TOML, after comments about episodes and networks."""
+    """Compose the lines that `--dry-run` prints: settings as TOML, after comments about episodes and networks."""
     check_used(settings)
     agent = prepare(settings)
     with closing(agent.plant):

@@ -1,4 +1,4 @@
-"""Settings of a robot's run from recipe, file and flags, with every name and type checked."""
+"""Settings of a robot's run, merged from recipe, file and flags, with every name and type checked."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +19,8 @@ EPISODIC = {"tce": ("robot.tce", "TCE"), "bbrl": ("robot.bbrl", "BBRL"), "top_er
 """Module and class of each algorithm that learns plans. All other algorithms are step-based baselines."""
 
 TABLES = ("environment_config", "tracking", "prodmp", "learner")
-"""Settings that are tables: a later source changes single keys. The command line imports this name for either kind of run."""
+"""Names of the settings that are tables, in which a later source of settings changes single keys.
+The command line imports this name for either kind of run."""
 
 _OF_THE_CRITIC = {f"learner.critic_{name}" for name in ("epochs", "rate", "hidden", "dtype", "inputs")}
 _OF_THE_CRITIC |= {"learner.lam", "learner.normalise_critic"}
@@ -33,43 +34,44 @@ _ELSEWHERE = {
     "model": "prodmp and learner",
     "learning_rate": "learner.policy_rate, learner.critic_rate or, for baselines, learner.rate",
 }
-"""Language-model settings that robots lack, each with the robot setting to use instead."""
+"""Language-model settings that robot runs lack, each with the robot setting to use instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(RunSettings):
-    """Settings of a robot's run."""
+    """Settings of a robot's training run."""
 
     environment: str = "corral/ViaPointReacher-v0"
-    """Environment to learn in: one of corral's, any id of Gymnasium's, or a class of your own as `module:Class` or
-    `file.py:Class`."""
+    """Environment to learn in: one of corral's, any id of Gymnasium's, or a class of your own.
+    Give a class as `module:Class` or `file.py:Class`."""
     environment_config: dict[str, Any] = field(default_factory=dict)
-    """Settings of the environment."""
+    """Settings of the environment, such as the kind of reward, as a table."""
     tracking: dict[str, Any] = field(default_factory=dict)
-    """Controller for an environment that is not corral's: fields of corral.robot.tracking.Tracking, number of `steps` in an
-    episode (by default Gymnasium's), and seconds `dt` of a step (by default read from Gymnasium's MuJoCo tasks)."""
+    """Controller for an environment that is not corral's, as a table of fields of corral.robot.tracking.Tracking.
+    It also takes the number of `steps` in an episode (by default Gymnasium's), and the seconds `dt` of a step (by default
+    read from Gymnasium's MuJoCo tasks)."""
     algorithm: _Algorithm = "tce"
-    """Algorithm: motion plans credited in segments (tce), as a whole (bbrl) or by a critic of past episodes (top_erl), or a
-    step-based baseline on stable-baselines3 (sb3-…)."""
+    """Algorithm that learns motion plans (tce, bbrl, top_erl), or a step-based baseline of stable-baselines3 (sb3-…).
+    Plans are credited in segments (tce), as a whole (bbrl) or by a critic of past episodes (top_erl)."""
     prodmp: dict[str, Any] = field(default_factory=dict)
-    """Settings of the trajectory generator corral.robot.ProDMP; the number of joints comes from the environment. Baselines have
-    no trajectory."""
+    """Settings of the trajectory generator corral.robot.ProDMP, as a table. Baselines have no trajectory.
+    The number of joints comes from the environment."""
     learner: dict[str, Any] = field(default_factory=dict)
-    """Settings of the algorithm: TCEConfig, BBRLConfig, TopERLConfig or BaselineConfig."""
+    """Settings of the algorithm, as a table of fields of TCEConfig, BBRLConfig, TopERLConfig or BaselineConfig."""
     iterations: int = limited(125, at_least=1)
     """Number of training steps, each on one batch of episodes."""
     eval_every: int = 5
     eval_size: int = 256
     dtype: Literal["float64", "float32"] = "float64"
-    """Floating-point precision of networks and plans. Baselines are float32."""
+    """Floating-point precision of networks and plans. Baselines always use float32."""
     workers: int | None = limited(None, at_least=1)
-    """Number of threads that step the environments; by default one per core. Results do not depend on it."""
+    """Number of threads that step the environments, by default one per core. Results do not depend on the number."""
     simulator: Literal["mujoco", "warp"] = "mujoco"
-    """Simulator for training episodes: MuJoCo on the CPU, or MuJoCo Warp on a GPU, in float32. Warp needs corral[warp], and
-    supports plans on hopper jump and box pushing. Evaluations always use MuJoCo."""
+    """Simulator for training episodes: MuJoCo on the CPU, or MuJoCo Warp on a GPU in float32.
+    Warp needs corral[warp], and supports plans on hopper jump and box pushing. Evaluations always use MuJoCo."""
 
     report_to: str = "none"
-    """Trackers of the metrics: none, tensorboard, wandb, trackio, or several of them with commas between."""
+    """Trackers that the metrics are sent to: none, tensorboard, wandb, trackio, or several separated by commas."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,13 +82,13 @@ class Settings(RunSettings):
             raise RunError("`prodmp.dof` is decided by the environment's joints: leave it out.")
 
     def flat(self) -> dict[str, Any]:
-        """All settings in one flat table, as in a settings file."""
+        """Return all settings in one flat table, as in a settings file."""
         return dataclasses.asdict(self)
 
 
 def resolve(layers: Sequence[Mapping[str, Any]]) -> Settings:
-    """Merge settings from several sources; later sources win. A table named after the algorithm, such as [bbrl], goes into
-    [learner].
+    """Merge a robot run's settings from several sources, of which later sources win.
+    A table named after the algorithm, such as [bbrl], goes into [learner].
 
     So one recipe serves every algorithm: [learner] holds what they share, and each has a table of its own.
     """
@@ -112,7 +114,7 @@ def resolve(layers: Sequence[Mapping[str, Any]]) -> Settings:
 
 
 def check_flags(settings: Settings, given: Mapping[str, Any]) -> None:
-    """Refuse command-line flags (`given`) that have no effect on a run with these settings.
+    """Refuse command-line flags (`given`) that have no effect on a robot's run with these settings.
 
     A recipe or a file serves several algorithms and ways to run them, so it may hold such things; a flag means this run.
     """
@@ -140,19 +142,19 @@ def check_flags(settings: Settings, given: Mapping[str, Any]) -> None:
 
 
 def learner_class(algorithm: str) -> Any:
-    """Import the class of an algorithm."""
+    """Import the class that implements a robot algorithm."""
     module, name = EPISODIC.get(algorithm, ("lab.baselines.stable", "Baseline"))
     return vars(import_module(f"corral.{module}"))[name]
 
 
 def config_class(algorithm: str) -> Any:
-    """Import the settings class of an algorithm. For baselines this does not import stable-baselines3."""
+    """Import the settings class of a robot algorithm. For baselines this does not import stable-baselines3."""
     module, name = EPISODIC.get(algorithm, ("lab.baselines.config", "Baseline"))
     return vars(import_module(f"corral.{module}"))[f"{name}Config"]
 
 
 def coerce_fields(owner: str, config_cls: type, given: Mapping[str, Any], *, without: Iterable[str] = ()) -> dict[str, Any]:
-    """Convert values to the types of a dataclass's fields. Unknown names are refused, and lists become tuples."""
+    """Convert values to the types of a dataclass's fields. Lists become tuples. Raises RunError for unknown names."""
     known = [item.name for item in dataclasses.fields(config_cls) if item.name not in without]
     hints, out = get_type_hints(config_cls), {}
     for key, value in given.items():

@@ -1,4 +1,4 @@
-"""Settings for `--smoke`: run any robot recipe in seconds, with two steps and as few episodes and updates as possible."""
+"""Settings of `--smoke`, which runs any robot recipe in seconds: two steps, and as few episodes and updates as possible."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,12 +21,12 @@ TRAINING: dict[str, Any] = {
     "sb3-ppo-pink": _PPO,
     "sb3-trpl": _PPO,
 }
-"""Settings that `--smoke` changes in a recipe. Environment, trajectory, bounds and networks stay the same."""
+"""Settings that `--smoke` changes in a robot recipe. Environment, trajectory, bounds and networks stay unchanged."""
 
 EPISODES = 4
-"""Number of episodes that `corral eval --smoke` plays."""
+"""Number of episodes that `corral eval --smoke` plays with a robot."""
 
 
 def smoke_layers(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Settings that `--smoke` adds on top of a recipe and a file, which are `layers`."""
+    """Add the settings of `--smoke` on top of `layers`, the settings of a recipe and a file."""
     return [TRAINING]

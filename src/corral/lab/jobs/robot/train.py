@@ -26,11 +26,12 @@ from corral.numerics import drop_gradients, gradient_state
 from corral.robot.learner import Learner
 
 LIMITS = CollapseLimits(kl=10.0)
-"""Thresholds of collapse for robots. KL is per plan, not per token: a healthy BBRL run begins at .6 before its projection."""
+"""Metric thresholds beyond which a robot's training counts as collapsed.
+KL is per plan, not per token: a healthy BBRL run begins at .6 before its projection."""
 
 _WATCHED = ("success", "tr/kl_before", "std", "skipped")
-"""Metrics in which the guard looks for a collapse. The mean standard deviation replaces entropy: the entropy of a density has
-no zero, and is negative in healthy runs."""
+"""Metrics in which the guard looks for a collapse of a robot's training.
+The mean standard deviation replaces entropy: the entropy of a density has no zero, and is negative in healthy runs."""
 
 
 def train(
@@ -41,7 +42,7 @@ def train(
     smoke: bool = False,
     verbose: bool = False,
 ) -> Outcome:
-    """Train a new run in the folder `out`, or in a new folder under runs/ (under smoke-runs/ with `smoke`)."""
+    """Train a new robot run in the folder `out`, or in a new folder under runs/ (under smoke-runs/ with `smoke`)."""
     settings = settings if isinstance(settings, Settings) else resolve([settings])
     check_used(settings)
     name = re.sub(r"-v\d+$", "", re.split("[/:]", settings.environment)[-1])
@@ -59,7 +60,7 @@ def resume(
     simulator: str | None = None,
     verbose: bool = False,
 ) -> Outcome:
-    """Resume the run in `path` from its last intact checkpoint; steps after that checkpoint are repeated, bit for bit.
+    """Resume the robot run in `path` from its last intact checkpoint. Steps after that checkpoint are repeated, bit for bit.
 
     `iterations` gives it a new end; rates and bounds that change over a run follow the schedule of that length. Another
     `simulator` plays the plans from here on: a run that began on a GPU goes on without one.
@@ -74,7 +75,7 @@ def resume(
 
 
 class RobotRun(Job):
-    """A robot's training run: the learner's steps, evaluations and checkpoints."""
+    """Training run of a robot: the learner's steps, evaluations and checkpoints."""
 
     length, beside, pace = "iterations", "return", ("env_steps", "steps_per_second")
     settings: Settings
@@ -116,7 +117,7 @@ class RobotRun(Job):
         }
 
     def check_changes(self, content: Mapping[str, Any], done: int, path: Path, view: RunView) -> dict[str, Any]:
-        """Record a change of simulator on resuming: from then on, the numbers differ."""
+        """Record that the simulator changed when a robot's run was resumed, because results then differ from that step on."""
         if self.settings.simulator == content["settings"].get("simulator", Settings.simulator):  # older runs may not have it
             return {}
         return life.changed_setting(content, "simulator", self.settings.simulator, done, "simulated")
@@ -125,7 +126,7 @@ class RobotRun(Job):
         restore(self.agent, checkpoint)
 
     def fit(self, record: Recorder) -> None:
-        """Train all remaining steps."""
+        """Train until all steps of the run are done."""
         self.record = record
         if self.settings.guard != "off":
             for name, optimizer in self.agent.optimizers.items():
@@ -141,7 +142,7 @@ class RobotRun(Job):
                     break
 
     def step(self) -> bool:
-        """Train on one batch of episodes, write its metrics and a checkpoint if due, and return whether to stop."""
+        """Train on one batch of episodes, write its metrics and any due checkpoint, and return whether to stop the run."""
         settings, record, metrics = self.settings, self.record, self.agent.step()
         step = self.agent.iteration
         line = {"step": step, "update": self.agent.updates, "success": None, "return": None}
@@ -154,17 +155,17 @@ class RobotRun(Job):
         return stop
 
     def measure(self) -> dict[str, float | None]:
-        """Evaluate the policy on held-out contexts. The random generators of training stay unchanged."""
+        """Evaluate the robot's policy on held-out contexts. The random generators of training stay unchanged."""
         return measure(self.agent, find_environment(self.settings), self.settings.eval_size)
 
     def add(self, line: dict[str, Any]) -> None:
-        """Check a line of metrics with the guard, record it, and send it to the trackers."""
+        """Check one step's metrics for a collapse, record them, and send them to the trackers."""
         self.record.guard.observe(line)
         self.record.add(line)
         self.track(line)
 
     def save(self) -> None:
-        """Write a checkpoint of this step atomically."""
+        """Write a checkpoint of the current training step atomically."""
         folder, step = self.record.folder, self.agent.iteration
         assert folder is not None  # robots learn in one process
         name = f"checkpoint-{step}"
@@ -174,7 +175,7 @@ class RobotRun(Job):
             folder.publish(name, step, self.settings.keep_checkpoints)
 
     def check_update(self, name: str, optimizer: torch.optim.Optimizer) -> None:
-        """Skip an update with a non-finite gradient by deleting the gradients: optimizers then change nothing."""
+        """Delete the gradients of an update if any gradient is not finite, so that the optimizer changes nothing."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         poisoned = not gradient_state(parameters)[0]
         update = f"an update of the {name} in step {self.agent.iteration + 1}"
@@ -187,12 +188,12 @@ class RobotRun(Job):
 
 
 def select_watched(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the metrics in which the guard looks for a collapse."""
+    """Select the metrics of a training step in which the guard looks for a collapse."""
     return {key: line[key] for key in _WATCHED if key in line}
 
 
 def banner(settings: Settings, agent: Agent, where: Path, verbose: bool = False) -> list[tuple[str, str]]:
-    """Heading of a run as (name, sentence) lines. Settings at their defaults are shown only with `verbose`."""
+    """Compose the heading of a robot's run as (name, sentence) lines. `verbose` includes settings at their defaults."""
     environment, config, learns_plans = find_environment(settings), agent.config, isinstance(agent, Learner)
     options = ", ".join(f"{key}={value}" for key, value in settings.environment_config.items())
     given = {key: value for key, value in changed_fields(config).items() if key in settings.learner}
