@@ -55,9 +55,7 @@ _CAMERA = Camera(centre=(0.3, 0.0, 0.3), width=1.9, azimuth=125.0, elevation=35.
 
 
 def rotation_distance(one: Array, other: Array) -> Any:
-    """Compute the angle in radians between orientations given as unit quaternions p, q [* 4]: 2 arccos
-    ⟨p, q⟩
-    ."""
+    """Compute the angle in radians between orientations given as unit quaternions p, q [* 4]: 2 arccos |⟨p, q⟩|."""
     return 2 * np.arccos(np.minimum(1.0, np.abs((one * other).sum(-1))))
 
 
