@@ -1,4 +1,4 @@
-"""Audit of a running GRPOTrainer: the KL of its updates, token by token. Training is unchanged, bit for bit."""
+"""Audit of a running GRPOTrainer: the true KL of updates at sampled tokens. Training stays the same, bit for bit."""
 
 import importlib
 import logging
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-"""`loss_type`s of TRL that clip. TRL's other losses (cispo, sapo, vespo) weigh tokens instead."""
+"""Values of TRL's `loss_type` whose loss clips the ratio. Other losses of TRL (cispo, sapo, vespo) weigh tokens instead."""
 
 _CLIP_RATIO = "clip_ratio/region_mean"
 """Name of TRL's metric for the share of tokens, or of completions, that are clipped in an update."""
@@ -97,7 +97,7 @@ def audit(
 
 
 def _is_sharded(trainer: GRPOTrainer) -> bool:
-    """Return True if all processes must take part in each forward pass, as with FSDP2. Other sharded weights are refused."""
+    """Return True if FSDP2 shards the model, so that all processes join forward passes. Other sharding raises ValueError."""
     state = trainer.accelerator.state
     zero3 = state.deepspeed_plugin is not None and state.deepspeed_plugin.zero_stage == 3
     if zero3 or (trainer.is_fsdp_enabled and state.fsdp_plugin.fsdp_version != 2):
@@ -109,7 +109,7 @@ def _is_sharded(trainer: GRPOTrainer) -> bool:
 
 
 def _send_alert(title: str, text: str) -> None:
-    """Send an alert to trackio. A failure is only a warning, because neither audit nor training depends on it."""
+    """Send an alert to the experiment tracker trackio. A failure only logs a warning."""
     try:
         trackio = importlib.import_module("trackio")  # optional, and untyped
         trackio.alert(title=title, text=text, level=trackio.AlertLevel.WARN)
@@ -118,7 +118,7 @@ def _send_alert(title: str, text: str) -> None:
 
 
 def rules_of(trainer: GRPOTrainer, kl_bound: float, tv_bound: float) -> Rules:
-    """Rules for an audit of this trainer: its own clipping, or PPO's default clip range if it does not clip."""
+    """Return the rules to audit a trainer by: its own clipping, or PPO's default clip range if the trainer does not clip."""
     own: Objective | None = None
     # TRL takes any epsilon; a ratio is never below 0, so from 1 on they all clip nothing from below.
     clip: dict[str, Any] = {"clip_low": min(trainer.epsilon_low, 1.0), "clip_high": trainer.epsilon_high}
@@ -138,7 +138,7 @@ def rules_of(trainer: GRPOTrainer, kl_bound: float, tv_bound: float) -> Rules:
 
 
 def _token_batch(inputs: dict[str, Any], logp: Tensor) -> TokenBatch:
-    """Build a TokenBatch of a micro-batch from TRL's log-probs. Without stored old log-probs, the new ones count as old."""
+    """Build a TokenBatch from TRL's micro-batch and new log-probs. The new log-probs count as old ones if TRL stored none."""
     mask = inputs["completion_mask"].bool()
     mask = mask & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask
     old = inputs.get("old_per_token_logps", logp)
@@ -147,7 +147,7 @@ def _token_batch(inputs: dict[str, Any], logp: Tensor) -> TokenBatch:
 
 @dataclass(eq=False, kw_only=True)
 class AuditCallback(TrainerCallback):
-    """Callback that stores the old distributions at some tokens of a batch, and compares the new ones after its last update.
+    """Callback that stores the old policy's distributions at some tokens of a batch, and compares the policy after the updates.
 
     In between it counts, at every update and on all of its tokens, what the run's own clipping does.
 
@@ -166,15 +166,15 @@ class AuditCallback(TrainerCallback):
     seed: int
     alert_above: float | None
     sharded: bool
-    """True if all processes take part in each forward pass, as with FSDP2. Only the main process measures."""
+    """True if FSDP2 shards the model, so that all processes join each forward pass. Only the main process measures."""
     pending: list[tuple[AuditedCompletion, Tensor]] = field(default_factory=list)
-    """Audited completions whose batch is still in training, with log π_old [N V] at their audited tokens, on the CPU."""
+    """Audited completions of batches still in training, with the old policy's log-probs [N V] at N tokens, on the CPU."""
     made: list[MicroBatch] = field(default_factory=list)
-    """Counts of every micro-batch since counts were last written to a file."""
+    """Counts of trained and clipped tokens of each micro-batch that are not yet written to a file."""
     due: int = 0
-    """Number of the update from which on the next batch of rollouts is audited."""
+    """Number of the update from which on the next new batch of rollouts is audited."""
     failed: str | None = None
-    """Error that stopped the audit while training went on; None without an error."""
+    """Message of the error that stopped the audit while training went on; None if there was no error."""
     ended: bool = False
     """True once the audit has stopped in every process, after an error."""
 
@@ -194,7 +194,7 @@ class AuditCallback(TrainerCallback):
         return cast(nn.Module, self.trainer.model)
 
     def watch_batches(self) -> None:
-        """Store the old policy at some tokens of a new batch of rollouts, every `every` updates."""
+        """Wrap TRL's generation, so that every `every` updates the old policy's distributions at some new tokens are stored."""
         generate = self.trainer._generate_and_score_completions
 
         def generate_and_score(inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -208,7 +208,10 @@ class AuditCallback(TrainerCallback):
         self.trainer._generate_and_score_completions = generate_and_score  # type: ignore[method-assign]  # of this one alone
 
     def watch_updates(self) -> None:
-        """Count clipped tokens in every micro-batch, from TRL's own log-probs or the input of a CorralTrainer's objective."""
+        """Hook into the trainer's loss to count the clipped tokens of every micro-batch.
+
+        The log-probs are TRL's own, or those in the input of a CorralTrainer's objective.
+        """
         trainer = self.trainer
         if isinstance(trainer, CorralTrainer):
             before = trainer.token_observer
@@ -249,7 +252,7 @@ class AuditCallback(TrainerCallback):
 
     @torch.no_grad()
     def _count(self, batch: TokenBatch, trl: float | None) -> None:
-        """Count the tokens that the run's clipping blocks in a micro-batch, before its update."""
+        """Count the tokens of a micro-batch whose gradient the run's clipping sets to zero, before the optimizer's update."""
         if self.failed is not None:
             return
         tokens, clipped = int(batch.mask.sum()), 0
@@ -260,19 +263,19 @@ class AuditCallback(TrainerCallback):
         self.made.append(MicroBatch(self.trainer.state.global_step + 1, tokens, clipped, trl))
 
     def _write_made(self, update: int) -> None:
-        """Write the counts of all micro-batches up to this update."""
+        """Write the counts of clipped tokens of all micro-batches up to update number `update`."""
         if self.made and self.failed is None:
             self.folder.add_updates(update, self.made)
             self.made = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Open the audit's folder before anything is sampled. A folder with other content is refused."""
+        """Open the audit's folder before rollouts are sampled. Raises RunError if the folder has other content."""
         self.pending, self.made, self.due, self.failed, self.ended = [], [], state.global_step, None, False
         if self.is_main:
             self.folder.begin(self._describe(), done=state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Compare old and new policy on the audited tokens of each batch whose last update is over."""
+        """Compare old and new policy on the audited tokens of each batch of rollouts that has had its last update."""
         done = [one for one in self.pending if self.trainer._step >= one[0].end]
         self.pending = [one for one in self.pending if self.trainer._step < one[0].end]
         if not done:
@@ -281,7 +284,7 @@ class AuditCallback(TrainerCallback):
             self._run_safely(lambda: self._record(state.global_step, rows))
 
     def _record(self, update: int, completions: list[pd.DataFrame]) -> None:
-        """Write the audited tokens, and alert trackio if clipping would be wrong about more than `alert_above` % of them."""
+        """Write the audited tokens, and alert trackio if clipping would be wrong about more than `alert_above` % of tokens."""
         self._write_made(update)
         self.folder.add(update, completions)
         if self.alert_above is None:
@@ -299,11 +302,11 @@ class AuditCallback(TrainerCallback):
             )
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Write the counts up to this checkpoint, so that a resumed run does not count them again."""
+        """Write the counts of clipped tokens when a checkpoint is saved, so that a resumed run does not count updates twice."""
         self._run_safely(lambda: self._write_made(state.global_step))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Drop completions whose batch had no last update, write the remaining counts, and close the folder."""
+        """Write the remaining counts of clipped tokens, drop completions of unfinished batches, and close the folder."""
         self.pending = []
         self._run_safely(lambda: self._write_made(state.global_step))
         if self.is_main:
@@ -343,7 +346,7 @@ class AuditCallback(TrainerCallback):
         }  # fmt: skip
 
     def _begin_batch(self, output: dict[str, Any]) -> None:
-        """Store the old policy's distributions at some tokens of this batch. With sharded weights, all processes take part."""
+        """Store the old policy's distributions at some tokens of a new batch. With sharded weights, all processes take part."""
         chosen = self._run_safely(lambda: self._choose(output)) if self.is_main and self.failed is None else None
         if self.sharded:
             (chosen,) = broadcast_object_list([chosen])
@@ -353,7 +356,7 @@ class AuditCallback(TrainerCallback):
             self.pending += self._run_safely(partial(self._keep, chosen)) or []
 
     def _choose(self, output: dict[str, Any]) -> list[AuditedCompletion]:
-        """Choose a few tokens of a few completions from this process's share of the batch."""
+        """Draw up to `tokens` tokens of up to `sequences` completions from this process's share of a batch of rollouts."""
         if "pixel_values" in output:
             raise RunError("completions about images are not audited: the pictures are no tokens.")
         generator = torch.Generator().manual_seed(self.seed + self.trainer.state.global_step)
@@ -362,7 +365,7 @@ class AuditCallback(TrainerCallback):
         return choose_completions(output, self.sequences, self.tokens, generator, end, whole=self.rules.whole_sequences)
 
     def _keep(self, chosen: list[AuditedCompletion]) -> list[tuple[AuditedCompletion, Tensor]]:
-        """Compute the current policy's log-probs at the chosen tokens. Only the main process stores them."""
+        """Compute the current policy's log-probs at the audited tokens. Only the main process stores these log-probs."""
         with self._scoring():
             return [(kept, self._logp(kept)[: None if self.is_main else 0].cpu()) for kept in chosen]
 
@@ -381,7 +384,7 @@ class AuditCallback(TrainerCallback):
 
     @contextmanager
     def _scoring(self) -> Iterator[None]:
-        """Context for scoring that restores the model's state at the end, and releases weights that FSDP2 has gathered."""
+        """Context for forward passes that restores the model's state afterwards, and releases weights gathered by FSDP2."""
         with preserve_state(self.model), self.trainer.accelerator.autocast():
             yield
         if self.sharded:
@@ -390,6 +393,6 @@ class AuditCallback(TrainerCallback):
                     part.reshard()
 
     def _logp(self, kept: AuditedCompletion) -> Tensor:
-        """Log-probs log π [N V] of the current policy at a completion's audited tokens, on the model's device."""
+        """Compute the current policy's log-probs [N V] over the vocabulary at the N audited tokens of a completion."""
         device = self.trainer.accelerator.device
         return logp_at(self.model, kept.ids.to(device), kept.positions.to(device), self.trainer.temperature)

@@ -46,11 +46,11 @@ class DumpRecord:
         return RunError(f"{self.where}: {sentence}")
 
     def has(self, name: str) -> bool:
-        """Return True if a field exists and is not null."""
+        """Return True if the record has a field `name` and its value is not null."""
         return self.content.get(name) is not None
 
     def items(self, name: str, length: int | None) -> list[Any]:
-        """Read a field that must be a list with one entry per token."""
+        """Read a field that must be a list with one entry per token. Raises RunError if the field is anything else."""
         value = self.content.get(name)
         if not isinstance(value, list):
             found = f"got {short(value)}" if name in self.content else "it is missing"
@@ -71,13 +71,13 @@ class DumpRecord:
         return np.array(found.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False))
 
     def numbers(self, name: str, length: int | None = None) -> Floats:
-        """Read a list of numbers. Null, and numbers too large to sum, become NaN."""
+        """Read a field with a list of numbers. Null, and numbers beyond ±1e100, become NaN."""
         found = self.column(name, length, "numbers", is_floating, is_integer)
         found[np.abs(found) > _LARGEST] = np.nan
         return found
 
     def log_probs(self, name: str, length: int | None = None) -> Floats:
-        """Read log-probabilities, at most 0 up to rounding. Values that stand for −inf become NaN."""
+        """Read a field with log-probabilities. Values that stand for −inf become NaN. Raises RunError for values above 0."""
         found = self.numbers(name, length)
         found[found < _LOWEST_LOGP] = np.nan
         above = np.flatnonzero(found > _ROUNDING)
@@ -89,21 +89,21 @@ class DumpRecord:
         return np.minimum(found, 0.0)
 
     def ids(self, name: str, length: int | None = None) -> Ints:
-        """Read a list of token ids."""
+        """Read a field with a list of token ids. Raises RunError for ids below -1 or above 2³¹ − 1."""
         found = self.column(name, length, "token ids, whole numbers", is_integer)
         if not ((found >= -1) & (found <= _LARGEST_ID)).all():
             raise self.error(f"`{name}` should hold token ids, from -1 to {_LARGEST_ID}; got {short(self.content[name])}.")
         return found.astype(np.int64)
 
     def flags(self, name: str, length: int | None = None) -> Bools:
-        """Read a mask of true and false, or 1 and 0. Null is false."""
+        """Read a field with a mask of tokens: true and false, or 1 and 0. Null counts as false."""
         found = np.nan_to_num(self.column(name, length, "true and false, or 1 and 0", is_boolean, is_integer, is_floating))
         if not np.isin(found, (0, 1)).all():
             raise self.error(f"`{name}` should hold true and false, or 1 and 0; got {short(self.content[name])}.")
         return found.astype(np.bool_)
 
     def credit(self, name: str, length: int | None = None) -> Floats:
-        """Read advantages per token, from a list or from one number for all tokens."""
+        """Read a field with advantages, as one number per token or one number for all tokens."""
         if isinstance(self.content.get(name), list) or length is None:
             return self.numbers(name, length)
         if np.isnan(value := self.number(name)):
@@ -111,7 +111,7 @@ class DumpRecord:
         return np.full(length, value)
 
     def table(self, name: str, length: int) -> Floats:
-        """Read a list of equally long lists of numbers, one list per token, as an array [length, K]."""
+        """Read a field with one list of numbers per token, all equally long, as an array [length, K]."""
         lines = self.items(name, length)
         if not all(isinstance(line, list) for line in lines) or len(set(map(len, lines))) != 1 or not lines[0]:
             raise self.error(f"`{name}` should hold one list per token, all equally long.")
@@ -119,11 +119,11 @@ class DumpRecord:
         return flat.numbers(name).reshape(length, -1)
 
     def number(self, name: str) -> float:
-        """Read a number. Returns NaN if it is missing, null or not finite."""
+        """Read a field with one number. Returns NaN if the field is missing, null or not finite."""
         return float(DumpRecord({name: [self.content.get(name)]}, self.where).numbers(name)[0])
 
     def whole(self, name: str, default: int | None = None) -> int | None:
-        """Read an integer of at most 18 digits. Returns `default` if it is missing or null."""
+        """Read a field with an integer of at most 18 digits. Returns `default` if the field is missing or null."""
         value = self.content.get(name)
         if value is None:
             return default
@@ -132,7 +132,7 @@ class DumpRecord:
         return value
 
     def text(self, name: str) -> str:
-        """Read a field that must be a text."""
+        """Read a field that must be a text. Raises RunError if the field is anything else."""
         value = self.content.get(name)
         if not isinstance(value, str):
             raise self.error(f"`{name}` is a text; got {short(value)}.")
@@ -140,17 +140,18 @@ class DumpRecord:
 
 
 _TAIL_FLOOR = 1e-8
-"""Smallest probability, computed as 1 − Σ p, of all tokens outside a top-k list. Smaller values are rounding errors."""
+"""Lower limit of the probability of all tokens outside a top-k list. Smaller values of 1 − Σ p are rounding errors."""
 
 _LARGEST_SUM = 1.05
-"""Largest sum of probabilities that is accepted as a rounding error of half precision."""
+"""Largest accepted sum of a token's logged probabilities: half precision rounds a sum of 1 up to this value."""
 
 
 def read_support(record: DumpRecord, tokens: Ints, mask: Bools, logp_old: Floats, logp_new: Floats) -> Floats:
-    """Compute KL(new‖old), KL(old‖new) and TV, [3 T], over a record's `top_ids`, the sampled token and the remaining mass.
+    """Compute KL(new‖old), KL(old‖new) and TV as an array [3, T], for T tokens with logged top-k log-probs.
 
-    Both policies' log-probs are of the full softmax. A token that one of them has no number for counts as part of the tail;
-    what is masked may hold anything.
+    They are over the record's `top_ids`, the sampled token, and a tail with the remaining probability. Both policies'
+    log-probs are of the full softmax. A token without a number from one policy counts as part of the tail. Masked tokens may
+    hold anything.
     """
     length = len(tokens)
     used = mask & ~np.isnan(logp_old) & ~np.isnan(logp_new)
@@ -180,26 +181,26 @@ _LONGEST = 1 << 28
 """Largest accepted size of a line in bytes: 256 MB, about a hundred times the longest completions of today."""
 
 Progress = Callable[[int], object]
-"""Function that is called with the number of bytes read since its last call."""
+"""Progress callback that is called with the number of bytes read since the last call."""
 
 Note = Callable[..., object]
-"""Function that counts omitted tokens and completions: `note(reason)`, or `note(reason, count)`."""
+"""Callback that counts omitted tokens and completions: `note(reason)`, or `note(reason, count)`."""
 
 
 @dataclass
 class FilePlace:
-    """Position up to which a file has been read."""
+    """Position up to which a file of logged completions has been read."""
 
     bytes: int = 0
     lines: int = 0
     size: int = -1
-    """Size in bytes when the file was last seen. A file that is read whole is complete once its size stays unchanged."""
+    """Size of the file in bytes at the last read. A file that is read as a whole is complete once its size stays unchanged."""
 
 
 def read_lines(
     path: Path, progress: Progress, note: Note, place: FilePlace | None = None, *, growing: bool = False
 ) -> Iterator[DumpRecord]:
-    """Yield each JSON object of a JSON-lines file as a record.
+    """Yield each JSON object of a JSON-lines file as a DumpRecord.
 
     Args:
         progress: called with the size of each line in bytes.
@@ -239,9 +240,10 @@ Also `mask`, and `support` if top-k tokens were logged: KL(new‖old), KL(old‖
 
 
 def read_columns(record: DumpRecord, form: "Format") -> Columns:
-    """Read the columns of one completion by the field names of its format. The first list sets the number of tokens.
+    """Read one logged completion as columns, by the field names of its format.
 
-    Without advantages each token counts as pushed further out, the most that a rule can block.
+    The first list sets the number of tokens. Without advantages each token counts as pushed further out, the most that a rule
+    can block.
     """
     readers = {"token": record.ids, "mask": record.flags, "advantage": record.credit, "entropy": record.numbers}
     found: Columns = {"step": record.whole(form.step, record.whole("step", 0))}
@@ -275,9 +277,9 @@ _SLIME_FIELDS = ("tokens", "response_lengths", "loss_masks", "advantages", "log_
 def read_samples(
     path: Path, progress: Progress, note: Note, place: FilePlace, *, growing: bool = False
 ) -> Iterator[DumpRecord]:
-    """Yield the samples of a slime file, from its field `samples` or the older `rollout_data`. No code in the file is run.
+    """Yield the samples of slime's debug training data (a .pt file) as DumpRecords. No code in the file is run.
 
-    Their `tokens` are those of the response, like all other fields.
+    They come from its field `samples` or the older `rollout_data`. Their `tokens` are those of the response.
     """
     before, place.size = place.size, path.stat().st_size
     if place.bytes or (growing and before != place.size):
@@ -310,7 +312,7 @@ def read_samples(
 
 
 def _parquet_rows(path: Path, progress: Progress, note: Note) -> Iterator[DumpRecord]:
-    """Yield the rows of a table of completions that TRL logged."""
+    """Yield the rows of a parquet file of completions that TRL logged, as DumpRecords."""
     try:
         rows = pq.ParquetFile(path).read().to_pylist()
     except (OSError, pa.ArrowException) as error:
@@ -333,28 +335,28 @@ SAMPLER_IS_OLD = (
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """Format of one framework's dumps: names of their fields, and remarks on their numbers."""
+    """Format of one framework's logged completions (dumps): names of the fields, and a remark on the numbers."""
 
     compared: str
     """Phrase on the compared policies in an audit's first sentence, such as `rescored by two models`."""
     remark: str | None = None
     """Remark on numbers in this format, printed with the audit; None for no remark."""
     fields: Mapping[str, str]
-    """Column → name of the field with its values. A field whose name ends in ? may be missing."""
+    """Mapping from column to the name of the field with its values. A field whose name ends in ? may be missing."""
     step: str = "step"
     age: tuple[str, str] = ("step", "sampled_at")
-    """Names of two fields: the step at which tokens were trained on, and the step at which they were sampled."""
+    """Names of the fields with the training step and the sampling step of a completion's tokens."""
     reward: str = "reward"
     losses: bool = False
-    """True if the field `losses` names the losses of each token. Tokens without RL's loss are then masked."""
+    """True if the field `losses` lists the losses of each token. Tokens without the RL loss are then masked."""
     support: bool = False
     """True if records may have log-probs of the top-k tokens, with their ids in `top_ids`."""
     read: Callable[..., Iterator[DumpRecord]] = read_lines
-    """Function that yields the records of a file."""
+    """Function that reads a file of this format and yields its records."""
 
     @property
     def texts(self) -> bool:
-        """True for logs of texts and scores without log-probs, which two models have to rescore."""
+        """True if the format has texts without log-probs, so that two models have to score the completions again."""
         return "completion" in self.fields
 
     def fits(self, names: frozenset[str]) -> bool:
@@ -396,40 +398,40 @@ FORMATS = {
         fields={"prompt": "prompt", "completion": "completion", "advantage": "advantage"},
     ),
 }  # fmt: skip
-"""Formats by name; the first format that fits a file's first line is chosen."""
+"""Formats of logged completions by name. The first format that fits a file's first line is chosen."""
 
 
 @dataclass(frozen=True)
 class Dump:
-    """Files of logged completions, all in one format."""
+    """Files of logged completions (a dump), all in one format."""
 
     path: Path
     format: str
     files: tuple[Path, ...]
     notes: tuple[str, ...] = ()
-    """Remarks on these files, printed with the audit."""
+    """Remarks on the dump's files, printed with the audit."""
 
     @property
     def form(self) -> Format:
-        """Description of the files' common format."""
+        """Format of the dump's files, as a `Format`."""
         return FORMATS[self.format]
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """Remarks on the format and on these files, printed with the audit."""
+        """Remarks on the dump's format and files, printed with the audit."""
         return (*filter(None, [self.form.remark]), *self.notes)
 
     @property
     def bytes(self) -> int:
-        """Total size of the files in bytes, for a progress bar."""
+        """Total size of the dump's files in bytes, for a progress bar."""
         return sum(path.stat().st_size for path in self.files if path.exists())
 
 
 def find_dump(path: Path) -> Dump:
-    """Find a dump in a file or below a folder; a RunError lists the supported formats if none is found."""
+    """Find logged completions (a dump) in a file or below a folder. Raises RunError with the known formats if none is found."""
 
     def files(suffix: str) -> tuple[Path, ...]:
-        """List the file itself, or all files with this suffix below a folder in natural order. Links are not followed."""
+        """List the files with this suffix: `path` itself, or all files below it in natural order. Links are not followed."""
         if path.is_file():
             return (path,) if path.suffix == suffix else ()
         found = (file for file in path.rglob(f"*{suffix}") if file.is_file() and not file.is_symlink())
@@ -469,7 +471,7 @@ def find_dump(path: Path) -> Dump:
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
-    """Sort key that puts step_9 before step_10."""
+    """Sort key for paths that orders numbers by value, so that step_9 comes before step_10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d{1,18})", str(path))]
 
 

@@ -1,4 +1,4 @@
-"""Data of the charts on an audit's page, which the page's script draws."""
+"""Data of the charts on an audit's HTML page. The page's script draws them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,11 @@ _OBJECTIVES = {
     "clip": "ppo_clip", "dppo_tv": "dppo", "dppo_topk_tv": "dppo top-K", "troll": "troll", "clip_higher": "clip_higher",
     "dppo_kl": "dppo KL", "dppo_tv_symmetric": "dppo symmetric",
 }  # fmt: skip
-"""Rules in the chart of thresholds → the objective whose colour and marker each takes. Other rules are in the table only."""
+"""Mapping from rule to the objective whose colour and marker it takes in charts. Other rules are in the table only."""
 
 LOOKS: dict[str, Look] = dict(zip(_OBJECTIVES, assign_looks(_OBJECTIVES.values()).values(), strict=True))
 LOOKS |= {"clipped": LOOKS["clip"], "dppo_binary": LOOKS["dppo_tv"], "dppo_topk": LOOKS["dppo_topk_tv"]}
-"""Colour and marker of each rule, taken from its objective."""
+"""Colour and marker of each rule in the charts of an audit."""
 
 REGIONS = {
     "passed": ("c7", "passed, inside"),
@@ -31,18 +31,18 @@ REGIONS = {
     "missed": ("c3", "passed though outside and pushed further: missed"),
     "back": ("c5", "passed outside, on its way back"),
 }
-"""Kinds of tokens → colour and legend in the 2-d histogram. A cell takes the colour of its most frequent kind."""
+"""Mapping from kind of token to colour and legend in the 2-d histogram. A cell takes the colour of its most frequent kind."""
 
 _LOWEST_TV = 1e-6
 _TICKS = (0.001, 0.01, 0.1, 0.2, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.5, 2, 3, 5, 10, 100, 1000)
 _COLUMNS, _ROWS = 60, 40
-"""Number of columns and number of rows of cells in the 2-d histogram."""
+"""Number of columns and rows of cells in the 2-d histogram."""
 
 _FEW = 30
-"""Buckets with fewer tokens than this number have hollow markers."""
+"""Number of tokens below which a bucket has a hollow marker in the charts."""
 
 _POINTS, _MARKS = 600, 80
-"""Largest numbers of points and of markers on a curve."""
+"""Largest number of points, and of markers, on a curve of a chart."""
 
 
 def _series(label: str, look: Look, points: Sequence[Row], *, line: bool = False) -> Row:
@@ -51,7 +51,7 @@ def _series(label: str, look: Look, points: Sequence[Row], *, line: bool = False
 
 
 def _point(x: float, y: float, said: str, **more: Any) -> Row:
-    """Build a point with its tooltip. `hollow` draws it as a ring; `name` is written beside it."""
+    """Build a point of a chart with its tooltip. `hollow` draws it as a ring; `name` is written beside it."""
     return {"x": x, "y": y, "said": said, **more}
 
 
@@ -66,7 +66,7 @@ def charts(audit: Audit) -> dict[str, list[Row]]:
 
 
 def _bucket_charts(audit: Audit) -> list[Row]:
-    """Build two charts over old probability: distances of tokens, and the share of tokens on which each rule would act."""
+    """Build two charts by old probability of tokens: how far tokens moved, and the share on which each rule would act."""
     rows, rules, distance = audit.by_probability, shown_rules(audit), "true TV" if audit.whole else "TV, as far as was logged"
     x = {"title": "old probability of the sampled token", "names": [row["name"] for row in rows]}
     names = [f"{row['name']}: {count(row['tokens'], 'token')}" for row in rows]
@@ -101,7 +101,7 @@ def _bucket_charts(audit: Audit) -> list[Row]:
 
 
 def _threshold_chart(audit: Audit) -> Row:
-    """Build the chart of thresholds, a curve per rule: share blocked inside the KL ball (x), share missed outside it (y)."""
+    """Build the chart of thresholds: for each rule, tokens blocked inside the KL ball (x) and missed outside the ball (y)."""
 
     def point(row: Threshold) -> Row:
         said = f"{row.rule.title}, {row.rule.symbol} = {row.bound:g}: would block {percent(row.kl.share)}, "
@@ -124,7 +124,7 @@ def _threshold_chart(audit: Audit) -> Row:
 
 
 def _step_charts(audit: Audit) -> list[Row]:
-    """Build the charts over training: true KL, or distances and effective sample size if true KL is unknown.
+    """Build the charts over training steps: true KL, or distances and effective sample size if true KL is unknown.
 
     A dashed line marks the first alarm.
     """
@@ -134,7 +134,7 @@ def _step_charts(audit: Audit) -> list[Row]:
     alarms = [] if audit.whole else audit.alarms[:1]
 
     def chart(title: str, caption: str, label: str, curves: Mapping[str, tuple[str, Look]], *, share: bool = False) -> Row:
-        """Build a chart of columns, each with a title and a look, on a logarithmic axis unless it shows a share."""
+        """Build a chart of some columns over training steps, on a logarithmic axis unless the columns are shares."""
         series, show = [], percent if share else number
         for name, (words, look) in curves.items():
             points: list[Row] = [{"x": row["step"], "y": row[name]} for row in rows if row[name] and row[name] < math.inf]
@@ -167,7 +167,7 @@ def _step_charts(audit: Audit) -> list[Row]:
 
 
 def _ratio_chart(tokens: pd.DataFrame, rules: Mapping[str, Any]) -> Row:
-    """Build a 2-d histogram of tokens: ratio of the sampled token (x), centred on the clip range, and true TV (y)."""
+    """Build the 2-d histogram of tokens: probability ratio new/old (x), centred on the clip range, and true TV (y)."""
     log_ratio = tokens["logp_new"].clip(-80, 0) - tokens["logp_old"].clip(-80, 0)
     edges = _clip_edges(rules["clip"])
     # The visible part has 99.5 % of the tokens, within three to twelve clip ranges.
@@ -210,7 +210,7 @@ def _ratio_chart(tokens: pd.DataFrame, rules: Mapping[str, Any]) -> Row:
 
 
 def _clip_edges(clip: Mapping[str, Any]) -> tuple[float, ...]:
-    """Smallest and largest ratio that clipping leaves unchanged. Empty if whole completions are clipped."""
+    """Return the smallest and largest ratio that clipping leaves unchanged. Empty for GSPO, which clips whole completions."""
     if clip["name"] == "gspo":
         return ()
     if clip["name"] == "gmpo":

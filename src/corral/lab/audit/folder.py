@@ -38,9 +38,9 @@ class MicroBatch(NamedTuple):
 
     update: int
     tokens: int
-    """Number of tokens that were trained on."""
+    """Number of tokens of the micro-batch that were trained on."""
     clipped: int
-    """Number of tokens whose gradient clipping set to zero."""
+    """Number of tokens of the micro-batch that clipping blocked: their gradient was set to zero."""
     trl: float | None
     """Value of TRL's metric `clip_ratio/region_mean`; None if the trainer logs no such metric."""
 
@@ -55,10 +55,10 @@ _POSSIBLE = (
     ("an entropy below 0", ("entropy",), 0.0, float("inf")),
     ("a log-probability above 0", ("logp_old", "logp_new", "logp_rollout"), float("-inf"), 0.0),
 )
-"""Valid ranges of columns, as (name of the fault, columns, smallest value, largest value)."""
+"""Valid ranges of an audit's columns, as (name of the fault, columns, smallest value, largest value)."""
 
 _ROUNDING = 1e-3
-"""Tolerance of the valid ranges: probabilities from float32 logits sum to 1 only up to this error."""
+"""Tolerance of an audit's valid ranges: probabilities from float32 logits sum to 1 only up to this error."""
 
 
 class AuditFolder(LockedFolder):
@@ -69,7 +69,7 @@ class AuditFolder(LockedFolder):
         self.table, self.updates = path / "audit.parquet", path / "updates.parquet"
 
     def check(self, rules: Mapping[str, Any], done: int = 0) -> None:
-        """Refuse the folder unless it is new or empty, or holds an audit by the same rules to resume after `done` updates."""
+        """Raise RunError unless the folder is new or empty, or has an audit by the same rules that `done` > 0 resumes."""
         there = self.info.exists()
         if self.path.exists() and not there and (not self.path.is_dir() or any(self.path.iterdir())):
             raise RunError(f"{self.path} is there already and holds no audit: choose another folder for it.")
@@ -81,7 +81,7 @@ class AuditFolder(LockedFolder):
             raise RunError(f"{self.path} holds an audit by other rules: resume with the same ones, or choose another folder.")
 
     def begin(self, info: Mapping[str, Any], done: int = 0) -> None:
-        """Make the folder, or resume its audit after `done` updates. Rows of later updates are deleted."""
+        """Make the audit's folder, or resume its audit after `done` updates. Rows of later updates are deleted."""
         self.check(info["rules"], done)
         with disk_errors(self.path):
             self.table.mkdir(parents=True, exist_ok=True)
@@ -93,12 +93,12 @@ class AuditFolder(LockedFolder):
         write_json(self.info, {**info, "command": sys.argv, "versions": versions()})
 
     def add(self, update: int, completions: Sequence[pd.DataFrame]) -> None:
-        """Write one parquet file with the tokens of these completions, measured after `update` updates."""
+        """Write one parquet file with the audited tokens of `completions`, measured after `update` updates."""
         rows = pd.concat([one.assign(update=update, sequence=number) for number, one in enumerate(completions)])
         self._write(self.table, update, rows, SCHEMA)
 
     def fill(self, info: Mapping[str, Any], found: Mapping[int, Sequence[pd.DataFrame]]) -> Path:
-        """Write a new audit with the completions of every update, and return its folder."""
+        """Write a new audit from the measured completions of every update, and return the audit's folder."""
         self.begin(info)
         with closing(self):
             for update, completions in found.items():
@@ -106,7 +106,7 @@ class AuditFolder(LockedFolder):
         return self.path
 
     def add_updates(self, update: int, made: Sequence[MicroBatch]) -> None:
-        """Write one parquet file with the counts of these micro-batches, of updates up to `update`."""
+        """Write one parquet file with the counts of clipped tokens of micro-batches, up to update number `update`."""
         self._write(self.updates, update, pd.DataFrame(made), UPDATES_SCHEMA)
 
     def _write(self, folder: Path, update: int, rows: pd.DataFrame, schema: pa.Schema) -> None:
@@ -115,7 +115,7 @@ class AuditFolder(LockedFolder):
 
 
 def read_audit(path: Path) -> tuple[dict[str, Any], pd.DataFrame]:
-    """Read audit.json, and a table of all audited tokens, sorted by update, completion and position.
+    """Read an audit's folder: audit.json, and a table of all audited tokens sorted by update, completion and position.
 
     Two keys are added: `left_out`, the number of rows that are not whole, by reason, and `updates_made`, what clipping did in
     the updates (None where that was not recorded).
@@ -144,7 +144,7 @@ def read_audit(path: Path) -> tuple[dict[str, Any], pd.DataFrame]:
 
 
 def _read_rows(path: Path, schema: pa.Schema) -> pd.DataFrame:
-    """Read all rows of a folder of parquet files; no rows if it is missing or empty. A missing column is read as null."""
+    """Read all rows of a folder of parquet files. A missing folder has no rows, and a missing column is read as null."""
     try:
         for part in path.iterdir() if path.is_dir() else (path,):
             require_regular(part)
@@ -156,7 +156,7 @@ def _read_rows(path: Path, schema: pa.Schema) -> pd.DataFrame:
 
 
 def _count_updates(rows: pd.DataFrame, path: Path) -> dict[str, Any] | None:
-    """Summarise micro-batches: numbers of updates and micro-batches, mean share of blocked tokens, mean of TRL's clip ratio."""
+    """Summarise an audit's micro-batches: mean share of blocked tokens, mean of TRL's clip ratio, counts. None for no rows."""
     if rows.empty:
         return None
     if rows[["update", "tokens", "clipped"]].isna().any(axis=None):
@@ -170,7 +170,7 @@ def _count_updates(rows: pd.DataFrame, path: Path) -> dict[str, Any] | None:
 
 
 def _refuse_impossible(rows: pd.DataFrame, path: Path) -> None:
-    """Raise a RunError if a column has impossible values, such as a negative KL: the file was damaged or changed."""
+    """Raise RunError if a column of an audit has impossible values, such as a negative KL: the file was damaged or changed."""
     for what, names, least, most in _POSSIBLE:
         for name in names:
             count = int(((rows[name] < least - _ROUNDING) | (rows[name] > most + _ROUNDING)).sum())

@@ -18,11 +18,11 @@ QUANTITIES = {
     "entropy": ("the entropy of the last step is {} nats", "entropy-collapses"),
     "alarms": ("the number of signs of a collapse is {}", "reward-collapses"),
 }
-"""Quantities that may have a limit → a sentence with {} for the number, and a heading of docs/symptoms.md."""
+"""Mapping from audit quantity to a sentence with {} for its number, and to a heading of docs/symptoms.md."""
 
 
 def quantities(audit: Audit) -> dict[str, Any]:
-    """Compute every quantity that may have a limit; None for a quantity that was not logged."""
+    """Compute every quantity of an audit that can have a limit. The value is None if the quantity was not logged."""
     ball = audit.verdicts["clipped"]["kl"]
     return {
         "blocked": ball.share,
@@ -45,10 +45,10 @@ class Limit:
     sign: str
     bound: float
     unit: str
-    """"%" for a limit in percent, otherwise empty."""
+    """Unit of the limit: "%" for percent, otherwise empty."""
 
     def exceeded(self, audit: Audit) -> str | None:
-        """Return a sentence if the audit exceeds this limit, else None. Raises a RunError if the quantity was not logged."""
+        """Return a sentence if the audit exceeds this limit, else None. Raises RunError if the quantity was not logged."""
         value = quantities(audit)[self.name]
         if value is None:
             raise RunError(f"--fail-if asks for `{self.name}`, which nobody logged for this audit.")
@@ -61,7 +61,7 @@ class Limit:
 
 
 def read_limit(text: str) -> Limit:
-    """Read a limit such as `ess<0.7` or `wrong > 2 %`."""
+    """Parse a limit on an audit's quantity from a text such as `ess<0.7` or `wrong > 2 %`."""
     found = re.fullmatch(r"\s*(\w+)\s*([<>])\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*(%?)\s*", text)
     if found is None:
         raise RunError(f"--fail-if takes NAME<NUMBER or NAME>NUMBER such as 'ess<0.7' or 'wrong>2%'; got {text!r}.")

@@ -14,7 +14,7 @@ from corral.support import gather_support, top_k_support
 from corral.tensors import TokenBatch
 
 _AT_ONCE = 1 << 24
-"""Number of probabilities per policy that are compared at a time: 64 MB."""
+"""Number of probabilities per policy that are compared at a time, 64 MB in float32."""
 
 
 @torch.no_grad()
@@ -26,7 +26,7 @@ def measure(
     rules: Rules,
     logp_rollout: Float[Tensor, " N"] | None = None,
 ) -> dict[str, Tensor]:
-    """Compute each token's true divergences over the whole vocabulary, and which rules would act on the token.
+    """Compute each token's true KL and TV over the whole vocabulary, and which trust-region rules would act on the token.
 
     `clipped`, `dppo_binary` and `dppo_topk` are where those objectives block a token, `troll` is where TROLL projects it.
     DPPO on the sampled token is anchored on what the sampler reported, where it did; everything else on `old`.
@@ -65,7 +65,7 @@ def measure(
 
 
 def _measure_rows(tokens: Tensor, old: Tensor, new: Tensor, advantages: Tensor, rules: Rules) -> dict[str, Tensor]:
-    """Compute the columns that need full distributions, for some of a completion's tokens."""
+    """Compute the columns of `measure` that need full distributions, for some of a completion's tokens."""
     vocabulary = old.shape[-1]
     few_old = top_k_support(old[None], tokens[None], k=min(rules.top_k, vocabulary))
     few_new = gather_support(new[None], few_old.ids)
@@ -95,7 +95,7 @@ def _batch(logp_new: Tensor, logp_old: Tensor, advantages: Tensor) -> TokenBatch
 
 
 def _acted(objective: Objective, batch: TokenBatch) -> Tensor:
-    """Mask [N] of the tokens whose gradient an objective sets to zero."""
+    """Return the mask [N] of the tokens whose gradient an objective sets to zero."""
     acted = objective(batch).acted
     assert acted is not None
     return acted[0]

@@ -66,7 +66,7 @@ class ModelPair:
 
 
 def load_pair(old: Subject, new: Subject, device: str, rules: Rules, temperature: float) -> ModelPair:
-    """Load both models in float32. Half precision would round logits by as much as an update changes them."""
+    """Load the old and the new model in float32. Half precision would round logits by as much as an update changes them."""
     (first, tokenizer), (second, other) = (load_model(one.model, torch.float32) for one in (old, new))
     if tokenizer.get_vocab() != other.get_vocab():
         raise RunError(f"{old.name} and {new.name} have different vocabularies, so no token of one is one of the other.")
@@ -76,14 +76,14 @@ def load_pair(old: Subject, new: Subject, device: str, rules: Rules, temperature
 
 
 def audit_pair(old: str, new: str, settings: EvalSettings, rules: Rules, out: Path, say: Callable[[str], object]) -> Path:
-    """Audit the change from one model to another, each given as tiny, smollm2, a run, a folder, or a name on the hub."""
+    """Audit the change from an old to a new model, each given as tiny, smollm2, a run, a folder, or a name on the hub."""
     job = prepare_evaluation(dataclasses.replace(settings, model=old))
     pairs = {1: (find_subject(old, None), find_subject(new, None))}
     return _audit(pairs, job, rules, out, f"sampled from {old} and compared under {new}", say)
 
 
 def audit_run(path: Path, settings: EvalSettings, rules: Rules, out: Path, say: Callable[[str], object]) -> Path:
-    """Audit each intact checkpoint of a run against its predecessor; a single checkpoint against the run's first model."""
+    """Audit each intact checkpoint of a run against the previous checkpoint, or a single checkpoint against the first model."""
     folder = RunFolder.open(path, write=False)
     config = folder.read_config()
     try:
@@ -122,7 +122,7 @@ def _audit(
 
 
 def _sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: EvalJob) -> tuple[list[Dialogue], torch.Tensor]:
-    """Sample completions of the held-out problems, and compute GRPO's advantages from their rewards."""
+    """Sample completions of held-out problems, and compute GRPO's advantages from the completions' rewards."""
     problems = job.problems(tokenizer)
     problems.check_length(job.held_out, model.config, job.sampling.max_tokens)
     repeated = [problem for problem in job.held_out for _ in range(job.samples)]
@@ -143,7 +143,7 @@ def _sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: Eva
 def audit_texts(
     dump: Dump, models: Sequence[str], settings: EvalSettings, rules: Rules, out: Path, progress: Callable[[int], object]
 ) -> Path:
-    """Compare both models on every logged completion, and return the audit's folder.
+    """Compare an old and a new model on every logged completion, and return the audit's folder.
 
     Args:
         models: old and new: tiny, smollm2, runs, folders, or names on the hub.

@@ -26,12 +26,12 @@ _PARTS = html.macros(
 
 
 def write_page(audit: Audit, out: Path, live: float | None = None) -> int:
-    """Write the page atomically and return its size in bytes."""
+    """Write the HTML page of an audit atomically and return the page's size in bytes."""
     return html.write_document(audit_page(audit, live), out, "This should not happen: please report it.")
 
 
 def audit_page(audit: Audit, live: float | None = None) -> str:
-    """Build the complete HTML page. `live` is the interval in seconds at which the page is rewritten and reloads itself."""
+    """Build an audit's complete HTML page. `live` is the interval in seconds at which the page is written and loaded anew."""
     info, whole = audit.info, audit.whole
     name = str(info.get("name") or info.get("model") or "a run")
     title, said, did = f"Audit of {shorten(name, 80)}", words.sentences(audit), words.updates_sentence(info)
@@ -73,9 +73,10 @@ def audit_page(audit: Audit, live: float | None = None) -> str:
 
 
 def headline(audit: Audit) -> tuple[str, str]:
-    """Headline as (share, words): blocked tokens that had hardly moved, or missed tokens if none is blocked.
+    """Return the headline of an audit as (share, words), on blocked tokens that hardly moved, or on missed tokens.
 
-    Of divergences that are lower bounds it says how many can have been inside the ball at most, or are missed at least.
+    It is on missed tokens if none is blocked. If divergences are lower bounds, its share is an upper bound on blocked tokens
+    inside the ball, or a lower bound on missed tokens.
     """
     ball = audit.verdicts["clipped"]["kl"]
     if ball.blocked:
@@ -85,12 +86,12 @@ def headline(audit: Audit) -> tuple[str, str]:
 
 
 def _table(rows: Sequence[Row], label: str) -> Safe:
-    """Build a table from rows {heading: text}; empty without rows."""
+    """Build an HTML table from rows {heading: text}. The result is empty if there are no rows."""
     return table(rows, {heading: itemgetter(heading) for heading in rows[0]}, label) if rows else Safe("")
 
 
 def _distance_table(audit: Audit) -> Safe:
-    """Build the table of distances between the policies: mean, percentiles and largest value of each."""
+    """Build the table of distances between old and new policy: mean, percentiles and largest value of each distance."""
     names = {
         "kl": "true KL(new‖old), nats" if audit.whole else "KL(new‖old), nats",
         "tv": "true total variation" if audit.whole else "total variation",
@@ -117,7 +118,7 @@ def _method(audit: Audit) -> Any:
 
 
 def _threshold_table(audit: Audit) -> Safe:
-    """Build the table of every rule at every bound. For each rule, the bound with the fewest errors is bold."""
+    """Build the table of every rule at every bound. The bound with the fewest errors is bold for each rule."""
     rows, best, last = [], audit.best, None
     for one in audit.thresholds:
         row = words.threshold_row(one, audit)
@@ -137,7 +138,7 @@ def _blocked_table(audit: Audit) -> Safe:
 
 
 def _age_table(by_age: Sequence[Row]) -> Safe:
-    """Build the table by staleness, the number of steps between sampling and training."""
+    """Build the table of distances by staleness, the number of steps between sampling and training."""
     columns: Columns = {
         "Steps since it was sampled": lambda row: f"{row['age']}{' or more' if row['older'] else ''}",
         "Tokens": cell("tokens", "{:,}".format),
@@ -158,7 +159,7 @@ _SHADES = 9
 
 
 def _completions(audit: Audit) -> Any:
-    """Build the section that shows the completions with the most errors, token by token."""
+    """Build the section that shows the completions with the most clipping errors, token by token."""
     kl = np.concatenate([tokens["kl"] for _, tokens in audit.completions])
     finite, found = kl[np.isfinite(kl)], []
     most = float(np.quantile(finite, 0.995)) if len(finite) else 1.0
@@ -171,7 +172,7 @@ def _completions(audit: Audit) -> Any:
 
 
 def _heat(audit: Audit, tokens: pd.DataFrame, most: float) -> list[tuple[bool, int, str, str, str]]:
-    """Build a cell for each token of a completion: mark for omitted tokens before it, shade, kind, tooltip and text."""
+    """Build the heat map of a completion: for each token a shade by KL, its kind, a tooltip, its text and a mark for gaps."""
     cells, last = [], -1
     for token, kind in zip(tokens.itertuples(), kinds(tokens, "kl", audit.kl_bound).tolist(), strict=True):
         shade = _SHADES if token.kl >= most else int(_SHADES * (max(token.kl, 0.0) / most) ** 0.5)

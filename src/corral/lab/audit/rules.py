@@ -27,7 +27,7 @@ class Rules:
     top_k: int = 20
     """Number k of most likely tokens on which DPPO's top-k estimator compares the policies."""
     support_size: int = 64
-    """Largest number of most likely tokens (support) that TROLL projects one by one."""
+    """Largest number of most likely tokens (the support) whose probabilities TROLL projects one by one."""
     support_mass: float = 1 - 1e-5
     """Total probability at which TROLL's support is complete, even with fewer than `support_size` tokens."""
 
@@ -44,16 +44,16 @@ class Rules:
         return self.clip.name == "gspo"
 
     def dppo(self, estimator: str) -> Objective:
-        """DPPO objective on TV, estimated from the sampled token ("binary") or from the top-k tokens ("topk")."""
+        """Make DPPO's objective with a bound on TV. `estimator` is "binary" (sampled token) or "topk" (top-k tokens)."""
         return make_objective("dppo", divergence="tv", estimator=estimator, bound=self.tv_bound)
 
     def as_dict(self) -> dict[str, Any]:
-        """The rules as a mapping for audit.json."""
+        """Return the rules as a mapping for audit.json."""
         return {**vars(self), "clip": {"name": self.clip.name, **dataclasses.asdict(self.clip.config)}}
 
 
 def read_rules(content: Any) -> Rules:
-    """Read rules from the mapping that `as_dict` makes. Raises ValueError or TypeError for invalid content."""
+    """Read an audit's rules from the mapping in audit.json. Raises ValueError or TypeError for invalid content."""
     given = {key: guess(value) for key, value in dict(content).items()}
     return Rules(clip=read_objective(given.pop("clip")), **given)
 

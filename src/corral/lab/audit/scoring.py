@@ -18,9 +18,10 @@ from corral.validate import RunError
 def logp_at(
     model: nn.Module, ids: Int[Tensor, " L"], positions: Int[Tensor, " N"], temperature: float = 1.0
 ) -> Float[Tensor, "N V"]:
-    """Compute log-probs of all V tokens at N positions (≥ 1) of one unpadded sequence, with temperature, in float32.
+    """Compute log-probs of all V tokens of the vocabulary at N positions of one unpadded sequence, in float32.
 
-    The head is computed at these positions alone, so memory is that of N × V numbers however long the sequence is.
+    N is 1 or more, and logits are divided by the temperature. The LM head is computed at these positions only, so memory is
+    that of N × V numbers however long the sequence is.
     """
     base = base_model(model)
     before = positions - 1  # a position's logits predict the token after it
@@ -40,7 +41,7 @@ def logp_at(
 def choose(
     lengths: Tensor, sequences: int, tokens: int, generator: torch.Generator, *, whole: bool
 ) -> list[tuple[int, Tensor]]:
-    """Draw up to `sequences` completions and `tokens` of their tokens at random, as a list of (row, sorted token indices).
+    """Draw up to `tokens` tokens of up to `sequences` completions at random, as a list of (row, sorted token indices).
 
     Every token of the chosen completions is equally likely, so shares of tokens are unbiased. With `whole`, completions that
     do not fit as a whole are passed over.
@@ -70,7 +71,7 @@ def choose(
 
 @dataclass(frozen=True, eq=False)
 class AuditedCompletion:
-    """Audited tokens of one completion."""
+    """Completion of an audit: its token ids, and the audited tokens with their advantages."""
 
     ids: Tensor
     """Token ids of prompt and completion, without padding."""
@@ -81,10 +82,10 @@ class AuditedCompletion:
     advantages: Tensor
     logp_rollout: Tensor | None = None
     end: int = 0
-    """Micro-step of the trainer after which the batch's last update is over, and the policies are compared."""
+    """Micro-step of the trainer after the last update on the completion's batch, when the policies are compared."""
 
     def measure(self, old: Tensor, new: Tensor, rules: Rules, tokenizer: Any) -> pd.DataFrame:
-        """Compare two policies, given by full log-probs at these tokens. The table has a row per token."""
+        """Compare old and new policy at the audited tokens, from full log-probs. Returns a table with a row per token."""
         tokens = self.ids[self.positions].cpu()
         columns = measure(tokens.to(new.device), old, new, self.advantages, rules, self.logp_rollout)
         rows = {**columns, "token": tokens, "position": self.positions.cpu() - self.start, "advantage": self.advantages.float()}
@@ -95,7 +96,7 @@ class AuditedCompletion:
 def choose_completions(
     output: dict[str, Any], sequences: int, tokens: int, generator: torch.Generator, end: int, *, whole: bool
 ) -> list[AuditedCompletion]:
-    """Draw tokens of TRL's sampled completions with `choose`, among the tokens that are trained on."""
+    """Draw completions and tokens for an audit from TRL's sampled batch, among the tokens that are trained on."""
     output = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in output.items()}
     prompt, completion = output["prompt_mask"].bool(), output["completion_mask"].bool()
     live = completion & output["tool_mask"].bool() if "tool_mask" in output else completion

@@ -21,32 +21,32 @@ from corral.validate import RunError
 Row = dict[str, Any]
 
 PROBABILITY = (1e-4, 1e-3, 1e-2, 0.1, 0.5, 0.9, float(np.nextafter(0.99, 0)))
-"""Upper edges of the buckets of old probability, p_old of the sampled token. The last bucket is "≥ .99"."""
+"""Upper edges of the buckets of a sampled token's old probability. The last bucket is "≥ .99"."""
 PROBABILITY_NAMES = ("≤ 1e-4", "1e-4 … 1e-3", "1e-3 … .01", ".01 … .1", ".1 … .5", ".5 … .9", ".9 … .99", "≥ .99")
 _RARE = 3
-"""Number of buckets with rare tokens, old probability 0.01 or less. They are the first buckets."""
+"""Number of buckets of old probability that hold rare tokens, of probability 0.01 or less. They are the first buckets."""
 _ENTROPY = (0.01, 0.1, 0.5, 1.0, 2.0)
 _ENTROPY_NAMES = ("≤ .01", ".01 … .1", ".1 … .5", ".5 … 1", "1 … 2", "> 2")
 _SIGN_NAMES = ("negative", "zero", "positive")
 
 SHOWN_RULES = {"clip": "clip 1 ± 0.2", "dppo_tv": "DPPO TV 0.2", "dppo_kl": "DPPO KL 0.05"}
-"""Rules, at their published bounds, in the table by old probability → their names there."""
+"""Mapping from rule to its name in the table by old probability. Each rule has its published bound there."""
 
 _OLDEST = 32
-"""Age in steps of the last row in the table by age. The row also counts all older tokens."""
+"""Age of tokens, in steps, in the last row of the table by age. The row also counts all older tokens."""
 _MOST_STEPS = 100_000
 _BLOCKED_TOKENS = 20
-"""Number of tokens listed as most often blocked by clipping."""
+"""Number of vocabulary tokens that are listed as most often blocked by clipping."""
 _AT_ONCE = 1 << 16
 """Number of tokens whose statistics are computed at a time."""
 _MOST = 24
-"""Number of completions that are shown token by token."""
+"""Number of completions that an audit shows token by token."""
 _LONGEST = 600
-"""Largest number of tokens stored per completion."""
+"""Largest number of tokens stored for each completion that is shown."""
 
 
 class Sums:
-    """Running count, sum and maximum of each column, grouped by integer keys. NaN is skipped."""
+    """Running count, sum and maximum of each column of a table, grouped by integer keys. NaN is skipped."""
 
     def __init__(self) -> None:
         self.count: Any = None
@@ -55,7 +55,7 @@ class Sums:
         self.max: Any = None
 
     def add(self, keys: Sequence[pd.Series], values: pd.DataFrame) -> None:
-        """Add values, grouped by their keys."""
+        """Add a table of values, grouped by integer keys, to the running sums."""
 
         def merge(before: Any, more: pd.DataFrame) -> Any:
             return pd.concat([before, more]).groupby(level=[*range(len(keys))])
@@ -66,7 +66,7 @@ class Sums:
 
 
 ACCURACY = 0.001
-"""Largest relative error of a percentile."""
+"""Largest relative error of an audit's percentiles."""
 _LOWEST, _HIGHEST = 1e-9, 1e9
 
 
@@ -83,20 +83,20 @@ class Spreads:
         self._bins = Sums()
 
     def add(self, keys: pd.Series, values: pd.Series) -> None:
-        """Add values, grouped by their keys. Infinities count as the largest values, and NaN is skipped."""
+        """Add values, grouped by integer keys. Infinities count as the largest values, and NaN is skipped."""
         keys, values = keys[values.notna()], values[values.notna()]
         place = np.ceil(np.log(values.clip(_LOWEST, _HIGHEST) / _LOWEST) / math.log1p(ACCURACY))
         self._bins.add([keys.rename("key"), place.rename("bin")], values.to_frame("value"))
 
     def row(self, key: int = 0) -> dict[str, float] | None:
-        """Statistics of a key's values: `mean`, `p50`, `p99`, `p999` and `max`. None for a key without values."""
+        """Return `mean`, `p50`, `p99`, `p999` (percentiles) and `max` of a key's values, or None for a key without values."""
         if self._bins.count is None or key not in self._bins.count.index:
             return None
         count, total, largest = (table.loc[key, "value"].to_numpy() for table in vars(self._bins).values())
         reached = count.cumsum()
 
         def quantile(share: float) -> float:
-            """Smallest value that is at or above this share of all values, with 0.1 % relative error."""
+            """Compute the quantile of the values at `share`, from 0 to 1, with a relative error of at most 0.1 %."""
             return float(largest[np.searchsorted(reached, math.ceil(share * (reached[-1] - 1)), side="right")])
 
         shares = {"p50": 0.5, "p99": 0.99, "p999": 0.999, "max": 1.0}
@@ -110,42 +110,45 @@ class Audit:
     info: Mapping[str, Any]
     """Content of audit.json, or a mapping with the same keys for a dump: `rules`, `what` was compared, `settings`, …."""
     measure: str
-    """Distributions that divergences are computed on: "sampled" (the sampled token against all others), "support" (the
-    logged top-k tokens and the remaining mass) or "whole" (the whole vocabulary)."""
+    """Distributions that divergences are computed on: "sampled", "support" or "whole".
+
+    These are the sampled token against all others, the logged top-k tokens and the remaining probability, or the whole
+    vocabulary."""
     tokens: int
     sequences: int
     steps: int
-    """Number of different steps among the audited tokens."""
+    """Number of different training steps among the audited tokens."""
     kl_bound: float
     tv_bound: float
     ess: float
-    """Effective sample size (Σw)² / (n Σw²) as a share of all n tokens, with w = π_new / π_behaviour. It is 1 on-policy."""
+    """Effective sample size (Σw)² / (n Σw²) as a share of all n tokens, with w = π_new / π_behaviour; 1 on-policy."""
     distances: Mapping[str, Mapping[str, float]]
-    """Distance (kl, tv, k1 for |k1|, k2, k3, mismatch with the sampler) → its `mean`, `p50`, `p99`, `p999` and `max`."""
+    """Mapping from distance (kl, tv, k1 for |k1|, k2, k3, mismatch with the sampler) to its mean, percentiles and maximum."""
     k1: float
-    """Mean of log old − log new, which may be negative."""
+    """Mean of log π_old − log π_new (the k1 estimate of KL), which can be negative."""
     verdicts: Mapping[str, Mapping[str, Ball]]
-    """Rule → counts of tokens inside and outside the `kl` and `tv` balls, for each rule that acts on tokens."""
+    """Mapping from each rule that acts on tokens to the counts of tokens inside and outside the `kl` and `tv` balls."""
     thresholds: list[Threshold]
     troll_tv: float
-    """Mean TV by which TROLL's projection moves a token, over projected tokens; 0 without any."""
+    """Mean TV by which TROLL's projection moves the policy at projected tokens; 0 if no token is projected."""
     rare: Row
-    """Rare tokens, with p_old ≤ .01: number of `tokens`, number `blocked` by clipping, and mean `tv` of the blocked tokens."""
+    """Numbers on rare tokens, with p_old ≤ .01: `tokens`, tokens `blocked` by clipping, and mean `tv` of blocked tokens."""
     by_step: list[Row]
     by_age: list[Row]
     by_probability: list[Row]
     by_entropy: list[Row]
     by_sign: list[Row]
     blocked_tokens: list[Row]
-    """Tokens that clipping blocks most often, and how many of their blocks lie inside the KL ball."""
+    """Vocabulary tokens that clipping blocks most often, with the number of times it does so inside the KL ball."""
     alarms: list[Row]
-    """Steps with a sign of collapse, each with the sentence of `corral train`'s guard."""
+    """Training steps with a sign of collapse, each with the sentence of `corral train`'s collapse guard."""
     left_out: Mapping[str, int]
     completions: Sequence[tuple[int, pd.DataFrame]]
-    """Completions with the most errors, as (length, first tokens), in order of arrival. An error is a token blocked inside
-    the KL ball or missed outside it."""
+    """Completions with the most clipping errors, as (length, first tokens), in order of arrival.
+
+    An error is a token blocked inside the KL ball or missed outside it."""
     texts: Mapping[int, str] = field(default_factory=dict)
-    """Token id → text of the token."""
+    """Mapping from token id to the token's text."""
     rows: pd.DataFrame | None = None
     """Table of all audited tokens; None for a dump, whose tokens are not kept in memory."""
 
@@ -160,11 +163,11 @@ class Audit:
         return fewest_errors(self.thresholds)
 
     def text(self, token: int) -> str:
-        """The text of a token, or its id if the text is unknown."""
+        """Return the text of a token, or its id if the text is unknown."""
         return self.texts.get(token, f"{token} ")
 
     def as_dict(self) -> Row:
-        """All numbers of the audit as a mapping for JSON."""
+        """Return all numbers of the audit as a mapping for JSON."""
         numbers = {name: value for name, value in vars(self).items() if name not in ("info", "completions", "texts", "rows")}
         verdicts = {
             rule: {"share": balls["kl"].share, **{name: vars(ball) for name, ball in balls.items()}}
@@ -184,10 +187,10 @@ class Tally:
         self._groups = {name: Sums() for name in ("all", "step", "age", "probability", "entropy", "sign", "token")}
         self._spreads: defaultdict[tuple[str, str], Spreads] = defaultdict(Spreads)
         self._kept: list[tuple[int, int, int, pd.DataFrame]] = []
-        """Completions with the most errors, as (−errors, number, length, first tokens)."""
+        """Completions with the most clipping errors, as (−errors, number, length, first tokens)."""
 
     def add(self, tokens: pd.DataFrame, measure: str) -> None:
-        """Add a table of tokens, completion by completion, with divergences on the distributions that `measure` names."""
+        """Add a table of tokens, sorted by completion, to the statistics. `measure` names how divergences were computed."""
         self.measure = measure
         self.thresholds.add(tokens)
         values = _statistics(tokens, self.thresholds.kl_bound)
@@ -211,7 +214,7 @@ class Tally:
         self._keep_completions(tokens)
 
     def _keep_completions(self, tokens: pd.DataFrame) -> None:
-        """Number these completions, and store those with the most errors. On a tie, earlier completions are stored."""
+        """Number new completions, and store the completions with the most clipping errors. On a tie, the earliest stay."""
         number = self.sequences + (tokens[["step", "sequence"]].diff() != 0).any(axis=1).cumsum()
         wrong = pd.Series(np.isin(kinds(tokens, "kl", self.thresholds.kl_bound), ("false", "missed")), tokens.index)
         errors = wrong.groupby(number).sum().nlargest(_MOST)
@@ -222,7 +225,7 @@ class Tally:
         self.sequences = int(number.iloc[-1])
 
     def result(self, info: Mapping[str, Any], **more: Any) -> Audit:
-        """Build the audit of all tokens. Raises `NothingYet` without a token."""
+        """Build the audit of all tokens added so far. Raises `NothingYet` if there are none."""
         if self.measure is None:
             raise NothingYet("there is no token to audit: no completion has one that was trained on and has finite log-probs.")
         (total,), by_step = self._rows("all"), self._rows("step", "step")
@@ -263,7 +266,7 @@ class Tally:
         )
 
     def _rows(self, group: str, label: str = "name", names: Sequence[str] = ()) -> list[Row]:
-        """Build table rows of a group such as "step" or "age": number of tokens, means, and upper percentiles of KL and TV.
+        """Build the rows of a table by "step", "age" and the like: number of tokens, means, upper percentiles of KL and TV.
 
         A mean is None where nothing was reported.
         """
@@ -281,7 +284,7 @@ class Tally:
         return rows.astype(object).where(rows.notna(), None).to_dict("records")
 
     def _blocked_tokens(self) -> list[Row]:
-        """The tokens that clipping blocks most often; ties go to the lowest ids."""
+        """List the vocabulary tokens that clipping blocks most often. Ties go to the lowest token ids."""
         count, total = self._groups["token"].count, self._groups["token"].sum
         rows = pd.DataFrame(
             {"seen": count["p_old"], "blocked": count["blocked_tv"], "inside": total["blocked_inside"].astype(int)}
@@ -292,14 +295,14 @@ class Tally:
 
 
 _DISTANCES = {"kl": "kl", "tv": "tv", "k1": "furthest", "k2": "k2", "k3": "k3", "mismatch": "mismatch"}
-"""Distances between the policies → columns of `_statistics`. Those with values ≥ 0 have percentiles."""
+"""Mapping from distance between the policies to a column of `_statistics`. Distances ≥ 0 have percentiles."""
 
 _BLOCKED = ["p_old", "blocked_inside", "blocked_p_old", "blocked_tv"]
 """Columns that are summed by token id: old probability and blocked tokens."""
 
 
 def _statistics(tokens: pd.DataFrame, kl_bound: float) -> pd.DataFrame:
-    """Compute columns per token: ratio new/behaviour, estimates k1, k2, k3 of KL(old‖new), distances, 1 where a rule acts."""
+    """Compute statistics of each token: ratio new/behaviour, KL estimates k1, k2 and k3, distances, and 1 where a rule acts."""
     log_ratio, weight = tokens["log_ratio"], np.exp((tokens["logp_new"] - tokens["anchor"]).clip(upper=20.0))
     capped, p_old = log_ratio.clip(upper=20.0), np.exp(tokens["logp_old"])
     blocked, outside = tokens["clipped"], tokens["kl"] > kl_bound
@@ -326,7 +329,7 @@ def _statistics(tokens: pd.DataFrame, kl_bound: float) -> pd.DataFrame:
 
 
 def _find_alarms(by_step: list[Row]) -> list[Row]:
-    """Find signs of collapse as `corral train`'s guard does. Rewards count as success only if all are in [0, 1]."""
+    """Find steps with signs of collapse as `corral train`'s guard does. Rewards count as success only if all are in [0, 1]."""
     watch, found = CollapseWatch(CollapseLimits()), []
     shares = all(row["reward"] is None or 0 <= row["reward"] <= 1 for row in by_step)
     for row in by_step:
@@ -337,7 +340,7 @@ def _find_alarms(by_step: list[Row]) -> list[Row]:
 
 
 def audit_table(info: Mapping[str, Any], rows: pd.DataFrame) -> Audit:
-    """Compute the audit of a table of tokens, in the form that `read_audit` returns."""
+    """Compute the audit of a table of tokens that `read_audit` has read."""
     certain = {name: rows[name].clip(upper=0.0) for name in ("logp_old", "logp_new")}
     tokens = make_tokens(rows.rename(columns={"update": "step"}).assign(support_tv=rows["tv_topk"], **certain))
     tally = Tally(info["rules"]["kl_bound"], info["rules"]["tv_bound"])
@@ -359,7 +362,7 @@ class DumpAudit:
         """Format of the files that were read; None before the first read."""
 
     def read(self, dump: Dump, progress: Callable[[int], object], *, growing: bool = False) -> bool:
-        """Read and count new completions. Returns True if there were any. If files were replaced, the dump is read again.
+        """Read and count new completions of a dump. Returns True if there were any. If files were replaced, all are read again.
 
         Args:
             growing: True if the dump may still be written: incomplete lines and files are left for the next call.
@@ -396,7 +399,7 @@ class DumpAudit:
         self._tally.add(tokens, *measures)
 
     def result(self, dump: Dump, texts: Callable[[list[int]], Mapping[int, str]] = lambda ids: {}) -> Audit:
-        """Build the audit. Raises `NothingYet` without a token. `texts` maps token ids to texts."""
+        """Build the audit of all completions read so far. Raises `NothingYet` without a token. `texts` maps ids to texts."""
         rules = self.rules.as_dict()
         info = {
             "name": dump.path.resolve().name or "dump",

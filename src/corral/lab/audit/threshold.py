@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from corral.lab.audit.tokens import VERDICTS, Floats, sampled_kl, sampled_tv
 
 _Score = Callable[[pd.DataFrame], Floats | pd.Series]
-"""Score function of a rule: a token is blocked at bound b if and only if its score is above b. NaN if a column that the rule
-needs is missing."""
+"""Score function of a rule: the rule blocks a token at bound b if and only if the token's score is above b.
+
+A score is NaN if a column that the rule needs is missing."""
 
 _CLIP = 0.2
 
@@ -29,7 +30,7 @@ class RuleFamily:
     """Symbol of the bound: ε, δ or c; empty for the audited clip range, which has no bound to choose."""
     bounds: tuple[float, ...]
     default: float
-    """The published bound of the method."""
+    """Published bound of the method, such as ε = 0.2 for PPO's clipping."""
     score: _Score = field(compare=False)
 
 
@@ -38,7 +39,7 @@ def _ratio(log_ratio: pd.Series) -> pd.Series:
 
 
 def _directed(rise: Callable[[pd.Series], Any], fall: Callable[[pd.Series], Any], column: str = "log_ratio") -> _Score:
-    """Build a score from the ratio new/old: `rise` for a positive advantage, `fall` for a negative advantage, −inf for 0."""
+    """Build a rule's score from a token's ratio: `rise` for positive advantages, `fall` for negative advantages, −inf for 0."""
 
     def score(tokens: pd.DataFrame) -> Floats:
         ratio = _ratio(tokens[column])
@@ -107,9 +108,11 @@ FAMILIES = (
     RuleFamily("dppo_topk_kl", "DPPO, KL on the support", "δ", _KL, 0.05, _dppo(lambda tokens: tokens["support_kl_old_new"])),
     RuleFamily("troll", "TROLL, projects", "ε", _KL, 0.05, _troll),
 )
-"""Rules that set a token's gradient to zero, or project it, independently of other tokens. Not included are rules that act
-on the same tokens as a rule in this list (`spo` and `decoupled_ppo` as `clip`, `drpo` as `dppo_tv`), rules that weigh
-tokens, and rules that depend on neighbouring tokens (`cppo`, `bapo`, `m2po`, `clip_cov`, `kl_cov`), which a log may lack."""
+"""Rules that an audit compares: each sets a token's gradient to zero, or projects the token, independently of other tokens.
+
+Not included are rules that act on the same tokens as a rule in this list (`spo` and `decoupled_ppo` as `clip`, `drpo` as
+`dppo_tv`), rules that weigh tokens, and rules that depend on neighbouring tokens (`cppo`, `bapo`, `m2po`, `clip_cov`,
+`kl_cov`), which a log may lack."""
 
 
 AUDITED = "audited"
@@ -117,7 +120,7 @@ AUDITED = "audited"
 
 
 def range_rule(low: float, high: float) -> RuleFamily:
-    """Rule of the clip range 1 − low … 1 + high: it blocks tokens that have left the range along their advantage."""
+    """Make the rule for the clip range 1 − low … 1 + high. It blocks tokens that have left the range along their advantage."""
     score = _directed(lambda ratio: ratio - (1 + high), lambda ratio: (1 - low) - ratio)
     return RuleFamily(AUDITED, f"Clip, {1 - low:.4g} … {1 + high:.4g}, as audited", "", (0.0,), 0.0, score)
 
@@ -136,17 +139,17 @@ class Ball:
 
     @property
     def blocked(self) -> int:
-        """Number of blocked tokens, inside or outside."""
+        """Number of tokens that the rule blocks, inside or outside the ball."""
         return self.blocked_inside + self.blocked_outside
 
     @property
     def tokens(self) -> int:
-        """Number of all tokens."""
+        """Number of all tokens, blocked or passed, inside or outside the ball."""
         return self.blocked + self.passed_inside + self.passed_outside
 
     @property
     def share(self) -> float:
-        """Share of all tokens that are blocked."""
+        """Share of all tokens that the rule blocks."""
         return self.blocked / self.tokens
 
     @property
@@ -156,7 +159,7 @@ class Ball:
 
     @property
     def wrong(self) -> float:
-        """Share of all tokens that are blocked inside the ball."""
+        """Share of all tokens that the rule blocks although they are inside the ball."""
         return self.blocked_inside / self.tokens
 
     @property
@@ -185,7 +188,7 @@ class Threshold:
         return math.isclose(self.bound, self.rule.default)
 
     def as_dict(self) -> dict[str, Any]:
-        """Counts of tokens, and shares of all tokens, as a mapping for JSON."""
+        """Return the rule's counts of tokens, and shares of all tokens, as a mapping for JSON."""
         balls = {
             name: {**vars(ball), "wrongly_blocked_share": ball.wrong, "missed_share": ball.missed}
             for name, ball in (("kl", self.kl), ("tv", self.tv))
@@ -194,16 +197,16 @@ class Threshold:
 
 
 class ThresholdTally:
-    """Counts of tokens by rule, by the number of bounds that their score exceeds, and by their position in the balls."""
+    """Counter of tokens for each rule: how many of its bounds they exceed, and whether they are inside the KL and TV balls."""
 
     def __init__(self, kl_bound: float, tv_bound: float, families: Sequence[RuleFamily] = FAMILIES) -> None:
         self.kl_bound, self.tv_bound, self.families = kl_bound, tv_bound, families
         self._counts: defaultdict[str, NDArray[np.int64]] = defaultdict(lambda: np.zeros((8, 2, 2, 2), dtype=np.int64))
-        """Rule → counts [exceeded bounds, pushed further out, outside the TV ball, outside the KL ball]."""
+        """Mapping from rule to counts [exceeded bounds, pushed further out, outside the TV ball, outside the KL ball]."""
         self.tokens = 0
 
     def add(self, tokens: pd.DataFrame) -> None:
-        """Count these tokens. A rule that cannot be computed on some tokens is left out of the table."""
+        """Count a table of tokens for every rule. A rule that cannot be computed on some tokens is left out of the table."""
         cell = (tokens["kl"] > self.kl_bound) + 2 * (tokens["tv"] > self.tv_bound) + 4 * tokens["outward"]
         self.tokens += len(tokens)
         levels = {f"{name} acts": tokens[name].astype(np.int64) for name in VERDICTS if name in tokens}
@@ -214,7 +217,7 @@ class ThresholdTally:
             self._counts[name] += np.bincount(8 * level + cell, minlength=64).reshape(8, 2, 2, 2)
 
     def balls(self, name: str, place: int = 0) -> dict[str, Ball]:
-        """Counts in the `kl` and `tv` balls, for a rule at its bound number `place` or a verdict such as "clipped acts"."""
+        """Return counts in the `kl` and `tv` balls for a rule at bound number `place`, or a verdict such as "clipped acts"."""
         blocked, passed = self._counts[name][place + 1 :].sum(0), self._counts[name][: place + 1].sum(0)
         found = {}
         for ball, other in (("kl", 1), ("tv", 2)):  # the axis of the other ball is summed over
@@ -223,7 +226,7 @@ class ThresholdTally:
         return found
 
     def rows(self) -> list[Threshold]:
-        """Thresholds of every rule that could be computed on all tokens, at every bound."""
+        """List each rule that could be computed on all tokens, at every bound of the rule."""
         return [
             Threshold(family, bound, **self.balls(family.name, place))
             for family in self.families
@@ -233,6 +236,6 @@ class ThresholdTally:
 
 
 def fewest_errors(rows: Sequence[Threshold]) -> list[Threshold]:
-    """Select each rule's bound with the fewest errors against the KL ball, the largest on a tie. One bound is no choice."""
+    """Select each rule's bound with the fewest errors against the KL ball, the largest on a tie. Skips rules with one bound."""
     families = {row.rule.name: [one for one in rows if one.rule is row.rule] for row in rows}
     return [min(own, key=lambda row: (row.kl.errors, -row.bound)) for own in families.values() if len(own) > 1]

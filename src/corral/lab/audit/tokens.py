@@ -20,20 +20,22 @@ VERDICTS = ("clipped", "dppo_binary", "dppo_topk", "troll")
 """Columns that mark the tokens on which a rule acts. `clipped` is the audited clipping, the only such column of a dump."""
 
 COUNTED = ("step", "sequence", "position", "token")
-"""Columns of whole numbers. `sequence` is the number of the completion within its step or the dump."""
+"""Columns of integers in the table of tokens. `sequence` is the number of the completion within its step or the dump."""
 
 MEASURED = (
     *("advantage", "logp_old", "logp_new", "logp_rollout", "entropy", "reward", "age"),
     *("kl", "tv", "support_tv", "support_kl_old_new", "troll_tv", "sequence_log_ratio"),
 )
-"""Columns of floats, NaN where nothing was logged. `logp_rollout` is the sampler's log-prob, `reward` is set at a
-completion's first token, `age` counts steps between sampling and training, and `kl` is KL(new‖old). `support_kl_old_new` is
-KL(old‖new) on the top-k tokens, which DPPO bounds with divergence="kl". `troll_tv` is the TV by which TROLL's projection
-moves the policy. `sequence_log_ratio` is the mean of log new/old over a completion whose tokens were all logged."""
+"""Columns of floats in the table of tokens, with NaN where nothing was logged.
+
+`logp_rollout` is the sampler's log-prob, `reward` is set at a completion's first token, `age` counts steps between sampling
+and training, and `kl` is KL(new‖old). `support_kl_old_new` is KL(old‖new) on the top-k tokens, which DPPO bounds with
+divergence="kl". `troll_tv` is the TV by which TROLL's projection moves the policy. `sequence_log_ratio` is the mean of log
+new/old over a completion whose tokens were all logged."""
 
 
 def make_tokens(rows: pd.DataFrame) -> pd.DataFrame:
-    """Build the table of audited tokens: all columns, and `log_ratio`, `anchor` and `outward` computed from them.
+    """Build the table of audited tokens from their columns, and add the columns `log_ratio`, `anchor` and `outward`.
 
     `log_ratio` is log new/old, `anchor` the centre of DPPO (log π of the sampler if it was reported, otherwise of the old
     policy), and `outward` marks tokens that moved along their advantage. Where only log-probs were logged, `kl` and `tv` are
@@ -65,11 +67,11 @@ def kinds(tokens: pd.DataFrame, ball: str, bound: float) -> Names:
 
 
 def sampled_kl(logp_p: Floats | pd.Series, logp_q: Floats | pd.Series) -> Floats:
-    """Compute KL(p‖q) of the two-way distributions of the sampled token against all others, from float64 log-probs."""
+    """Compute KL(p‖q) of the sampled token against all other tokens (two outcomes), from float64 log-probs."""
     p, q = (torch.tensor(np.asarray(x)).clamp(max=CERTAIN) for x in (logp_p, logp_q))
     return binary_kl(p, q).numpy()
 
 
 def sampled_tv(logp_p: Floats | pd.Series, logp_q: Floats | pd.Series) -> Floats:
-    """Total variation |p − q| of the sampled token against all other tokens."""
+    """Compute the total variation |p − q| of the sampled token against all other tokens (two outcomes), from log-probs."""
     return binary_tv(torch.tensor(np.asarray(logp_p)), torch.tensor(np.asarray(logp_q))).numpy()

@@ -9,14 +9,14 @@ from corral.lab.audit.threshold import AUDITED, Threshold
 from corral.lab.run.text import count, visible
 
 RULES = {"clipped": "clipping", "dppo_binary": "DPPO, sampled token", "dppo_topk": "DPPO, top-K", "troll": "TROLL"}
-"""Columns of verdicts → names of the rules in tables."""
+"""Mapping from column of verdicts, such as "troll", to the name of the rule in an audit's tables."""
 
 MEASURES = {
     "sampled": "the sampled token against all others, a lower bound of the true one",
     "support": "the logged support and its tail, a lower bound of the true one",
     "whole": "the whole vocabulary",
 }
-"""Values of `Audit.measure` → descriptions of the distributions that divergences are computed on."""
+"""Mapping from `Audit.measure` to a description of the distributions that divergences are computed on."""
 
 _NAMES = {"clip": "clipping 1 ± ε", "dppo_tv": "DPPO on TV", "dppo_kl": "DPPO on KL", "troll": "TROLL"}
 
@@ -43,7 +43,7 @@ def sentences(audit: Audit) -> list[str]:
 
 
 def updates_sentence(info: Mapping[str, Any]) -> str | None:
-    """Sentence on the share of tokens that clipping blocked during training, and TRL's clip ratio. None without a trainer."""
+    """Write the sentence on the share of tokens that clipping blocked in training, or return None if no trainer was audited."""
     if info.get("kind") != "trainer":
         return None
     rules, made = info["rules"], info.get("updates_made")
@@ -63,7 +63,7 @@ def updates_sentence(info: Mapping[str, Any]) -> str | None:
 
 
 def _clipping(audit: Audit) -> str:
-    """Sentence on the share of tokens that clipping would block, its part inside the KL ball, and the share it would miss."""
+    """Write the sentence on tokens that clipping would block, the part inside the KL ball, and tokens it would miss."""
     whole, ball = audit.whole, audit.verdicts["clipped"]["kl"]
     moment = "On one more update on these completions" if whole else "In an update at the new policy"
     missed = percent(ball.missed) if ball.passed_outward else "none"
@@ -156,7 +156,7 @@ def _alarms(audit: Audit) -> list[str]:
 
 
 def status(audit: Audit) -> str:
-    """Line of at most 70 characters with training progress and the share that clipping would block, for --live."""
+    """Write a line of at most 70 characters on progress and the share of tokens that clipping would block, for --live."""
     ball = audit.verdicts["clipped"]["kl"]
     newest = f"{'update' if audit.whole else 'step'} {audit.by_step[-1]['step']:,}"
     inside = f", {percent(ball.inside)} of these inside the KL ball" if ball.blocked else ""
@@ -164,7 +164,7 @@ def status(audit: Audit) -> str:
 
 
 def shown_rules(audit: Audit) -> Mapping[str, str]:
-    """Rules whose shares are shown in tables by bucket: column → name."""
+    """Return the rules in an audit's tables by bucket, as a mapping from column to name of the rule."""
     return RULES if audit.whole else SHOWN_RULES
 
 
@@ -228,7 +228,7 @@ def blocked_rows(audit: Audit) -> list[Row]:
 
 
 def render_token(text: str, most: int = 60) -> str:
-    """Make a token readable: hidden characters are written out, white space is made visible."""
+    """Make the text of a token readable: hidden characters are written out, white space is made visible."""
     text = visible(text if len(text) <= most else f"{text[:most]} …").replace("\n", "⏎").replace("\t", "⇥")
     inner = text.strip(" ")
     before, _, after = text.partition(inner) if inner else (text, "", "")
@@ -236,7 +236,7 @@ def render_token(text: str, most: int = 60) -> str:
 
 
 def _part(tokens: int, of: int) -> str:
-    """Format a number of tokens with its share of `of`: `12 (3.4 %)`."""
+    """Format a number of tokens with its share of a total: `12 (3.4 %)`."""
     return f"{tokens:,} ({percent(tokens / of)})" if of else "—"
 
 
@@ -246,7 +246,7 @@ def _exact(share: float) -> str:
 
 
 def clip_range(clip: Mapping[str, Any]) -> str:
-    """Format the clip range: `ratio 0.8 … 1.2`."""
+    """Format the clip range of an objective: `ratio 0.8 … 1.2`."""
     if clip["name"] == "gmpo":
         return f"log-ratio within ±{number(clip['clip'])}"
     digits = 4 if clip["clip_low"] < 0.01 else 3
@@ -256,7 +256,7 @@ def clip_range(clip: Mapping[str, Any]) -> str:
 
 
 def _spread(row: Mapping[str, float]) -> str:
-    """Format a distribution: `mean 0.002, 99.9th percentile 0.3, largest 1.2`."""
+    """Format statistics of a distance: `mean 0.002, 99.9th percentile 0.3, largest 1.2`."""
     return f"mean {number(row['mean'])}, 99.9th percentile {number(row['p999'])}, largest {number(row['max'])}"
 
 
