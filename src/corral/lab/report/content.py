@@ -1,4 +1,4 @@
-"""Content of a report, computed once for the page and the exports."""
+"""Content of a report on runs, computed once for the HTML page and the exported files."""
 
 import json
 import math
@@ -22,55 +22,59 @@ from corral.validate import RunError
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
-    """Content of a report: runs in groups, measurements, and all tables."""
+    """Content of a report: groups of runs, the main metric, and all tables."""
 
     title: str
     groups: Sequence[Group]
-    """Groups of runs on the page. Runs of a group differ in their seeds only."""
+    """Groups of runs on the report's page. Runs of one group differ in their seeds only."""
     sweep_groups: Sequence[Group]
-    """Groups of runs on which a comparison chose its settings. They appear in the sweep and in lists of runs, and count in
-    no other statistic."""
+    """Groups of runs of a comparison's sweep, on which it chose the settings of the reported runs.
+
+    They appear in the sweep and in lists of runs, and count in no other statistic."""
     sweeps: Sequence[Sweep]
     comparisons: Sequence[SavedComparison]
     measure: outcomes.Measure
     threshold: float | None
-    """Threshold for the column "steps to reach it"; None if every problem has its own threshold."""
+    """Threshold of the main metric for the column "steps to reach it"; None if every problem has its own threshold."""
     metrics: Sequence[figures.Metric]
     every: int
-    """Number of steps per point of a figure."""
+    """Number of training steps that each point of a figure summarises."""
     scores: pd.DataFrame
-    """Table of scores with a row per run, from `score_runs`."""
+    """Table of scores, with a row per run, as `score_runs` computes it."""
     tables: Mapping[str, list[Row]]
 
     @property
     def runs(self) -> list[Run]:
-        """Runs of all groups."""
+        """List the runs of all groups in the report."""
         return [run for group in self.groups for run in group.runs]
 
     @property
     def problems(self) -> list[str]:
-        """Task and model of the groups, without repetition."""
+        """List the problems (task and model) of the report's groups, each once."""
         return list(dict.fromkeys(group.problem for group in self.groups))
 
     @property
     def seeds(self) -> list[str]:
-        """Seeds of the runs, without repetition."""
+        """List the random seeds of the report's runs, each once."""
         return list(dict.fromkeys(run.seed for run in self.runs))
 
     @cached_property
     def final_pairs(self) -> list[Row]:
-        """Comparisons of final values: leader first in each pair, significant differences before others, then by size."""
+        """Pairwise comparisons of final values, leader first in each pair. Significant differences come before others."""
         return outcomes.sort_pairs([row for row in self.tables["comparisons"] if row["measure"] == "final"])
 
     @cached_property
     def looks(self) -> dict[str, Look]:
-        """Colour and marker of every contestant, by its name in groups and sweeps."""
+        """Colour and marker of every compared method, by the method's name in groups and sweeps."""
         swept = [row.contestant for sweep in self.sweeps for row in sweep.rows]
         return assign_looks([*(group.objective for group in self.groups), *swept])
 
     @cached_property
     def styles(self) -> dict[int, tuple[int, int, int]]:
-        """Colour, marker and dash of each group, by its key. Dashes distinguish four settings, markers any more settings."""
+        """Colour, marker and dash of each group's curve, by the group's key. Dashes distinguish up to four settings.
+
+        Markers distinguish any more settings.
+        """
         settings, found = list(dict.fromkeys(group.setting for group in self.groups)), {}
         for group in self.groups:
             (colour, marker), place = self.looks[group.objective], 0 if group.chosen else settings.index(group.setting)
@@ -91,7 +95,7 @@ def make_report(
     threshold: float | None = None,
     notes: Sequence[str] = (),
 ) -> RunReport:
-    """Build the report: group the runs, and compute every table.
+    """Build the content of a report: group the runs by setting, and compute every table.
 
     Args:
         comparisons: what `corral compare` wrote beside the runs, from `read_comparisons`.
@@ -148,7 +152,7 @@ def make_report(
 
 
 def _headline(groups: Sequence[Group]) -> str:
-    """Default title of a page: `countdown with tiny: dppo, troll`."""
+    """Write the default title of a report's page: `countdown with tiny: dppo, troll`."""
     problems = list(dict.fromkeys(group.problem for group in groups))
     names = list(dict.fromkeys(group.objective for group in groups))
     what = problems[0] if len(problems) == 1 else f"{len(problems)} problems"
@@ -156,7 +160,7 @@ def _headline(groups: Sequence[Group]) -> str:
 
 
 def name_seeds(seeds: Sequence[object]) -> str:
-    """List seeds in words: `seed 0`, or `seeds 0, 1, 2`."""
+    """Write a list of seeds as text: `seed 0`, or `seeds 0, 1, 2`."""
     return f"seed{'' if len(seeds) == 1 else 's'} {', '.join(map(str, seeds))}"
 
 
@@ -164,7 +168,7 @@ def name_seeds(seeds: Sequence[object]) -> str:
 
 
 def events(groups: Sequence[Group]) -> list[Row]:
-    """Build a table of problems: guard warnings, incomplete runs, and missing or damaged files."""
+    """Build the table of failures and warnings: warnings of the guard, incomplete runs, and missing or damaged files."""
     found: dict[tuple[Any, ...], list[str]] = {}
     for group in groups:
         for run in group.runs:
@@ -181,7 +185,7 @@ def _event(objective: str, seed: str, kind: str, what: str, step: int | None = N
 
 
 def _events(run: Run, again: int) -> Iterator[tuple[int | None, str, str]]:
-    """Yield step, kind and sentence of every problem of one run. `again` is the number of runs with its settings and seed."""
+    """Yield (step, kind, sentence) of each failure or warning of a run. `again` counts runs with equal settings and seed."""
     for line in run.lines:
         warnings = line.get("warnings")
         for text in warnings if isinstance(warnings, list) else ():
@@ -197,7 +201,7 @@ def _events(run: Run, again: int) -> Iterator[tuple[int | None, str, str]]:
 
 
 def plan_events(comparisons: Sequence[SavedComparison], runs: Sequence[Run]) -> list[Row]:
-    """List planned runs without a folder here: not started, failed at once, or not given to the report."""
+    """List planned runs that the report lacks: not started, failed at once, or not among the report's folders."""
     there, rows = {run.path.resolve() for run in runs}, []
     for entry in (entry for comparison in comparisons for path, entry in comparison.places() if path not in there):
         kind, what = {
@@ -209,7 +213,7 @@ def plan_events(comparisons: Sequence[SavedComparison], runs: Sequence[Run]) -> 
 
 
 def configuration(groups: Sequence[Group]) -> tuple[list[Row], list[Row]]:
-    """Build two tables: settings in which groups differ, with a column per group, and settings that all groups share."""
+    """Build two tables of settings: those in which groups of runs differ, with a column per group, and those that all share."""
     several = len({group.problem for group in groups}) > 1
     columns: dict[str, dict[str, str]] = {}
     for group in groups:
@@ -222,7 +226,7 @@ def configuration(groups: Sequence[Group]) -> tuple[list[Row], list[Row]]:
 
 
 def _settings(group: Group) -> dict[str, str]:
-    """Resolved settings of a group, without secrets; a setting that varies over seeds is shown as `…`."""
+    """Return the resolved settings of a group of runs, without secrets. A setting that varies over seeds is shown as `…`."""
     parts = ("objective", "task", "model", "settings", "trainer")
     columns = [flatten({part: run.config[part] for part in parts if part in run.config}) for run in group.runs]
     found = {}
@@ -237,7 +241,7 @@ def _settings(group: Group) -> dict[str, str]:
 
 
 def versions(groups: Sequence[Group]) -> list[Row]:
-    """List the versions of packages in the runs, several for a package if runs differ."""
+    """List the versions of Python packages that the runs used, several for a package if runs differ."""
     runs = [run.config for group in groups for run in group.runs]
     frame = pd.DataFrame([{**table_in(config, "versions"), "commit": config.get("commit")} for config in runs])
     found = {key: sorted(column.dropna().map(str).unique()) for key, column in frame.items()}
@@ -245,7 +249,7 @@ def versions(groups: Sequence[Group]) -> list[Row]:
 
 
 def commands(groups: Sequence[Group]) -> list[Row]:
-    """List for each run its command, script and settings, from which the run can be repeated."""
+    """List the command, script and settings of each run, from which the run can be repeated."""
     return [
         {
             "objective": group.label, "seed": run.seed, "command": command(run), "script": run.config.get("script"),
@@ -263,13 +267,13 @@ def _drop_secrets(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def command(run: Run) -> str | None:
-    """Command `corral train …` as given, without its output folder; None if the run was started from Python."""
+    """Return the `corral train …` command of a run, without output folder and secrets. None for a run started from Python."""
     said = run.config.get("command")
     return _render_command([str(word) for word in said], "train") if isinstance(said, list) else None
 
 
 def compare_command(text: str) -> str | None:
-    """Command `corral compare …` as given, without its output folder; None if it was started from Python."""
+    """Return a `corral compare …` command without output folder and secrets, or None if Python code started the comparison."""
     try:
         return _render_command(shlex.split(text), "compare")
     except ValueError:  # a quote that is not closed
@@ -277,7 +281,7 @@ def compare_command(text: str) -> str | None:
 
 
 def _render_command(words: Sequence[str], name: str) -> str | None:
-    """Format `corral` and the words from `name` on, without output folder and secrets; None if `name` is missing."""
+    """Format a `corral` command from the word `name` on, without output folder and secrets. None if `name` is missing."""
     if name not in words[1:]:
         return None
     kept, words = [], words[words.index(name, 1) :]

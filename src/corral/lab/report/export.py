@@ -1,4 +1,4 @@
-"""Exports for papers: figures as SVG and PNG, and tables as CSV, for all groups and seeds.
+"""Export of a report for papers: figures as SVG and PNG, and tables as CSV, for all groups and seeds.
 
 A page's figures are drawn by its scripts, which answer filters. Here matplotlib draws the same data, without a browser.
 """
@@ -29,11 +29,11 @@ _FORMULA = ("=", "+", "-", "@", "＝", "＋", "－", "＠")
 _Rows = list[Row]
 
 _Figures = dict[str, tuple[str, Callable[[Any], object]]]
-"""File name of each figure → (text about the runs, function that draws on the figure's axes)."""
+"""Mapping from a figure's file name to (text about the runs, function that draws on the figure's axes)."""
 
 
 def export(report: RunReport, folder: Path) -> list[Path]:
-    """Write every figure as SVG and PNG, every table, and the points of every curve."""
+    """Write a report's figures as SVG and PNG, its tables, and the points of its curves. Returns the paths of the files."""
     try:
         from matplotlib.figure import Figure
     except ImportError as missing:
@@ -65,7 +65,7 @@ def export(report: RunReport, folder: Path) -> list[Path]:
 
 
 def _problem(report: RunReport, data: dict[str, Any], problem: str, ending: str) -> tuple[dict[str, _Rows], _Figures]:
-    """Make the tables of points and the figures of one problem: curves, final values, differences and histograms."""
+    """Make the tables of points and the figures for one problem: curves, final values, and differences between groups."""
     groups = [group for group in report.groups if group.problem == problem]
     seeds = list(dict.fromkeys(run.seed for group in groups for run in group.runs))
     about = shorten(f"{problem}, {name_seeds(seeds)}", 110)
@@ -101,7 +101,7 @@ def _problem(report: RunReport, data: dict[str, Any], problem: str, ending: str)
 
 
 def write_csv(rows: Sequence[dict[str, Any]], path: Path) -> Path:
-    """Write a table with the columns of its first row. Texts that a spreadsheet would compute are quoted with '."""
+    """Write a table as CSV with the columns of its first row. Texts that a spreadsheet would compute are quoted with '."""
     cells = [[_inert(row[key]) for key in rows[0]] for row in rows]
     frame = pd.DataFrame(cells, columns=[_inert(key) for key in rows[0]], dtype=object)  # or steps would become 8.0 beside None
     form = {"index": False, "encoding": "utf-8", "errors": "replace", "lineterminator": "\r\n"}
@@ -110,7 +110,7 @@ def write_csv(rows: Sequence[dict[str, Any]], path: Path) -> Path:
 
 
 def _inert(value: Any) -> Any:
-    """Quote a text that a spreadsheet would compute as a formula, also after white space or in full-width characters."""
+    """Quote a text with ' if a spreadsheet would compute the text as a formula, even after white space or in full width."""
     return f"'{value}" if isinstance(value, str) and value.lstrip().startswith(_FORMULA) else value
 
 
@@ -120,7 +120,7 @@ _DASHES = ("-", "--", ":", "-.")
 
 
 def _label(text: str) -> str:
-    """Escape a label for matplotlib, which hides labels that begin with _ and reads $ as a formula."""
+    """Escape the label of a curve for matplotlib, which hides labels that begin with _ and reads $ as a formula."""
     text = visible(text).replace("$", r"\$")
     return text if not text.startswith("_") else f" {text}"
 
@@ -128,7 +128,7 @@ def _label(text: str) -> str:
 def draw_curves(
     axes: Any, curves: Sequence[tuple[Group, pd.DataFrame]], metric: Metric, styles: Mapping[int, tuple[int, ...]], axis: str
 ) -> None:
-    """Draw the curves of a metric over the run, one per group."""
+    """Draw the curves of a metric over training, one per group of runs, with bands."""
     for group, points in curves:
         colour, marker, dash = styles[group.key]
         style = {"color": LIGHT[colour], "marker": MARKERS[marker % len(MARKERS)], "linestyle": _DASHES[dash]}
@@ -149,7 +149,7 @@ def draw_curves(
 
 
 def draw_rows(axes: Any, rows: _Rows, what: str, percent: bool = False, origin: float | None = None) -> None:
-    """Draw one line per row: seeds as circles, the interval, and the value's marker, hollow if `hollow` is set."""
+    """Draw a row per group or pair: seeds as circles, an interval, and a marker at the value, hollow if `hollow` is set."""
     for place, row in enumerate(reversed(rows)):
         colour, seeds = LIGHT[row["colour"]], [*row.get("seeds", {}).values()]
         if row["low"] is not None:
@@ -167,7 +167,7 @@ def draw_rows(axes: Any, rows: _Rows, what: str, percent: bool = False, origin: 
 
 
 def draw_sweep(sweep: dict[str, Any], measure: dict[str, Any], axes: Any) -> None:
-    """Draw final values over the swept setting: means over seeds, and the range of the seeds."""
+    """Draw final values over the values of a swept setting: means over seeds, and bands from lowest to highest seed."""
     numbers = [value for value in sweep["values"] if value != AUTO]
     if numbers[0] > 0 and numbers[-1] / numbers[0] >= 8:
         axes.set_xscale("log")

@@ -1,4 +1,4 @@
-"""Data of a report's figures: metrics, captions, and every run's points, thinned so that the page stays small."""
+"""Data of a report's figures: metrics, captions, and points of every run, thinned so that the page stays small."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from corral.lab.report.statistics import interquartile_curve, middle_mean
 from corral.objective import make_config
 
 BUDGET = 250_000
-"""Largest number of values on a page, over all runs and metrics: about two megabytes."""
+"""Largest number of values on a report's page, over all runs and metrics: about two megabytes."""
 
 
 Section = Literal["learning", "region", "motion"]
@@ -30,16 +30,17 @@ class Metric:
     caption: str
     percent: bool = False
     log: bool = False
-    """True for a logarithmic axis: values span decades."""
+    """True for a logarithmic axis, if values of the metric span decades."""
     largest: bool = False
-    """True if several steps are combined by their maximum instead of their mean."""
+    """True if a point shows the maximum of the metric over several steps, False for the mean."""
     section: Section = "region"
 
 
 _SAMPLED = "of objectives without a support k3's estimate from the sampled tokens, not to be compared with the largest KL"
 _BOUND = "of objectives without a support that of the sampled token against all others, a lower bound"
-"""Caption for objectives without a top-k support. Their mean and largest KL are different estimates, so the mean may be
-larger."""
+"""Part of a caption on objectives without a top-k support, whose largest KL is a lower bound.
+
+Their mean and largest KL are different estimates, so the mean can be larger."""
 
 
 _SECTIONS: dict[Section, tuple[Metric, ...]] = {
@@ -92,11 +93,14 @@ _ROBOTS = {
     "tr/unconverged": "projections per update that did not converge",
     "tr/deployed_kl_mean": "mean KL to the network before the step, nats per plan",
 }
-"""Metrics with another meaning for robots → their captions."""
+"""Mapping from metrics that mean something else for robots to the metrics' captions."""
 
 
 def select_metrics(runs: Sequence[Run]) -> list[Metric]:
-    """Select metrics that a run has. Counters must be nonzero, and the learning rate is shown only beside a deployed KL."""
+    """Select the metrics that at least one run has logged. Counters that are always zero are left out.
+
+    The learning rate is shown only beside a deployed KL.
+    """
     lines = [line for run in runs for line in run.lines]
     found = [metric for metric in METRICS if any(isinstance(line.get(metric.key), float) for line in lines)]
     empty = {key for key in ("skipped", "tr/unconverged") if not any(line.get(key) for line in lines)}
@@ -107,7 +111,7 @@ def select_metrics(runs: Sequence[Run]) -> list[Metric]:
 
 
 def kl_bound(group: Group) -> float | None:
-    """KL bound of a group's objective; None if its bound is not a KL."""
+    """Return the KL bound of a group's objective, or None if the objective has no bound on the KL."""
     settings = dict(table_in(group.runs[0].config, "objective"))
     bound = None
     with suppress(ValueError, TypeError):  # an older run, an objective that is not registered here, or a damaged file
@@ -116,15 +120,16 @@ def kl_bound(group: Group) -> float | None:
 
 
 def stride(runs: Sequence[Run], metrics: Sequence[Metric]) -> int:
-    """Number of steps per point: 1, unless the page would hold too many values."""
+    """Compute the number of training steps per point of a figure: 1, unless the page would hold too many values."""
     numbers = sum(len(run.lines) for run in runs) * max(len(metrics), 1)
     return max(1, math.ceil(numbers / BUDGET))
 
 
 def points(run: Run, metrics: Sequence[Metric], every: int) -> dict[str, list[Any]]:
-    """Columns of a run's curves: updates, rollouts, tokens, seconds and metrics. A point summarises the steps since the last.
+    """Compute the points of a run's curves, as columns: steps, updates, rollouts, tokens, seconds and metrics.
 
-    Step 0 is a point of its own: it is before any update. None is nothing measured; "inf" an infinite value.
+    A point summarises the steps since the last point. Step 0 is a point of its own: it is before any update. None is nothing
+    measured; "inf" an infinite value.
     """
     buckets: dict[int, list[Any]] = {}
     for line in run.lines:
@@ -144,7 +149,7 @@ def points(run: Run, metrics: Sequence[Metric], every: int) -> dict[str, list[An
 
 
 def curve(group: Group, metric: Metric, every: int = 1, *, interval: bool = True, axis: str = "step") -> pd.DataFrame | None:
-    """Compute a group's curve of one metric, a row per step that at least one seed measured. None without measurements.
+    """Compute a group's curve of a metric over its seeds, with a row per measured step. Returns None without measurements.
 
     Columns are `step`, `axis`, the interquartile mean `value`, `low` and `high`, and the number of `seeds`. The interval is a
     bootstrap's, or the range of the seeds.
@@ -165,7 +170,7 @@ def curve(group: Group, metric: Metric, every: int = 1, *, interval: bool = True
 
 
 def _summary(values: Sequence[Any], metric: Metric) -> float | str | None:
-    """Mean or maximum of a metric over several steps."""
+    """Compute the mean or maximum of a metric over several steps. Returns "inf" for infinite values and None for no value."""
     numbers = [value for value in values if isinstance(value, float) and not math.isnan(value)]
     finite = [value for value in numbers if math.isfinite(value)]
     if numbers and (not finite or (metric.largest and max(numbers) == math.inf)):

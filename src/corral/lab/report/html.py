@@ -1,4 +1,4 @@
-"""Parts of a page as HTML and SVG: escaped fragments, template macros, and the frame of a self-contained page."""
+"""HTML building blocks of a page: escaped text, template macros, and the frame of a self-contained page."""
 
 import base64
 import hashlib
@@ -20,28 +20,28 @@ from corral.lab.run.text import visible
 from corral.validate import RunError
 
 Safe = Markup
-"""Markup made by this package, inserted as it is. Every other text is escaped."""
+"""Class of HTML markup that is inserted into a page as it is. Every other text is escaped."""
 
 LARGEST = 6_000_000
-"""Largest size of a page in bytes."""
+"""Largest size of an HTML page in bytes."""
 
 MOST_ROWS = 1000
-"""Largest number of rows in a table on a page; `--export` writes all rows."""
+"""Largest number of rows in a table on a page. `corral report --export` writes all rows."""
 
 _LONGEST_CELL = 1000
 """Largest number of characters in a table cell, so that one huge setting does not prevent a page."""
 
 _NUMBER = re.compile(r"[−+]?[\d.,…\[\]()/ −%–—∞]+( of \d+\)?)?")
-"""Pattern of numeric cells; a column of them is aligned right."""
+"""Pattern of numeric table cells. A column whose cells all match is aligned right."""
 
 
 def shorten(text: str, most: int) -> str:
-    """Cut a long text, and append the number of characters left out."""
+    """Cut a text to `most` characters, and append the number of characters left out."""
     return text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} more characters)"
 
 
 def _markup(value: Any) -> Safe:
-    """Convert a value to markup: markup is unchanged, None is empty, all else becomes escaped text."""
+    """Convert a value to HTML markup: markup is unchanged, None is empty, all else becomes escaped text."""
     return value if isinstance(value, Safe) else Safe("" if value is None else escape(visible(str(value))))
 
 
@@ -56,7 +56,7 @@ _TEMPLATES.filters["shorten"] = shorten
 
 
 def macros(name: str, package: str = "corral.lab.report", **known: Any) -> Any:
-    """Load the macros of a package's template as functions that return markup; `known` adds names for the template."""
+    """Load the macros of an HTML template as functions that return markup. `known` adds names for the template."""
     return _TEMPLATES.overlay(loader=PackageLoader(package)).get_template(name, globals=known).module
 
 
@@ -66,21 +66,21 @@ _PARTS = macros("parts.html")
 Row = dict[str, Any]
 
 Columns = dict[str, str | Callable[[Row], object]]
-"""Heading of each table column → the key of its values in a row, or a function that makes a cell from a row."""
+"""Mapping from a table column's heading to the key of its values in a row, or to a function that makes a cell from a row."""
 
 
 def cell(key: str, form: Callable[[Any], object] = str) -> Callable[[Row], object]:
-    """Return a function from a table row to its cell: the value at `key`, formatted, or a dash for None."""
+    """Return a function that makes a table cell from a row: the value at `key`, formatted, or a dash for None."""
     return lambda row: "—" if row[key] is None else form(row[key])
 
 
 def note(text: str, good: bool = False) -> Safe:
-    """Build a highlighted paragraph."""
+    """Build a highlighted paragraph of a page as HTML."""
     return Safe(_PARTS.note(text, good))
 
 
 def table(rows: Sequence[Row], columns: Columns, label: str, data: str | None = None) -> Safe:
-    """Build a table. Very long texts are cut.
+    """Build an HTML table from rows. Very long texts are cut.
 
     Args:
         data: name of the rows in the page's data, from which a reader saves them.
@@ -98,7 +98,7 @@ def table(rows: Sequence[Row], columns: Columns, label: str, data: str | None = 
 
 
 def page_json(content: Any) -> str:
-    """Encode JSON for a page, without < > & so that it cannot close its element."""
+    """Encode a page's data as JSON without < > &, so that the text cannot close its HTML element."""
     text = json.dumps(content, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     for mark in "<>&":
         text = text.replace(mark, f"\\u{ord(mark):04x}")
@@ -106,7 +106,7 @@ def page_json(content: Any) -> str:
 
 
 def sections(parts: Mapping[str, tuple[str, Safe]], scripted: Sequence[str] = ()) -> dict[str, Safe]:
-    """Build a page's sections, each with heading and content, by the name that links use.
+    """Build the HTML of a page's sections, each with heading and content, by the section's name in links.
 
     Args:
         scripted: names of sections that are empty without a script, and hidden then.
@@ -115,7 +115,7 @@ def sections(parts: Mapping[str, tuple[str, Safe]], scripted: Sequence[str] = ()
 
 
 def page_body(title: str, lead: str, parts: Mapping[str, tuple[str, Safe]], main: Safe, made_from: str) -> Safe:
-    """Build the body of a page: header with theme selector and links to every section, `main`, and footer."""
+    """Build the HTML body of a page: header with theme selector and links to every section, `main`, and footer."""
     links = [(name, heading) for name, (heading, _) in parts.items()]
     return Safe(_PARTS.body(title, lead, links, main, f"Made by corral {corral.__version__} from {made_from}."))
 
@@ -123,7 +123,7 @@ def page_body(title: str, lead: str, parts: Mapping[str, tuple[str, Safe]], main
 def document(
     title: str, inside: Safe, data: Mapping[str, Any], scripts: Sequence[str], styles: Sequence[str] = ("page.css",)
 ) -> str:
-    """Build a complete page around this body.
+    """Build a complete self-contained HTML page around the body `inside`, with data, scripts and styles.
 
     Args:
         inside: what stands in the body.
@@ -140,7 +140,7 @@ def document(
 
 
 def write_document(text: str, out: Path, too_large: str = "") -> int:
-    """Write a page atomically, and return its size in bytes.
+    """Write an HTML page atomically, and return its size in bytes. Raises RunError if the page is too large.
 
     Args:
         too_large: what to do about it if it has more than six megabytes, as a sentence.
@@ -157,7 +157,7 @@ def write_document(text: str, out: Path, too_large: str = "") -> int:
 
 
 def content_policy(script: str, style: str) -> str:
-    """Content-Security-Policy of a page that may run only this script and style, without access to the network."""
+    """Build the Content-Security-Policy of a page that may run only this script and style and may not use the network."""
     digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, style))
     script_hash, style_hash = (f"'sha256-{digest}'" for digest in digests)
     allowed = f"default-src 'none'; script-src {script_hash}; style-src {style_hash}; img-src data:"

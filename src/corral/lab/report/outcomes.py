@@ -1,4 +1,4 @@
-"""Groups of runs that differ in their seeds alone, and their outcomes: scores, compared between groups with intervals."""
+"""Groups of runs that differ in their seeds only, their scores, and comparisons of groups with confidence intervals."""
 
 import math
 from collections import Counter
@@ -19,7 +19,7 @@ from corral.lab.run.settings import SECRET
 from corral.lab.run.text import visible
 
 Chosen = Mapping[Path, tuple[str, str]]
-"""Path of each run whose setting a comparison chose → contestant, and setting in words."""
+"""Mapping from the path of each run whose setting a comparison chose to (compared method, setting as text)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,25 +27,28 @@ class Group:
     """Group of runs that differ in their seeds only."""
 
     key: int
-    """Position in the report, which determines the colour."""
+    """Position of the group in the report, which determines its colour."""
     objective: str
-    """Name of the objective, with settings of this objective that were varied: `troll bound=0.1`."""
+    """Name of the group's objective, with settings of this objective that were varied: `troll bound=0.1`."""
     setting: str
-    """All other settings that were varied, often none: `learning_rate=0.001`."""
+    """All other settings of the group that were varied, often none: `learning_rate=0.001`."""
     problem: str
-    """Task and model; only groups with the same problem are compared."""
+    """Problem of the group: task and model. Only groups with the same problem are compared."""
     runs: Sequence[Run]
     chosen: bool = False
     """True if a comparison chose the setting: groups with chosen settings are compared although their settings differ."""
 
     @property
     def label(self) -> str:
-        """Name of the group: its contestant, followed by its setting unless a comparison chose the setting."""
+        """Name of the group: its objective, followed by its setting unless a comparison chose the setting."""
         return shorten(self.objective if self.chosen else f"{self.objective} {self.setting}".strip(), 300)
 
 
 def group_runs(runs: Sequence[Run], chosen: Chosen | None = None) -> list[Group]:
-    """Group runs by problem, setting and objective, in that order; runs of a comparison by contestant."""
+    """Group runs that differ in their seeds only, and sort the groups by problem, setting and objective.
+
+    Runs of a comparison are grouped by compared method.
+    """
     chosen = {} if chosen is None else chosen
     found: dict[tuple[str, str, str], list[Run]] = {}
     problems = problems_of(runs)
@@ -80,7 +83,7 @@ def group_runs(runs: Sequence[Run], chosen: Chosen | None = None) -> list[Group]
 def split_runs(runs: Sequence[Run], comparisons: Sequence[SavedComparison]) -> tuple[list[Run], list[Run], Chosen]:
     """Separate the reported runs from the runs of finished sweeps, and find the chosen settings of the reported runs.
 
-    As long as a comparison has no reported run, those of its sweep are all there is to look at, and stay.
+    As long as a comparison has no reported run, the runs of its sweep stay among the reported runs.
     """
     places = {run.path.resolve(): run for run in runs}
     swept: set[int] = set()
@@ -94,7 +97,7 @@ def split_runs(runs: Sequence[Run], comparisons: Sequence[SavedComparison]) -> t
 
 
 def pairs(groups: Sequence[Group]) -> list[tuple[Group, Group]]:
-    """Pairs of groups to compare: objectives with equal or chosen settings, or settings of a single objective."""
+    """List the pairs of groups to compare: objectives with equal or chosen settings, or settings of a single objective."""
     found = []
     for index, ours in enumerate(groups):
         for theirs in groups[:index]:
@@ -107,7 +110,7 @@ def pairs(groups: Sequence[Group]) -> list[tuple[Group, Group]]:
 
 
 def problems_of(runs: Sequence[Run]) -> dict[int, str]:
-    """Find each run's problem, by the run's `id`: the task with its varied settings, and the language model if there is one."""
+    """Map each run's `id` to its problem: the task with its varied settings, and the language model if there is one."""
     found = {}
     for run in runs:
         same = [peer for peer in runs if peer.task == run.task]
@@ -117,7 +120,7 @@ def problems_of(runs: Sequence[Run]) -> dict[int, str]:
 
 
 def name_contestant(run: Run, peers: Iterable[Run]) -> tuple[str, dict[str, str]]:
-    """Name of a run's objective with its varied settings, such as `troll bound=0.1`, and all other settings that vary.
+    """Return the name of a run's objective with its varied settings, as `troll bound=0.1`, and its other varied settings.
 
     Args:
         peers: runs on the same problem.
@@ -128,7 +131,7 @@ def name_contestant(run: Run, peers: Iterable[Run]) -> tuple[str, dict[str, str]
 
 
 def varying_settings(run: Run, peers: Iterable[Run], which: str) -> dict[str, str]:
-    """Settings of a run that vary among its peers, without secrets.
+    """Return the settings of a run that vary among comparable runs (`peers`), without secrets.
 
     Args:
         which: "own_settings", "shared_settings" or "task_settings" of a run.
@@ -140,7 +143,7 @@ def varying_settings(run: Run, peers: Iterable[Run], which: str) -> dict[str, st
 
 
 def _natural(text: str) -> tuple[Any, ...]:
-    """Sort key that puts 2 before 10, and 1e-4 before 0.001."""
+    """Sort key for texts with numbers that puts 2 before 10, and 1e-4 before 0.001."""
     words = []
     for word in text.replace("=", " ").split():
         try:
@@ -153,28 +156,28 @@ def _natural(text: str) -> tuple[Any, ...]:
 # ---------------------------------------------------------------------------------------------------------------- scores
 
 BESIDE = ("greedy", "return")
-"""Metrics reported beside the main one: greedy success, and the return of robots."""
+"""Metrics reported beside the main metric: greedy success, and the return of robots."""
 
 COUNTED = ("finished", "collapsed")
-"""Outcomes that count in the statistics: runs that used their budget, or were stopped as collapsed."""
+"""Outcomes of runs that count in the statistics: the budget was used up, or the guard stopped a collapsed run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """Kind of score, such as held-out success, with its name and unit."""
+    """Metric by which a report compares runs, such as held-out success, with its name and unit."""
 
     key: str
     name: str
     unit: str
     factor: float
-    """Factor that converts the logged number to `unit`: 100 from a share to points."""
+    """Factor that converts a logged value of the metric to `unit`, such as 100 from a share to points."""
 
     def text(self, value: float) -> str:
-        """Value in words: `67.6 %`, or a plain number."""
+        """Format a value of the metric: `67.6 %`, or a plain number."""
         return f"{100 * value:.1f} %" if self.factor == 100 else statistics.plain(value)
 
     def estimate(self, value: float | None, low: float | None, high: float | None) -> str:
-        """Estimate with its interval, if there is one: `67.6 % [65.0…70.1]`."""
+        """Format an estimate of the metric with its interval, if there is one: `67.6 % [65.0…70.1]`."""
         if value is None or not math.isfinite(value):
             return "—"
         if low is None or high is None:
@@ -190,11 +193,11 @@ _MEASURES = (
     RETURN,
     Measure(key="reward", name="reward", unit="", factor=1.0),
 )
-"""Candidates for the main metric, the best first: on held-out problems, on held-out contexts, in training."""
+"""Candidates for a report's main metric, best first: held-out success, return on held-out contexts, training reward."""
 
 
 def main_metric(runs: Sequence[Run]) -> Measure:
-    """Choose held-out success if every task has it, else the return on held-out contexts, else the training reward."""
+    """Choose a report's main metric: held-out success if all tasks have it, else held-out return, else training reward."""
     tasks = {run.task: [peer for peer in runs if peer.task == run.task] for run in runs}
     for everywhere in (all, any):
         for measure in _MEASURES:
@@ -207,11 +210,11 @@ RUN_COLUMNS = (
     "run", "objective", "problem", "seed", "stopped", "steps", "planned", "start", "best", "final", "greedy", "return",
     "seconds", "tokens", "env_steps", "skipped",
 )  # fmt: skip
-"""Columns of `score_runs` that the table of runs shows."""
+"""Columns of the table of scores (`score_runs`) that the report's table of runs shows."""
 
 
 def score_runs(groups: Sequence[Group], measure: Measure) -> pd.DataFrame:
-    """Score every run in a table with a row per run. Values that were not measured are None.
+    """Compute the scores of every run, as a table with a row per run. Values that were not measured are None.
 
     Beside RUN_COLUMNS: `group`, the place of its group; `counts`, whether it is in the statistics; `points`, its measurements;
     `area`, their mean over the run; `collapsed`.
@@ -237,24 +240,24 @@ def score_runs(groups: Sequence[Group], measure: Measure) -> pd.DataFrame:
 
 
 def _counted(scores: pd.DataFrame, column: str = "final") -> pd.DataFrame:
-    """Select runs that count in statistics and have a number in this column: the latest run of each group and seed."""
+    """Select the runs that count in statistics and have a number in `column`: the latest run of each group and seed."""
     known = scores[scores["counts"].astype(bool)].dropna(subset=[column])
     return known.drop_duplicates(["group", "seed"], keep="last")
 
 
 def by_seed(scores: pd.DataFrame, group: Group, column: str = "final") -> dict[str, float]:
-    """Map each seed of a group to its number in one column, for runs that count in statistics."""
+    """Map each seed of a group to its score in `column`, for runs that count in statistics."""
     return _counted(scores[scores["group"] == group.key], column).set_index("seed")[column].to_dict()
 
 
 def _mean(values: pd.Series) -> float | None:
-    """Mean of the numbers in a column; None without any."""
+    """Compute the mean of the numbers in a column. Returns None if there are none."""
     known = values.dropna().to_numpy(float)
     return float(np.mean(known)) if len(known) else None
 
 
 def default_threshold(scores: pd.DataFrame, measure: Measure) -> float | None:
-    """Default threshold on one problem: nine tenths of the best group's final value. None if no run has one.
+    """Compute the default threshold of one problem: nine tenths of the best group's final value. None if no run has one.
 
     For returns, nine tenths of the way from the mean start to the best final value.
     """
@@ -265,13 +268,13 @@ def default_threshold(scores: pd.DataFrame, measure: Measure) -> float | None:
 
 
 def _columns(name: str, estimate: Estimate | None) -> Row:
-    """Split an estimate into three columns of a table row: value, low and high."""
+    """Split an estimate into three columns of a table row: value, lower and upper end of the interval."""
     value, low, high = (None, None, None) if estimate is None else (estimate.value, estimate.low, estimate.high)
     return {name: value, f"{name}_low": low, f"{name}_high": high}
 
 
 def results(groups: Sequence[Group], scores: pd.DataFrame, threshold: float | None) -> list[Row]:
-    """Compute one row per group: final value, area, greedy success, steps to the threshold, collapses, time."""
+    """Compute the table of results, a row per group: final value, area, greedy success, steps to threshold, collapses, time."""
     rows = []
     for group in groups:
         runs = _counted(scores[scores["group"] == group.key])
@@ -293,7 +296,7 @@ def results(groups: Sequence[Group], scores: pd.DataFrame, threshold: float | No
 
 
 def comparisons(groups: Sequence[Group], scores: pd.DataFrame, measure: Measure) -> list[Row]:
-    """Compare contestants in pairs: one row with a sentence per pair and measure.
+    """Compare groups of runs in pairs. Returns a table with a row and a sentence per pair and score.
 
     p-values have Holm's correction over all pairs of a measure.
     """
@@ -337,7 +340,7 @@ _WEIGHTS = {
     "loss_type": "reductions", "advantage": "advantages", "scale_rewards": "scales of rewards",
     "multi_objective_aggregation": "sums of rewards",
 }  # fmt: skip
-"""Settings that weigh tokens and rewards, for any objective."""
+"""Settings of any objective that weigh tokens and rewards, with the names of what they set."""
 
 _OWN = {
     "seed", "objective", "report_to", "guard", "keep_completions", "keep_checkpoints", "checkpoint_every", "workers",
@@ -347,7 +350,7 @@ _OWN = {
 
 
 def _uneven_weights(ours: Group, theirs: Group) -> str:
-    """Reason why a difference also reflects other weights of tokens or rewards; empty if both sides weigh them equally."""
+    """Write why a difference also reflects other weights of tokens or rewards. Empty if both groups weigh them equally."""
     first, second = ours.runs[0], theirs.runs[0]
     if first.objective == second.objective:
         return ""
@@ -363,7 +366,7 @@ def _uneven_weights(ours: Group, theirs: Group) -> str:
 
 
 def _other_differences(ours: Group, theirs: Group) -> str:
-    """Settings in which two groups differ although neither was varied in them, so that a comparison may be unfair."""
+    """List settings that were not varied but differ between two groups, so that a comparison may be unfair."""
     aside = _OWN | ({"loss_type", "advantage", "scale_rewards"} if _uneven_weights(ours, theirs) else set())  # said already
     a, b = (
         {key: value for key, value in flatten(side.runs[0].settings).items() if key.split(".")[0] not in aside}
@@ -375,7 +378,7 @@ def _other_differences(ours: Group, theirs: Group) -> str:
 
 
 def overall(scores: pd.DataFrame, measure: Measure) -> list[Row]:
-    """Compute one row per contestant with runs on every problem: interquartile mean, and mean over tasks and seeds.
+    """Compute the table over all tasks, a row per method with runs on every problem: interquartile mean, and mean.
 
     Runs are resampled within each task (rliable's stratified bootstrap). Nothing if there are fewer than two problems, or
     fewer than two contestants with runs on all of them.
@@ -406,7 +409,7 @@ def overall(scores: pd.DataFrame, measure: Measure) -> list[Row]:
 
 
 def normalise_scores(scores: pd.DataFrame, measure: Measure) -> pd.DataFrame:
-    """Normalise final values of all problems to one scale, in a column `score`. Runs that do not count are left out.
+    """Normalise the runs' final values of all problems to one scale, in a column `score`. Runs that do not count are left out.
 
         success as it is; of returns: score = (final − start) / (best − start)
 
@@ -422,7 +425,7 @@ def normalise_scores(scores: pd.DataFrame, measure: Measure) -> pd.DataFrame:
 
 
 def sort_pairs(rows: Sequence[Row]) -> list[Row]:
-    """Sort pairs: leader first in each pair, significant differences before others, then by size."""
+    """Sort pairwise comparisons, leader first in each pair. Significant differences come first, then larger differences."""
     turned = []
     for row in rows:
         if row["difference"] < 0:

@@ -1,4 +1,4 @@
-"""Report page: findings, curves, sweeps, tables and an appendix, with their data as JSON."""
+"""HTML page of a report: findings, curves, sweeps, tables and an appendix, with their data as JSON."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,10 +19,10 @@ from corral.lab.report.sweep import RULE, Sweep, ordered, value_at, without
 from corral.lab.run.text import count, duration, visible
 
 _SCRIPTS = ("base.js", "curves.js", "sweep.js", "tokens.js", "page.js")
-"""Scripts in static/, in the order of their dependencies."""
+"""JavaScript files of the report's page in static/, in the order of their dependencies."""
 
 _FILTERED = ("curves", "region", "motion", "tokens")
-"""Sections that the filters apply to."""
+"""Sections of the report's page that the reader's filters apply to."""
 
 _HTML = html.macros("report.html")
 
@@ -30,16 +30,16 @@ AXES = {
     "step": "steps", "update": "updates", "rollouts": "rollouts", "env_steps": "environment steps", "tokens": "tokens",
     "seconds": "seconds",
 }  # fmt: skip
-"""Names of the curves' horizontal axes."""
+"""Mapping from column to name of the horizontal axis of learning curves."""
 
 
 def write_page(report: RunReport, out: Path) -> int:
-    """Write the page atomically, and return its size in bytes."""
+    """Write a report's HTML page atomically, and return its size in bytes."""
     return html.write_document(page(report), out, f"Report fewer runs at a time: {len(report.runs)} were given.")
 
 
 def page(report: RunReport) -> str:
-    """Build the whole HTML page."""
+    """Build the whole HTML page of a report."""
     runs, tables, single = report.runs, report.tables, report.is_single
     robots = all(run.is_robot for run in runs)
     moves = any(metric.section == "motion" for metric in report.metrics)
@@ -82,7 +82,7 @@ def page(report: RunReport) -> str:
 
 
 def _table(tables: Mapping[str, Sequence[Row]], name: str, columns: Columns, label: str) -> Safe | None:
-    """Build one of a report's tables, whose rows a reader can save; None without rows."""
+    """Build one of a report's tables, whose rows a reader can save. Returns None if the table has no rows."""
     return table(tables[name], columns, label, name) if tables[name] else None
 
 
@@ -90,7 +90,7 @@ def _table(tables: Mapping[str, Sequence[Row]], name: str, columns: Columns, lab
 
 
 def _findings(report: RunReport) -> Safe:
-    """Build the findings: sentences, the plot of final values, tables, and the method."""
+    """Build the report's findings: sentences, the plot of final values, tables, and the method."""
     name, compared = report.measure.name, report.tables["comparisons"]
     swept = []
     for sweep in report.sweeps:
@@ -113,12 +113,12 @@ def _findings(report: RunReport) -> Safe:
 
 
 def sentence_pairs(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Sentence of each comparison row, with its kind, which sets the mark beside the sentence."""
+    """Return the sentence of each comparison with its kind, "claim" or "tie", which sets the mark beside the sentence."""
     return [(row["sentence"], "claim" if row["claimed"] else "tie") for row in rows]
 
 
 def _warnings(report: RunReport) -> list[tuple[str, str | None]]:
-    """Warnings above the findings, each with a link or None."""
+    """List the warnings above a report's findings, each with a link or None."""
     rows, out = report.tables["comparisons"], sum(row["kind"] == "left out" for row in report.tables["events"])
     left_out = f"{count(out, 'run')} did not finish and {'is' if out == 1 else 'are'} not in these numbers: "
     few = {  # the first that applies
@@ -131,7 +131,7 @@ def _warnings(report: RunReport) -> list[tuple[str, str | None]]:
 
 
 def _single_run(report: RunReport) -> Safe:
-    """Build the findings of a single run, with large numbers."""
+    """Build the findings of a report on a single run, with large numbers."""
     (run,), (row,) = report.runs, report.tables["runs"]
     text = report.measure.text
     numbers = {f"{name} {report.measure.name}": row[name] for name in ("start", "best", "final")}
@@ -157,7 +157,7 @@ _three, _four = (partial(plains, digits=digits) for digits in (3, 4))
 
 
 def _spread(key: str, form: Callable[..., Iterable[str]] = _four) -> Callable[[Row], str]:
-    """Format a number and its interval, if the row has one; `form` formats numbers that stand together."""
+    """Return a function that formats a table row's number at `key` and its interval, if there is one, with `form`."""
 
     def show(row: Row) -> str:
         numbers = [row[name] for name in (key, f"{key}_low", f"{key}_high") if row.get(name) is not None]
@@ -171,7 +171,7 @@ def _whole(value: Any) -> str:
 
 
 def _comparison_table(report: RunReport) -> Safe | None:
-    """Build the comparison table, one row per pair and measure."""
+    """Build the table of comparisons, a row per pair of groups and score."""
     columns: Columns = {
         "Difference": "{ours} − {theirs}".format_map,
         "Of": "measure",
@@ -185,7 +185,7 @@ def _comparison_table(report: RunReport) -> Safe | None:
 
 
 def _result_table(report: RunReport) -> Safe:
-    """Build the result table, one row per group."""
+    """Build the table of results, a row per group of runs."""
     rows, measure = report.tables["results"], report.measure
     chosen = any(group.chosen for group in report.groups)
 
@@ -214,7 +214,7 @@ def _result_table(report: RunReport) -> Safe:
 
 
 def _run_table(report: RunReport) -> Safe:
-    """Build the table of runs, one row per run."""
+    """Build the table of a report's runs, a row per run."""
     rows, text = report.tables["runs"], report.measure.text
     columns: Columns = {
         "Objective": "objective", "Seed": "seed", "Ended": "stopped",
@@ -231,7 +231,7 @@ def _run_table(report: RunReport) -> Safe:
 
 
 def _configuration(report: RunReport) -> Safe:
-    """Build the table of settings in which groups differ, a column per group, and a folded table of the shared settings."""
+    """Build the table of settings in which groups of runs differ, and a folded table of the settings that all share."""
     differ, same = report.tables["differences"], report.tables["settings"]
     columns: Columns = {"Setting" if key == "setting" else key: key for row in differ[:1] for key in row}
     shown = table(differ, columns, "Settings that differ") if differ else None
@@ -270,21 +270,21 @@ _TABLES = ("results", "comparisons", "overall", "sweep", "runs", "events")
 """Tables whose rows a reader can save from the page."""
 
 _MOST_TEXT, _ALL_TEXT = 4000, 1_500_000
-"""Limits on the completions on a page: characters of each, and total bytes, which keep a page below six megabytes."""
+"""Limits on the completions on a report's page: characters of each completion, and bytes of all of them."""
 
 _ALL_TOKENS, _ALL_TOKEN_TEXT = 25_000, 2_000_000
-"""Limits on tokens shown one by one: their number over all runs, and their bytes on the page."""
+"""Limits on tokens shown one by one on a report's page: their number over all runs, and their total bytes."""
 
 _LONGEST = 600
-"""Largest number of tokens shown of one completion."""
+"""Largest number of tokens of one completion on a report's page."""
 
 
 _MOST_PAIRS = 40
-"""Largest number of pairs in a figure; the table has all of them."""
+"""Largest number of compared pairs in the figure of differences; the table has all of them."""
 
 
 def _forest(report: RunReport) -> list[Row]:
-    """Build the figure of differences between groups for each problem, significant differences first."""
+    """Build the data of the figure of differences between groups, for each problem. Significant differences come first."""
     made: list[Row] = []
     for problem in report.problems:
         pairs = []
@@ -313,7 +313,7 @@ def _forest(report: RunReport) -> list[Row]:
 
 
 def page_data(report: RunReport) -> dict[str, Any]:
-    """Collect the page's data that its scripts draw and save."""
+    """Collect the data of a report's page that its scripts draw and save."""
     groups = []
     for group in report.groups:
         colour, marker, dash = report.styles[group.key]
@@ -371,7 +371,7 @@ def _value(value: Any) -> Any:
 
 
 def _number(value: Any) -> float | str | None:
-    """Convert a number to a value that JSON supports, with five digits."""
+    """Convert a number to a value that JSON supports, with five digits. NaN becomes None, infinity a text."""
     if not isinstance(value, int | float) or value != value:
         return None
     value = float(value)
@@ -388,7 +388,7 @@ def _rounded(columns: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
 
 
 def _bands(report: RunReport, metric: figures.Metric) -> dict[str, Any]:
-    """Bootstrap intervals of the learning curves, for each group of at least two seeds."""
+    """Compute bootstrap intervals of the learning curves of a metric, for each group of at least two runs."""
     curves = {group.key: figures.curve(group, metric, report.every) for group in report.groups if len(group.runs) > 1}
     return {
         str(key): _rounded(curve[["step", "low", "high"]].to_dict("list")) for key, curve in curves.items() if curve is not None
@@ -396,7 +396,7 @@ def _bands(report: RunReport, metric: figures.Metric) -> dict[str, Any]:
 
 
 def _sweep_data(report: RunReport, sweep: Sweep) -> dict[str, Any]:
-    """Lines of a sweep, by contestant and other settings; each value of the axis has a cell with its seeds' numbers."""
+    """Build the data of a sweep's figure: a line per compared method, with the scores of all seeds at each swept value."""
     lines, values = [], [*ordered([value_at(row.setting, sweep.key) for row in sweep.rows])]
     fields = {"final": "final", "area": "auc", "greedy": "greedy", "kl": "kl", "collapsed": "collapsed"}
     for index, line in enumerate(sweep.ranges):
@@ -421,7 +421,7 @@ def _sweep_data(report: RunReport, sweep: Sweep) -> dict[str, Any]:
 
 
 def _fitting(make: Callable[[int], list[Row]], most: int, least: int, size: int) -> list[Row]:
-    """Make rows with `most` elements, and halve `most`, down to `least`, until the rows fit into `size` bytes."""
+    """Make rows of texts or tokens with `most` elements, and halve `most` down to `least` until they fit into `size` bytes."""
     rows = make(most)
     while most > least and len(html.page_json(rows).encode()) > size:
         most //= 2
@@ -430,7 +430,7 @@ def _fitting(make: Callable[[int], list[Row]], most: int, least: int, size: int)
 
 
 def _completions(report: RunReport, most: int) -> list[Row]:
-    """Sampled completions, each cut to `most` characters."""
+    """Collect the runs' sampled completions for the page, each cut to `most` characters."""
     return [
         {
             "run": index, "step": int(row["step"] or 0), "prompt": _text(row.get("prompt") or "", most // 2),
@@ -443,7 +443,7 @@ def _completions(report: RunReport, most: int) -> list[Row]:
 
 
 def _tokens(report: RunReport, most: int) -> list[Row]:
-    """Token-by-token data: text, effect of the trust region, KLs, log-ratio. Each run may have an equal share of `most`."""
+    """Collect the runs' tokens for the page: text, effect of the trust region, KLs, log-ratio. Runs share `most` equally."""
     kept = {index: run.tokens for index, run in enumerate(report.runs) if run.tokens}
     found = []
     for index, rows in kept.items():

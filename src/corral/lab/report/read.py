@@ -17,31 +17,31 @@ from corral.lab.run.settings import guess
 from corral.validate import RunError
 
 ChooseBy = Literal["final", "area"]
-"""Score by which settings are chosen: the final value, or the mean over the run."""
+"""Score by which a comparison chooses settings: the final value, or the mean over the run (area)."""
 
 STATE = "trainer_state.json"
 
 _RECORD = "RunRecord"
-"""Name of the callback under which a CorralTrainer stores its settings."""
+"""Name of the callback in trainer_state.json under which a CorralTrainer stores its settings."""
 
 
 _FILES = ("config.json", "metrics.jsonl")
 """Files that identify a folder as a run, unless its config.json is a model's."""
 
 _DEPTH = 4
-"""Number of folder levels in which runs are searched."""
+"""Number of nested folder levels that are searched for runs."""
 
 _KEPT_COMPLETIONS = 64
-"""Largest number of completions per run, from the first of evenly spaced steps: pages must stay small enough to send."""
+"""Largest number of completions that are kept per run, from evenly spaced steps, so that pages stay small."""
 
 _DEEPEST, _LARGEST_NUMBER = 50, 1e300
-"""Limits on settings: depth of nesting, and absolute value of a number."""
+"""Limits on values in a run's JSON files: depth of nesting, and absolute value of a number."""
 
 _LAST_STEP = 2**53
 
 _TABLES = ("settings", "trainer", "versions", "reduction")
 _NAMES = ("seed", "objective", "task", "model", "stopped")
-"""Values that are found by name in a run's configuration or summary."""
+"""Names, such as the task's, that are looked up in a run's configuration or summary."""
 
 _COMPLETIONS = {
     "step": pa.int64(), "completion": pa.string(), "prompt": pa.string(), "reward": pa.float64(), "advantage": pa.float64(),
@@ -51,34 +51,34 @@ _TOKENS = {
     "kl_after": pa.list_(pa.float32()), "log_ratio": pa.list_(pa.float32()), "reward": pa.float64(),
     "advantage": pa.float64(), "bound": pa.float64(),
 }  # fmt: skip
-"""Columns that are read from token files, with their types. All lists in a row have the same length."""
+"""Columns that are read from tokens.parquet, with their types. All lists in a row have the same length."""
 
 _NO_METHOD = {
     "seed", "objective", "objective_config", "task", "task_config", "model", "guard", "report_to", "device", "workers",
     "algorithm", "environment", "environment_config",
     "eval_every", "eval_size", "eval_batch_size", "checkpoint_every", "keep_checkpoints", "keep_completions",
 }  # fmt: skip
-"""Settings that do not belong to the method: they set the problem, or may differ between repetitions of a run."""
+"""Settings that are no part of the compared method: they set the problem, or may differ between repetitions of a run."""
 
 
 def is_number(value: object) -> bool:
-    """True if the value of a setting is a number."""
+    """Return True if the value of a setting is a number, and not True or False."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Run as read from its files."""
+    """One training run, as read from its files: configuration, summary, metrics, completions and tokens."""
 
     path: Path
     config: Mapping[str, Any] = field(default_factory=dict)
     summary: Mapping[str, Any] = field(default_factory=dict)
     lines: Sequence[Mapping[str, Any]] = ()
-    """Lines of metrics sorted by step. Their numbers are floats, which may be NaN or infinite."""
+    """Lines of metrics.jsonl sorted by step. Numbers in the lines are floats, which can be NaN or infinite."""
     completions: Sequence[Mapping[str, Any]] = ()
     tokens: Sequence[Mapping[str, Any]] = ()
     notes: Sequence[str] = ()
-    """Sentences about problems with the files."""
+    """Sentences about problems with the run's files."""
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -92,17 +92,17 @@ class Run:
 
     @cached_property
     def own_settings(self) -> dict[str, str]:
-        """Settings of the objective itself, as text."""
+        """Settings of the run's objective itself, as text."""
         return flatten(table_in(self.settings, "objective_config"))
 
     @cached_property
     def shared_settings(self) -> dict[str, str]:
-        """Settings that every objective has, as text."""
+        """Settings of the run that every objective has, such as the learning rate, as text."""
         return flatten({key: value for key, value in self.settings.items() if key not in _NO_METHOD})
 
     @cached_property
     def task_settings(self) -> dict[str, str]:
-        """Settings of the task or of the robot's environment, as text."""
+        """Settings of the run's task or robot environment, as text."""
         return flatten(table_in(self.settings, "task_config")) | flatten(table_in(self.settings, "environment_config"))
 
     @property
@@ -112,22 +112,22 @@ class Run:
 
     @property
     def objective(self) -> str:
-        """Name of the objective or of the algorithm."""
+        """Name of the run's objective or robot algorithm."""
         return self._name("objective")
 
     @property
     def task(self) -> str:
-        """Name of the task."""
+        """Name of the task that the run trains on."""
         return self._name("task")
 
     @property
     def model(self) -> str:
-        """Name of the model; robots have none."""
+        """Name of the run's language model; empty for robots."""
         return self._name("model", "")
 
     @property
     def seed(self) -> str:
-        """Random seed as text: it only distinguishes and pairs runs."""
+        """Random seed of the run, as text that distinguishes and pairs runs."""
         return self._name("seed")
 
     @property
@@ -137,17 +137,17 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Number of completed steps."""
+        """Number of training steps that the run has completed."""
         return int(self.lines[-1]["step"]) if self.lines else 0
 
     @property
     def planned_steps(self) -> int:
-        """Number of planned steps, or of completed steps if the settings have no plan."""
+        """Number of training steps that the run planned, or has completed if its settings have no plan."""
         return _whole(self.settings.get("steps", self.settings.get("iterations")), self.steps)  # of robots: iterations
 
     @property
     def rollouts_per_step(self) -> int:
-        """Completions or episodes that a step samples; 0 if unknown."""
+        """Number of completions or episodes that the run samples per training step; 0 if unknown."""
         return _whole(self.trainer.get("generation_batch_size", table_in(self.settings, "learner").get("episodes")), 0)
 
     @property
@@ -157,21 +157,21 @@ class Run:
         return self.model == "smoke" or (isinstance(command, list) and "--smoke" in command)
 
     def values(self, key: str) -> list[tuple[int, float]]:
-        """List of (step, value) for every finite measurement of a metric."""
+        """List all finite measurements of a metric in the run, as (step, value)."""
         pairs = ((int(line["step"]), line.get(key)) for line in self.lines)
         return [(step, value) for step, value in pairs if isinstance(value, float) and math.isfinite(value)]
 
     def final(self, key: str) -> float | None:
-        """Last finite value of a metric; None if it was never measured."""
+        """Return the last finite value of a metric in the run, or None if the metric was never measured."""
         return next((value for _, value in reversed(self.values(key))), None)
 
     def last(self, key: str) -> float | None:
-        """Number from the last line of metrics, such as the elapsed seconds; None if it was not logged."""
+        """Return a number from the run's last line of metrics, such as the elapsed seconds, or None if it was not logged."""
         value = self.lines[-1].get(key) if self.lines else None
         return value if isinstance(value, float) and math.isfinite(value) else None
 
     def _name(self, key: str, default: str = "unknown") -> str:
-        """Find a name in the summary, the settings, or the resolved part of the configuration."""
+        """Find a value, such as the task's name, in the run's summary, settings or configuration, or return `default`."""
         for said in (self.summary.get(key), self.settings.get(key), self.config.get(key)):
             said = said.get("name") if isinstance(said, Mapping) else said
             if said is not None and said != "":
@@ -180,7 +180,7 @@ class Run:
 
 
 def table_in(tree: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
-    """Find the table under nested keys; empty if it is missing."""
+    """Find the nested mapping under a sequence of keys. Returns an empty mapping if it is missing."""
     for key in keys:
         inner = tree.get(key)
         tree = inner if isinstance(inner, Mapping) else {}
@@ -188,7 +188,7 @@ def table_in(tree: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Flatten nested settings to `a.b.c` → text."""
+    """Flatten nested settings to a mapping from dotted name, as `a.b.c`, to text."""
     found: dict[str, str] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
@@ -199,7 +199,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _whole(value: Any, default: int) -> int:
-    """Read a whole number of steps or samples from settings; None if there is none."""
+    """Check a number of steps or samples from settings. Returns `default` if it is no positive integer."""
     return value if type(value) is int and 0 < value < _LAST_STEP else default
 
 
@@ -207,12 +207,12 @@ def _whole(value: Any, default: int) -> int:
 
 
 def read_runs(folders: Iterable[Path]) -> list[Run]:
-    """Read all runs in these folders, in the order of their paths."""
+    """Read all runs in `folders` and below, in the order that `find_runs` lists them."""
     return [read_run(path) for path in find_runs(folders)]
 
 
 def find_runs(folders: Iterable[Path]) -> list[Path]:
-    """Find runs: a folder may be a run, or contain runs in up to four levels. An error if a folder contains none."""
+    """Find runs: a folder can be a run, or contain runs in up to four levels. Raises RunError if a folder contains none."""
     found: dict[Path, Path] = {}
     for folder in folders:
         if not folder.is_dir():
@@ -237,7 +237,7 @@ def _runs_in(folder: Path, depth: int) -> Iterable[Path]:
 
 
 def newest_state(folder: Path) -> Path | None:
-    """Find the trainer_state.json of a folder or of its newest checkpoint; None if there is none."""
+    """Find the trainer_state.json of a folder or of its newest checkpoint. Returns None if there is none."""
     if (folder / STATE).is_file():
         return folder / STATE
     found = [path for path in folder.glob(f"checkpoint-*/{STATE}") if path.parent.name.removeprefix("checkpoint-").isdigit()]
@@ -245,7 +245,7 @@ def newest_state(folder: Path) -> Path | None:
 
 
 def is_run(folder: Path) -> bool:
-    """True for a folder with the files of a run; a config.json of a model does not count."""
+    """Return True if a folder has the files of a run. A config.json of a model does not count."""
     if (folder / "metrics.jsonl").is_file():
         return True
     if not (folder / "config.json").is_file():
@@ -258,7 +258,7 @@ def is_run(folder: Path) -> bool:
 
 
 def read_run(path: Path) -> Run:
-    """Read one run, with notes about unreadable files."""
+    """Read one run from its folder, with notes about unreadable files."""
     state = None if is_run(path) else newest_state(path)
     if state is not None:
         return _read_trainer(path, state)
@@ -317,7 +317,7 @@ def _read_trainer(path: Path, file: Path) -> Run:
 
 
 def _read(path: Path, notes: list[str], missing: str, read: Callable[[Path], Any], empty: Any) -> Any:
-    """Read a file of a run; if that fails, add a note and return `empty`. A link out of the run's folder is not followed."""
+    """Read a file of a run. If that fails, add a note and return `empty`. A link out of the run's folder is not followed."""
     if not path.exists():
         notes.append(f"{path.name} is missing: {missing}.")
     elif not path.resolve().is_relative_to(path.parent.resolve()):
@@ -333,7 +333,7 @@ def _read(path: Path, notes: list[str], missing: str, read: Callable[[Path], Any
 
 
 def _object(path: Path, notes: list[str], missing: str = "its settings are unknown") -> Mapping[str, Any]:
-    """Read a JSON file that contains an object."""
+    """Read a run's JSON file with an object. If that fails, add a note and return an empty mapping."""
     content = _read(path, notes, missing, read_json, {})
     if isinstance(content, dict):
         return content
@@ -342,7 +342,7 @@ def _object(path: Path, notes: list[str], missing: str = "its settings are unkno
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file whose values can be shown and computed with; raises ValueError, OSError or RecursionError otherwise."""
+    """Read a JSON file whose values can be shown and computed with. Raises ValueError, OSError or RecursionError otherwise."""
     content = read_file(path)
     _check_values(content)
     return content
@@ -362,7 +362,7 @@ def _check_values(content: Any) -> None:
 
 
 def _lines_by_step(entries: Sequence[bytes | Mapping[str, Any]], notes: list[str], name: str) -> list[Mapping[str, Any]]:
-    """Sort lines, as JSON or parsed, by step, with notes about invalid lines and values."""
+    """Sort a run's lines of metrics by step, with notes about invalid lines and values."""
     found: dict[int, Mapping[str, Any]] = {}
     torn = 0
     for entry in entries:
@@ -388,7 +388,7 @@ def _lines_by_step(entries: Sequence[bytes | Mapping[str, Any]], notes: list[str
 
 
 def number(value: Any) -> Any:
-    """Convert a value from JSON: numbers, "inf" and "nan" to floats, any other value unchanged.
+    """Convert a value from a run's JSON: numbers, "inf" and "nan" become floats, any other value is unchanged.
 
     Beyond 1e300 it counts as infinite: sums and percentages of it would be.
     """
@@ -402,7 +402,7 @@ def number(value: Any) -> Any:
 def _rows(
     path: Path, types: Mapping[str, pa.DataType], needed: int, notes: list[str], *, optional: bool
 ) -> list[Mapping[str, Any]]:
-    """Read the known columns of a parquet file in their types; no rows if a column among the first `needed` is missing."""
+    """Read the columns of a run's parquet file that `types` names. No rows if one of the first `needed` columns is missing."""
     if optional and not path.exists():
         return []
 
@@ -440,7 +440,7 @@ def _aligned(row: Mapping[str, Any]) -> bool:
 
 
 def _evenly(rows: Sequence[Mapping[str, Any]], most: int = _KEPT_COMPLETIONS) -> list[Mapping[str, Any]]:
-    """Select at most `most` rows: eight each of the first, the last and evenly spaced steps between."""
+    """Select at most `most` rows of completions: eight each of the first, the last, and evenly spaced steps between."""
     each = 8
     by_step: dict[int, list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -466,25 +466,25 @@ class PlannedRun:
     """A planned run of a comparison, and its state."""
 
     folder: str
-    """Name of the run's folder inside the comparison's folder."""
+    """Name of the planned run's folder inside the comparison's folder."""
     contestant: str
     setting: Mapping[str, Any]
     seed: int
     stage: str
-    """Purpose of the run: "sweep" to choose a setting, or "report"."""
+    """Purpose of the planned run: "sweep" to choose a setting, or "report"."""
     state: str = "waiting"
-    """State of the run: "waiting", "running", "finished", "collapsed", "interrupted" or "failed"."""
+    """State of the planned run: "waiting", "running", "finished", "collapsed", "interrupted" or "failed"."""
     error: str | None = None
-    """Reason for a failure, in one line."""
+    """Reason why the planned run failed, in one line; None if it has not failed."""
 
     @property
     def label(self) -> str:
-        """Name of the run: `troll learning_rate=1e-4 seed 0`."""
+        """Name of the planned run: `troll learning_rate=1e-4 seed 0`."""
         return " ".join([self.contestant, *setting_pairs(self.setting), f"seed {self.seed}"])
 
 
 def value_text(value: object) -> str:
-    """Format a setting for people: 3e-05 as 3e-5, and .0003 as 3e-4."""
+    """Format the value of a setting as short text: 3e-05 as 3e-5, and .0003 as 3e-4."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     if value == 0 or not math.isfinite(value) or 1e-2 <= abs(value) < 1e5:
@@ -494,12 +494,12 @@ def value_text(value: object) -> str:
 
 
 def setting_pairs(setting: Mapping[str, object]) -> list[str]:
-    """Format each setting as `key=value`."""
+    """Format each setting of a run as `key=value`."""
     return [f"{key}={value_text(value)}" for key, value in setting.items()]
 
 
 def setting_text(setting: Mapping[str, object]) -> str:
-    """Format settings as `learning_rate=1e-4 num_iterations=4`."""
+    """Format the settings of a run as one text: `learning_rate=1e-4 num_iterations=4`."""
     return " ".join(setting_pairs(setting))
 
 
@@ -515,22 +515,22 @@ class SavedComparison:
     chosen: Mapping[str, Mapping[str, Any]]
     runs: Sequence[PlannedRun]
     kind: Any = None
-    """Kind of learner, "llm" or "robot". Only `--resume` needs `kind`, `contestants` and `train`."""
+    """Kind of runs that are compared, "llm" or "robot". Only `--resume` needs `kind`, `contestants` and `train`."""
     contestants: Sequence[str] = ()
     train: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that all runs share."""
+    """Settings that all runs of the comparison share."""
     choose_by: Any = "final"
-    """Score by which settings were chosen, "final" or "area". Only `--resume` needs it, `extend` and `added`."""
+    """Score by which settings were chosen, "final" or "area". Only `--resume` needs `choose_by`, `extend` and `added`."""
     extend: int = 0
     added: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def places(self, stage: str | None = None) -> list[tuple[Path, PlannedRun]]:
-        """List (folder, planned run) of all runs, or of the runs of one stage."""
+        """List the comparison's planned runs as (folder, planned run), for all stages or for one stage."""
         return [((self.path / run.folder).resolve(), run) for run in self.runs if stage in (None, run.stage)]
 
 
 def read_comparisons(folders: Iterable[Path], runs: Sequence[Run]) -> tuple[list[SavedComparison], list[str]]:
-    """Read the comparisons in these folders and in the parent folders of `runs`, with notes about unreadable files."""
+    """Read the comparisons in `folders` and in the parent folders of `runs`, with notes about unreadable files."""
     places = {path.resolve(): path for path in [*folders, *(run.path.parent for run in runs)] if (path / FILE).is_file()}
     found, notes = [], []
     for path in places.values():
@@ -544,7 +544,7 @@ def read_comparisons(folders: Iterable[Path], runs: Sequence[Run]) -> tuple[list
 
 
 def read_comparison(path: Path) -> SavedComparison:
-    """Read compare.json from a comparison's folder; raises any error in it."""
+    """Read a comparison from compare.json in its folder. Any error in the file is raised."""
     content = read_json(path / FILE)
     if content["version"] != VERSION:
         raise ValueError(f"it is of version {content['version']}, and this corral reads version {VERSION}.")
@@ -575,7 +575,7 @@ def _planned_run(said: Any) -> PlannedRun:
 
 
 def _setting(content: Any) -> dict[str, Any]:
-    """Parse a setting from compare.json, where infinity is a text."""
+    """Parse a run's settings from compare.json, where infinity is a text."""
     if not isinstance(content, Mapping):
         raise ValueError(f"a setting is a table of names and values; got {content!r}.")
     return {str(key): guess(value) for key, value in content.items()}

@@ -1,4 +1,4 @@
-"""Statistics for few seeds: bootstrap intervals, paired tests, Holm's correction.
+"""Statistics for comparisons with few seeds: bootstrap intervals, paired tests, Holm's correction.
 
 Two kinds of interval, for two questions. *Where does an objective stand?* The interquartile mean with a stratified bootstrap
 interval, by rliable. *Is one better than the other?* The mean of the differences of runs with equal seeds, which saw the same
@@ -26,26 +26,26 @@ except ImportError as missing:
 
 _REPETITIONS = 2000
 ENOUGH = 3
-"""Smallest number of paired runs for a claim."""
+"""Smallest number of runs per group, or of pairs, with which a difference can be claimed."""
 
 _Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Difference between two objectives, with its interval."""
+    """Difference between the mean scores of two groups of runs, with its interval and p-value."""
 
     mean: Estimate
     seeds: int
-    """Number of pairs, or of runs in the smaller group."""
+    """Number of pairs of runs with equal seeds, or of runs in the smaller group if no seed is shared."""
     p: float | None
-    """Two-sided p-value; None without an interval."""
+    """Two-sided p-value of the difference; None if there is no interval."""
     paired: bool
     """True if runs are paired by seed; False for independent groups."""
 
 
 def interquartile_mean(scores: _Array) -> Estimate:
-    """Mean of the middle half of the runs, with a bootstrap interval.
+    """Compute the interquartile mean of runs, the mean of the middle half, with a bootstrap interval.
 
     Args:
         scores: [R] of one task, or [R T] of several: runs are then resampled within each task.
@@ -56,7 +56,7 @@ def interquartile_mean(scores: _Array) -> Estimate:
 
 
 def interquartile_curve(scores: _Array) -> tuple[_Array, _Array, _Array]:
-    """Interquartile mean of R runs at each of P points, with interval: [R P] → value, low, high, each [P].
+    """Compute the interquartile mean of R runs at each of P points, with interval: [R P] → value, low, high, each [P].
 
     For a single run, low and high equal its value.
     """
@@ -68,32 +68,32 @@ def interquartile_curve(scores: _Array) -> tuple[_Array, _Array, _Array]:
 
 
 def probability_of_improvement(better: _Array, worse: _Array) -> Estimate:
-    """Probability that a random run of `better` ends above a random run of `worse`. Ties count half."""
+    """Estimate the probability that a random run of `better` scores above a random run of `worse`. Ties count half."""
     x, y = np.asarray(better, dtype=float)[:, None], np.asarray(worse, dtype=float)[:, None]
     return _bootstrap([x, y], share_above)
 
 
 def mean_over_tasks(scores: _Array) -> Estimate:
-    """Mean over R runs of each of T tasks, [R T], with a bootstrap interval that draws runs within each task."""
+    """Compute the mean score of R runs on T tasks, [R T], with a bootstrap interval that resamples runs within each task."""
     return _bootstrap([scores], lambda drawn: drawn.mean(keepdims=True)[0])
 
 
 def chance_over_tasks(better: _Array, worse: _Array) -> float:
-    """Probability of improvement on a random one of T tasks, from the scores [R T] and [S T] of R and S runs."""
+    """Compute the probability of improvement on a random one of T tasks, from the scores [R T] and [S T] of R and S runs."""
     return float(np.mean([share_above(x[:, None], y[:, None])[0] for x, y in zip(better.T, worse.T, strict=True)]))
 
 
 def middle_mean(scores: _Array) -> _Array:
-    """Interquartile mean of R runs at P points, [R P] → [P]: a quarter of the runs, rounded down, is cut at either end.
+    """Compute the interquartile mean of R runs at P points, [R P] → [P]: a quarter of the runs is cut at either end.
 
-    Equal to rliable's `aggregate_iqm` and sixty times as fast.
+    A quarter is rounded down. The result equals rliable's `aggregate_iqm`, sixty times as fast.
     """
     cut = len(scores) // 4
     return np.asarray(np.sort(scores, axis=0)[cut : len(scores) - cut].mean(axis=0))
 
 
 def share_above(x: _Array, y: _Array) -> _Array:
-    """Probability that a run of `x` scores above a run of `y` on one task, [R 1], [S 1] → [1]. Ties count half.
+    """Compute the probability that a run of `x` scores above a run of `y` on one task, [R 1], [S 1] → [1]. Ties count half.
 
     Equal to rliable's, without ranks.
     """
@@ -101,7 +101,7 @@ def share_above(x: _Array, y: _Array) -> _Array:
 
 
 def difference(ours: Mapping[str, float], theirs: Mapping[str, float]) -> Difference:
-    """Mean difference between two groups of runs, paired by seed. Without shared seeds, Welch's test for independent groups.
+    """Compute the mean difference between two groups of runs, paired by seed. Welch's test is used if no seed is shared.
 
         d_i = ours_i − theirs_i      mean(d) ± t_{n−1} · sd(d) / √n
 
@@ -136,7 +136,7 @@ def holm(ps: Sequence[float | None]) -> list[float]:
 
 
 def is_significant(p: float) -> bool:
-    """True for an adjusted p-value of at most 5 %."""
+    """Return True for a p-value, after Holm's correction, of at most 5 %."""
     return p <= 1 - LEVEL
 
 
@@ -151,7 +151,7 @@ def sentence(
     unit: str = "points",
     uneven: str = "",
 ) -> str:
-    """Sentence about a pair of groups: their significant difference, or the reason why none can be claimed.
+    """Write the sentence about a pair of groups: their significant difference, or why no difference can be claimed.
 
     Args:
         found: the difference, in `unit`.
@@ -180,9 +180,11 @@ def sentence(
 
 
 def area_under_curve(points: Sequence[tuple[float, float]], end: float) -> float | None:
-    """Mean height of a curve between its first point and `end`, by trapezia; a run that ended early keeps its last value.
+    """Compute the mean of a run's curve from its first point to step `end`, by the trapezoidal rule.
 
-    A = 1/(x_end − x_0) ∫ y dx
+        A = 1/(x_end − x_0) ∫ y dx
+
+    A run that ended early keeps its last value.
     """
     if not points:
         return None
@@ -194,15 +196,15 @@ def area_under_curve(points: Sequence[tuple[float, float]], end: float) -> float
 
 
 def steps_to(points: Sequence[tuple[float, float]], threshold: float) -> float:
-    """First step at which a measurement reaches `threshold`; infinite if none does."""
+    """Return the first step at which a measurement reaches `threshold`, or infinity if none does."""
     return next((x for x, y in points if y >= threshold), math.inf)
 
 
 def has_collapsed(points: Sequence[tuple[float, float]], stopped: str, share: float = 0.5, margin: float = 0.1) -> bool:
-    """True if the guard stopped a run, or it ended below half of its best value and at least .1 lower.
+    """Return True if the guard stopped a run, or if its last value is below half of its best and at least 0.1 lower.
 
-    Half of a return below zero would be more than all of it, so that is never a collapse. One that began below zero and came
-    above must also have lost half of the way.
+    A run whose best value is 0 or less never collapses, as half of a loss is more than all of it. A run that began below
+    zero and rose above must also have lost half of the way.
     """
     if stopped == "collapsed":
         return True
@@ -213,7 +215,7 @@ def has_collapsed(points: Sequence[tuple[float, float]], stopped: str, share: fl
 
 
 def signed(value: float, *ends: float) -> list[str]:
-    """Format a number with its sign, and the ends of its interval with as many decimals."""
+    """Format a difference with its sign, and the ends of its interval with as many decimals."""
     first, *others = plains(value, *ends)
     return [f"{'+' if value >= 0 else ''}{first}", *others]
 
@@ -224,13 +226,13 @@ def bracketed(middle: str, *ends: str) -> str:
 
 
 def plain(value: float) -> str:
-    """Format a number for people: one decimal from .1 on, else two significant digits, and a typographic minus."""
+    """Format a number: one decimal if it is 0.1 or more, otherwise two significant digits, with a typographic minus."""
     text = f"{value:.1f}" if abs(value) >= 0.1 or value == 0 else f"{value:.2g}"
     return text.replace("-", "−").replace("−0.0", "0.0") if float(text) == 0 else text.replace("-", "−")
 
 
 def plains(*values: float, digits: int | None = None) -> list[str]:
-    """Format numbers that stand together with equally many decimals: one if the largest is .1 or more.
+    """Format numbers that stand together with equally many decimals: one decimal if the largest is 0.1 or more.
 
     Args:
         digits: significant digits of the largest number instead.

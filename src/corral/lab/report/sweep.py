@@ -22,10 +22,10 @@ from corral.lab.run.settings import guess
 from corral.lab.run.text import count
 
 AUTO = "auto"
-"""The only value of a swept setting that is not a number, as in `learning_rate="auto"`."""
+"""The only value of a swept setting that can be a text, as in `learning_rate="auto"`."""
 
 Value = float | str
-"""Value of a swept setting on an axis: a number, or `auto`."""
+"""Value of a swept setting, such as a learning rate: a number, or `auto`."""
 
 
 @dataclass(frozen=True)
@@ -33,24 +33,24 @@ class SweepRow:
     """Scores of one run of a sweep."""
 
     contestant: str
-    """Name of the objective or algorithm."""
+    """Name of the compared method: an objective, or a robot algorithm."""
     setting: Mapping[str, object]
-    """Swept settings with their values in this run."""
+    """Swept settings of the run, with their values."""
     seed: int | str
     final: float
-    """Final value. A run that failed counts as 0 if success is measured, otherwise as −inf."""
+    """Final value of the main metric. A run that failed counts as 0 if success is measured, otherwise as −inf."""
     auc: float
-    """Mean of the measurements over the run (area under the curve)."""
+    """Mean of the main metric over the run (area under the curve)."""
     collapsed: bool
     greedy: float | None = None
     kl: float | None = None
     fell_below_start: bool = False
-    """True if a measurement was below the value before training."""
+    """True if the main metric was ever below its value before training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """Runs of one contestant with one setting, and their means."""
+    """Runs of one compared method with one setting, and their mean scores over seeds."""
 
     contestant: str
     setting: Mapping[str, object]
@@ -58,19 +58,19 @@ class Cell:
     final: float
     auc: float
     collapsed: float
-    """Share of runs that collapsed."""
+    """Share of the cell's runs that collapsed."""
     greedy: float | None
-    """Mean greedy success of the runs that measured it, None without any. `kl` is averaged likewise."""
+    """Mean greedy success of the runs that measured it; None if none did. `kl` is averaged in the same way."""
     kl: float | None
 
     @property
     def is_stable(self) -> bool:
-        """True if no run failed or fell below its value before training."""
+        """True if no run of the cell failed or fell below its value before training."""
         return all(not row.fell_below_start and math.isfinite(row.final) and math.isfinite(row.auc) for row in self.rows)
 
 
 def cells(rows: Sequence[SweepRow]) -> list[Cell]:
-    """Group runs by contestant and setting, with means over seeds. Settings of a contestant are in ascending order."""
+    """Group a sweep's runs by compared method and setting, with means over seeds. Settings are in ascending order."""
     found: dict[str, dict[tuple[object, ...], list[SweepRow]]] = {}
     for row in rows:
         found.setdefault(row.contestant, {}).setdefault(_sort_key(row.setting), []).append(row)
@@ -91,13 +91,13 @@ def cells(rows: Sequence[SweepRow]) -> list[Cell]:
 
 
 def _sort_key(setting: Mapping[str, Any]) -> tuple[object, ...]:
-    """Sort key that puts settings in ascending order, numbers before texts."""
+    """Sort key for swept settings: ascending, with numbers before texts."""
     items = sorted(setting.items())
     return tuple((name, 0, value, "") if is_number(value) else (name, 1, 0.0, str(value)) for name, value in items)
 
 
 def choose_setting(rows: Sequence[SweepRow], by: ChooseBy = "final") -> dict[str, Mapping[str, object]]:
-    """Choose for each contestant the setting with the highest mean score: final value, or mean over the run.
+    """Choose the setting with the highest mean score for each compared method. `by` is the score: final value, or run mean.
 
     On a tie the other one decides, then the smaller setting. All settings must have been run with the same seeds.
     """
@@ -110,7 +110,7 @@ def choose_setting(rows: Sequence[SweepRow], by: ChooseBy = "final") -> dict[str
 
 
 def value_at(setting: Mapping[str, Any], key: str) -> Value:
-    """Value of a swept setting on an axis: a number, or the word `auto`."""
+    """Return the value of the swept setting `key`: a number, or the word `auto`. Raises ValueError for any other value."""
     value = setting.get(key)
     if isinstance(value, int | float) and is_number(value):
         return float(value)
@@ -120,7 +120,7 @@ def value_at(setting: Mapping[str, Any], key: str) -> Value:
 
 
 def ordered(values: Collection[Value]) -> tuple[Value, ...]:
-    """Sort unique values: numbers ascending, then `auto`."""
+    """Sort the different values of a swept setting: numbers ascending, then `auto`."""
     numbers = sorted(value for value in {*values} if not isinstance(value, str))
     return (*numbers, AUTO) if AUTO in values else (*numbers,)
 
@@ -130,40 +130,40 @@ SHARE = 0.95
 
 
 RULE = f"the lower 95 % bounds of both are within {100 * SHARE:g} % of the tuned setting, and no measurement is below the start"
-"""Second half of the sentence that defines `usable`. The first half names both scores, final value and mean over the run."""
+"""Second half of the sentence that defines a `usable` setting. The first half names final value and mean over the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UsableRange:
-    """Values of one setting with which a contestant scores close to a tuned setting, while other settings are fixed."""
+    """Values of one swept setting at which a method scores close to a tuned setting, while other settings are fixed."""
 
     contestant: str
     key: str
     setting: Mapping[str, object]
-    """Values of the other swept settings, which are the same in the whole range."""
+    """Values of the other swept settings, fixed over the whole range."""
     tried: tuple[Value, ...]
-    """Tried values of `key`: numbers ascending, then `auto`."""
+    """Values of the swept setting that were tried: numbers ascending, then `auto`."""
     own: tuple[Value, ...]
-    """Values that are certainly close to this contestant's best setting."""
+    """Values that are certainly close to the best setting of the same method."""
     overall: tuple[Value, ...]
-    """Values that are certainly close to the best setting of the best contestant."""
+    """Values that are certainly close to the best setting of the best method."""
     possible: tuple[Value, ...]
-    """Values that may be close to this contestant's best setting: its runs do not rule it out."""
+    """Values that are possibly close to the best setting of the same method: the runs do not rule it out."""
     judged: bool = True
     """True if a setting was run with several seeds, so that the spread over seeds can be estimated."""
 
     @property
     def label(self) -> str:
-        """Name of the range: `troll`, or `troll, num_iterations=4`."""
+        """Name of the usable range: `troll`, or `troll, num_iterations=4`."""
         return ", ".join([self.contestant, *setting_pairs(self.setting)])
 
     @property
     def sentence(self) -> str:
-        """Range in a sentence: `troll: 3e-5 … 3e-4 (3 of 4 rates), 1.0 to 1.5 decades`."""
+        """Sentence on the usable range: `troll: 3e-5 … 3e-4 (3 of 4 rates), 1.0 to 1.5 decades`."""
         return ", ".join(filter(None, [f"{self.label}: {self.text(self.own)}", self.width_text]))
 
     def text(self, usable: Sequence[Value]) -> str:
-        """Range in words: `3e-5 … 3e-4 (3 of 4 rates)`. Values with a gap between them are listed."""
+        """Format a usable range: `3e-5 … 3e-4 (3 of 4 rates)`. Values with a gap between them are listed."""
         what = "rates" if self.key.endswith("rate") else "values"
         if not self.judged:
             return f"cannot be told from one run each ({len(self.tried)} {what})"
@@ -176,7 +176,7 @@ class UsableRange:
 
     @property
     def width(self) -> tuple[float, float] | None:
-        """Width of the usable range in decades, as (at least, at most). None for a single number, or if the axis has 0 or less.
+        """Width of the usable range in decades, as (at least, at most). None for a single number, or if a value is 0 or less.
 
         At least: between the ends of the widest stretch of `own`. At most: of the stretch of `possible` that holds it. Both are
         of values that were tried; the edge itself lies between two of them.
@@ -189,7 +189,7 @@ class UsableRange:
 
     @property
     def width_text(self) -> str:
-        """Width in words: `1.0 to 1.5 decades, open above`.
+        """Width of the usable range as text: `1.0 to 1.5 decades, open above`. Empty if there is no width.
 
         A range at the end of the grid may continue beyond it. Empty without a width.
         """
@@ -206,7 +206,7 @@ class UsableRange:
         return [value for value in self.tried if not isinstance(value, str)]
 
     def _widest(self, values: Sequence[Value], around: Sequence[float] = ()) -> list[float]:
-        """Find the widest stretch of consecutive tried numbers in `values` that contains all numbers in `around`."""
+        """Find the widest stretch of consecutive tried values within `values` that contains all numbers in `around`."""
         grouped = groupby(self._numbers, key=lambda number: number in values)
         stretches = [[*members] for inside, members in grouped if inside]
         return max((stretch for stretch in stretches if {*around} <= {*stretch}), key=_decades, default=[])
@@ -218,7 +218,7 @@ def usable_range(
     share: float = SHARE,
     baseline: Sequence[SweepRow] | None = None,
 ) -> list[UsableRange]:
-    """Compute the certainly usable values of `key` for each contestant and each combination of other swept settings.
+    """Compute the certainly usable values of a swept setting, for each method and each combination of other swept settings.
 
         usable  iff  low(final) ≥ share · final*  and  low(area) ≥ share · area*  and  no measurement is below the start
         low(x) = mean(x) − t₉₅ · s / √n           for a value below 0: x* − (1 − share) · |x*| instead of share · x*
@@ -240,7 +240,7 @@ def usable_range(
     lowest = min((cell.final for cell in found), default=0.0)
 
     def within(members: Sequence[Cell], rivals: Sequence[Cell], side: Literal[-1, 1]) -> tuple[Value, ...]:
-        """Values whose lower (`side` −1) or upper (+1) bounds come close to the best setting among `rivals`."""
+        """Return the values whose lower (`side` −1) or upper (+1) bounds come close to the best setting among `rivals`."""
         best = max(rivals, key=lambda cell: (cell.final, cell.auc))
         # Where all failed, or the best is a zero that is the minimum too, nothing is usable.
         if not judged or not math.isfinite(best.final) or best.final == 0 <= lowest:
@@ -271,7 +271,7 @@ def without(setting: Mapping[str, object], key: str) -> dict[str, object]:
 
 
 def _uncertainty(groups: Sequence[Sequence[float]]) -> float:
-    """Uncertainty of one run: Student's one-sided quantile times the pooled standard deviation; 0 without repetitions."""
+    """Compute the uncertainty of one run's score: Student's quantile times the pooled standard deviation; 0 for single runs."""
     freedom = sum(len(group) - 1 for group in groups)
     if freedom == 0:
         return 0.0
@@ -286,40 +286,40 @@ def _decades(stretch: Sequence[float]) -> float:
 # ------------------------------------------------------------------------------------------------------- finding sweeps
 
 _KL = "tr/kl_before"
-"""Name of the metric for the KL between new and old policy before projection."""
+"""Name of the metric for the mean KL between new and old policy, before projection."""
 
 _BUDGETS = ("steps", "iterations")
 """Settings that set a run's budget and are never the axis of a sweep."""
 
 _RATE = "learning_rate"
 _RATES = {"learner.policy_rate": _RATE, "learner.rate": _RATE}
-"""Names of the learning rate in robot algorithms → the common name."""
+"""Mapping from the learning rate's names in robot algorithms to the common name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """Runs of a sweep: a grid of contestants and settings, drawn over one of the settings."""
+    """Runs of a sweep: a grid of compared methods and settings, drawn over one of the settings."""
 
     problem: str
     key: str
-    """Name of the setting along the axis: the learning rate, if it was swept."""
+    """Name of the swept setting on the horizontal axis: the learning rate, if it was swept."""
     rows: Sequence[SweepRow]
     comparison: SavedComparison | None = None
     """The comparison that planned the sweep; None if no comparison planned it."""
 
     @property
     def chosen(self) -> Mapping[str, Mapping[str, Any]]:
-        """Chosen setting by contestant; empty without a comparison."""
+        """Chosen setting by compared method; empty without a comparison."""
         return self.comparison.chosen if self.comparison is not None else {}
 
     @cached_property
     def cells(self) -> list[Cell]:
-        """Means over seeds, for each contestant and setting."""
+        """Means over seeds, for each compared method and setting of the sweep."""
         return cells(self.rows)
 
     @cached_property
     def ranges(self) -> list[UsableRange]:
-        """Usable range for each contestant and each combination of other settings."""
+        """Usable range for each compared method and each combination of other settings."""
         return usable_range(self.rows, self.key)
 
     @property
@@ -330,7 +330,7 @@ class Sweep:
         return f"{'' if least == most else f'{least} to '}{count(most, 'seed')}"
 
     def along(self, line: UsableRange) -> dict[Value, Sequence[SweepRow]]:
-        """Runs of one range, by their value on the axis."""
+        """Return the runs of one usable range's method and other settings, by value of the swept setting."""
         cells = [cell for cell in self.cells if cell.contestant == line.contestant]
         return {
             value_at(cell.setting, self.key): cell.rows for cell in cells if without(cell.setting, self.key) == line.setting
@@ -370,7 +370,7 @@ def find_sweeps(runs: Sequence[Run], comparisons: Sequence[SavedComparison], mea
 def _make_sweep(
     problem: str, key: str | None, rows: Sequence[SweepRow], comparison: SavedComparison | None = None
 ) -> list[Sweep]:
-    """Make a sweep of runs with a value on the axis, the latest run per seed. Empty without an axis or different values."""
+    """Make a sweep from runs with a value of the swept setting `key`, the latest run per seed. Empty if no values differ."""
     if key is None:
         return []
     latest = {(row.contestant, _sort_key(row.setting), row.seed): row for row in rows if _on_axis(row.setting.get(key))}
@@ -380,7 +380,7 @@ def _make_sweep(
 
 
 def sweep_row(contestant: str, setting: Mapping[str, object], seed: int | str, run: Run | None, measure: Measure) -> SweepRow:
-    """Scores of a run; the lowest possible scores for a failed run."""
+    """Compute the scores of a sweep's run. A failed run gets the lowest possible scores."""
     points = run.values(measure.key) if run is not None and run.stopped in COUNTED else []
     if run is None or not points:
         worst = 0.0 if measure.key == "success" else -math.inf
@@ -401,7 +401,7 @@ def sweep_row(contestant: str, setting: Mapping[str, object], seed: int | str, r
 
 
 def axis(grid: Mapping[str, Sequence[Any]]) -> str | None:
-    """Choose the swept setting to draw along; None if no setting has numbers.
+    """Choose the swept setting for the horizontal axis of a sweep's figure. Returns None if no setting has numbers.
 
     A swept learning rate comes first, then settings with numbers, then settings with numbers and `auto`.
     """
@@ -420,7 +420,7 @@ def _on_axis(value: Any) -> bool:
 
 
 def sweep_table(sweeps: Sequence[Sweep]) -> list[dict[str, Any]]:
-    """Build one row per contestant and setting."""
+    """Build the table of all sweeps, a row per compared method and setting."""
     rows = []
     for sweep in sweeps:
         ranges = {(found.contestant, *found.setting.items()): found for found in sweep.ranges}
