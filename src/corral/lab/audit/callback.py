@@ -370,7 +370,7 @@ class AuditCallback(TrainerCallback):
             return [(kept, self._logp(kept)[: None if self.is_main else 0].cpu()) for kept in chosen]
 
     def _compare(self, done: list[tuple[AuditedCompletion, Tensor]]) -> list[pd.DataFrame]:
-        """Compare the current policy with the stored old policy. Only the main process compares; others join forward passes."""
+        """Compare the current policy with the stored old policy in the main process. Other processes join forward passes."""
         rows: list[pd.DataFrame] = []
         processor: Any = self.trainer.processing_class
         tokenizer = processor if isinstance(processor, PreTrainedTokenizerBase) else processor.tokenizer

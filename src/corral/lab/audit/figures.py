@@ -51,7 +51,7 @@ def _series(label: str, look: Look, points: Sequence[Row], *, line: bool = False
 
 
 def _point(x: float, y: float, said: str, **more: Any) -> Row:
-    """Build a point of a chart with its tooltip. `hollow` draws it as a ring; `name` is written beside it."""
+    """Build a point of a chart with its tooltip. `hollow` draws the point as a ring; `name` is a label beside the point."""
     return {"x": x, "y": y, "said": said, **more}
 
 

@@ -30,7 +30,7 @@ SCHEMA = pa.schema(
     + [(name, pa.float32()) for name in _FLOATS]
     + [(name, pa.bool_()) for name in ("clipped", "dppo_binary", "dppo_topk", "troll")]
 )
-"""Columns of audit.parquet, which has a row per audited token. docs/audit.md describes them."""
+"""Columns of audit.parquet, which has a row per audited token. docs/audit.md describes the columns."""
 
 
 class MicroBatch(NamedTuple):

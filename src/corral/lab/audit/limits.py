@@ -18,7 +18,7 @@ QUANTITIES = {
     "entropy": ("the entropy of the last step is {} nats", "entropy-collapses"),
     "alarms": ("the number of signs of a collapse is {}", "reward-collapses"),
 }
-"""Mapping from audit quantity to a sentence with {} for its number, and to a heading of docs/symptoms.md."""
+"""Mapping from each quantity of an audit that can have a limit to a sentence and a heading of docs/symptoms.md."""
 
 
 def quantities(audit: Audit) -> dict[str, Any]:

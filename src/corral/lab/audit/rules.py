@@ -21,9 +21,9 @@ class Rules:
     own: bool = False
     """True if the run itself trains with `clip`. If False, the audit only computes what clipping would have done."""
     kl_bound: float = 0.05
-    """Radius ε of the KL ball, KL(new‖old) ≤ ε in nats. TROLL projects tokens into it."""
+    """Radius ε of the KL ball, KL(new‖old) ≤ ε in nats. TROLL projects tokens into the ball."""
     tv_bound: float = 0.2
-    """Radius δ of the ball of total variation. DPPO masks only tokens outside it."""
+    """Radius δ of the ball of total variation. DPPO masks only tokens outside the ball."""
     top_k: int = 20
     """Number k of most likely tokens on which DPPO's top-k estimator compares the policies."""
     support_size: int = 64

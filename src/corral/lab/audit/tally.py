@@ -139,7 +139,7 @@ class Audit:
     by_entropy: list[Row]
     by_sign: list[Row]
     blocked_tokens: list[Row]
-    """Vocabulary tokens that clipping blocks most often, with the number of times it does so inside the KL ball."""
+    """Vocabulary tokens that clipping blocks most often, with the number of blocked occurrences inside the KL ball."""
     alarms: list[Row]
     """Training steps with a sign of collapse, each with the sentence of `corral train`'s collapse guard."""
     left_out: Mapping[str, int]
@@ -266,7 +266,7 @@ class Tally:
         )
 
     def _rows(self, group: str, label: str = "name", names: Sequence[str] = ()) -> list[Row]:
-        """Build the rows of a table by "step", "age" and the like: number of tokens, means, upper percentiles of KL and TV.
+        """Build the rows of a table by step, age or another key: number of tokens, means, and upper percentiles of KL and TV.
 
         A mean is None where nothing was reported.
         """

@@ -197,7 +197,7 @@ class Threshold:
 
 
 class ThresholdTally:
-    """Counter of tokens for each rule: how many of its bounds they exceed, and whether they are inside the KL and TV balls."""
+    """Counter of tokens for each rule, by number of exceeded bounds and by position inside or outside the KL and TV balls."""
 
     def __init__(self, kl_bound: float, tv_bound: float, families: Sequence[RuleFamily] = FAMILIES) -> None:
         self.kl_bound, self.tv_bound, self.families = kl_bound, tv_bound, families

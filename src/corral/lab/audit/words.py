@@ -63,7 +63,7 @@ def updates_sentence(info: Mapping[str, Any]) -> str | None:
 
 
 def _clipping(audit: Audit) -> str:
-    """Write the sentence on tokens that clipping would block, the part inside the KL ball, and tokens it would miss."""
+    """Write the sentence on the tokens that clipping would block, the share of these inside the KL ball, and missed tokens."""
     whole, ball = audit.whole, audit.verdicts["clipped"]["kl"]
     moment = "On one more update on these completions" if whole else "In an update at the new policy"
     missed = percent(ball.missed) if ball.passed_outward else "none"

@@ -1,1 +1,1 @@
-"""Reports: runs → statistics, tables and figures on one self-contained page."""
+"""Reports on runs: statistics, tables and figures on one self-contained HTML page."""

@@ -261,7 +261,7 @@ def commands(groups: Sequence[Group]) -> list[Row]:
 
 
 def _drop_secrets(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove secrets from nested settings."""
+    """Remove secrets, such as API keys, from nested settings."""
     kept = {key: value for key, value in tree.items() if not SECRET.search(key)}
     return {key: _drop_secrets(value) if isinstance(value, Mapping) else value for key, value in kept.items()}
 

@@ -198,6 +198,6 @@ def draw_sweep(sweep: dict[str, Any], measure: dict[str, Any], axes: Any) -> Non
 
 
 def _in_percent(axis: Any, percent: bool) -> None:
-    """Label the ticks of an axis in percent, if its numbers are shares."""
+    """Label the ticks of a figure's axis in percent, if the axis has shares."""
     if percent:
         axis.set_major_formatter("{x:.0%}")

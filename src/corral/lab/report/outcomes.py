@@ -31,7 +31,7 @@ class Group:
     objective: str
     """Name of the group's objective, with settings of this objective that were varied: `troll bound=0.1`."""
     setting: str
-    """All other settings of the group that were varied, often none: `learning_rate=0.001`."""
+    """Varied settings of the group that are not the objective's own, often none: `learning_rate=0.001`."""
     problem: str
     """Problem of the group: task and model. Only groups with the same problem are compared."""
     runs: Sequence[Run]
@@ -274,7 +274,7 @@ def _columns(name: str, estimate: Estimate | None) -> Row:
 
 
 def results(groups: Sequence[Group], scores: pd.DataFrame, threshold: float | None) -> list[Row]:
-    """Compute the table of results, a row per group: final value, area, greedy success, steps to threshold, collapses, time."""
+    """Compute the table of results, a row per group: final value, mean over the run, steps to threshold, collapses, time."""
     rows = []
     for group in groups:
         runs = _counted(scores[scores["group"] == group.key])

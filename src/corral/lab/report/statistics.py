@@ -232,7 +232,7 @@ def plain(value: float) -> str:
 
 
 def plains(*values: float, digits: int | None = None) -> list[str]:
-    """Format numbers that stand together with equally many decimals: one decimal if the largest is 0.1 or more.
+    """Format several numbers with equally many decimals: one decimal if the largest is 0.1 or more.
 
     Args:
         digits: significant digits of the largest number instead.

@@ -148,7 +148,7 @@ class UsableRange:
     overall: tuple[Value, ...]
     """Values that are certainly close to the best setting of the best method."""
     possible: tuple[Value, ...]
-    """Values that are possibly close to the best setting of the same method: the runs do not rule it out."""
+    """Values that are possibly close to the best setting of the same method, as far as the runs show."""
     judged: bool = True
     """True if a setting was run with several seeds, so that the spread over seeds can be estimated."""
 
@@ -266,7 +266,7 @@ def usable_range(
 
 
 def without(setting: Mapping[str, object], key: str) -> dict[str, object]:
-    """Copy a setting without `key`."""
+    """Copy a mapping of settings without the setting `key`."""
     return {name: value for name, value in setting.items() if name != key}
 
 
@@ -289,7 +289,7 @@ _KL = "tr/kl_before"
 """Name of the metric for the mean KL between new and old policy, before projection."""
 
 _BUDGETS = ("steps", "iterations")
-"""Settings that set a run's budget and are never the axis of a sweep."""
+"""Settings for a run's budget of steps, which are never the axis of a sweep."""
 
 _RATE = "learning_rate"
 _RATES = {"learner.policy_rate": _RATE, "learner.rate": _RATE}
@@ -324,7 +324,7 @@ class Sweep:
 
     @property
     def seeds_text(self) -> str:
-        """Number of seeds behind a mean: `2 seeds`, or `1 to 2 seeds` while some are missing."""
+        """Number of seeds behind each mean of the sweep, as text: `2 seeds`, or `1 to 2 seeds` if some runs are missing."""
         counts = [len(cell.rows) for cell in self.cells]
         least, most = min(counts), max(counts)
         return f"{'' if least == most else f'{least} to '}{count(most, 'seed')}"

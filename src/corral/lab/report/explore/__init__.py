@@ -1,4 +1,4 @@
-"""Page of `corral explore`: the reader drags a policy's probabilities and sees three trust regions. Built from this folder."""
+"""HTML page of `corral explore`, on which the reader drags a policy's probabilities and sees three trust regions."""
 
 from pathlib import Path
 from string import Template
@@ -9,13 +9,13 @@ from corral.lab.report.looks import SHAPES, assign_looks, palette_css
 
 _PARTS = Path(__file__).parent
 _SCRIPTS = ("maths.js", "simplex.js", "methods.js", "support.js", "page.js")
-"""Scripts, in the order of their dependencies."""
+"""JavaScript files of the explore page, in the order of their dependencies."""
 
 _METHODS = {"clip": "ppo_clip", "dppo": "dppo", "troll": "troll"}
 
 
 def explore_page() -> str:
-    """Build a self-contained page. Its Content-Security-Policy allows this style and script only, by their digests."""
+    """Build the self-contained HTML page of `corral explore`, whose Content-Security-Policy allows only its own scripts."""
     style = palette_css() + _read("style.css")
     script = "\n".join(_read(name) for name in _SCRIPTS)
     sign = Safe('<svg viewBox="-6 -6 12 12" class="sign c{}" aria-hidden="true"><path d="{}"></path></svg>')
