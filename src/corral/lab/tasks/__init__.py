@@ -1,4 +1,4 @@
-"""Tasks: prompts and verifiers, and the registry of all tasks by name."""
+"""Interface of tasks (prompts with a verifier of completions), and the registry of all packaged tasks by name."""
 
 import dataclasses
 from collections import UserDict
@@ -32,7 +32,10 @@ class Task(Protocol):
 
     @property
     def max_completion_length(self) -> int:
-        """Tokens that a correct completion may need, without the end token. Characters for tasks of the embedded models."""
+        """Largest number of tokens that a correct completion may need, without the end token.
+
+        The embedded models' tokens are characters.
+        """
 
     def train_prompts(self, count: int, seed: int) -> list[str]:
         """Draw `count` prompts for training."""
@@ -71,7 +74,7 @@ def names() -> list[str]:
 
 
 def find_task(name: str) -> type[Any]:
-    """Find the class of a task: a registered name, or a user's class as `module:Class`."""
+    """Find a task's class by its registered name, or by the path `module:Class` of a user's own class."""
     if not isinstance(name, str) or ":" not in name:
         if name not in TASKS:
             raise ValueError(f"make_task: there is no task {name!r}.{nearest(name, TASKS)} Or your own: module:Class.")
@@ -87,7 +90,7 @@ def find_task(name: str) -> type[Any]:
 
 
 def make_task(name: str, **settings: Any) -> Task:
-    """Make a task with these settings: a name that `names()` lists, or a user's class as `module:Class`."""
+    """Make a task with the given settings, by its registered name or by the path `module:Class` of a user's own class."""
     task_cls = find_task(name)
     if dataclasses.is_dataclass(task_cls):
         task: Task = build_config(name, task_cls, settings)
@@ -100,14 +103,14 @@ def make_task(name: str, **settings: Any) -> Task:
 
 
 def settings_of(task: Task) -> dict[str, Any]:
-    """Collect the settings of a task by name: the fields of a dataclass, or the attributes of any other object."""
+    """Return a task's settings by name: the fields of a dataclass, or the attributes of any other object."""
     if not dataclasses.is_dataclass(task):
         return {**vars(task)}
     return {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
 
 
 def verify_all(task: Task, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
-    """Rewards of many completions: from the task's `verify_all` if it has one, else from `verify` for each."""
+    """Return the rewards of many completions, by the task's `verify_all` if it defines this method, else by its `verify`."""
     if len(prompts) != len(completions):
         raise ValueError(f"verify_all: there are {len(prompts)} prompts for {len(completions)} completions.")
     together = getattr(task, "verify_all", None)  # a class of the user's own need not have it
@@ -125,7 +128,7 @@ def verify_all(task: Task, prompts: Sequence[str], completions: Sequence[str]) -
 
 
 def columns_of(task: Task, prompts: Sequence[str]) -> dict[str, list[Any]]:
-    """Collect the other columns of these prompts' rows as lists by name. An entry is None where a row lacks the column."""
+    """Return the data columns of these prompts as lists by column name. A value is None where a row lacks the column."""
     columns = getattr(task, "columns", None)
     rows = [columns(prompt) for prompt in prompts] if columns is not None else []
     return {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}

@@ -23,15 +23,18 @@ Row = dict[str, Any]
 # ----------------------------------------------------------------------------------------------------------------- rows
 
 _MOST = 2**36
-"""Largest file of problems, in bytes."""
+"""Largest size of a file of problems, in bytes."""
 
 
 class Malformed(ValueError):
-    """Raised for a row that cannot be used; the message is the reason."""
+    """Raised for a row of a data set that cannot be used. The error message is the reason."""
 
 
 def read_file(path: Path, owner: str) -> Iterator[tuple[str, Row | Malformed]]:
-    """Yield (place, row) from a file by its ending: .parquet, .json (one list), else JSON lines. An empty file is refused."""
+    """Yield (place, row) for every row of a .parquet, .json or JSON-lines file. Raises ValueError for an empty file.
+
+    A .json file holds one list of rows. Any other ending but .parquet means JSON lines.
+    """
     parquet = library("pyarrow.parquet", owner) if path.suffix == ".parquet" else None
     values: Any
     try:
@@ -70,7 +73,7 @@ def read_file(path: Path, owner: str) -> Iterator[tuple[str, Row | Malformed]]:
 
 
 def read_hub(name: str, config: str | None, split: str, owner: str) -> Iterator[tuple[str, Row | Malformed]]:
-    """Yield (place, row) from a split of a data set on the hub, or in the hub's cache."""
+    """Yield (place, row) for every row of a data set's split, from the Hugging Face Hub or its local cache."""
     datasets = library("datasets", owner)
     try:
         rows = datasets.load_dataset(name, config, split=split)
@@ -85,7 +88,7 @@ def read_hub(name: str, config: str | None, split: str, owner: str) -> Iterator[
 
 
 def find_split(folder: Path, split: str, owner: str) -> Path:
-    """Find the only file of a split in a folder: train.jsonl, test.parquet, or test-00000-of-00001.parquet as on the hub."""
+    """Find the single file of a split in a folder, such as train.jsonl, test.parquet or test-00000-of-00001.parquet."""
     kinds = (".jsonl", ".json", ".parquet")
     found = sorted(path for path in folder.iterdir() if path.suffix in kinds and path.stem.partition("-")[0] == split)
     if len(found) != 1:
@@ -97,7 +100,7 @@ def find_split(folder: Path, split: str, owner: str) -> Path:
 
 
 def text_column(row: Row, *names: str) -> str:
-    """Text of a row, from the first of these columns that the row has. Numbers become text: 142.0 becomes 142."""
+    """Return the text in the first of the named columns that a row has. Numbers become text: 142.0 becomes 142."""
     for name in names:
         if name in row:
             value = row[name]
@@ -136,35 +139,38 @@ def conversation(prompt: Any, column: str) -> tuple[str, list[Message]]:
 # ---------------------------------------------------------------------------------------------------------------- tasks
 
 _MAX_LISTED = 10
-"""Largest number of rows that an error or a warning lists; the rest is only counted."""
+"""Largest number of rows listed in an error or a warning. Further rows are only counted."""
 
 Rows = Iterable[tuple[str, Row | Malformed]]
 
 _RESERVED_COLUMNS = ("prompt", "completion", "completion_ids")
-"""Column names that reward functions do not get, since TRL uses the names itself."""
+"""Names of data columns that are not passed to reward functions, because TRL passes arguments of the same names."""
 
 
 class _Tally:
-    """Count of rows, with place and reason of the first few rows: there may be millions."""
+    """Counter of rows, which keeps place and reason of only the first few rows, because there may be millions."""
 
     def __init__(self) -> None:
         self.count, self.first = 0, ""
 
     def add(self, place: str, why: str) -> None:
-        """Count a row with its place and the reason."""
+        """Count a row, given its place in the data and the reason for counting it."""
         self.count += 1
         if self.count <= _MAX_LISTED:
             self.first += f"\n  {place}: {why}"
 
     def sentence(self, what: str) -> str:
-        """Sentence with the number of rows that are `what`, and the places of the first few."""
+        """Return a sentence with the number of counted rows and the places of the first few. `what` describes the rows."""
         more = f"\n  … and {self.count - _MAX_LISTED} more" if self.count > _MAX_LISTED else ""
         return visible(f"{self.count} {'row is' if self.count == 1 else 'rows are'} {what}:{self.first}{more}")
 
 
 @dataclass(frozen=True)
 class Hub:
-    """Location of a data set on the hub: its name, configuration and splits. The data set may have a single split."""
+    """Location of a data set on the Hugging Face Hub: its name, its configuration and the names of its splits.
+
+    The data set may have a single split.
+    """
 
     name: str
     config: str | None = None
@@ -174,19 +180,21 @@ class Hub:
 
 @dataclass(frozen=True, kw_only=True)
 class FiniteTask(SeededTask):
-    """Base class of tasks with a data set. Subclasses give `name`, `HUB`, `problem` (row → prompt and answer) and a
-    verifier."""
+    """Base class of tasks whose problems come from a data set.
+
+    Subclasses define `name`, `HUB`, `problem` (row → prompt and answer) and a verifier.
+    """
 
     HUB: ClassVar[Hub | None] = None
 
     path: str | None = None
-    """A file of problems (.jsonl, .json, .parquet), or a folder with a file per split (train.…, test.…); None: the hub."""
+    """File of problems (.jsonl, .json, .parquet), or folder with files train.… and test.…. None loads problems from the hub."""
     held_out: str | float | int | None = None
-    """A file of held-out problems, or the share of the problems in `path` to hold out; None: the data's own test split."""
+    """File of held-out problems, or share of the problems in `path` to hold out. None uses the data's own test split."""
     skip_malformed: bool = False
-    """True to skip unusable rows with a warning that counts and names them. By default they are an error."""
+    """True to skip unusable rows with a warning that counts and names them. By default, an unusable row is an error."""
     max_completion_length: int = limited(1024, at_least=1, at_most=1_000_000)
-    """Tokens that a right completion may need."""
+    """Largest number of tokens that a correct completion may need."""
 
     @classmethod
     def hub_names(cls) -> tuple[str, ...]:
@@ -201,7 +209,7 @@ class FiniteTask(SeededTask):
 
     @cached_property
     def _splits(self) -> dict[bool, dict[str, tuple[Any, Row]]]:
-        """Answer and row of each training prompt (False) and each held-out prompt (True)."""
+        """Training problems (key False) and held-out problems (key True), each a dict from prompt to answer and data row."""
         if isinstance(self.held_out, int | float):
             train, held_out = split_by_share(self._collect(self._rows("train")), float(self.held_out))
         else:
@@ -220,10 +228,10 @@ class FiniteTask(SeededTask):
 
     @abstractmethod
     def problem(self, row: Row) -> tuple[str, Any]:
-        """Read prompt and answer from a row; raises Malformed if they are missing."""
+        """Read the prompt and the answer from a row of the data. Raises Malformed if the row is unusable."""
 
     def reward_columns(self, row: Row) -> Row:
-        """Columns of a row that reward functions get: all, unless a task's rows are too large."""
+        """Select the columns of a data row to pass to reward functions. By default, all columns are passed."""
         return row
 
     @property
@@ -232,7 +240,7 @@ class FiniteTask(SeededTask):
         return len(self._splits[False]), len(self._splits[True])
 
     def _prompts(self, seed: int, *, held_out: bool) -> Iterator[str]:
-        """Yield held-out prompts once, or training prompts endlessly, every pass in another order."""
+        """Yield each held-out prompt once, or the training prompts again and again, in a new order on every pass."""
         prompts = list(self._splits[held_out])
         if held_out:
             yield from shuffled(prompts, self.name, seed, held_out=True)
@@ -245,11 +253,11 @@ class FiniteTask(SeededTask):
         yield from epochs(prompts, f"{self.name} epoch", seed)
 
     def answer(self, prompt: str) -> Any:
-        """The correct answer to one of the task's prompts."""
+        """Return the correct answer to one of the task's prompts."""
         return self._problem(prompt)[0]
 
     def row(self, prompt: str) -> Row:
-        """All columns of a prompt's row. A column that only other rows have is None."""
+        """Return all columns of the data row of a prompt. A column that the row lacks is None."""
         return self._problem(prompt)[1]
 
     def _problem(self, prompt: str) -> tuple[Any, Row]:
@@ -259,7 +267,7 @@ class FiniteTask(SeededTask):
         raise self.foreign(prompt)
 
     def columns(self, prompt: str) -> Row:
-        """Columns that reward functions get for a prompt, besides the prompt itself."""
+        """Return the data columns that reward functions get for a prompt, besides the prompt itself."""
         row = self.row(prompt)
         return {
             name: row[name] for name in row if name not in _RESERVED_COLUMNS and not (name == "problem" and row[name] == prompt)
@@ -278,7 +286,7 @@ class FiniteTask(SeededTask):
         return read_file(path, self.name) if split == "train" else None
 
     def _collect(self, rows: Rows | None, leaked: Container[str] = ()) -> dict[str, tuple[Any, Row]]:
-        """Map each prompt to its answer and row. Unusable rows are an error, or with `skip_malformed` a warning.
+        """Map each prompt to its answer and data row. Unusable rows raise ValueError, or a warning with `skip_malformed`.
 
         A prompt is the key to its answer: the same prompt with another answer cannot be used, nor one that is held out already.
         """
@@ -311,7 +319,7 @@ class FiniteTask(SeededTask):
 
 
 def split_by_share(problems: dict[str, Any], share: float) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split problems into training and held-out problems. The smallest digests are held out, on every machine the same."""
+    """Split problems into training and held-out problems by hashes of their prompts, so that all machines split alike."""
     held_out = set(sorted(problems, key=lambda prompt: (digest(prompt), prompt))[: max(1, round(share * len(problems)))])
     train = {prompt: answer for prompt, answer in problems.items() if prompt not in held_out}
     return train, {prompt: answer for prompt, answer in problems.items() if prompt in held_out}

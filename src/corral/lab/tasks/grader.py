@@ -1,4 +1,6 @@
-"""Graders in worker processes, which end scorers that hang. Any thread of any process can use them.
+"""Worker processes that grade answers, so that a grader that hangs can be killed.
+
+Any thread of any process can use them.
 
 math-verify and some scorers of reasoning-gym hand text to sympy, which can compute for years. Their own limits are alarms: they
 work in the main thread alone, and not inside a long call into C. Results of functions under test are read and compared here
@@ -26,29 +28,31 @@ _LOG = logging.getLogger("corral.task")
 SCRIPT = Path(__file__).with_name("grader_worker.py")
 
 _START_SECONDS = 300.0
-"""Seconds within which a worker must start; importing sympy takes one or two."""
+"""Time limit for the start of a grading process, in seconds. Importing sympy takes one or two seconds."""
 
 _WALL_FACTOR = 4.0
-"""Wall-clock limit of a worker, as a multiple of its limit on processor time."""
+"""Ratio of a grading process's wall-clock limit to its limit on processor time."""
 _LEAST_WALL_SECONDS = 2.0
-"""Smallest wall-clock limit of a worker, in seconds: a worker killed for it has to be restarted."""
+"""Smallest wall-clock limit of a grading process, in seconds. It is generous, since a killed process must be restarted."""
 
 _LEAST_SECONDS = 0.25
-"""Smallest limit for an answer, in seconds of processor time. The limit falls for problems whose answers keep timing out;
-ordinary answers need far less."""
+"""Smallest limit on the processor time for grading one answer, in seconds.
+
+The limit falls for problems whose answers keep timing out; ordinary answers need far less.
+"""
 
 _MAX_PROBLEMS = 10_000
 """Largest number of problems for which timed-out answers are counted."""
 
 MAX_WORKERS = 4
-"""Largest number of workers of each kind: every worker has imported sympy."""
+"""Largest number of grading processes of each kind. It is small, since a grading process may hold all of sympy in memory."""
 
 GraderStatus = Literal["graded", "timeout", "error", "died"]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Outcome of one grading request; the score is 0 unless the request was graded."""
+    """Outcome of grading one answer. The score is 0 if the answer could not be graded."""
 
     status: GraderStatus
     score: float = 0.0
@@ -74,7 +78,7 @@ class GraderWorker(WorkerProcess):
             raise RuntimeError(f"the grader's process does not start: {' '.join(command)} says why.")
 
     def ask(self, arguments: tuple[Any, ...], seconds: float) -> Verdict:
-        """Grade one answer as "graded" or "error". Raises WorkerLost if grading takes too long or kills the process."""
+        """Send one answer to the grading process and return the verdict. Raises WorkerLost if the process hangs or dies."""
         question = pickle.dumps((seconds, arguments))
         self.control.settimeout(max(_WALL_FACTOR * seconds, _LEAST_WALL_SECONDS))  # a worker that has stopped reads nothing
         try:
@@ -88,14 +92,14 @@ class GraderWorker(WorkerProcess):
 
 
 class GraderPool(WorkerPool[GraderWorker]):
-    """Pool of graders of one kind, started when needed and usable from any thread."""
+    """Pool of grading processes of one kind, which start when needed and can be used from any thread."""
 
     def __init__(self, kind: str, size: int) -> None:
         super().__init__(size)
         self.kind = kind
         self.counts: Counter[str] = Counter()
         self._bombs: Counter[str] = Counter()
-        """Number of timed-out answers, by problem."""
+        """Number of timed-out answers to each problem."""
 
     def _start(self) -> GraderWorker:
         return GraderWorker(self.kind)
@@ -103,7 +107,7 @@ class GraderPool(WorkerPool[GraderWorker]):
     def grade(
         self, questions: Sequence[tuple[Any, ...]], seconds: float, problems: Sequence[str] | None = None
     ) -> list[Verdict]:
-        """Grade all questions in order; answers that hang, fail or kill their worker score 0 and are counted.
+        """Grade all answers and return their verdicts in order. Answers that hang, fail or kill their grader score 0.
 
         With `problems`, the problem of each question, every answer that runs out of time halves the time of the next answers to
         that problem, down to a quarter of a second.
@@ -126,7 +130,7 @@ class GraderPool(WorkerPool[GraderWorker]):
         return verdict
 
     def count(self, status: GraderStatus) -> None:
-        """Count an outcome, and warn at the 1st, 10th, 100th … answer that could not be graded."""
+        """Count a grading outcome, and warn at the 1st, 10th, 100th … answer that could not be graded."""
         with self._lock:
             self.counts[status] += 1
             number = self.counts[status]
@@ -138,7 +142,7 @@ _POOLS: dict[tuple[int, str], GraderPool] = {}
 
 
 def grader_pool(kind: str) -> GraderPool:
-    """Get this process's pool of graders of one kind; a forked process gets its own pool."""
+    """Return the calling process's pool of graders of one kind. A forked process gets a pool of its own."""
     key = (os.getpid(), kind)
     if key not in _POOLS:
         _POOLS.setdefault(key, GraderPool(kind, min(MAX_WORKERS, cores())))  # of two threads, the first one's is everyone's
@@ -146,5 +150,5 @@ def grader_pool(kind: str) -> GraderPool:
 
 
 def grader_counts() -> dict[str, dict[str, int]]:
-    """Count the answers that were graded, timed out, failed or killed their grader in this process, by kind of grader."""
+    """Return this process's counts of grading outcomes (graded, timeout, error, died), for each kind of grader."""
     return {kind: dict(one.counts) for (process, kind), one in list(_POOLS.items()) if process == os.getpid()}

@@ -1,7 +1,7 @@
-"""Program of a grading process: reads questions from standard input, and writes one line for each.
+"""Program of a grading process, which reads requests from standard input and writes one line with a verdict for each.
 
-This file is run as a script, by its path: it imports nothing of corral that imports torch. A question is
-eight bytes of length and a pickle of (seconds, arguments); an answer is "graded 0.5", "error" or "timeout".
+This file is run as a script, by its path: it imports nothing of corral that imports torch. A request is
+eight bytes of length and a pickle of (seconds, arguments); a verdict is "graded 0.5", "error" or "timeout".
 
 A fork answers, and the process itself waits: it answers where the fork has run out of time, and forks again.
 """
@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 _MEMORY = 4 * 2**30
-"""Limit on a grader's address space, in bytes: a tower of exponents ends in MemoryError instead of filling the machine."""
+"""Limit on a grading process's address space, in bytes, so that a huge power such as 9^9^9 ends in MemoryError."""
 
 
 def _load_math() -> Callable[..., float]:
-    """Load math-verify, and return a function (reference, answer) → 1.0 if they are equal."""
+    """Load math-verify, and return a function (reference, answer) → 1.0 if both are equal, else 0.0."""
     from math_verify import LatexExtractionConfig, parse, verify
 
     latex = [LatexExtractionConfig(boxed_match_priority=0)]
@@ -55,7 +55,7 @@ def _load_reasoning_gym() -> Callable[..., float]:
 
 
 def _load_code() -> Callable[..., float]:
-    """Load the comparisons of results, and return a function (comparison, tolerance, output, expected) → correct results."""
+    """Return a function (comparison, tolerance, output, expected results) → number of correct results."""
     # By its path: the packages around it import torch.
     count_right: Callable[..., float] = runpy.run_path(str(Path(__file__).with_name("code") / "value.py"))["count_right"]
     return count_right
@@ -67,7 +67,7 @@ LOADERS: dict[str, Callable[[], Callable[..., float]]] = {
 
 
 def main(kind: str) -> None:
-    """Load a grader, and keep a fork of this process answering until the input ends or the fork dies by itself."""
+    """Load a grader of one kind, and answer requests in a forked process, which is replaced after every timeout."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which still has a step to finish
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # a library that prints must not answer, be it in C

@@ -1,4 +1,4 @@
-"""Python objects by path: `module:name` or `file.py:name`, and tools that a model may call."""
+"""Import of Python objects by path (`module:name` or `file.py:name`), and tools that a model may call."""
 
 import importlib
 import importlib.util
@@ -54,7 +54,7 @@ def _from_file(path: str) -> ModuleType:
 
 
 def library(name: str, owner: str) -> ModuleType:
-    """Import a library of the extra `task`, or raise a ValueError with the command that installs it."""
+    """Import a library of the optional extra `task`. Raises ValueError with the command to install the library if missing."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -68,14 +68,14 @@ _EXPRESSION = re.compile(r"(?:^|[^0-9])([0-9]{1,9})([+*-])([0-9]{1,9})=$")
 
 @runtime_checkable
 class Tool(Protocol):
-    """Interface of a tool that writes text into a completion at stop strings. The tool's text is never trained on."""
+    """Interface of a tool that writes text into a completion after stop strings. The model never trains on the tool's text."""
 
     @property
     def stops(self) -> Sequence[str]:
-        """Stop strings: each ends the model's turn."""
+        """Stop strings, each of which ends the model's turn so that the tool can reply."""
 
     def reply(self, problem: str, text: str) -> str | None:
-        """The tool's reply to the completion `text`, which ends with one of `stops`; None ends the completion."""
+        """Return the tool's reply to `text`, a completion that ends with a stop string. A reply of None ends the completion."""
 
 
 class Calculator:
@@ -84,7 +84,7 @@ class Calculator:
     stops: ClassVar[tuple[str, ...]] = ("=",)
 
     def reply(self, problem: str, text: str) -> str:
-        """Compute the result for the last two numbers and the operator between them."""
+        """Compute the result of the calculation at the end of the text, such as `12+7=`. Returns `?` if there is none."""
         found = _EXPRESSION.search(text[-20:])
         if found is None:
             return "?"

@@ -1,4 +1,4 @@
-"""Task for a user's own problems: a file of prompts and answers, and a verifier by name."""
+"""Task for a user's own problems: a file of prompts and answers, and a verifier chosen by name."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _HOW = "`verifier` is math, number, exact, code or module:function"
 
 @dataclass(frozen=True, kw_only=True)
 class Jsonl(MathTask):
-    """Problems from a file (.jsonl, .json, .parquet) whose rows have a prompt and an answer, under names of the user's choice.
+    """Problems from a file (.jsonl, .json, .parquet). Each row has a prompt and an answer, in columns named by the user.
 
     `verifier` says what is right:
         math              math-verify finds the extracted answer equal to the row's
@@ -38,11 +38,11 @@ class Jsonl(MathTask):
     verifier: str = "math"
     """Verifier of answers: math, number, exact, code, or module:function."""
     prompt_column: str = "prompt"
-    """Column of the prompt: a text, or a chat that ends with a user message."""
+    """Name of the prompt's column. A prompt is a text, or a chat that ends with a user message."""
     answer_column: str = "answer"
-    """Column of the answer: a text or a number; tests for `code`; any JSON for a verifier of your own."""
+    """Name of the answer's column. It holds a text or a number, tests for `code`, or any JSON for a verifier of your own."""
     unsafe_code_execution: bool = limited(False, one_of=(True, False))
-    """For `code`, where the system offers no sandbox: run programs as yourself instead of refusing. See docs/safety.md."""
+    """True to run programs (verifier `code`) as yourself if the system offers no sandbox. See docs/safety.md."""
 
     def __post_init__(self) -> None:
         if ":" in self.verifier:
@@ -71,15 +71,15 @@ class Jsonl(MathTask):
         return prompt, answer
 
     def messages(self, prompt: str) -> list[Message]:
-        """The prompt as a chat, with all messages of the row."""
+        """Return the prompt as a chat, with all messages of the data row."""
         return conversation(self.row(prompt)[self.prompt_column], self.prompt_column)[1]
 
     def right(self, golds: Sequence[str], answers: Sequence[str]) -> list[bool]:
-        """True for each correct answer: judged by math-verify, or as one equal number."""
+        """True for each correct answer, as judged by math-verify or, with the verifier `number`, by equal numbers."""
         return super().right(golds, answers) if self.verifier == "math" else list(map(same_number, golds, answers))
 
     def verify_all(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
-        """Rewards by the chosen verifier."""
+        """Return the rewards of many completions, computed by the verifier that the settings name."""
         if self.verifier in ("math", "number"):
             return super().verify_all(prompts, completions)
         answers = [self.answer(prompt) for prompt in prompts]
@@ -94,7 +94,7 @@ class Jsonl(MathTask):
 
 
 def read_reward(name: str, value: Any) -> float:
-    """Convert a reward (bool, NumPy or torch number) to a float from 0 to 1; raises ValueError for anything else."""
+    """Convert a reward (bool, NumPy or torch number) to a float from 0 to 1. Raises ValueError for any other value."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one is torch's, for more than one element

@@ -1,4 +1,4 @@
-"""Grading of mathematics: find the final answer of a completion, and compare it with the reference by math-verify."""
+"""Grading of mathematics: extract a completion's final answer, and compare it with the reference, using math-verify."""
 
 import re
 import unicodedata
@@ -18,10 +18,10 @@ from corral.validate import limited, pip_install
 AnswerForm = Literal["boxed", "####", "number"]
 
 LONGEST = 1000
-"""Longest answer that is graded, in characters. The longest answers of the known data sets have about 150."""
+"""Length of the longest answer that is graded, in characters. Data sets have answers of up to about 150 characters."""
 
 _LONGEST_NUMBER = 60
-"""Longest number that is parsed, in characters."""
+"""Length of the longest number that is parsed, in characters."""
 
 _BRACE = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
@@ -31,7 +31,7 @@ _GOES_ON = r"\.?[0-9]|[eExX_][-+]?[0-9]|[\u00b2\u00b3\u00b9\u2070-\u2079]"
 _NUMBER = re.compile(rf"(?:(?<![\w.,)\]}}])[-+])?(?<![A-Za-z0-9_.])(?:{_DIGITS}){_POWER}(?:\s?/\s?[0-9]+)?(?!{_GOES_ON})")
 _NUMBER_START = re.compile(r"(?<![A-Za-z0-9_.,])[0-9]")
 _CHANGES_NUMBER = re.compile(r"[√±]|\\(?:sqrt|pm|log|ln|sin|cos|tan)(?![A-Za-z])")
-"""Pattern of signs and functions that change the number behind them, such as √, or make it two numbers, such as ±."""
+"""Pattern of signs and functions that change the number after them, such as √, or make two numbers of it, such as ±."""
 _FRACTION = re.compile(r"(-?)\\[dt]?frac\s*(?:\{\s*(-?)([0-9]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))")
 _SEPARATORS = str.maketrans({"\u2212": "-", "\ufe63": "-", "\uff0d": "-", "\uff0c": ",", "\uff0e": ".", "\uff05": "%"})
 """Unicode characters that people and models write for - , . and %, each with its ASCII replacement."""
@@ -39,14 +39,14 @@ _SEPARATORS = str.maketrans({"\u2212": "-", "\ufe63": "-", "\uff0d": "-", "\uff0
 
 @dataclass(frozen=True)
 class Answer:
-    """An extracted answer, and its form: boxed, behind ####, or a bare number."""
+    """Answer extracted from a completion, and the answer's form: boxed, after ####, or a bare number."""
 
     text: str
     form: AnswerForm
 
 
 def extract(completion: str) -> Answer | None:
-    """Find the final answer: the last box, else the text after the last ####, else the last number, else None."""
+    """Extract a completion's answer: the last LaTeX box, else the text after the last ####, else the last number, else None."""
     text = ascii_digits(completion)
     box = last_box(text)
     if box is not None:
@@ -59,7 +59,7 @@ def extract(completion: str) -> Answer | None:
 
 
 def last_box(text: str) -> str | None:
-    r"""Content of the outermost \boxed{…} that closes last. A box that holds only a box is unwrapped."""
+    r"""Content of the last \boxed{…} in a text, or None. A box that holds nothing but another box is unwrapped."""
     boxes = [(opening, closing) for opening, closing in match_braces(text)[0] if len(opening[0]) > 1]
     if not boxes:
         return None
@@ -74,7 +74,7 @@ def last_box(text: str) -> str | None:
 
 
 def match_braces(text: str) -> tuple[list[tuple[re.Match[str], re.Match[str]]], bool]:
-    r"""Positions (opening, closing) of all pairs of braces in order of closing, and True if every brace has a partner.
+    r"""Find all pairs of matching braces, in the order of the closing braces, and whether every brace has a partner.
 
     An opening brace is { or \boxed{. Neither \{ nor \} is a brace.
     """
@@ -139,13 +139,15 @@ _gold_number = lru_cache(maxsize=10_000)(one_number)
 
 
 VERDICTS: dict[tuple[str, str, float], bool] = {}
-"""Cache of math-verify's verdicts, since completions of a group often agree. Timeouts and dead graders are not cached: the
-machine may have been to blame."""
+"""Cache of math-verify's verdicts, since completions of the same prompt often have the same answer.
+
+Timeouts and dead graders are not cached: the machine may have been to blame.
+"""
 MAX_VERDICTS = 100_000
 
 
 def same_mathematics(golds: Sequence[str], answers: Sequence[str], seconds: float) -> list[bool]:
-    """True for each answer that math-verify judges equal to its reference. An answer that it cannot parse in time is wrong.
+    """True for each answer that math-verify finds equal to its reference. An answer that takes too long to parse is wrong.
 
     Whole numbers and texts that agree to the letter need no grader. An answer longer than `answer.LONGEST`, or one whose braces
     do not match, or with a box inside, is wrong, and so is one that contradicts itself (see `_contradicts`). A full stop at the
@@ -171,7 +173,7 @@ def same_mathematics(golds: Sequence[str], answers: Sequence[str], seconds: floa
 
 
 def _without_grader(gold: str, answer: str) -> bool | None:
-    """Verdict on a simple pair of reference and answer; None if math-verify is needed."""
+    """Compare a simple answer with its reference without math-verify. Returns None if math-verify is needed."""
     # A brace without its partner could close the box around the answer from inside.
     if not answer or len(answer) > LONGEST or r"\boxed" in answer or not match_braces(answer)[1]:
         return False
@@ -225,7 +227,7 @@ class MathTask(FiniteTask):
     """
 
     form: Literal["boxed", "####"] = "boxed"
-    """Form of the answer that the instruction asks for: in a box, or after ####."""
+    """Form in which the instruction asks for the answer: in a LaTeX box, or after ####."""
     format_weight: float = limited(0.0, at_least=0, at_most=1)
     """Share of the reward, 0 to 1, for giving the answer in `form`. With 0, only correctness counts, in any form."""
     time_limit: float = limited(2.0, above=0, at_most=3600, what="a number of seconds")
@@ -236,7 +238,7 @@ class MathTask(FiniteTask):
         return same_mathematics(golds, answers, self.time_limit)
 
     def verify_all(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
-        """Rewards of many completions, by several graders in parallel."""
+        """Return the rewards of many completions, graded by several processes in parallel."""
         golds = [self.answer(prompt) for prompt in prompts]
         found = [extract(completion) for completion in completions]
         right = self.right(golds, ["" if answer is None else answer.text for answer in found])

@@ -1,4 +1,4 @@
-"""Word and competition problems: GSM8K, ASDiv, MAWPS, SVAMP, AMC, AIME, MATH-500 and DAPO."""
+"""Tasks with word problems and competition problems: GSM8K, ASDiv, MAWPS, SVAMP, AMC, AIME, MATH-500 and DAPO."""
 
 import re
 from collections.abc import Container, Iterator, Sequence
@@ -30,10 +30,10 @@ class GSM8K(MathTask):
     HUB: ClassVar[Hub | None] = Hub("openai/gsm8k", "main", train="train", held_out="test")
 
     max_completion_length: int = 512
-    """Tokens that a right completion may need. The paper of TROLL allows 2,048."""
+    """Largest number of tokens that a correct completion may need. The TROLL paper allows 2,048 tokens."""
 
     def problem(self, row: Row) -> tuple[str, str]:
-        """Read a row: the prompt is the question, the answer the number after ####."""
+        """Read a row of GSM8K. The prompt is the question, and the answer is the number after ####."""
         question, solution = text_column(row, "question"), text_column(row, "answer")
         _, mark, answer = solution.rpartition("####")
         if not mark or one_number(answer) is None:
@@ -50,10 +50,10 @@ _SOURCES = {
     "mawps": ("MU-NLPC/Calc-mawps", "train"),
     "svamp": ("MU-NLPC/Calc-svamp", "test"),
 }
-"""Data files of `words`: name in a folder, data set and split on the hub. SVAMP, the last one, is held out."""
+"""Data sets of the task `words`: file name → (data set, split) on the Hugging Face Hub. SVAMP is held out."""
 
 _DECIMALS = 4
-"""Largest number of decimals of an answer. With more it is a truncated fraction, which no completion would match."""
+"""Largest number of decimals in an answer. A longer answer is a truncated fraction, which no completion would match."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,16 +71,16 @@ class WordProblems(GSM8K):
     HUB: ClassVar[Hub | None] = None  # there are three, named above
 
     part: Literal["all", "sft", "rl"] = "all"
-    """Training problems to use: all, or one of two halves, so that supervised warm-up and reinforcement share none."""
+    """Training problems to use: all, or one of two halves, so that supervised warm-up and RL share no problem."""
     max_completion_length: int = 128
-    """Tokens that a right completion may need."""
+    """Largest number of tokens that a correct completion may need."""
 
     @classmethod
     def hub_names(cls) -> tuple[str, ...]:
         return tuple(hub for hub, _ in _SOURCES.values())
 
     def problem(self, row: Row) -> tuple[str, str]:
-        """Read a row: the prompt is the story with its question, the answer a number. ASDiv's units in brackets are dropped."""
+        """Read a row. The prompt is the story with its question, and the answer is a number. Units in brackets are dropped."""
         row = {str(key).lower(): value for key, value in row.items()}
         if "body" in row:  # without a full stop now and then
             body, question = text_column(row, "body").strip(), text_column(row, "question").strip()
@@ -114,7 +114,7 @@ class WordProblems(GSM8K):
         return read_file(find_split(folder, name, self.name), self.name)
 
     def _distinct(self, rows: Rows, leaked: Container[str]) -> Iterator[tuple[str, Row | Malformed]]:
-        """Drop unusable training rows: repeated ones, other parts, answers that are no number, words of a held-out problem."""
+        """Drop training rows without a numeric answer, of the other half, or with the words of an earlier or held-out problem."""
         seen = set()
         for place, row in rows:
             if not isinstance(row, Malformed):
@@ -131,7 +131,7 @@ class WordProblems(GSM8K):
 
 
 def words(text: str, *, numbers: bool) -> str:
-    """Words of a problem in lower case without punctuation; unless `numbers`, every number becomes `#`."""
+    """Return a problem's words in lower case, without punctuation. Unless `numbers` is true, every number becomes `#`."""
     found = re.findall(r"[a-z]+|\d+(?:[.,]\d+)*", text.lower())
     return " ".join(word if numbers or not word[0].isdigit() else "#" for word in found)
 
@@ -141,16 +141,18 @@ def words(text: str, *, numbers: bool) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Evaluation(MathTask):
-    r"""Base class of evaluation tasks. A row has `problem` or `question`, and `answer` or a `solution` with a last
-    \boxed{…}."""
+    r"""Base class of tasks for evaluation on competition problems.
+
+    A row has `problem` or `question`, and `answer` or a `solution` with a last \boxed{…}.
+    """
 
     held_out: str | float | int | None = 1.0
     """A file of held-out problems, or the share of `path`'s problems that is held out: by default all of them."""
     max_completion_length: int = 4096
-    """Tokens that a right completion may need."""
+    """Largest number of tokens that a correct completion may need."""
 
     def problem(self, row: Row) -> tuple[str, str]:
-        """Read a row: the prompt is the problem; the answer is in `answer`, or boxed in `solution`."""
+        """Read a row. The prompt is the problem, and the answer is in column `answer` or in the last box in `solution`."""
         row = {str(key).lower(): value for key, value in row.items()}
         prompt = text_column(row, "problem", "question")
         if row.get("answer") is not None:
@@ -162,28 +164,28 @@ class _Evaluation(MathTask):
 
 
 class MATH500(_Evaluation):
-    """500 problems of MATH (Hendrycks et al. 2021; Lightman et al. 2023): `HuggingFaceH4/MATH-500`."""
+    """500 problems of the benchmark MATH (Hendrycks et al. 2021; Lightman et al. 2023), from `HuggingFaceH4/MATH-500`."""
 
     name: ClassVar[str] = "math500"
     HUB: ClassVar[Hub | None] = Hub("HuggingFaceH4/MATH-500", train="test")
 
 
 class AIME24(_Evaluation):
-    """The 30 problems of AIME 2024, whole numbers from 0 to 999: `HuggingFaceH4/aime_2024`."""
+    """The 30 problems of AIME 2024, from `HuggingFaceH4/aime_2024`. Answers are whole numbers from 0 to 999."""
 
     name: ClassVar[str] = "aime24"
     HUB: ClassVar[Hub | None] = Hub("HuggingFaceH4/aime_2024", train="train")
 
 
 class AIME25(_Evaluation):
-    """The 30 problems of AIME 2025, whole numbers from 0 to 999: `math-ai/aime25`."""
+    """The 30 problems of AIME 2025, from `math-ai/aime25`. Answers are whole numbers from 0 to 999."""
 
     name: ClassVar[str] = "aime25"
     HUB: ClassVar[Hub | None] = Hub("math-ai/aime25", train="test")
 
 
 class AMC(_Evaluation):
-    """83 problems of AMC 12, 2022 and 2023: `AI-MO/aimo-validation-amc`. Answers may be floats: 142.0 is 142."""
+    """83 problems of AMC 12 of 2022 and 2023, from `AI-MO/aimo-validation-amc`. An answer 142.0 is read as 142."""
 
     name: ClassVar[str] = "amc"
     HUB: ClassVar[Hub | None] = Hub("AI-MO/aimo-validation-amc", train="train")
@@ -198,7 +200,7 @@ DAPO_AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
 
 @dataclass(frozen=True, kw_only=True)
 class DAPOMath(MathTask):
-    """About 17,000 problems whose answers are whole numbers (Yu et al. 2025): `BytedTsinghua-SIA/DAPO-Math-17k`.
+    """About 17,000 problems with whole numbers as answers (Yu et al. 2025), from `BytedTsinghua-SIA/DAPO-Math-17k`.
 
     A row has `prompt`, a chat of one user's message or a text, and the answer in `reward_model["ground_truth"]`, or in
     `solution` as the processed copies have it. DAPO's own instruction around the problem is taken off: the run's `instruction`
@@ -211,12 +213,12 @@ class DAPOMath(MathTask):
     HUB: ClassVar[Hub | None] = Hub("BytedTsinghua-SIA/DAPO-Math-17k", train="train")
 
     held_out: str | float | int | None = 0.06
-    """A file of held-out problems, or the share that is held out; the paper of TROLL holds out 1,024 of 17,917."""
+    """File of held-out problems, or share of the problems to hold out. The TROLL paper holds out 1,024 of 17,917 problems."""
     max_completion_length: int = 4096
-    """Tokens that a right completion may need, as in the paper of TROLL."""
+    """Largest number of tokens that a correct completion may need, as in the TROLL paper."""
 
     def problem(self, row: Row) -> tuple[str, str]:
-        """Read a row: the prompt is the problem without DAPO's instruction, the answer the ground truth."""
+        """Read a row. The prompt is the problem without DAPO's instruction, and the answer is the ground truth."""
         prompt, messages = conversation(row.get("prompt"), "prompt")
         if len(messages) > 1:
             raise Malformed(f"`prompt` should be one message of the user's; got {str(messages)[:60]!r}")

@@ -7,19 +7,19 @@ Message = dict[str, str]
 
 
 def text_of(chat: Any) -> str:
-    """Text of a prompt or a completion; for chat models each is a list of messages."""
+    """Return the text of a prompt or a completion, which is a list of messages for chat models."""
     return chat if isinstance(chat, str) else "".join(map(_content, chat))
 
 
 def answer_of(completion: Any) -> str:
-    """Text of a completion to grade. Of several messages, it is the last if the model wrote that message."""
+    """Return the text of a completion to grade: the last message if the model wrote this message, else ""."""
     if isinstance(completion, str) or not completion:
         return completion or ""
     return _content(completion[-1]) if completion[-1].get("role") != "tool" else ""
 
 
 def transcript(completion: Any) -> str:
-    """Whole completion as readable text: the model's messages, `→ name({…})` for tool calls, and `← …` for their results."""
+    """Write a completion as readable text: the model's messages, `→ name({…})` for tool calls, and `← …` for tool results."""
     if isinstance(completion, str):
         return completion
     lines = []

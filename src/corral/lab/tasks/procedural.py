@@ -19,15 +19,20 @@ from corral.validate import Checked, limited, require
 _Item = TypeVar("_Item")
 
 _HELD_OUT_SHARE = 10
-"""Number of problems of which one is held out."""
+"""Reciprocal of the share of problems held out for evaluation: one problem in 10."""
 
 MAX_MISSES = 100_000
-"""Successive draws without a usable problem, after which drawing stops with an error: below 1 in 10,000 it would be
-hopeless."""
+"""Number of successive draws without a usable problem after which drawing stops with an error.
+
+With fewer usable problems than 1 in 10,000, drawing would be hopeless.
+"""
 
 
 class SeededTask(Checked, ABC):
-    """Base class of packaged tasks: prompts drawn from a seed. Subclasses define `_prompts`, and `verify` or `verify_all`."""
+    """Base class of tasks whose prompts are drawn from a random seed.
+
+    Subclasses define `_prompts`, and `verify` or `verify_all`.
+    """
 
     name: ClassVar[str]
 
@@ -45,7 +50,7 @@ class SeededTask(Checked, ABC):
         return self._first(count, self._prompts(seed, held_out=False))
 
     def held_out_prompts(self, count: int, seed: int) -> list[str]:
-        """Draw `count` prompts for evaluation, or fewer if the task has fewer. None occurs in training in any form."""
+        """Draw `count` prompts for evaluation, or fewer if the task has fewer. No such problem is in training in any form."""
         return self._first(count, self._prompts(seed, held_out=True))
 
     def verify(self, prompt: str, completion: str) -> float:
@@ -53,11 +58,11 @@ class SeededTask(Checked, ABC):
         return self.verify_all([prompt], [completion])[0]
 
     def verify_all(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
-        """Rewards of many completions. Some tasks grade them in parallel."""
+        """Return the rewards of many completions. Some tasks grade completions in parallel."""
         return [self.verify(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
 
     def foreign(self, prompt: str) -> ValueError:
-        """Make the error for a prompt of another task: a reward of 0 would hide the mistake."""
+        """Make the ValueError for a prompt of another task, because a reward of 0 would hide the mistake."""
         quoted = repr(prompt if len(prompt) <= 60 else prompt[:60] + "…")
         return ValueError(
             f"{self.name}: {quoted} is no prompt of this task. Is it another task's, or drawn with other settings than {self}?"
@@ -68,7 +73,7 @@ class ProceduralTask(SeededTask):
     """Base class of tasks that generate problems with answers, drawn with replacement."""
 
     NO_PROBLEM: ClassVar[str] = "Try other settings."
-    """Advice at the end of the error that no problem was found."""
+    """Advice at the end of the error that is raised when no problem is found."""
 
     def _prompts(self, seed: int, *, held_out: bool) -> Iterator[str]:
         return (prompt for prompt, _ in self._draw(seed, held_out=held_out))
@@ -78,7 +83,7 @@ class ProceduralTask(SeededTask):
         return self._first(count, self._draw(seed, held_out=False))
 
     def _draw(self, seed: int, *, held_out: bool) -> Iterator[tuple[str, str]]:
-        """Yield pairs (prompt, answer) of one split without end."""
+        """Yield pairs (prompt, answer) of the training or the held-out problems, without end."""
         draw, misses = uniform(self.name, seed, held_out=held_out), 0
         while misses < MAX_MISSES:
             misses += 1
@@ -101,13 +106,13 @@ class ProceduralTask(SeededTask):
 
 
 def uniform(task: str, seed: int, *, held_out: bool) -> Callable[[], float]:
-    """Function that draws random numbers in [0, 1), equal for equal task, split and seed on every machine."""
+    """Return a function that draws random numbers in [0, 1). The numbers depend only on task, split and seed."""
     # A text seeds through SHA-512, and random() alone is promised to give the same numbers in every Python version.
     return random.Random(f"{task} {'held out' if held_out else 'train'} {seed}").random
 
 
 def in_held_out_share(text: str, share: int = _HELD_OUT_SHARE) -> bool:
-    """True if a problem is held out. This depends only on its canonical text."""
+    """True if the problem with this canonical text is held out, which only the text's hash decides."""
     return digest(text) % share == 0
 
 
@@ -134,7 +139,7 @@ OPERATORS = "".join(OPERATIONS)
 
 
 def chain(first: int, steps: Iterable[tuple[str, int]], largest: float) -> str:
-    """Write a calculation as text: 3, (+, 7), (+, 12) → "3+7=10+12=22"; "" if a result leaves 0..largest."""
+    """Write a calculation as text, such as "3+7=10+12=22" for 3, (+, 7), (+, 12); "" if a result is not in 0..largest."""
     text, value = str(first), first
     for sign, number in steps:
         value = OPERATIONS[sign](value, number)
@@ -167,7 +172,7 @@ class Countdown(ProceduralTask):
     NO_PROBLEM: ClassVar[str] = "Try a smaller `n` or a larger `value_max`."
 
     n: int = limited(3, at_least=2, at_most=9)
-    """Number of numbers; a completion has n − 1 steps."""
+    """Count of the numbers in a problem. A completion has n − 1 steps."""
     n_max: int = limited(19, at_least=5, at_most=999)
     """Largest number in a problem. Numbers are drawn uniformly from 1..n_max."""
     value_max: int = 99
@@ -179,12 +184,15 @@ class Countdown(ProceduralTask):
 
     @property
     def max_completion_length(self) -> int:
-        """Characters of the longest answer: a number, then an operator, a number, "=" and a result for every step."""
+        """Length of the longest correct answer, in characters.
+
+        It is a number, then an operator, a number, "=" and a result for every step.
+        """
         number, value = len(str(self.n_max)), len(str(self.value_max))
         return number + (self.n - 1) * (1 + number + 1 + value)
 
     def verify(self, prompt: str, completion: str) -> float:
-        """Reward 1.0 iff the completion is a correct answer to the prompt, character by character, else 0.0.
+        """Return the reward: 1.0 if the completion is exactly, character by character, a correct answer, else 0.0.
 
         Neither spaces nor line ends are forgiven, nor leading zeros, signs or digits of other scripts: what a policy is
         paid for should be one thing. A string does not show whether the end of the sequence was reached; nothing that was cut
@@ -204,7 +212,10 @@ class Countdown(ProceduralTask):
         return float(completion == written and completion.endswith(f"={found[2]}"))
 
     def _propose(self, draw: Callable[[], float], held_out: bool) -> tuple[str, str] | None:
-        """Draw numbers and operators uniformly, or return None. Answers are thus uniform among all that reach their target."""
+        """Draw a problem with uniform numbers and operators. Returns None if the problem is unusable or in the other split.
+
+        Answers are thus uniform among all that reach their target.
+        """
         numbers = [1 + int(draw() * self.n_max) for _ in range(self.n)]
         steps = ((OPERATORS[int(draw() * len(OPERATORS))], number) for number in numbers[1:])
         if not (answer := chain(numbers[0], steps, self.value_max)):
@@ -221,7 +232,7 @@ class Countdown(ProceduralTask):
 _EXPRESSION = re.compile(r"[1-9]>-?[0-9]{1,4}(?: [1-9]>-?[0-9]{1,4})*:")
 _ALLOWED = re.compile(r"(?:[0-9]{1,4}|x|//|[-+*%()])*")
 BOUND = 9999
-"""Largest absolute value of an intermediate result."""
+"""Largest absolute value of an intermediate result in an expression."""
 
 _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -235,12 +246,12 @@ _SHAPES = (
     "x{0}{a}", "{a}{0}x", "x{0}x{1}{a}", "x{0}{a}{1}{b}", "{a}{0}x{1}{b}", "(x{0}{a}){1}{b}", "(x{0}{a}){1}x",
     "x{0}x{1}{a}{2}{b}", "x{0}{a}{1}x{2}{b}", "(x{0}{a}){1}(x{2}{b})", "(x{0}{a}){1}x{2}{b}", "{a}{0}x{1}x{2}{b}",
 )  # fmt: skip
-"""Templates of expressions: operators at places 0, 1 and 2, and constants a and b."""
+"""Templates of expressions in x, with {0}, {1} and {2} for operators, and {a} and {b} for constants."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expression(ProceduralTask):
-    """Complete `f = lambda x: …`, given f(1), f(2), …
+    """Find an expression for f(x) from the values f(1), f(2), … The completion continues `f = lambda x: `.
 
         prompt      "1>3 2>5 3>7 4>9:"      inputs, always 1 to `pairs`, and outputs
         completion  "2*x+1"                 any expression that gives them: whole numbers, x, + - * // % and brackets, no spaces
@@ -262,18 +273,18 @@ class Expression(ProceduralTask):
 
     @property
     def max_completion_length(self) -> int:
-        """Characters of the longest expression that is parsed."""
+        """Length of the longest expression that is parsed, in characters."""
         return self.max_length
 
     def verify(self, prompt: str, completion: str) -> float:
-        """Reward 1.0 iff the completion is an expression that gives every output in the prompt, else 0.0."""
+        """Return the reward: 1.0 if the completion is an expression that gives every output in the prompt, else 0.0."""
         outputs = [int(pair.partition(">")[2]) for pair in prompt[:-1].split(" ")] if _EXPRESSION.fullmatch(prompt) else []
         if len(outputs) != self.pairs or max(map(abs, outputs)) > self.value_max or prompt != format_prompt(outputs):
             raise self.foreign(prompt)
         return float(self.outputs(completion) == outputs)
 
     def outputs(self, text: str) -> list[int] | None:
-        """Evaluate an expression at 1, 2, …; None for a text outside the grammar, or if a value does not exist."""
+        """Evaluate an expression at x = 1, 2, … Returns None for a text outside the grammar, or if a value does not exist."""
         # Length and characters first: a short text of these alone can neither exhaust the parser nor make it warn.
         if len(text) > self.max_length or not _ALLOWED.fullmatch(text) or re.search(r"[0-9x]x|x[0-9]", text):
             return None
@@ -305,8 +316,10 @@ def format_prompt(outputs: list[int]) -> str:
 
 
 def _value(tree: ast.expr, x: int) -> int:
-    """Evaluate an expression at x. Raises ArithmeticError for division by zero or beyond ±BOUND, ValueError outside the
-    grammar."""
+    """Evaluate a parsed expression at x.
+
+    Raises ArithmeticError for division by zero or beyond ±BOUND, ValueError outside the grammar.
+    """
     match tree:
         case ast.Constant(value=int(value)):
             pass
@@ -345,7 +358,7 @@ class Arithmetic(ProceduralTask):
     operations: str = "+-*"
     """Operations that occur in problems: one or more of + - *."""
     digits: int = limited(2, at_least=1, at_most=6)
-    """Digits of the longest operand. Operands are drawn uniformly from 1 to the largest number with that number of digits."""
+    """Number of digits of the longest operand. Operands are drawn uniformly from 1 to 10^digits − 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -355,12 +368,12 @@ class Arithmetic(ProceduralTask):
 
     @property
     def max_completion_length(self) -> int:
-        """Characters of the longest correct answer, which large operands have, such as 99+99, 99*99 and 99-11."""
+        """Length of the longest correct answer, in characters. Operands such as 99+99, 99*99 and 99-11 need this length."""
         largest, ones = 10**self.digits - 1, int("1" * self.digits)
         return max(len(_solution(largest, sign, places(ones if sign == "-" else largest))) for sign in self.operations)
 
     def verify(self, prompt: str, completion: str) -> float:
-        """Reward 1.0 iff the completion is a correct answer to the prompt, character by character, else 0.0."""
+        """Return the reward: 1.0 if the completion is exactly, character by character, a correct answer, else 0.0."""
         found = _ARITHMETIC.fullmatch(prompt)
         left, operation, right = (int(found[1]), found[2], int(found[3])) if found else (0, "", 0)
         known = operation and operation in self.operations and max(left, right) < 10**self.digits
@@ -372,7 +385,10 @@ class Arithmetic(ProceduralTask):
         return float(sorted(order) == sorted(places(right)) and completion == _solution(left, operation, order))
 
     def _propose(self, draw: Callable[[], float], held_out: bool) -> tuple[str, str] | None:
-        """Draw operands uniformly; the answer adds places from highest to lowest. a+b is held out together with b+a."""
+        """Draw a problem with uniform operands, and write its answer. Problems a+b and b+a are in the same split.
+
+        The answer adds places from highest to lowest.
+        """
         operation = self.operations[int(draw() * len(self.operations))]
         left, right = (1 + int(draw() * (10**self.digits - 1)) for _ in range(2))
         low, high = sorted((left, right))
@@ -390,7 +406,7 @@ def places(number: int) -> list[int]:
 
 
 def _solution(left: int, operation: str, order: Sequence[int]) -> str:
-    """Write the answer with every step, for the decimal places of the right operand in the given order."""
+    """Write an arithmetic answer with every step, taking the right operand's decimal places in the given order."""
     if operation != "*":
         return chain(left, [(operation, place) for place in order], math.inf)
     products = [left * place for place in order]
@@ -421,7 +437,7 @@ _STORIES: tuple[tuple[str, Callable[[int, int], int]], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class TwoNumbers(ProceduralTask):
-    """Add, subtract or multiply two numbers of a sentence. The last whole number of the answer counts.
+    """Add, subtract or multiply two numbers in a word problem. The last whole number in the completion is the answer.
 
         prompt      "Of 81 apples in a crate, 27 are sold. How many apples are left?"   completion  "There are 54 apples left."
 
@@ -431,17 +447,17 @@ class TwoNumbers(ProceduralTask):
     name: ClassVar[str] = "two_numbers"
 
     number_max: int = limited(99, at_least=2, at_most=999)
-    """Largest number that is added or subtracted; the smallest is 2."""
+    """Largest number in problems with addition or subtraction. The smallest number is 2."""
     factor_max: int = limited(12, at_least=2, at_most=999)
     """Largest factor in a multiplication."""
 
     @property
     def max_completion_length(self) -> int:
-        """Tokens for a short sentence."""
+        """Number of tokens for an answer in a short sentence."""
         return 24
 
     def verify(self, prompt: str, completion: str) -> float:
-        """Reward 1.0 iff the last whole number in the completion is the result."""
+        """Return the reward: 1.0 if the last whole number in the completion is the correct result, else 0.0."""
         a, b = map(int, [*re.findall(r"[0-9]+", prompt[:200]), 0, 0][:2])
         results = [
             compute(a, b) for text, compute in _STORIES if prompt == text.format(a=a, b=b) and b <= a <= self._largest(compute)

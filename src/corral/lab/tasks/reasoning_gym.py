@@ -1,4 +1,7 @@
-"""Task with the questions and the scorer of any generator of reasoning-gym (Stojanovski et al. 2025; Apache-2.0)."""
+"""Task with the questions and the scorer of any generator in the library reasoning-gym (Stojanovski et al. 2025).
+
+The library's licence is Apache-2.0.
+"""
 
 import ast
 import random
@@ -23,26 +26,26 @@ _WORDS = {
     *("sqrt", "exp", "log", "ln", "pi", "Abs", "sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan"),
     *("sinh", "cosh", "tanh", "asinh", "acosh", "atanh"),
 }
-"""Names allowed in a formula besides single letters: sympy's parser would accept eval and exec too."""
+"""Names allowed in a formula besides single letters. Without this list, sympy's parser would accept eval and exec."""
 
 _NOT_A_NUMBER = re.compile(r"(?<![a-z])nan(?![a-hk-z])", re.IGNORECASE)
-"""Pattern of nan, also in complex numbers (nani, nanj): a scorer that compares distances with < could accept nan."""
+"""Pattern of nan, also in complex numbers (nani, nanj). A scorer that compares distances with < could accept nan."""
 
 _CHUNK = 32
-"""Number of questions made by one instance of a generator, with seeds seed, seed + 1, …"""
+"""Number of questions made by one instance of a generator, each from the next seed."""
 HALF = 2**31
-"""Number that splits the seeds: lower seeds are for training, higher seeds for evaluation."""
+"""Smallest seed of questions for evaluation. Questions for training have smaller seeds."""
 _SHARE = 4
-"""Number of questions of which one is held out. Seeds do not decide it, since small generators repeat questions."""
+"""Reciprocal of the held-out share: one question in 4 is held out. The question's text decides, since seeds repeat texts."""
 MAX_MISSES = 500
-"""Successive draws without a new question, after which no further question is expected."""
+"""Number of successive draws without a new question after which no further question is expected."""
 _MAX_ANSWER = 10_000
-"""Longest answer that is scored, in characters."""
+"""Length of the longest answer that is scored, in characters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningGym(SeededTask):
-    """Questions of one generator. `corral train --task reasoning_gym --set task_config.generator=chain_sum`
+    """Questions of a reasoning-gym generator: `corral train --task reasoning_gym --set task_config.generator=chain_sum`.
 
     The answer is what stands in the last <answer>…</answer>, else the whole completion without the space around it. The reward
     is the generator's own score of it, cut to 0..1; many give a little for a wrong answer. Scorers run under a time limit in
@@ -54,11 +57,11 @@ class ReasoningGym(SeededTask):
     name: ClassVar[str] = "reasoning_gym"
 
     generator: str = "chain_sum"
-    """A name from reasoning_gym.factory.DATASETS: chain_sum, spell_backward, basic_arithmetic, …"""
+    """Name of a generator in reasoning_gym.factory.DATASETS: chain_sum, spell_backward, basic_arithmetic, …"""
     settings: dict[str, Any] = field(default_factory=dict)
-    """The generator's own settings, as in {"min_terms": 2}; neither `seed` nor `size`."""
+    """Settings of the generator itself, such as {"min_terms": 2}. The task chooses `seed` and `size`."""
     max_completion_length: int = limited(512, at_least=1, at_most=1_000_000)
-    """Tokens that a right completion may need."""
+    """Largest number of tokens that a correct completion may need."""
     time_limit: float = limited(2.0, above=0, at_most=3600, what="a number of seconds")
     """Seconds of processor time for one answer. A slower answer scores 0."""
 
@@ -78,11 +81,14 @@ class ReasoningGym(SeededTask):
 
     @cached_property
     def _drawn(self) -> dict[str, dict[str, Any]]:
-        """Entries of the drawn questions, by question. They are no field of the dataclass, and so no setting."""
+        """Map from each drawn question to the generator's entry, which the scorer needs.
+
+        It is no field of the dataclass, and so no setting.
+        """
         return {}
 
     def _prompts(self, seed: int, *, held_out: bool) -> Iterator[str]:
-        """Yield distinct questions of one split until no new one comes; then repeat training questions in another order."""
+        """Yield distinct questions of one split until no new question comes. Training questions then repeat in other orders."""
         start = digest(f"{self.generator} {seed}") % (HALF // _CHUNK) * _CHUNK
         seen, misses, chunk = dict[str, None](), 0, 0
         while misses <= MAX_MISSES:
@@ -101,7 +107,7 @@ class ReasoningGym(SeededTask):
         yield from epochs(list(seen), self.name, seed)
 
     def verify_all(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
-        """Scores from 0 to 1 by the generator's scorer, in parallel. Raises ValueError for a prompt that was never drawn."""
+        """Return scores from 0 to 1 by the generator's scorer, in parallel. Raises ValueError for a prompt never drawn."""
         if unknown := [prompt for prompt in prompts if prompt not in self._drawn]:
             raise self.foreign(unknown[0])
         entries = [self._drawn[prompt] for prompt in prompts]
@@ -113,7 +119,7 @@ class ReasoningGym(SeededTask):
         return [min(max(next(scores).score, 0.0), 1.0) if ok else 0.0 for ok in harmless]
 
     def _entries(self, seed: int) -> Iterator[dict[str, Any]]:
-        """Questions made from the seeds `seed` to `seed` + CHUNK − 1."""
+        """Yield the entries (question, answer, metadata) of the generator for the seeds `seed` to `seed` + _CHUNK − 1."""
         make = library("reasoning_gym", "the task reasoning_gym").create_dataset
         made = make(self.generator, **self.settings, seed=seed, size=_CHUNK)
         for index in range(_CHUNK):

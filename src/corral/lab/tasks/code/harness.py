@@ -1,4 +1,4 @@
-"""Code that runs inside the sandboxes: around a function under test, and around tests that are programs.
+"""Code that runs inside the sandboxes and calls the function under test, or runs tests that are programs.
 
 This file is run there after `value.py`, whose names it uses without importing them; it needs the standard library alone. The
 function's side is in the hands of the function: all it can forge are its own results. The tests' side never shares a process
@@ -68,12 +68,17 @@ class RemoteError(Exception):
 
 
 class NotPlainData(Exception):
-    """Raised when a test passes the function a value that cannot be serialized: an object of a class, a function, a
-    generator."""
+    """Raised when a test calls the function under test with a value that cannot be serialized.
+
+    Such values are objects of a class, functions and generators.
+    """
 
 
 def _is_opaque(code: Any) -> bool:
-    """Return True if an encoded value has a part that cannot be serialized. Results of the function under test do not count."""
+    """Return True if an encoded value has a part that could not be serialized.
+
+    Results of the function under test, which a test may pass on, do not count.
+    """
     if not isinstance(code, list):
         return False
     kind, *items = code
@@ -83,7 +88,7 @@ def _is_opaque(code: Any) -> bool:
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """All names and texts in a compiled test, including the functions and classes inside it."""
+    """Return all names and text constants in a compiled test, including the functions and classes inside the test."""
     found = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -94,8 +99,11 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _rebuild(name: str, text: str, expected: set[str]) -> Exception:
-    """Rebuild an exception from the other sandbox. Its class is kept if the tests' text names the class or a base below
-    Exception; StopIteration, StopAsyncIteration and classes outside Exception become RemoteError."""
+    """Rebuild an exception that the function under test raised in the other sandbox.
+
+    Its class is kept if the tests' text names the class or a base below Exception; StopIteration, StopAsyncIteration and
+    classes outside Exception become RemoteError.
+    """
     kind = vars(builtins).get(name)
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, StopIteration | StopAsyncIteration):
         bases = kind.__mro__[: kind.__mro__.index(Exception)]
@@ -122,7 +130,7 @@ def _read_answer(line: str, expected: set[str]) -> tuple[Any, Any]:
 
 
 class _RemoteFunction:
-    """Stand-in for the function in the other sandbox: each call writes one line and reads one line.
+    """Stand-in for the function under test, which runs in another sandbox. Each call writes one line and reads one line.
 
     Lists, dicts and sets that a call changed change here too if it gave nothing back. If it gave something back they do with
     `show_changes` alone: a test that works out what it expects from its own arguments must not be handed them empty.
@@ -132,9 +140,9 @@ class _RemoteFunction:
         self.calls, self.answers, self.expected = calls, answers, expected
         self.show_changes = show_changes
         self.called = False
-        """True once the function has been called: errors after that may be caused by the function."""
+        """True once a test has called the function under test. Later errors may be the function's fault."""
         self.changed_too = False
-        """True if some call has both returned a value and changed its arguments."""
+        """True if any call of the function has both returned a value and changed the call's arguments."""
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         request = encode((list(arguments), named) if named else list(arguments))
@@ -161,7 +169,7 @@ class _RemoteFunction:
 
 
 _BUILTINS = {name: value for name, value in vars(builtins).items() if name not in ("eval", "exec")}
-"""Built-in names for tests, without eval and exec: they could run text from the tested function among the tests."""
+"""Built-in names that tests may use. Excluded are eval and exec, which could run the tested function's text as a test."""
 
 
 def check(setup: str, tests: list[str], entry: str, nonce: str) -> None:

@@ -27,7 +27,7 @@ _THINK_END = "</think>"
 
 
 def extract_program(completion: str) -> str:
-    """Extract the program: the last block fenced as Python, else the last block without a label, else the whole text.
+    """Extract a completion's program: the last code block labelled Python, else the last unlabelled block, else all text.
 
     Whatever comes before the last `</think>` does not count. A block that is indented as a whole is moved to the margin.
     """
@@ -52,14 +52,14 @@ def defines(program: str, name: str) -> bool:
 
 @dataclass(frozen=True)
 class Runs:
-    """Tests of a whole program: runs with a standard input and the expected output. Spaces at the ends of lines are ignored."""
+    """Tests of a whole program, as pairs of standard input and expected output. Spaces at the ends of lines are ignored."""
 
     cases: tuple[tuple[str, str], ...]
     tolerance: float = 0.0
-    """Tolerance for expected numbers with a decimal point. With a tolerance, spacing and empty lines are ignored."""
+    """Tolerance for numbers with a decimal point, absolute or relative. If above 0, spacing and empty lines are ignored."""
 
     def pass_rate(self, program: str, pool: SandboxPool, limits: SandboxLimits, stop: bool) -> float:
-        """Share of runs that exit without error and print the expected output; with `stop`, runs end at the first failure."""
+        """Share of runs that exit without error and print the expected output. With `stop`, no run follows a failed run."""
         right = 0
         for stdin, stdout in self.cases:
             room = max(limits.output, 2 * len(encode(stdout)))  # what is expected must be allowed
@@ -73,17 +73,17 @@ class Runs:
 
 @dataclass(frozen=True)
 class Calls:
-    """Tests of a function: calls with arguments and the expected result, both as lines of `value.dumps`."""
+    """Tests of a function, as pairs of arguments and expected result. `value.dumps` has written both as lines of JSON."""
 
     entry: str
     cases: tuple[tuple[str, str], ...]
     tolerance: float = 0.0
-    """Tolerance for floats, absolute or relative."""
+    """Tolerance for floats in results, absolute or relative."""
     how: Literal["same", "apps", "sets", "presence"] = "same"
-    """Comparison of results with expected results: a key of `COMPARISONS`."""
+    """Name of the comparison of results with expected results, a key of `COMPARISONS`."""
 
     def pass_rate(self, program: str, pool: SandboxPool, limits: SandboxLimits, stop: bool) -> float:
-        """Share of correct results, with all calls in one process."""
+        """Share of calls with a correct result. All calls run in one process."""
         arguments, expected = zip(*self.cases, strict=True)
         output = _call_function(program, self.entry, arguments, pool, limits, room=sum(map(len, expected)))
         return _pass_rate(self.how, self.tolerance, output, expected, limits)
@@ -91,7 +91,7 @@ class Calls:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Tests that compare a function with a reference program. The reference runs in the sandbox first."""
+    """Tests that compare a function with a reference program. The reference program runs in the sandbox first."""
 
     entry: str
     arguments: tuple[str, ...]
@@ -114,7 +114,10 @@ class Checks:
     tests: tuple[str, ...]
 
     def pass_rate(self, program: str, pool: SandboxPool, limits: SandboxLimits, stop: bool) -> float:
-        """Share of tests that pass. It is 0, and counted as an error, if no verdict carries the nonce of this run."""
+        """Share of tests that pass, or 0 if the tests' process fails or writes no valid verdict.
+
+        A verdict is valid if it carries the nonce of this run. An invalid verdict is counted as an error.
+        """
         nonce = secrets.token_hex(16)
         last_line = f"check({self.setup!r}, {list(self.tests)!r}, {self.entry!r}, {nonce!r})"
         _, result = pool.run_connected(
@@ -141,15 +144,15 @@ Tests = Runs | Calls | Agreement | Checks
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A prompt's tests, and the code to add to a completion before they run."""
+    """Tests for a prompt's completions, and the code to add to a completion before the tests run."""
 
     tests: Tests
     stem: str = ""
-    """Code that a completion may continue, prepended to completions that do not define the function."""
+    """Code in the prompt that a completion may continue. It is prepended to completions that do not define the function."""
     preamble: str = ""
-    """Imports and helpers in `stem` before the function, prepended to completions that define the function."""
+    """Imports and helper functions from `stem`, prepended to completions that define the function under test."""
     reference: str = field(default="", compare=False)
-    """A correct program, if the data have one."""
+    """A correct program from the data; "" if the data have none."""
 
     def program(self, completion: str) -> str:
         """Build the program to test from a completion."""
@@ -161,7 +164,7 @@ class Problem:
         return self.stem + (found if found.lstrip("\r\n")[:1] in " \t" else textwrap.indent(found, "    "))
 
     def grade(self, completion: str, pool: SandboxPool, limits: SandboxLimits, partial: bool) -> float:
-        """Reward of a completion: 1.0 iff every test passes, else 0.0; with `partial`, the share of tests that pass."""
+        """Reward of a completion: 1.0 if every test passes, else 0.0. With `partial`, the share of tests that pass."""
         program = self.program(completion)
         if not program.strip():
             return 0.0
@@ -172,7 +175,7 @@ class Problem:
 def grade_all(
     problems: Sequence[Problem], completions: Sequence[str], pool: SandboxPool, limits: SandboxLimits, partial: bool = False
 ) -> list[float]:
-    """Grade completions in parallel and return their rewards in order. Reference programs without known results run first."""
+    """Grade completions in parallel and return their rewards in order. Before that, each reference program runs once."""
     _run_references([problem.tests for problem in problems if isinstance(problem.tests, Agreement)], pool, limits)
     return pool.map(lambda problem, completion: problem.grade(completion, pool, limits, partial), problems, completions)
 
@@ -183,7 +186,7 @@ def grade_all(
 def _call_function(
     program: str, entry: str, arguments: Sequence[str], pool: SandboxPool, limits: SandboxLimits, room: int = 0
 ) -> str:
-    """Call function `entry` of a program in the sandbox, once per line of `arguments`, and return all that was written.
+    """Call the function `entry` of a program in the sandbox, once per line of `arguments`, and return the printed results.
 
     That is one line per call, unless the program forged lines or ended early. `room` is the size of the expected output: twice
     as much may be written, as by whole programs.
@@ -194,38 +197,38 @@ def _call_function(
 
 
 def _pass_rate(how: str, tolerance: float, output: str, expected: Sequence[str], limits: SandboxLimits) -> float:
-    """Share of correct results, counted in a process that can be killed, within the program's own time limit."""
+    """Share of correct results. A grading process, which can be killed, counts them within the program's time limit."""
     (verdict,) = grader_pool("code").grade([(how, tolerance, output, list(expected))], limits.timeout)
     return verdict.score / len(expected)
 
 
 @cache
 def _harness() -> bytes:
-    """Compile the code that runs before every function under test, once."""
+    """Compile, once, the code that runs in the sandbox before every function under test."""
     texts = [Path(__file__).with_name(name).read_text() for name in ("value.py", "harness.py")]
     text = "\n".join(texts).replace("from corral.lab.tasks.code.value import", "#")
     return marshal.dumps(compile(text, "<harness>", "exec", dont_inherit=True))
 
 
 def harness(last_line: str) -> str:
-    """Build a program for the sandbox: the compiled harness, and a last line that starts it."""
+    """Build a program for the sandbox from the compiled harness and a last line that starts the harness."""
     return f"import marshal\nexec(marshal.loads({_harness()!r}))\n{last_line}\n"
 
 
 # ----------------------------------------------------------------------------------------------------------- references
 
 _REFERENCE_OUTPUT = 8 << 20
-"""Largest number of bytes that a reference program's results may have."""
+"""Largest expected size of a reference program's results, in bytes."""
 
 _PATIENCE = 10.0
-"""Multiple of the time limit for reference programs, since other processes may slow the machine down."""
+"""Factor on the time limit of reference programs, since other processes may slow the machine down."""
 
 _references: dict[Agreement, tuple[str, ...]] = {}
-"""Results of reference programs by test, as lines of `value.dumps`."""
+"""Cache of reference programs' results: test → one line of JSON for each call."""
 
 
 def _run_references(tests: Sequence[Agreement], pool: SandboxPool, limits: SandboxLimits) -> None:
-    """Run the reference programs whose results are not known yet. Raises ValueError if one fails."""
+    """Run the reference programs that have not run before. Raises ValueError if a reference program fails."""
     missing = [one for one in dict.fromkeys(tests) if one not in _references]
     patient = replace(limits, timeout=min(_PATIENCE * limits.timeout, MAX_TIMEOUT))
     for one, results in zip(missing, pool.map(lambda one: _reference_results(one, pool, patient), missing), strict=True):
@@ -237,7 +240,7 @@ def _run_references(tests: Sequence[Agreement], pool: SandboxPool, limits: Sandb
 
 
 def _reference_results(tests: Agreement, pool: SandboxPool, limits: SandboxLimits) -> tuple[str, ...] | None:
-    """Results of a reference program, as lines; None if a result is missing or cannot be serialized."""
+    """Return a reference program's results as lines of JSON, or None if a result is missing or cannot be serialized."""
     output = _call_function(tests.reference, tests.reference_entry, tests.arguments, pool, limits, room=_REFERENCE_OUTPUT)
     try:
         results = tuple(json.dumps(json.loads(line)["value"]) for line in output.splitlines())

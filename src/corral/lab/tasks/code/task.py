@@ -1,4 +1,4 @@
-"""The code tasks: packaged problems, HumanEval, MBPP, APPS. Each reads the rows of its data set as prompts and problems."""
+"""Tasks whose completions are programs: packaged problems, HumanEval, MBPP and APPS."""
 
 import json
 import re
@@ -20,7 +20,7 @@ from corral.validate import limited, number_in
 
 @dataclass(frozen=True, kw_only=True)
 class CodeTask(FiniteTask):
-    """Base class of code tasks: the reward is 1 iff every test passes; with `partial`, the pass rate.
+    """Base class of code tasks. The reward is 1 if every test passes, else 0; with `partial`, the share of tests that pass.
 
     The program is the last block fenced as Python; without one, the last block without a label; without one, the whole text
     (corral.lab.tasks.code.problem).
@@ -29,11 +29,11 @@ class CodeTask(FiniteTask):
     partial: bool = limited(False, one_of=(True, False))
     """True to reward the share of tests that pass instead of all or nothing."""
     timeout: float = 5.0
-    """Seconds for each run of a program, or for all calls of a function."""
+    """Time limit in seconds, for each run of a program or for all calls of a function."""
     memory_mb: int = 512
-    """Memory for each program, in MiB."""
+    """Memory limit of each program, in MiB."""
     workers: int = limited(0, at_least=0, at_most=1024)
-    """Number of programs that run at a time; 0 for one per core."""
+    """Number of programs that run at the same time; 0 for one per core."""
     unsafe_code_execution: bool = limited(False, one_of=(True, False))
     """True to run programs as yourself if the system offers no sandbox, instead of refusing. See docs/safety.md."""
 
@@ -42,8 +42,7 @@ class CodeTask(FiniteTask):
         super().__post_init__()
 
     def reward_columns(self, row: Row) -> Row:
-        """Columns for reward functions: none, since tests can be millions of characters and reward functions do not need
-        them."""
+        """Return no columns: reward functions do not need the tests, which can be millions of characters long."""
         return {}
 
     @property
@@ -57,7 +56,7 @@ class CodeTask(FiniteTask):
         return shared_pool(self.workers or None, unsafe_code_execution=self.unsafe_code_execution)
 
     def verify_all(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
-        """Rewards of many completions, with several programs running at a time."""
+        """Return the rewards of many completions. Several programs run at the same time."""
         problems: list[Problem] = [self.answer(prompt) for prompt in prompts]
         if not problems:
             return []
@@ -65,7 +64,7 @@ class CodeTask(FiniteTask):
 
 
 class Code(CodeTask):
-    """Packaged problems, from one line to dynamic programming, or a file of your own in the same shape.
+    """Packaged programming problems, from one line to dynamic programming, or a file of your own problems in the same format.
 
     A row has `prompt` and `tests`: each {"stdin", "stdout"}, or {"args", "result"} for the function `entry`; then `tolerance`
     is by how much a float may differ. `reference` is a right program.
@@ -74,7 +73,7 @@ class Code(CodeTask):
     name: ClassVar[str] = "code"
 
     def problem(self, row: Row) -> tuple[str, Problem]:
-        """Read a row's prompt and its tests."""
+        """Read the prompt and the tests from a row of the data."""
         problem = problem_from_tests({key: row[key] for key in ("tests", "entry", "tolerance") if key in row})
         return text_column(row, "prompt"), Problem(tests=problem.tests, reference=_column(row, "reference", str, ""))
 
@@ -86,7 +85,7 @@ class Code(CodeTask):
 
 @dataclass(frozen=True, kw_only=True)
 class HumanEval(CodeTask):
-    """HumanEval (Chen et al. 2021) and HumanEval+ (Liu et al. 2023): complete a function from its head. For evaluation."""
+    """HumanEval (Chen et al. 2021) and HumanEval+ (Liu et al. 2023) for evaluation: complete a function from its signature."""
 
     name: ClassVar[str] = "humaneval"
     HUB: ClassVar[Hub | None] = Hub("evalplus/humanevalplus", train="test")
@@ -95,8 +94,10 @@ class HumanEval(CodeTask):
     """A file of held-out problems, or the share of `path`'s problems that is held out: by default all of them."""
 
     def problem(self, row: Row) -> tuple[str, Problem]:
-        """Read a row: the prompt is the function's head; tests are in `test`, or in `base_input` and `plus_input` with a
-        reference."""
+        """Read a row of HumanEval or HumanEval+. The prompt is the beginning of the function.
+
+        Tests are in `test`, or in `base_input` and `plus_input` with a reference.
+        """
         prompt, entry = text_column(row, "prompt"), text_column(row, "entry_point")
         solution = _column(row, "canonical_solution", str, "")
         if "base_input" in row and solution:
@@ -116,7 +117,7 @@ class HumanEval(CodeTask):
 
 @dataclass(frozen=True, kw_only=True)
 class MBPP(CodeTask):
-    """MBPP (Austin et al. 2021) and MBPP+ (Liu et al. 2023): a function described in a sentence."""
+    """MBPP (Austin et al. 2021) and MBPP+ (Liu et al. 2023): write a function that a sentence describes."""
 
     name: ClassVar[str] = "mbpp"
     HUB: ClassVar[Hub | None] = Hub("evalplus/mbppplus", train="test")
@@ -124,10 +125,13 @@ class MBPP(CodeTask):
     held_out: str | float | int | None = 0.2
     """A file of held-out problems, or the share of `path`'s problems that is held out."""
     shown_tests: int = limited(1, at_least=1, at_most=1000)
-    """Number of assertions that the prompt shows, at least one: they name the function."""
+    """Number of assertions shown in the prompt. At least 1 is needed, because the assertions tell the function's name."""
 
     def problem(self, row: Row) -> tuple[str, Problem]:
-        """Read a row: the prompt is a sentence with the first assertions; tests are in `test_list`, or in `test` for MBPP+."""
+        """Read a row of MBPP or MBPP+. The prompt is a sentence and the first assertions.
+
+        Tests are in `test_list`, or in `test` for MBPP+.
+        """
         text, asserts = text_column(row, "prompt", "text"), _column(row, "test_list", list)
         if not asserts or not all(isinstance(test, str) for test in asserts):
             raise Malformed("`test_list` should be a list of assertions, not empty")
@@ -141,7 +145,7 @@ class MBPP(CodeTask):
 
 @dataclass(frozen=True, kw_only=True)
 class APPS(CodeTask):
-    """APPS (Hendrycks et al. 2021) and data sets in its shape: programs from competitions, and functions.
+    """APPS (Hendrycks et al. 2021) and data sets in the same format: problems from competitions for programs and functions.
 
     The hub's `codeparrot/apps` is a script, which `datasets` no longer runs; `metr-evals/apps` has the same rows as files. Rows
     without tests are among them: with `skip_malformed` they are passed over.
@@ -151,11 +155,13 @@ class APPS(CodeTask):
     HUB: ClassVar[Hub | None] = Hub("metr-evals/apps", train="train", held_out="test")
 
     max_completion_length: int = 2048
-    """Tokens that a right completion may need."""
+    """Largest number of tokens that a correct completion may need."""
 
     def problem(self, row: Row) -> tuple[str, Problem]:
-        """Read a row: the prompt is the question; tests are in `input_output` (`inputs`, `outputs`, and `fn_name` for
-        functions)."""
+        """Read a row of APPS. The prompt is the question, followed by the starter code if there is any.
+
+        Tests are in `input_output` (`inputs`, `outputs`, and `fn_name` for functions).
+        """
         question, starter = text_column(row, "question", "prompt"), _column(row, "starter_code", str, "")
         if row.get("input_output") == "":
             raise Malformed("`input_output` is empty: there are no tests")
@@ -181,7 +187,7 @@ class APPS(CodeTask):
 
 
 def problem_from_tests(answer: Any) -> Problem:
-    """Make a problem from tests alone: {"tests": […], "entry": …}, or a list of tests."""
+    """Make a `Problem` from {"tests": […], "entry": …} or from a list of tests. Raises Malformed if the tests are unusable."""
     answer = answer if isinstance(answer, dict) else {"tests": answer}
     tests, entry = answer.get("tests"), answer.get("entry")
     if not isinstance(tests, list) or not tests or not all(isinstance(test, dict) for test in tests):
@@ -200,7 +206,7 @@ _KINDS: dict[type, str] = {str: "a text", list: "a list", dict: "an object"}
 
 
 def _column(row: Row, name: str, kind: type, default: Any = None) -> Any:
-    """Read a row's column of this type; None becomes the default. Text is parsed as JSON if a list or object is expected."""
+    """Read a value of type `kind` from a row; None becomes the default. Text is parsed as JSON if `kind` is a list or dict."""
     value = default if row.get(name) is None else row[name]
     if isinstance(value, str) and kind is not str:
         try:
@@ -220,7 +226,7 @@ def _tolerance(row: Row, name: str) -> float:
 
 
 def _with_int_keys(value: Any) -> Any:
-    """Convert dict keys to integers where all keys are integers: JSON stores APPS' integer keys as text."""
+    """Convert a dict's keys from text to integers if all keys are integers. JSON stores the integer keys of APPS as text."""
     if isinstance(value, list):
         return [_with_int_keys(item) if isinstance(item, dict) else item for item in value]
     with suppress(ValueError):

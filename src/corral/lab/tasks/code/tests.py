@@ -1,4 +1,4 @@
-"""Parser of tests written as programs: function calls with expected results if possible, else tests to run in a sandbox."""
+"""Parser of tests that are Python programs. It extracts calls with expected results, or keeps the tests as programs."""
 
 import ast
 import builtins
@@ -15,9 +15,11 @@ FLOAT_TOLERANCE = 1e-6
 """Default tolerance for floats, as in EvalPlus."""
 
 _BROKEN_CHECK, _FIXED_CHECK = "_poly(*candidate(*inp), inp)", "min(abs(_poly(*inp, out := candidate(*inp))), abs(out - exp))"
-"""Broken expression in HumanEval+/32's assertion on the hub, and its correction. The broken one treats a root as a polynomial,
-so every program fails. The correction accepts a root, as EvalPlus does, or the reference's root, which misses the tolerance if
-a polynomial is steep."""
+"""Wrong expression in an assertion of problem HumanEval+/32 on the Hugging Face Hub, and the correct expression.
+
+The wrong one treats a root as a polynomial, so every program fails. The correct one accepts a root, as EvalPlus does, or the
+reference's root, which misses the tolerance if a polynomial is steep.
+"""
 
 
 _LOADERS = {"pickle", "marshal", "shelve", "runpy", "code", "codeop", "ctypes"}
@@ -25,7 +27,7 @@ _LOADERS = {"pickle", "marshal", "shelve", "runpy", "code", "codeop", "ctypes"}
 
 
 def tests_from_code(source: str, entry: str) -> Tests:
-    """Parse the tests of a program: a function `check(candidate)`, or a script.
+    """Parse tests that are a Python program: a function `check(candidate)`, or a script.
 
     Where the program is a list of inputs with results, or of assertions `f(…) == …` with plain values, these are taken and
     compared on this side. Inputs with a reference function become an Agreement. All else runs as it is, in its own sandbox.
@@ -57,7 +59,7 @@ def tests_from_code(source: str, entry: str) -> Tests:
 
 
 def tests_from_asserts(asserts: list[str], entry: str, setup: str) -> Tests:
-    """Parse the tests in a list of assertions."""
+    """Parse tests that are a list of assertions in Python."""
     body = [node for test in asserts for node in _parse(test).body]
     if not setup.strip() and (cases := _plain_asserts(body, {entry})) and len(cases) == len(asserts):
         return Calls(entry, cases)
@@ -80,7 +82,7 @@ def _parse(source: str) -> ast.Module:
 
 
 def _plain_asserts(body: list[ast.stmt], names: set[str]) -> tuple[tuple[str, str], ...] | None:
-    """Read arguments and result of all assertions; None unless each has the form name(plain values) == plain value."""
+    """Read arguments and result from every assertion `name(values) == value`. Returns None if a statement has another form."""
     cases = []
     for node in body:
         match node:
@@ -101,7 +103,7 @@ def _plain_asserts(body: list[ast.stmt], names: set[str]) -> tuple[tuple[str, st
 
 
 def _checks(entry: str, setup: str, tests: tuple[str, ...]) -> Checks:
-    """Make tests that run as a program. Raises Malformed if they need more than Python, themselves and the function."""
+    """Make tests that run as a program. Raises Malformed if the tests are unsafe, cannot run or never call the function."""
     source = "\n".join((setup, *tests))
     tree = _parse(source)
     modules = [module for node in ast.walk(tree) for module in _modules(node)]
@@ -129,7 +131,7 @@ def _checks(entry: str, setup: str, tests: tuple[str, ...]) -> Checks:
 
 
 def _called(node: ast.AST) -> str:
-    """Name of the function that a call, or an expression statement with a call, calls; "" for any other node."""
+    """Name of the function that a syntax node calls; "" if the node is not a call of a function by name."""
     match node:
         case ast.Expr(value=ast.Call(func=ast.Name(id=name))) | ast.Call(func=ast.Name(id=name)):
             return name
@@ -137,7 +139,7 @@ def _called(node: ast.AST) -> str:
 
 
 def _functions(tree: ast.Module, name: str) -> list[ast.FunctionDef]:
-    """Function definitions of this name at the top level."""
+    """Return the top-level definitions of the function `name` in a syntax tree."""
     return [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
 
 
@@ -149,18 +151,18 @@ def _modules(node: ast.AST) -> list[str]:
 
 
 def _names(tree: ast.Module) -> set[str]:
-    """All names that a syntax tree reads."""
+    """All variable names that a syntax tree reads."""
     return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
 
 
 def _assertions(tree: ast.Module) -> list[list[ast.expr]]:
-    """Arguments of every call assertion(result, expected, tolerance). EvalPlus writes its tests in this form."""
+    """Arguments of every call `assertion(result, expected, tolerance)` in a test. EvalPlus writes its tests in this form."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) == 3]
     return [call.args for call in calls if _called(call) == "assertion"]
 
 
 def _expected_expression(tree: ast.Module, entry: str) -> str:
-    """Source text of the value that EvalPlus' assertion(…) compares with the function's bare result; "" for any other test."""
+    """Source text of the value that EvalPlus' assertion(…) expects; "" if the test compares anything but the plain result."""
     bare = ("candidate(*inp)", f"{entry}(*inp)")
     found = {ast.unparse(expected) for got, expected, _ in _assertions(tree) if ast.unparse(got) in bare}
     calls = sum(isinstance(node, ast.Call) and ast.unparse(node.func) in ("candidate", entry) for node in ast.walk(tree))
@@ -168,7 +170,7 @@ def _expected_expression(tree: ast.Module, entry: str) -> str:
 
 
 def _without_unused_imports(source: str) -> str:
-    """Remove unused imports from a test: EvalPlus imports numpy into every test."""
+    """Remove unused imports from a test, because EvalPlus imports numpy into every test."""
     tree = _parse(source)
     used = _names(tree)
     imports = [node for node in tree.body if isinstance(node, ast.Import)]
@@ -186,7 +188,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 class _NamedConstants(ast.NodeTransformer):
-    """Replace inf, nan and float("inf"), which repr writes as names or calls, by constants."""
+    """Replace inf, nan and calls such as float("inf") in a syntax tree by constants, so that they count as literals."""
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         return ast.Constant(float(node.id)) if node.id in ("inf", "nan") else node
@@ -199,6 +201,6 @@ class _NamedConstants(ast.NodeTransformer):
 
 
 def _tolerance(tree: ast.Module) -> float:
-    """Largest tolerance in EvalPlus' assertions (their third argument), at least EvalPlus' default."""
+    """Largest tolerance (third argument) in a test's EvalPlus assertions; EvalPlus' default if that is larger."""
     given = [_literal(tolerance) for _, _, tolerance in _assertions(tree)]
     return max([FLOAT_TOLERANCE, *(float(value) for value in given if isinstance(value, int | float))])

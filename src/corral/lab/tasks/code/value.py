@@ -14,7 +14,7 @@ _CONTAINERS: dict[str, type[Any]] = {"list": list, "tuple": tuple, "set": set, "
 
 
 class Opaque:
-    """A value that cannot be serialized. It equals nothing, not even itself."""
+    """Placeholder for a value that cannot be serialized. It equals nothing, not even itself."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -27,7 +27,7 @@ class Opaque:
 
 
 def encode(value: Any) -> Any:
-    """Encode a value as plain JSON data. An instance of a subclass is encoded as its base type, by the base type's methods."""
+    """Encode a value as plain JSON data. An instance of a subclass is encoded by the methods of its built-in base type."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -50,8 +50,11 @@ def encode(value: Any) -> Any:
 
 
 def decode(data: Any) -> Any:
-    """Decode the output of `encode`. Forged data may raise any exception or run forever, so text written by a tested program
-    must be decoded only where a failure or a timeout costs nothing but that program's reward."""
+    """Decode the output of `encode`. Forged data may raise any exception or run forever.
+
+    So text written by a tested program must be decoded only where a failure or a timeout costs nothing but that program's
+    reward.
+    """
     if not isinstance(data, list):
         return data
     name, *items = data
@@ -74,7 +77,7 @@ def dumps(value: Any) -> str:
 
 
 def loads(line: str | bytes) -> Any:
-    """Decode a line that `dumps` made."""
+    """Decode a value from a line that `dumps` wrote."""
     return decode(json.loads(line))
 
 
@@ -111,7 +114,7 @@ def _lines(text: str) -> list[str]:
 
 
 def same_output(got: str, expected: str, tolerance: float) -> bool:
-    """Compare outputs line by line. With a tolerance, compare word by word: numbers with a decimal point may differ."""
+    """Compare two outputs line by line. With a tolerance, numbers with a decimal point may differ, and spacing is ignored."""
     if _lines(got) == _lines(expected):
         return True
     if not tolerance:
@@ -154,7 +157,7 @@ def _as_sets(got: Any, expected: Any, tolerance: float) -> bool:
 
 
 def _presence(got: object, expected: object, tolerance: float) -> bool:
-    """Compare only whether there is a result, as EvalPlus does for matches of patterns. Booleans are compared as usual."""
+    """Compare only whether there is a result, as EvalPlus does for pattern matches. Boolean results are compared by value."""
     return got == expected if isinstance(got, bool) else expected == (got is not None)
 
 
@@ -164,7 +167,7 @@ COMPARISONS: dict[str, Callable[[Any, Any, float], bool]] = {
 
 
 def count_right(how: str, tolerance: float, output: str, expected: Sequence[str]) -> float:
-    """Count correct results in the harness's output for a function, which has one line per call.
+    """Count the correct results in the output of a function under test, which has one line per call.
 
     The function may have written the lines itself. So this runs in a grader's process, which has limits of its own: whatever
     a line provokes is wrong, and a line that takes for ever costs no more than the reward of the program that wrote it.
