@@ -1,4 +1,4 @@
-"""The only package through which text written by a model is executed. docs/safety.md lists its guarantees and their limits."""
+"""Sandbox, the only package that runs programs written by a model. docs/safety.md lists its guarantees and their limits."""
 
 from corral.lab.sandbox.pool import SandboxPool, available_backend, memory_bound
 from corral.lab.sandbox.result import SandboxJob, SandboxLimits, SandboxResult, SandboxStatus

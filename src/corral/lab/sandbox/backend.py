@@ -1,4 +1,4 @@
-"""Isolation backends: bubblewrap if it is installed, otherwise the kernel's namespaces directly. Without either, an error."""
+"""Isolation of programs by bubblewrap if it is installed, else by Linux namespaces directly. Without either, an error."""
 
 import marshal
 import os
@@ -12,7 +12,7 @@ from corral.lab.sandbox.inside.root import HOST
 from corral.lab.sandbox.view import SandboxUnavailable, file_view, interpreter
 
 BACKENDS = ("bwrap", "unshare")
-"""Names of backends in order of preference."""
+"""Names of the isolation backends, in order of preference."""
 
 _INSIDE = Path(__file__).with_name("inside")
 _PACKAGE = "corral.lab.sandbox.inside"
@@ -54,7 +54,7 @@ def refusal(reasons: str) -> SandboxUnavailable:
 
 @cache
 def _modules() -> tuple[tuple[str, Any], ...]:
-    """Names and code objects of the modules that run inside the sandbox, after the names of their packages."""
+    """Names and code objects of the modules that run inside the sandbox. The names of their packages come first."""
     packages = accumulate(_PACKAGE.split("."), "{}.{}".format)
     sources = {name: (_INSIDE / f"{name}.py").read_text() for name in _MODULES}
     codes = ((f"{_PACKAGE}.{name}", compile(text, f"<{name}.py>", "exec", dont_inherit=True)) for name, text in sources.items())
@@ -62,7 +62,7 @@ def _modules() -> tuple[tuple[str, Any], ...]:
 
 
 def payload(config: dict[str, Any]) -> bytes:
-    """Code objects and configuration of the sandboxed interpreter, marshalled."""
+    """Serialize the code objects and the configuration for the sandboxed interpreter with `marshal`."""
     return marshal.dumps((_modules(), config))
 
 

@@ -1,4 +1,4 @@
-"""Memory cgroups, one per worker, in which the kernel limits the memory of all processes of a program.
+"""Memory control groups (cgroups), one per worker, in which the kernel limits the memory of all processes of a program.
 
 They need a cgroup that is delegated to this user.
 
@@ -17,20 +17,20 @@ from corral.lab.sandbox.result import SandboxLimits
 
 PREFIX = "corral-"
 _LIMIT_AND_EVENTS = {1: ("memory.limit_in_bytes", "memory.oom_control"), 2: ("memory.max", "memory.events")}
-"""Version of cgroups → names of two files: the file with the limit, and the file with the line `oom_kill`."""
+"""Names of two files of a cgroup, by cgroup version: the memory limit, and the events with the line `oom_kill`."""
 _NO_SWAP = {1: ("memory.swappiness", "0"), 2: ("memory.swap.max", "0")}
 
 _WORKER_BYTES = 48 << 20
-"""Memory in bytes for the worker itself and for a program's last error message."""
+"""Bytes of memory that a cgroup's limit adds for the worker itself and for a program's last error message."""
 _PROCESS_BYTES = 2 << 20
-"""Memory in bytes that every process takes: pages that a fork copies, and the kernel's tables for them."""
+"""Bytes of memory that a cgroup's limit adds per process, for pages that a fork copies and the kernel's page tables."""
 _TRIES = 5
 _EXIT_SECONDS = 2.0
-"""Seconds to wait until the last process has left a group."""
+"""Seconds to wait for the last process to leave a cgroup."""
 
 
 class MemoryCgroup:
-    """A cgroup below `parent` for one worker; OSError if it cannot be made.
+    """Memory cgroup for one worker, created below the cgroup `parent`. Raises OSError if it cannot be created.
 
     Its folder is locked for as long as this process lives: one that is not was left by a process that was killed.
     """
@@ -54,7 +54,7 @@ class MemoryCgroup:
             raise
 
     def set_limit(self, limits: SandboxLimits) -> None:
-        """Set the memory limit of the next program.
+        """Set the cgroup's memory limit for the next program.
 
         Polling normally stops a program earlier, unless its growth is fast or charged to no process.
         """
@@ -65,7 +65,7 @@ class MemoryCgroup:
             self._bound = total
 
     def close(self) -> None:
-        """Remove the group once its last process has ended, or leave it to the next process that makes a group."""
+        """Remove the cgroup when its last process has ended. A cgroup that cannot be removed is left to the next `sweep`."""
         while self._files:
             os.close(self._files.pop())
         deadline = time.monotonic() + _EXIT_SECONDS
@@ -83,7 +83,7 @@ class MemoryCgroup:
 
 
 def sweep(parent: Path) -> None:
-    """Remove cgroups below `parent` whose worker has been killed."""
+    """Remove those cgroups below `parent` whose worker has been killed."""
     for path in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # locked, so someone's; or gone
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -96,7 +96,7 @@ def sweep(parent: Path) -> None:
 
 @cache
 def find_cgroup_parent() -> tuple[Path, int] | None:
-    """Find a delegated cgroup by creating a group below it. Returns its path and version of cgroups, or None."""
+    """Find a cgroup in which this user may create cgroups. Returns its path and its cgroup version, or None."""
     for place in places(Path("/proc/self/cgroup"), Path("/proc/self/mountinfo")):
         if group := make_cgroup(*place):
             group.close()
@@ -105,7 +105,10 @@ def find_cgroup_parent() -> tuple[Path, int] | None:
 
 
 def make_cgroup(parent: Path, version: int) -> MemoryCgroup | None:
-    """Make a cgroup, or return None. Retries, because another process may remove a new group before it is locked."""
+    """Create a memory cgroup for a worker, or return None if this is not possible.
+
+    Retries, because another process may remove a new group before it is locked.
+    """
     for _ in range(_TRIES):
         with contextlib.suppress(OSError):
             return MemoryCgroup(parent, version)
@@ -113,7 +116,7 @@ def make_cgroup(parent: Path, version: int) -> MemoryCgroup | None:
 
 
 def places(membership: Path, mounts: Path) -> list[tuple[Path, int]]:
-    """List the folders in which cgroups with a memory limit may be made.
+    """List the folders, each with its cgroup version, in which cgroups with a memory limit may be created.
 
     In version 1 that is below this process's own. In version 2 no group but the root has both processes and groups with limits
     below it, so beside it is the next try; either must pass the memory controller on.
@@ -140,7 +143,7 @@ def places(membership: Path, mounts: Path) -> list[tuple[Path, int]]:
 
 
 def _delegates_memory(folder: Path) -> bool:
-    """True if groups below this folder can have a memory limit."""
+    """True if cgroups below this folder can have a memory limit."""
     try:
         return "memory" in (folder / "cgroup.subtree_control").read_text().split()
     except OSError:

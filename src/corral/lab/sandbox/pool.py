@@ -1,4 +1,4 @@
-"""A pool of sandboxed interpreters: several programs at a time, results in order, and a deadline for every wait."""
+"""Pool of sandboxed interpreters that runs several programs at a time, with a deadline for every wait."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ from corral.lab.workers import WorkerLost, WorkerPool
 _LOG = logging.getLogger("corral.task")
 
 USES = 2000
-"""Number of programs after which a worker is replaced."""
+"""Number of programs after which a sandbox worker is replaced."""
 
 CGROUP = "memory bounded by a cgroup"
 POLLING = "memory bounded by limits, polling all processes every 20 ms, and the filter: no cgroup is delegated"
@@ -24,7 +24,7 @@ POLLING = "memory bounded by limits, polling all processes every 20 ms, and the 
 
 @cache
 def _probe(backend: str) -> tuple[str, str]:
-    """Try a backend with an empty program. Returns the reason why it fails ("" if it works), and what bounds memory."""
+    """Try a backend with an empty program. Returns the reason for a failure (else ""), and the mechanism that bounds memory."""
     try:
         with SandboxWorker(backend) as worker:
             worker.run(SandboxJob(code=""))
@@ -44,7 +44,7 @@ def memory_bound(backend: str) -> str:
 
 
 def available_backend(backend: str | None = None) -> str:
-    """Choose the first backend that works, or the given one. Raises SandboxUnavailable with every reason if none works."""
+    """Return the given backend, or the first backend that works. Raises SandboxUnavailable with the reasons if none works."""
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"sandbox: `backend` is one of {', '.join(BACKENDS)}, or None for the best there is; got {backend!r}.")
     if not sys.platform.startswith("linux"):
@@ -87,7 +87,7 @@ class SandboxPool(WorkerPool[SandboxWorker]):
         return SandboxWorker(self.backend)
 
     def run_one(self, job: SandboxJob) -> SandboxResult:
-        """Run one program in the calling thread."""
+        """Run one program in a sandbox, and return the result when the program has ended."""
         if self.backend is None:
             return run_unsafe(job)
         try:
@@ -96,7 +96,7 @@ class SandboxPool(WorkerPool[SandboxWorker]):
             return _result_of_lost(lost, job)
 
     def run_connected(self, first: SandboxJob, second: SandboxJob) -> tuple[SandboxResult, SandboxResult]:
-        """Run two programs side by side, each in its own worker and reading the other's output, in the calling thread."""
+        """Run two programs at the same time, each in its own sandbox and reading the other's output."""
         if self.backend is None:
             return run_unsafe_connected(first, second)
         try:
@@ -118,5 +118,5 @@ def _shared(owner: int, workers: int | None, backend: str | None, unsafe_code_ex
 
 
 def shared_pool(workers: int | None = None, *, backend: str | None = None, unsafe_code_execution: bool = False) -> SandboxPool:
-    """Return this process's pool with these settings. It opens at the first call and closes when the process ends."""
+    """Return the calling process's pool with these settings, which opens at the first call and closes when the process ends."""
     return _shared(os.getpid(), workers, backend, unsafe_code_execution)

@@ -1,4 +1,4 @@
-"""Jobs, limits and results of the sandbox."""
+"""Data classes of the sandbox: a job (program and input), its resource limits, and its result."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -13,15 +13,15 @@ MAX_TIMEOUT = 86_400.0
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """Outcome of a program: its status, output and errors."""
+    """Outcome of a program that ran in the sandbox: its status, output and errors."""
 
     status: SandboxStatus
-    """`ok`: exit status 0. `error`: any other end. `timeout`, `memory`, `output`: killed beyond that limit."""
+    """Outcome: `ok` for exit status 0; `timeout`, `memory` or `output` for an exceeded limit; `error` for any other end."""
     stdout: str
     stderr: str
     """Standard error, decoded like `stdout` as UTF-8 with U+FFFD for invalid bytes, and cut at the output limit."""
     seconds: float
-    """Wall time of the program."""
+    """Wall time of the program, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class SandboxLimits(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxJob:
-    """A program, its input and its limits."""
+    """A program to run in the sandbox, with its standard input and its resource limits."""
 
     code: str
     stdin: str = ""

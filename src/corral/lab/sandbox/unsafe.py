@@ -1,4 +1,4 @@
-"""Execution without isolation, at the user's request: only resource limits and a process group."""
+"""Execution of programs without isolation, at the user's request, with nothing but resource limits and a process group."""
 
 import contextlib
 import math
@@ -31,10 +31,10 @@ except MemoryError:
     sys.exit(137)
 """
 _ENDS: dict[int, SandboxStatus] = {137: "memory", -signal.SIGXCPU: "timeout"}
-"""Meanings of the interpreter's exit statuses besides 0 and errors."""
+"""Exit statuses of the interpreter that mean an exceeded limit, with the limit's name."""
 _BASELINE = 64 << 20
 _EXIT_SECONDS = 2.0
-"""Seconds to wait until a killed process has gone."""
+"""Seconds to wait until a killed process has ended."""
 
 
 def run_unsafe(job: SandboxJob) -> SandboxResult:
@@ -55,7 +55,10 @@ def run_unsafe_connected(first: SandboxJob, second: SandboxJob) -> tuple[Sandbox
 
 
 def _run(job: SandboxJob, stdin: IO[bytes], stdout: IO[bytes], *, captured: bool) -> SandboxResult:
-    """Run a program with these files as its streams, and close them. `captured` puts its output into the result."""
+    """Run a program with the given files as standard streams. `captured` puts the program's output into the result.
+
+    The files are closed.
+    """
     limits = job.limits
     with (
         stdin,

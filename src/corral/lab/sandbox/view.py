@@ -1,4 +1,4 @@
-"""Files visible to a program: an interpreter, its libraries and four devices, but no user's files."""
+"""Files visible to a sandboxed program: the Python interpreter, its libraries and four devices, but no user's files."""
 
 import os
 import site
@@ -10,7 +10,7 @@ from glob import glob
 from pathlib import Path
 
 _DEVICES = ("/dev/null", "/dev/full", "/dev/urandom", "/dev/random")
-"""Visible devices. /dev/zero is excluded: mapped as shared, it is memory that belongs to no process."""
+"""Devices visible in the sandbox. Excluded is /dev/zero, because a shared mapping of it is memory of no process."""
 _LIBRARIES = (
     "/lib", "/lib32", "/lib64", "/libx32", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libx32", "/nix/store", "/gnu/store",
 )  # fmt: skip
@@ -18,7 +18,7 @@ _TEMPORARY = "/tmp"
 
 
 class SandboxUnavailable(RuntimeError):
-    """Raised when this system cannot isolate a program from its user; the message has reasons and advice."""
+    """Raised when this system cannot isolate a program from its user. The message has reasons and advice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +28,14 @@ class FileView:
     paths: list[str]
     """Files and folders that have the same path outside and inside the sandbox."""
     links: list[tuple[str, str]]
-    """Symbolic links, as (target, place of the link)."""
+    """Symbolic links inside the sandbox, as pairs (target, path of the link)."""
     hidden: list[str]
-    """Folders below `paths` that appear empty inside the sandbox: installed packages, among them corral with its answers."""
+    """Folders below `paths` that appear empty inside the sandbox: installed packages, among them corral with tasks' answers."""
     devices: list[str]
 
 
 def interpreter() -> str:
-    """Path of the interpreter itself, not of a virtual environment's link to it."""
+    """Path of the Python interpreter itself, not of a virtual environment's link to it."""
     path = getattr(sys, "_base_executable", None) or sys.executable  # undocumented, and missing where Python is embedded
     if not path:
         raise SandboxUnavailable("sandbox: this Python does not know its own executable (sys.executable is empty).")
@@ -44,7 +44,7 @@ def interpreter() -> str:
 
 @cache
 def file_view() -> FileView:
-    """Files that this interpreter needs: its executable and the libraries of its prefix, nothing else."""
+    """Return the files that the Python interpreter needs, its executable and its libraries, and no other files."""
     python = interpreter()
     prefixes = {os.path.realpath(prefix) for prefix in (sys.base_prefix, sys.base_exec_prefix)}
     own = {os.path.join(prefix, folder) for prefix in prefixes for folder in ("lib", "lib64", sys.platlibdir)}
@@ -70,7 +70,7 @@ def file_view() -> FileView:
 
 
 def _package_folders(prefixes: set[str]) -> set[str]:
-    """Every folder of installed packages, and the folder of this package."""
+    """Return every folder of installed Python packages, and the folder of this package."""
     found = {*site.getsitepackages(), site.getusersitepackages(), *(path for path in sys.path if path.endswith("-packages"))}
     for prefix in (*prefixes, "/usr", "/usr/local"):
         for folder in ("lib", "lib64"):

@@ -1,4 +1,4 @@
-"""The host's side of the sandbox: starts a warm interpreter, hands over programs, collects their output.
+"""Host side of the sandbox: it starts an interpreter in advance, sends it programs, and collects the programs' output.
 
 Every wait has a deadline. The interpreter inside keeps time; should it hang itself, it is ended from here, with all it holds.
 """
@@ -26,7 +26,7 @@ from corral.lab.workers import WorkerLost, WorkerProcess
 _START_SECONDS = 30.0
 """Seconds within which a sandboxed interpreter must have started, even on a busy machine."""
 GRACE = 5.0
-"""Seconds after a program's own limit until its worker counts as hung."""
+"""Seconds after a program's time limit until its worker counts as hung."""
 _CHUNK = 1 << 16
 
 
@@ -93,7 +93,7 @@ class SandboxWorker(WorkerProcess, contextlib.AbstractContextManager["SandboxWor
             self.group = None
 
     def run(self, job: SandboxJob) -> SandboxResult:
-        """Run one program to its end."""
+        """Run one program to its end, and return its result."""
         with memory_file(encode(job.stdin)) as stdin, open_pipe() as (stdout, out), open_pipe() as (stderr, err):
             self.start(job, stdin, out, err)
             out.close()
@@ -114,7 +114,7 @@ class SandboxWorker(WorkerProcess, contextlib.AbstractContextManager["SandboxWor
             raise WorkerLost(f"sandbox: the worker has gone ({error}).", hung=isinstance(error, TimeoutError)) from error
 
     def finish(self, job: SandboxJob, *outputs: FileIO) -> SandboxResult:
-        """Read until the program has ended and all its output has been read. A program beyond its output limit is killed.
+        """Wait until the program has ended, and read all its output. A program beyond its output limit is killed.
 
         By then its last process has gone, so what is not in the pipes never will be. Their end is not waited for: a process
         that another thread forks meanwhile has copies of them, for as long as it lives.
@@ -159,7 +159,7 @@ class SandboxWorker(WorkerProcess, contextlib.AbstractContextManager["SandboxWor
         return SandboxResult(status, "".join(stdout), stderr, report["seconds"])
 
     def close(self) -> None:
-        """End the interpreter inside with all its processes, and wait until they have gone. A second call does nothing."""
+        """End the sandboxed interpreter with all its processes, and wait until they have ended. A second call does nothing."""
         super().close()
         self._release()
 
@@ -176,7 +176,7 @@ class SandboxWorker(WorkerProcess, contextlib.AbstractContextManager["SandboxWor
 def run_connected(
     workers: tuple[SandboxWorker, SandboxWorker], first: SandboxJob, second: SandboxJob
 ) -> tuple[SandboxResult, SandboxResult]:
-    """Run two programs side by side, each reading the other's output; their own `stdin` is not used."""
+    """Run two programs at the same time, each reading the other's output. The jobs' own `stdin` is not used."""
     one, other = workers
     with open_pipe() as there, open_pipe() as back, open_pipe() as one_errors, open_pipe() as other_errors:
         one.start(first, back[0], there[1], one_errors[1])

@@ -114,7 +114,7 @@ class WordProblems(GSM8K):
         return read_file(find_split(folder, name, self.name), self.name)
 
     def _distinct(self, rows: Rows, leaked: Container[str]) -> Iterator[tuple[str, Row | Malformed]]:
-        """Drop training rows without a numeric answer, of the other half, or with the words of an earlier or held-out problem."""
+        """Drop training rows without a numeric answer, of the other half, or with the words of a previous or held-out row."""
         seen = set()
         for place, row in rows:
             if not isinstance(row, Malformed):

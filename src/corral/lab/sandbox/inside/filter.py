@@ -1,4 +1,4 @@
-"""The seccomp filter: system calls that are not on the list fail.
+"""The seccomp filter, under which only listed system calls succeed.
 
 A filter is a small BPF program. It sees the call's number, the architecture and the
 arguments' values, not what pointers point to. Calls that are not listed fail with ENOSYS, as on a kernel without them, so
@@ -14,31 +14,35 @@ from corral.lab.sandbox.inside import kernel
 from corral.lab.sandbox.inside.syscalls import ARCHITECTURES, allowed_numbers
 
 _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
-"""Outcomes of a call: allowed, the process killed, or refused with the error number added."""
+"""Outcomes of a system call: allow the call, kill the process, or refuse the call with an error number."""
 
 _LOAD, _JUMP, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x05, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 _FARTHEST = 255
-"""Number of instructions that a conditional jump can skip."""
+"""Largest number of BPF instructions that a conditional jump can skip."""
 
 _NAMESPACES, _SIBLING = 0x7E020000, 0x00008000
-"""Flags of `clone`: a new mount, cgroup, uts, ipc, user, pid or net namespace; a child of the parent, whose memory would not be
-counted for this process."""
+"""Refused flags of `clone`: new namespaces, and a child of the caller's parent.
+
+The memory of such a child would not be counted for this process.
+"""
 _SHARED, _ANONYMOUS, _HUGE = 0x01, 0x20, 0x40000
-"""Flags of `mmap`. Shared anonymous memory belongs to no process, and huge pages are not counted in a process's memory."""
+"""Flags of `mmap` for memory that is not counted for a process: shared anonymous memory, and huge pages."""
 
 _UNIX = 1
 _SEND_FLAGS = (0, 0x40, 0x4000, 0x4040)
-"""Flags of sendto: no waiting, no signal. Out-of-band data are excluded: they are useless here, and had bugs in the kernel."""
+"""Allowed flags of sendto: no waiting, no signal. Out-of-band data are refused: the kernel had bugs there."""
 _FILE_COMMANDS = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)
-"""Commands of fcntl: duplicate, close on exec, flags, range locks, pipe size. Excluded are leases, which make any process that
-opens the file wait, even the trainer, and larger pipes."""
+"""Allowed commands of fcntl: duplicate, close on exec, flags, range locks, pipe size.
+
+Excluded are leases, which make any process that opens the file wait, even the trainer, and larger pipes.
+"""
 _MEMORY_ADVICE = (0, 1, 2, 3, 4, 8, 14, 15, 16, 17, 102, 103)
 """Allowed advice of madvise. Swapping out is not allowed: swapped pages would not be counted."""
 _TERMINAL_REQUESTS = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-"""Allowed requests of ioctl: terminal or not, its group and size, bytes to read, non-blocking, close on exec."""
+"""Allowed requests of ioctl: a terminal's settings, group and size, bytes to read, non-blocking, close on exec."""
 _NAME_REQUESTS = (1, 2, 3, 15, 16)
-"""Allowed requests of prctl: the signal at the parent's end, whether memory is hidden, the thread's name."""
+"""Allowed requests of prctl: the signal when the parent ends, whether memory is hidden, the thread's name."""
 
 ALLOWED_VALUES: dict[str, tuple[int, Sequence[int]]] = {
     "socketpair": (0, (_UNIX,)),
@@ -49,14 +53,16 @@ ALLOWED_VALUES: dict[str, tuple[int, Sequence[int]]] = {
     "prctl": (0, _NAME_REQUESTS),
     "prlimit64": (0, (0,)),  # one's own limits, not those of the process that watches
 }
-"""Calls that are allowed for some values of one argument only: the argument's index, and the values."""
+"""System calls allowed for some values of one argument only: name → (the argument's index, allowed values)."""
 
 REFUSED_FLAGS: dict[str, tuple[int, Sequence[Sequence[int]]]] = {
     "clone": (0, [[_NAMESPACES | _SIBLING]]),
     "mmap": (3, [[_HUGE], [_SHARED, _ANONYMOUS]]),
 }
-"""Calls refused for some flags → the argument's index, and lists of masks. A list matches if the argument has a bit of each
-mask."""
+"""System calls refused for some flags: name → (the argument's index, lists of masks).
+
+A list matches if the argument has a bit of each mask.
+"""
 
 
 def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
@@ -65,7 +71,7 @@ def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> 
 
 
 def build(machine: str) -> bytes:
-    """Build the BPF program for one architecture."""
+    """Build the filter's BPF program for one machine architecture."""
     bodies = {number: _body(name) for name, number in allowed_numbers(machine).items()}
     missing = [_instruction(_RETURN, _REFUSE | errno.ENOSYS)]
     starts: list[tuple[int, list[bytes]]] = []  # numbers from here on, up to the next start, have this body
@@ -83,7 +89,7 @@ def build(machine: str) -> bytes:
 
 
 def _body(name: str) -> list[bytes]:
-    """Build the instructions that allow or refuse a single call."""
+    """Build the BPF instructions that allow or refuse a single system call."""
     allow, refuse = _instruction(_RETURN, _ALLOW), _instruction(_RETURN, _REFUSE | errno.EPERM)
     if name in REFUSED_FLAGS:
         index, lists = REFUSED_FLAGS[name]
@@ -98,7 +104,7 @@ def _body(name: str) -> list[bytes]:
 
 
 def _search(starts: list[tuple[int, list[bytes]]]) -> list[bytes]:
-    """Build a binary search over call numbers, because a list would cost half a millisecond when the filter is installed."""
+    """Build a binary search over system-call numbers, since a list would take half a millisecond to install."""
     if len(starts) == 1:
         return starts[0][1]
     middle = len(starts) // 2

@@ -19,7 +19,7 @@ NEW_USER, NEW_PIDS, NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
 _SHARE_MEMORY, _SHARE_FILES = 0x00000100, 0x00000400
 
 READ_ONLY, NO_SETUID, NO_DEVICES, NO_EXEC = 1, 2, 4, 8
-"""Flags of a mount with equal values in the old and new calls."""
+"""Mount flags that have equal values in mount(2) and mount_setattr(2)."""
 
 _AT_CWD, _AT_EMPTY_PATH, _AT_RECURSIVE = -100, 0x1000, 0x8000
 _CLONE_TREE, _CLOSE_ON_EXEC, _MOVE_FROM_EMPTY_PATH = 1, 0o2000000, 4
@@ -31,7 +31,7 @@ _libc = ctypes.PyDLL(None, use_errno=True)
 
 
 def _syscall(name: str, *arguments: int | bytes) -> int:
-    """Make a system call by name; OSError with its name if it fails."""
+    """Make a system call by name. Raises OSError with the call's name if the call fails."""
     number = _NUMBERS[name]
     wide = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
     return _check(name, _libc.syscall(ctypes.c_long(number), *wide))
@@ -45,13 +45,13 @@ def _check(name: str, result: int) -> int:
 
 
 def prctl(option: int, *arguments: int) -> int:
-    """Call prctl(2), with unused arguments 0."""
+    """Call prctl(2), with 0 for missing arguments."""
     padded = [*arguments, 0, 0, 0, 0][:4]
     return _check(f"prctl {option}", _libc.prctl(option, *[ctypes.c_ulong(value) for value in padded]))
 
 
 def unshare(flags: int) -> None:
-    """Replace the namespaces named by `flags` with new namespaces."""
+    """Give this process new namespaces of the kinds in `flags`."""
     _check("unshare", _libc.unshare(flags))
 
 
@@ -60,7 +60,9 @@ _top = ctypes.c_void_p(ctypes.addressof(_stack) + len(_stack) & ~15)
 
 
 def first_process() -> int:
-    """Start PID 1 of a new PID namespace and return its number here. If it dies, the kernel kills all processes there.
+    """Start PID 1 of a new PID namespace and return its PID in this namespace.
+
+    If it dies, the kernel kills all processes there.
 
     It runs nothing but libc's pause(), on a stack of its own in this process's memory, with this process's open files: nothing
     is copied for it. This process must have no signal handlers, since they would be its too: without any, the kernel keeps from
@@ -76,12 +78,15 @@ def first_process() -> int:
 
 
 def children_go_to(process: int) -> None:
-    """Start the next children in the PID namespace of `process`, a pidfd of a process in this namespace or below."""
+    """Start this process's next children in the PID namespace of `process`, which is given as a pidfd.
+
+    The process is in this namespace or below.
+    """
     _check("setns", _libc.setns(process, NEW_PIDS))
 
 
 def fork() -> int:
-    """Fork without Python's hooks. Returns 0 in the child and the child's number in the parent.
+    """Fork without Python's hooks. Returns 0 in the child and the child's PID in the parent.
 
     Its hooks give every module that has one a chance to reset locks and generators, which takes as long as a small program. A
     process with one thread holds no locks that anyone else would free.
@@ -102,7 +107,7 @@ def map_user(proc: int, inside: int, uid: int, gid: int) -> None:
 
 
 def write_at(folder: int, path: str, text: str) -> None:
-    """Write a short text to an existing file."""
+    """Write a short text to an existing file below the open folder `folder`."""
     file = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=folder)
     try:
         os.write(file, text.encode())
@@ -111,7 +116,7 @@ def write_at(folder: int, path: str, text: str) -> None:
 
 
 def read_at(folder: int, path: str) -> str:
-    """Read the whole text of a file."""
+    """Read the whole text of a file below the open folder `folder`."""
     with io.FileIO(path, opener=functools.partial(os.open, dir_fd=folder)) as file:
         return file.readall().decode()
 
@@ -136,7 +141,7 @@ def attach_mount(mount: int, path: str) -> None:
 
 
 def mount_memory(path: str, flags: int, options: str) -> None:
-    """Mount a tmpfs at `path`."""
+    """Mount a file system in memory (tmpfs) at `path`."""
     _check("mount tmpfs", _libc.mount(b"tmpfs", os.fsencode(path), b"tmpfs", ctypes.c_ulong(flags), options.encode()))
 
 
@@ -154,11 +159,11 @@ def enter_root(path: str) -> None:
 
 
 _CAPABILITIES = struct.pack("=II", 0x20080522, 0), bytes(24)
-"""Empty capability sets for this process, version 3: a header and three sets."""
+"""Arguments of capset(2): a header of version 3, and three empty capability sets."""
 
 
 def drop_capabilities() -> None:
-    """Drop every capability. Without new privileges, no program executed later regains any."""
+    """Drop all capabilities of this process. With no_new_privs, programs executed later do not regain them."""
     _syscall("capset", *_CAPABILITIES)
 
 
@@ -170,7 +175,7 @@ def keep_no_capabilities() -> None:
 
 
 def forbid_new_privileges() -> None:
-    """Set no_new_privs: no set-uid program can ever raise this process or its children."""
+    """Set no_new_privs, so that set-uid programs never give privileges to this process or its children."""
     prctl(_PR_NO_NEW_PRIVILEGES, 1)
 
 
@@ -180,10 +185,10 @@ def hide_memory(hidden: bool) -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel send SIGKILL when the parent ends."""
+    """Ask the kernel to kill this process when its parent ends."""
     prctl(_PR_SET_DEATH_SIGNAL, 9)
 
 
 def close_files_from(first: int) -> None:
-    """Close every open file from `first` on."""
+    """Close all open file descriptors from the number `first` on."""
     _syscall("close_range", first, 0xFFFFFFFF, 0)

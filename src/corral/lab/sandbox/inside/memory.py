@@ -1,4 +1,4 @@
-"""Memory of all processes of a program together, read from /proc, because the kernel's limit counts each process alone."""
+"""Memory use of all processes of a program together, read from /proc. The kernel limits each process alone."""
 
 import _socket
 import os
@@ -8,16 +8,16 @@ from corral.lab.sandbox.inside import kernel
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 _PAGES_PER_PAGE_OF_MAPS = 16
-"""Number of address-space pages counted as one page of kernel memory, which needs about 230 bytes per memory map."""
+"""Number of address-space pages counted as one page of kernel memory, which stores about 230 bytes per map."""
 
 
 class Memory:
-    """Memory use read from /proc through an open folder, since inside the sandbox no path leads to it."""
+    """Reader of memory use from an open folder /proc, which has no path inside the sandbox."""
 
     def __init__(self, proc: int, events: int | None) -> None:
         self.proc, self.events = proc, events
         self.baseline = self._pages("self")[0] * _PAGE
-        """Address space of this process at its start, which every program shares."""
+        """Bytes of address space of this process at its start, which every program inherits."""
         _, resident, shared = self._pages("self")
         self._shared = resident - shared  # pages that a child shares with us until it writes to them
         self._kills = self._out_of_memory_kills()
@@ -28,7 +28,7 @@ class Memory:
         self.usage()  # what cannot be read here should show now, not in the middle of a program
 
     def usage(self) -> int:
-        """Bytes held by all processes started here beyond the baseline, by sockets, and by memory maps.
+        """Bytes that a program's processes, sockets and memory maps use beyond the baseline.
 
         The kernel's own memory for maps cannot be read for each process. So as much is counted as it would be if every page of
         the address space were a map; but not of the largest process, whose address space is limited by itself.
@@ -48,12 +48,15 @@ class Memory:
         return total * _PAGE + sockets * self._socket
 
     def ran_out(self) -> bool:
-        """True if the kernel has killed a process for lack of memory since the last call, in the cgroup if there is one."""
+        """True if the kernel has killed a process for lack of memory since the last call of this method.
+
+        With a cgroup, only its processes count.
+        """
         before, self._kills = self._kills, self._out_of_memory_kills()
         return self._kills > before
 
     def group_ran_out(self) -> bool:
-        """True if the kernel has killed a process of the program for lack of memory. False without a cgroup."""
+        """True if the kernel has killed a process in the cgroup for lack of memory. False without a cgroup."""
         return self.events is not None and self.ran_out()
 
     def _children(self, number: str) -> list[str]:

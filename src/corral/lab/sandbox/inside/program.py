@@ -20,7 +20,7 @@ OUT_OF_MEMORY = signal.SIGRTMAX
 """Signal by which a program ends after a MemoryError. Nothing else sends it, and forging it gains nothing."""
 
 _SPARE = 16 << 20
-"""Address space kept free in bytes, for the report that memory has run out."""
+"""Bytes of address space kept free for reporting that memory has run out."""
 
 ENVIRONMENT = {"HOME": "/tmp", "LANG": "C.UTF-8", "PATH": "/usr/bin:/bin", "TMPDIR": "/tmp", "PYTHONDONTWRITEBYTECODE": "1"}
 
@@ -60,7 +60,7 @@ class LaunchPlan:
         folder = min(limits["folder_size"], memory)
         self.timeout = limits["timeout"]
         self.memory = memory + _SPARE
-        """Limits on all processes together."""
+        """Limit on the memory of all processes of the program together, in bytes."""
         self.folder = f"size={folder},nr_inodes={limits['folder_files']},mode=700"
         cpu, address_space = math.ceil(self.timeout) + 1, address_space + memory
         self.limits = [
@@ -78,7 +78,7 @@ class LaunchPlan:
                 (resource.RLIMIT_MSGQUEUE, 0, 0),
             )
         ]
-        """Limits that the kernel counts per process or per user. The program cannot raise them again."""
+        """Limits that the kernel enforces per process or per user. The program cannot raise these limits."""
 
 
 def _at_most(kind: int, soft: int, hard: int) -> tuple[int, tuple[int, int]]:
@@ -88,7 +88,7 @@ def _at_most(kind: int, soft: int, hard: int) -> tuple[int, tuple[int, int]]:
 
 
 def prepare(plan: LaunchPlan, code: int, streams: list[int], rules: filter.Filter, proc: int) -> bytes:
-    """Prepare the forked process (tmpfs, limits, descriptors, capabilities, filter); returns the program's text."""
+    """Prepare the forked process (tmpfs, limits, descriptors, capabilities, filter). Returns the program's text."""
     kernel.write_at(proc, "self/oom_score_adj", "1000")
     kernel.unshare(kernel.NEW_MOUNTS)
     kernel.mount_memory("/tmp", kernel.NO_SETUID | kernel.NO_DEVICES | kernel.NO_EXEC, plan.folder)
@@ -151,7 +151,7 @@ def _report(error: BaseException) -> None:
 
 
 def _out_of_memory(error: BaseException, main: types.ModuleType) -> int:
-    """Free memory, report a MemoryError, and end by the signal that stands for it."""
+    """Free memory, report a MemoryError, and end this process with the signal OUT_OF_MEMORY."""
     _setrlimit(_ADDRESS_SPACE, (_getrlimit(_ADDRESS_SPACE)[1],) * 2)
     error.__traceback__ = None
     main.__dict__.clear()

@@ -1,4 +1,4 @@
-"""Set-up of a root file system with nothing but an interpreter, in fresh namespaces, as bubblewrap does."""
+"""Set-up of a root file system with nothing but a Python interpreter, in new namespaces, as bubblewrap does."""
 
 import _socket
 import os
@@ -7,7 +7,7 @@ from typing import Any
 from corral.lab.sandbox.inside import kernel
 
 _NOBODY = 65534
-"""User that programs run as; it owns nothing."""
+"""Number of the user that programs run as. This user owns no files."""
 
 HOST = "sandbox"
 """Host name inside the sandbox."""
@@ -16,7 +16,7 @@ _ALL_NAMESPACES = kernel.NEW_MOUNTS | kernel.NEW_NETWORK | kernel.NEW_IPC | kern
 
 
 def leave_host(view: dict[str, list[Any]], proc: int) -> None:
-    """Unshare all namespaces except the PID namespace, and pivot into a new root.
+    """Enter new namespaces (mounts, network and others, but not PID), and change to a new root file system.
 
     Root needs no user namespace for this, and should not use one: a process that is root outside has no limit on its number
     of processes. Everyone else gets one, in which they may mount; so does a root that may not mount, as in many containers,
@@ -45,7 +45,7 @@ def leave_host(view: dict[str, list[Any]], proc: int) -> None:
 
 
 def _mount_root(view: dict[str, list[Any]]) -> None:
-    """Mount the visible files under a new root, and make it the root."""
+    """Mount the visible files under a new folder, and make this folder the root."""
     kernel.keep_mounts_private()
     quiet = kernel.READ_ONLY | kernel.NO_SETUID
     trees = [(path, kernel.clone_mount(path, quiet | kernel.NO_DEVICES)) for path in view["paths"]]
@@ -73,7 +73,7 @@ def _make_read_only() -> None:
 
 
 def _make_mount_point(path: str, folder: bool) -> None:
-    """Create an empty folder or file to mount on if there is none."""
+    """Create an empty folder or file at `path` to mount on, unless it exists."""
     os.makedirs(path if folder else os.path.dirname(path), exist_ok=True)
     if not folder and not os.path.lexists(path):
         os.close(os.open(path, os.O_CREAT | os.O_CLOEXEC, 0o444))
@@ -90,7 +90,7 @@ def _become_nobody() -> None:
 
 
 def enter_user_namespace(proc: int) -> None:
-    """Enter, as PID 1, a user and PID namespace whose only user is nobody, with capabilities limited to it.
+    """Become PID 1 of a new user and PID namespace, whose only user is nobody.
 
     The mounts made so far are locked there, read-only as they are. Processes are counted there, whoever else is nobody outside.
     Its capabilities end there, and programs get none of them.

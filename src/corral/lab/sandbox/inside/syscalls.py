@@ -1,7 +1,7 @@
-"""System calls of ordinary programs, with their numbers on x86_64 and aarch64; None for a missing call."""
+"""System calls that programs may use, with their numbers on x86_64 and aarch64. None marks a missing call."""
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""Supported machines, with the number by which a filter recognises each."""
+"""Supported machine architectures, each with the number that identifies it in a seccomp filter."""
 
 ALLOWED: dict[str, tuple[int | None, int | None]] = {
     # files
@@ -60,7 +60,7 @@ ALLOWED: dict[str, tuple[int | None, int | None]] = {
 
 
 def allowed_numbers(machine: str) -> dict[str, int]:
-    """Name and number of every allowed call on this machine; ValueError for an unknown architecture."""
+    """Names and numbers of all system calls allowed on a machine. Raises ValueError for an unknown architecture."""
     if machine not in ARCHITECTURES:
         raise ValueError(f"sandbox: there is no list of system calls for {machine}, only for {', '.join(ARCHITECTURES)}.")
     column = list(ARCHITECTURES).index(machine)

@@ -1,4 +1,4 @@
-"""The zygote: an interpreter that is already started, and forks once per program into namespaces of its own.
+"""The zygote: a Python interpreter, already started, that forks into new namespaces once per program.
 
 This process is PID 1 of its namespace, takes orders from a socket, keeps time, and runs one program at a time. For each
 it starts a first process that only waits, and forks the program into the namespace of that: when the program has ended, so is
@@ -31,7 +31,7 @@ _TICK = 0.02
 
 
 def main(socket: int, proc: int, view: dict[str, list[Any]] | None, group: list[int]) -> None:
-    """Enter the namespaces, report readiness, and serve until the host closes the socket.
+    """Enter the sandbox's namespaces, report readiness, and run programs until the host closes the socket.
 
     Args:
         socket: an open socket for orders.
@@ -77,17 +77,17 @@ def _send(control: _socket.socket, message: dict[str, object]) -> None:
 
 
 class _Zygote:
-    """Server that starts, watches and kills programs, one at a time, by orders of the host."""
+    """Server that starts, watches and kills programs, one at a time, as the host orders."""
 
     def __init__(self, control: _socket.socket, memory: Memory) -> None:
         self.control = control
         self.memory = memory
         self.first = 0
-        """PID of the first process of the running program; 0 without a program."""
+        """PID of the first process in the running program's namespace; 0 if no program runs."""
         self.rules = filter.Filter(filter.build(kernel.MACHINE))
         self.home = os.pidfd_open(os.getpid())
         self.complaints, self.complain = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        """Pipe for errors between the fork and the program."""
+        """Pipe for errors that occur after the fork and before the program starts."""
 
     def serve(self) -> None:
         """Run programs until the host has closed the socket."""
@@ -102,7 +102,7 @@ class _Zygote:
                 _send(self.control, self.run(json.loads(limits), list(files)))
 
     def run(self, limits: dict[str, Any], files: list[int]) -> dict[str, object]:
-        """Run one program from its first process to its last. Returns its status and the seconds it took.
+        """Run one program until all its processes have ended. Returns its status and its wall time in seconds.
 
         Args:
             limits: fields of SandboxLimits.
@@ -128,7 +128,7 @@ class _Zygote:
         return {**self.verdict(reason, statuses[child]), "seconds": time.monotonic() - started}
 
     def fork(self, plan: program.LaunchPlan, files: list[int]) -> int:
-        """Fork the program and return its PID here."""
+        """Fork a process that runs the program, and return its PID in this namespace."""
         random.seed()  # else all programs would draw the same numbers
         if child := kernel.fork():
             return child
@@ -145,7 +145,7 @@ class _Zygote:
             leave(1)  # whatever happens in there, the way back here is closed
 
     def watch(self, handle: int, started: float, plan: program.LaunchPlan) -> str:
-        """Wait for the program's end and return "", or return the reason to end it."""
+        """Wait until the program ends and return "", or return the reason to kill the program."""
         waiting = select.poll()
         waiting.register(handle, select.POLLIN)
         waiting.register(self.control, select.POLLIN)
@@ -165,7 +165,7 @@ class _Zygote:
                 return "memory"
 
     def verdict(self, reason: str, status: int) -> dict[str, object]:
-        """Status of a program, from the reason why it was ended or from its exit status."""
+        """Return a program's status, from the reason for killing the program or from its exit status."""
         if self.memory.group_ran_out():
             reason = "memory"  # whichever of its processes the kernel chose
         if status == 0:
@@ -195,6 +195,6 @@ def _end(first: int) -> dict[int, int]:
 
 
 def _close(files: list[int]) -> None:
-    """Close file descriptors, and empty the list."""
+    """Close the file descriptors in a list, and empty the list."""
     while files:
         os.close(files.pop())
