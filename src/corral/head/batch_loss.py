@@ -1,4 +1,4 @@
-"""Compute an objective's loss from the results of `lm_head`, in one fused kernel if the GPU has one for this objective.
+"""Compute an objective's loss from the output of `lm_head`; on a GPU, one fused kernel computes it for many objectives.
 
 `policy_loss_from_hidden` is head and loss in one call. A trainer that needs log-probs and entropy besides, for terms of its
 own, calls `lm_head` and then this.
@@ -19,7 +19,7 @@ from corral.tensors import ObjectiveOutput, TokenBatch
 
 
 def batch_loss(objective: TokenObjective, batch: TokenBatch, *, kernels: bool | None = None) -> ObjectiveOutput:
-    """Compute an objective's loss on a batch; gradients flow to the new policy.
+    """Compute an objective's loss for each token of a batch, differentiable in the new policy's log-probs.
 
     Args:
         objective: from `make_objective`, or any function TokenBatch → ObjectiveOutput.
@@ -38,7 +38,9 @@ def batch_loss(objective: TokenObjective, batch: TokenBatch, *, kernels: bool | 
 
 
 def _in_one_kernel(objective: Any, batch: TokenBatch) -> ObjectiveOutput | None:
-    """Compute the loss in the objective's Triton kernel.
+    """Compute an objective's per-token loss in its Triton kernel, or return None if the kernel cannot run on this batch.
+
+    It cannot if there is no kernel, the batch is empty, or an input of the kernel is missing.
 
     None if there is no kernel, the batch is empty, or an input of the kernel is missing.
     """

@@ -1,4 +1,4 @@
-"""Choose the implementation of the fused head: PyTorch or Triton."""
+"""Choose between the PyTorch and the Triton implementation of the fused LM head."""
 
 import functools
 import importlib.util
@@ -13,17 +13,19 @@ Impl = Literal["auto", "torch", "triton"]
 Chosen = Literal["torch", "triton"]
 
 MAX_TOP_K = 1024
-"""Largest number of top-k tokens per position: more do not fit in the registers of a Triton program."""
+"""Largest `top_k` of the Triton kernels: more tokens per position do not fit in the registers of one Triton program."""
 MAX_GIVEN = MAX_TOP_K + 1
-"""Largest number of given token ids per position: the old policy's top-k tokens and the sampled token."""
+"""Largest number of token ids per position that a caller may pass to the Triton kernels: MAX_TOP_K and the sampled token."""
 OWN_SUPPORT = 64
-"""Number of the new policy's top-k tokens that carry a sparse gradient when no token ids are given."""
+"""Number of most likely tokens in a sparse logit gradient, if the caller gives no token ids for it."""
 
 _log = logging.getLogger(__name__)
 
 
 def choose(where: str, impl: str, hidden: Tensor, weight: Tensor, top_k: int | None = None, given: int = 0) -> Chosen:
-    """Choose the implementation: "torch", "triton", or "auto" for Triton on a GPU that supports it. The choice is logged once.
+    """Choose "torch" or "triton" as the LM head's implementation, and log the choice once.
+
+    "auto" means Triton on a GPU that supports it, and PyTorch elsewhere.
 
     Args:
         where: the public function that calls, for messages.
@@ -48,7 +50,10 @@ def choose(where: str, impl: str, hidden: Tensor, weight: Tensor, top_k: int | N
 
 
 def obstacle(hidden: Tensor, weight: Tensor, top_k: int | None, given: int = 0, *, interpret: bool = False) -> str | None:
-    """Return the reason why Triton kernels cannot run on these tensors, or None. `interpret` accepts Triton's interpreter."""
+    """Return the reason why the Triton kernels cannot run on these tensors, or None if they can.
+
+    With `interpret`, Triton's interpreter is accepted in place of a GPU.
+    """
     if not has_triton():
         return "Triton is not installed"
     import triton
@@ -83,13 +88,13 @@ def obstacle(hidden: Tensor, weight: Tensor, top_k: int | None, given: int = 0, 
 
 
 def own_top_k(hidden: Tensor, vocabulary: int, top_k: int = OWN_SUPPORT) -> int:
-    """Limit `top_k` to the number of vocabulary tiles: the kernels store only the largest logit of each tile."""
+    """Limit `top_k` to the number of GEMM tiles across the vocabulary: the Triton kernels need one tile per top-k token."""
     return min(top_k, MAX_TOP_K, -(-vocabulary // tile_of(hidden).columns))
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Shape of one GEMM tile (tokens × vocabulary × hidden), with its number of warps and pipeline stages."""
+    """Shape of one GEMM tile (tokens × vocabulary × hidden size), with its number of warps and pipeline stages."""
 
     rows: int
     columns: int
@@ -103,18 +108,19 @@ TILES = {
     torch.float16: Tile(128, 256, 64, stages=4),
     torch.float32: Tile(64, 128, 32, warps=4),
 }
-"""Fastest GEMM tiles on an H200, by dtype. A tile has at most 256 columns, so that a column index fits in a byte."""
+"""Fastest GEMM tile shapes on an H200 GPU, for each dtype.
+A tile has at most 256 columns, so that a column index fits in a byte."""
 
 SMALL_TILES = {
     torch.bfloat16: Tile(64, 128, 64, warps=4, stages=2),
     torch.float16: Tile(64, 128, 64, warps=4, stages=2),
     torch.float32: Tile(32, 64, 32, warps=4, stages=2),
 }
-"""GEMM tiles for GPUs with less than 160 KiB of shared memory per block."""
+"""GEMM tile shapes for GPUs with less than 160 KiB of shared memory per thread block, for each dtype."""
 
 
 def tile_of(x: Tensor) -> Tile:
-    """Return the shape of the GEMM's tiles for this dtype on this device."""
+    """Return the GEMM tile shape for a tensor's dtype and device."""
     properties: Any = torch.cuda.get_device_properties(x.device) if x.is_cuda else None  # its stub lacks the field below
     return (SMALL_TILES if x.is_cuda and properties.shared_memory_per_block_optin < 160 * 1024 else TILES)[x.dtype]
 

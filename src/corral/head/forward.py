@@ -20,7 +20,8 @@ from corral.tensors import SparseDist, Tensors
 from corral.validate import number_in
 
 HeadBackward = Callable[..., Gradients]
-"""Type of a backward pass: (inputs, results, upstream gradients, which of dH, dW and db are needed) → gradients."""
+"""Type of the LM head's backward pass: a function that returns the gradients of hidden states, weight and bias.
+Its arguments: inputs, results, upstream gradients, and which of dH, dW and db are needed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,12 +33,12 @@ class HeadOutput(Tensors):
     logp: Float[Tensor, "*b"]
     """Log-probability of the sampled token at each position."""
     entropy: Float[Tensor, "*b"] | None
-    """Entropy of the next-token distribution, if requested."""
+    """Entropy of the next-token distribution at each position; None unless requested."""
     dist: SparseDist | None
-    """Next-token distribution on the top-k or given tokens, with its tail mass, if `top_k` or `ids` was given."""
+    """Next-token distribution on the top-k tokens or on given `ids`, with its tail mass; None if neither was requested."""
     report: Float[Tensor, "2"] | None = None
-    """Share of tokens with a dense logit gradient, and largest gradient share dropped. A sparse backward pass writes both; NaN
-    until then."""
+    """Share of tokens with a dense logit gradient, and largest share of a token's gradient that was dropped.
+    A sparse backward pass writes both numbers; NaN until then. None if no gradient may be dropped."""
 
 
 def lm_head(
@@ -58,7 +59,7 @@ def lm_head(
     group: torch.distributed.ProcessGroup | None = None,
     tolerance: float = 0.0,
 ) -> HeadOutput:
-    """Compute log-probs, entropy and top-k tokens of the next-token distribution, without materialised logits [N V].
+    """Compute log-probs, entropy and top-k tokens of the next-token distribution, without storing the logits of all tokens.
 
         z = softcap(scale · (h Wᵀ + b)) / temperature          log p = z − logsumexp z
 
@@ -127,11 +128,17 @@ def lm_head(
 
 
 class HeadFunction(torch.autograd.Function):
-    """Autograd function of the head for hidden states [N, H]. The PyTorch and Triton paths pass their forward and backward."""
+    """Autograd function of the LM head. The PyTorch and the Triton path each pass it a forward and a backward function.
+
+    Hidden states are [N, H], one row per token.
+    """
 
     @classmethod
     def on(cls, source: HeadInput, forward: Callable[[HeadInput], HeadRows], backward: HeadBackward) -> HeadRows:
-        """Apply the function. Hidden states, weight and bias are separate arguments too, since autograd tracks arguments."""
+        """Apply the LM head's autograd function to `source`, with the given forward and backward functions.
+
+        Hidden states, weight and bias are separate arguments too, since autograd tracks arguments.
+        """
         return HeadRows(*cls.apply(source.hidden, source.weight, source.bias, source.detach(), forward, backward))
 
     @staticmethod
@@ -157,7 +164,7 @@ class HeadFunction(torch.autograd.Function):
 
 
 def check_weight(owner: str, weight: object) -> None:
-    """Raise an error if a module was passed in place of its weight tensor."""
+    """Raise ValueError if `weight` is not a tensor, for example because a whole layer was passed in place of its weight."""
     if not isinstance(weight, Tensor):
         raise ValueError(
             f"{owner}: `weight` is the head's matrix [V H]; got {type(weight).__name__}. Of a layer pass layer.weight, and its "
@@ -166,7 +173,7 @@ def check_weight(owner: str, weight: object) -> None:
 
 
 def _problem(source: HeadInput, vocabulary: int) -> str | None:
-    """Return the first mismatch of shapes and dtypes, or the first impossible setting; None if all is right."""
+    """Return a message about the first wrong shape, dtype or setting among the inputs of the LM head; None if all are valid."""
     hidden, weight, tokens, ids, joins = source.hidden, source.weight, source.tokens, source.ids, source.joins
     bias, top_k, mass = source.bias, source.top_k, source.mass
     if weight.ndim != 2 or hidden.shape[-1] != weight.shape[-1] or tokens.shape != hidden.shape[:-1]:

@@ -1,4 +1,4 @@
-"""Log-probs, entropy and top-k tokens from logits that an engine has made, also where processes share the vocabulary."""
+"""Log-probs, entropy and top-k tokens from an engine's logits; processes may each hold a part of the vocabulary."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -25,7 +25,7 @@ def head_from_logits(
     entropy: bool = False,
     group: torch.distributed.ProcessGroup | None = None,
 ) -> HeadOutput:
-    """Compute what `lm_head` computes, from logits [N, V] instead of hidden states.
+    """Compute log-probs, entropy and top-k tokens from logits [N, V], as `lm_head` does from hidden states.
 
         log p = z / temperature − logsumexp(z / temperature)
 
@@ -68,7 +68,7 @@ def head_from_logits(
 
 
 def _forward(source: HeadInput, shard: Shard) -> HeadRows:
-    """Compute the head's results for all rows of logits, some rows at a time."""
+    """Compute log-probs, entropy and top-k tokens from all rows of logits, a few rows at a time."""
     logits, dtype, scratch = source.hidden, common_dtype(source.hidden), Scratch(source.hidden.device)
     return HeadRows.cat(
         [
@@ -80,7 +80,7 @@ def _forward(source: HeadInput, shard: Shard) -> HeadRows:
 
 
 def _backward(source: HeadInput, rows: HeadRows, upstream: Upstream, needed: Sequence[bool], shard: Shard) -> Gradients:
-    """Compute the gradient of the logits in their dtype, some rows at a time."""
+    """Compute the gradient with respect to the logits, a few rows at a time, in the dtype of the logits."""
     logits, spec, grads = source.hidden, source.spec, HeadGradients.of(upstream, rows, source.spec.slope)
     picked, whole, found = grads.nonzero(), [slice(0, logits.shape[1])], torch.zeros_like(logits)
     for part in slices(len(picked), _rows_at_once(shard)):
@@ -92,5 +92,5 @@ def _backward(source: HeadInput, rows: HeadRows, upstream: Upstream, needed: Seq
 
 
 def _rows_at_once(shard: Shard) -> int:
-    """Return the number of rows whose logits are read together."""
+    """Return the number of rows of logits that are processed together."""
     return max(1, min(HELD["cpu"] // shard.vocabulary, MOST_ROWS))

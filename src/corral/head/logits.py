@@ -1,4 +1,4 @@
-"""Compute logits in blocks of tokens × vocabulary: the GEMMs of the head, forward and backward."""
+"""Compute the LM head's logits in blocks of tokens × vocabulary, with the GEMMs of its forward and backward passes."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -11,12 +11,12 @@ from torch import Tensor
 from corral.numerics import common_dtype
 
 BLOCK = {"cpu": (512, 2048), "cuda": (4096, 16384)}
-"""Block of logits (tokens, vocabulary) by device: small enough for a CPU's cache, large enough to keep a GPU busy."""
+"""Size of a block of logits (tokens, vocabulary entries) for each device type: it fits a CPU's cache, or keeps a GPU busy."""
 
 
 @dataclass(frozen=True)
 class LogitSpec:
-    """Transformation from the GEMM's result to logits: z = softcap(scale · (h Wᵀ + b)) / temperature."""
+    """Transformation of the LM head's GEMM result to logits: z = softcap(scale · (h Wᵀ + b)) / temperature."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -33,7 +33,10 @@ class LogitSpec:
             raise ValueError(f"lm_head: `scale` must be a finite number; got {self.scale}.")
 
     def block(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Float[Tensor, "n v"]:
-        """Compute the logits of a block of tokens and vocabulary, in float32 or better. Both factors come from `operand`."""
+        """Compute the logits of a block of tokens and vocabulary entries, in float32 or higher precision.
+
+        `operand` has prepared both factors.
+        """
         if _stays_half(hidden) and hidden.dtype == weight.dtype:  # matrix units read half precision and add up in float32
             z = torch.mm(hidden, weight.T, out_dtype=torch.float32, out=out)
         else:
@@ -42,38 +45,42 @@ class LogitSpec:
         return self.finish_(z if bias is None else z.add_(bias))
 
     def finish_(self, z: Tensor) -> Tensor:
-        """Convert dot products with bias, h Wᵀ + b, to logits, in place."""
+        """Convert dot products plus bias, h Wᵀ + b, to logits in place, with scale, soft cap and temperature."""
         if self.softcap is not None:
             return z.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
         return z.mul_(self.slope) if self.slope != 1.0 else z
 
     @property
     def slope(self) -> float:
-        """Derivative dz / d(h Wᵀ + b) of a logit z, without a soft cap or far below the cap."""
+        """Derivative of a logit z with respect to h Wᵀ + b, without a soft cap or far below the cap."""
         return self.scale / self.temperature
 
     @property
     def curve(self) -> float | None:
-        """Ratio u / z, where u is the tanh inside the soft cap: its derivative is 1 − u². None without a soft cap."""
+        """Ratio u / z of the tanh u inside the soft cap to the logit z; None without a soft cap.
+
+        The derivative of the soft cap is 1 − u².
+        """
         return None if self.softcap is None else self.temperature / self.softcap
 
     def flatten(self, dz: Float[Tensor, "n v"], z: Float[Tensor, "n v"]) -> None:
-        """Multiply `dz` by the derivative of the soft cap, in place; `z` is overwritten."""
+        """Multiply the logit gradient `dz` by the derivative of the soft cap, in place; the logits `z` are overwritten."""
         if self.curve is not None:
             dz.mul_(z.mul_(self.curve).square_().neg_().add_(1))
 
 
 def operand(x: Tensor, dtype: torch.dtype, scratch: "Scratch | None" = None) -> Tensor:
-    """Prepare a GEMM operand: convert it to `dtype`, except half precision on a GPU, whose GEMMs accumulate in float32."""
+    """Convert a GEMM operand to `dtype`; half precision on a GPU stays as it is, since GPU GEMMs accumulate in float32."""
     if x.dtype == dtype or _stays_half(x):
         return x
     return x.to(dtype) if scratch is None else scratch("operand", x.shape, dtype).copy_(x)
 
 
 def accumulate(into: Tensor, left: Tensor, right: Tensor, *, fresh: bool = False) -> None:
-    """Compute `into += left @ right`, or with `fresh` `into = left @ right`. `left` is a gradient in the working dtype.
+    """Compute `into += left @ right` for a gradient `left`; with `fresh`, overwrite `into` instead of adding to it.
 
-    If the right factor is bfloat16, the gradient is rounded to it before the GEMM on a GPU. Float16 would lose its small parts.
+    The gradient is in the working dtype. If the right factor is bfloat16, the gradient is rounded to it before the GEMM on a
+    GPU. Float16 would lose its small parts.
     """
     # With a float32 factor a GEMM would run without the fast matrix units. bfloat16 has float32's range, and what it rounds is
     # an error of the size of bfloat16 gradients themselves.
@@ -98,7 +105,7 @@ class Scratch:
         self._memory: dict[str, Tensor] = {}
 
     def __call__(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return uninitialised memory of this shape; a name always gets the same memory."""
+        """Return uninitialised memory of the given shape; calls with the same name reuse the same memory."""
         size = math.prod(shape)
         memory = self._memory.get(name)
         if memory is None or memory.numel() < size or memory.dtype != dtype:
@@ -107,12 +114,15 @@ class Scratch:
 
 
 def slices(total: int, size: int) -> Iterator[slice]:
-    """Split range(total) into slices of at most `size`."""
+    """Yield consecutive slices of at most `size` elements that cover range(total)."""
     for start in range(0, total, max(size, 1)):
         yield slice(start, min(start + size, total))
 
 
 def block_size(device: torch.device, tokens: int) -> tuple[int, int]:
-    """Return the block size (tokens, vocabulary entries) for this device. Few tokens get blocks up to four times wider."""
+    """Return the size of a block of logits (tokens, vocabulary entries) on a device.
+
+    If there are few tokens, blocks are up to four times wider.
+    """
     rows, columns = BLOCK.get(device.type, BLOCK["cpu"])
     return rows, columns * max(1, min(4, rows // max(tokens, 1)))

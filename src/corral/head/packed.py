@@ -1,4 +1,4 @@
-"""Packed batches: only the unmasked tokens, in one sequence, with the loss terms that can be precomputed."""
+"""Packed batches: the unmasked tokens in one sequence, and the inputs of the loss that are known before the new policy."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,7 @@ class Packing:
     """Conversion between padded tensors [B T …] and packed tensors [N …] of the unmasked tokens."""
 
     def __init__(self, mask: Bool[Tensor, "B T"], rows: Int[Tensor, " N"] | None = None, *, in_order: bool = True) -> None:
-        """Store the shape and the indices of unmasked tokens.
+        """Store the mask's shape and the indices of its unmasked tokens.
 
         `rows` are these indices in the flattened mask, if known; `in_order` is true if they ascend.
         """
@@ -34,47 +34,53 @@ class Packing:
         self.rows = None if self.count == mask.numel() and in_order else rows
 
     def pack(self, x: Tensor) -> Tensor:
-        """Pack a padded tensor [B T …] into the unmasked tokens [N …]."""
+        """Gather the unmasked tokens of a padded tensor [B T …] into a packed tensor [N …]."""
         flat = x.flatten(0, 1)
         return flat if self.rows is None else flat[self.rows]
 
     def unpack(self, x: Tensor, fill: float = 0) -> Tensor:
-        """Unpack [N …] into a padded tensor [B T …], with `fill` at masked tokens."""
+        """Scatter a packed tensor [N …] into a padded tensor [B T …], with `fill` at masked tokens."""
         if self.rows is not None:
             out = x.new_full((self.shape.numel(), *x.shape[1:]), fill)
             x = out.index_copy_(0, self.rows, x)
         return x.reshape(*self.shape, *x.shape[1:])
 
     def unpack_dist(self, dist: SparseDist) -> SparseDist:
-        """Unpack sparse distributions [N K] into [B T K]; masked positions hold only padding."""
+        """Scatter packed sparse distributions [N K] into a padded tensor [B T K]; masked positions hold only padding."""
         return replace(dist.map(self.unpack), ids=self.unpack(dist.ids, -1), logp=self.unpack(dist.logp, -torch.inf))
 
 
 @dataclass(frozen=True, eq=False)
 class LossTerms(Tensors):
-    """Inputs of the loss Σ w (c · policy + regression) that are known before the new policy: objective, batch, weights."""
+    """Inputs of a reduced loss that are known before the new policy: objective, batch, and weights of the tokens.
+
+    The loss is Σ w (c · policy + regression).
+    """
 
     objective: TokenObjective
     batch: TokenBatch
     """Batch of tokens with the old policy; its `logp_new` and `dist_new` are ignored."""
     weights: Float[Tensor, "B T"]
-    """Weight w of each token's loss in the reduction."""
+    """Weight w of each token's loss in the reduced loss, which is a weighted sum over tokens."""
     policy_weights: Float[Tensor, "B T"] | None
-    """Weight c of each token's policy-gradient loss; the regression is not multiplied by it. None means 1 everywhere."""
+    """Weight c of each token's policy-gradient loss, but not of its regression loss; None means 1 everywhere."""
     on_policy: bool
-    """True if the old policy equals the new one: the head's log-probs then replace `logp_old`."""
+    """True if the old policy equals the new policy: the new log-probs then replace `logp_old`."""
     union: UnionSupport | None = None
     spec: LogitSpec = field(default_factory=LogitSpec)
-    """Transformation from the GEMM's result to logits, the same for the new head and for the old head of `union`."""
+    """Scale, soft cap and temperature of the logits, the same for the LM heads of the new and the old policy."""
 
     def pack(self, packing: Packing) -> "LossTerms":
-        """Pack the terms of the unmasked tokens into one sequence [1 N]."""
+        """Pack the loss inputs of all unmasked tokens into one sequence [1 N]."""
         b = self.batch
         given = replace(b, logp_new=b.logp_old, dist_new=None, advantages=token_advantages(b))
         return replace(self, batch=given).map(lambda x: packing.pack(x)[None])
 
     def with_new(self, logp: Float[Tensor, "B T"], new: SparseDist | None, old: SparseDist | None) -> TokenBatch:
-        """Build the batch with the new and the old policy. On-policy, the detached new log-probs replace the old ones."""
+        """Return the batch with the new policy's log-probs and distribution. On-policy, its log-probs also replace `logp_old`.
+
+        The replacement is detached: no gradient flows through it. The old policy's distribution is `old`.
+        """
         logp_old = logp.detach() if self.on_policy else self.batch.logp_old
         return replace(self.batch, logp_new=logp, logp_old=logp_old, dist_new=new, dist_old=old)
 
@@ -88,34 +94,41 @@ class LossTerms(Tensors):
 
 
 def has_token_shapes(batch: TokenBatch) -> bool:
-    """True if the batch's shapes and dtypes fit every objective. If not, the objective is called and raises its own error."""
+    """True if advantages and log-probs of the batch have shapes and dtypes that every objective accepts.
+
+    If not, the objective itself is called, and raises its own error.
+    """
     shape, given = batch.mask.shape, [x for x in (batch.logp_old, batch.logp_rollout) if x is not None]
     fit = batch.advantages.shape in (shape, shape[:1]) and all(x.shape == shape for x in given)
     return fit and all(x.is_floating_point() for x in (*given, batch.advantages))
 
 
 def token_advantages(batch: TokenBatch) -> Tensor:
-    """Advantages of the tokens [B T]; an advantage per sequence is repeated for each of its tokens."""
+    """Advantage of each token [B T]; an advantage per sequence [B] is repeated for all tokens of its sequence."""
     return batch.advantages[:, None].expand(batch.mask.shape) if batch.advantages.ndim == 1 else batch.advantages
 
 
 @dataclass(frozen=True, eq=False)
 class FusedLoss:
-    """Results of a fused loss for the packed tokens: the loss, the head's results, and a function that returns gradients."""
+    """Results of the fused LM head and loss for packed tokens: loss, log-probs, and a function that returns gradients."""
 
     packing: Packing
     total: Tensor
     """Weighted sum of the token losses, Σ w (c · policy + regression)."""
     rows: HeadRows
     output: ObjectiveOutput
-    """Output of the objective for packed tokens [1, N], with metrics."""
+    """Output of the objective for packed tokens [1, N], with its metrics."""
     finish: Callable[[Tensor], Gradients] | None
-    """Function that waits for the gradients of packed hidden states, weight and bias, and multiplies them in place by a scalar
-    tensor; called once. None if no gradient is needed."""
+    """Function that returns the gradients of hidden states, weight and bias times a scalar; None if no gradient is needed.
+    The hidden states are packed. It waits for the gradients, multiplies them in place by the scalar tensor, and is called
+    once."""
 
 
 class PrecomputedGradients(torch.autograd.Function):
-    """Autograd function with gradients computed in the forward pass: `finish` scales them by the upstream gradient."""
+    """Autograd function whose forward pass computes the gradients; its backward pass only multiplies by the upstream gradient.
+
+    `finish` does so.
+    """
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, finish: Callable[[Tensor], Iterable[Tensor | None]], *inputs: Tensor | None) -> Tensor:

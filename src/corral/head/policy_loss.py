@@ -1,4 +1,4 @@
-"""Loss and gradient of a policy from hidden states, in one fused pass of head, objective and reduction."""
+"""Policy loss and its gradient from hidden states, in one fused pass through LM head, objective and reduction."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -19,34 +19,36 @@ from corral.numerics import at_least_float32, require_tensors
 from corral.tensors import SparseDist, TokenBatch
 
 TOLERANCE = 1e-3
-"""Largest share of a token's logit gradient, in L1 norm, that a sparse backward pass may drop: half of bfloat16's rounding
-error."""
+"""Largest share of a token's logit gradient, in L1 norm, that a sparse backward pass may drop.
+It is half of bfloat16's rounding error."""
 
 
 @dataclass(frozen=True, eq=False)
 class PolicyLoss:
-    """A reduced loss, with per-token results [B T] as constants that are 0 at masked tokens."""
+    """Reduced policy loss, with per-token results [B T] that carry no gradient and are 0 at masked tokens."""
 
     loss: Float[Tensor, ""]
-    """Reduced loss Σ w (c · policy + regression), for the weights w and c of each token. No other field has a gradient."""
+    """Reduced loss, a weighted sum over tokens; the only field that carries a gradient.
+    Σ w (c · policy + regression), for the weights w and c of each token."""
     per_token: Float[Tensor, "B T"]
-    """Loss of every token, policy term plus regression, before weighting."""
+    """Loss of each token before weighting: policy-gradient term plus regression term."""
     logp: Float[Tensor, "B T"]
     """New policy's log-probs of the sampled tokens."""
     metrics: dict[str, Tensor]
-    """Metrics of the objective. `head/dense_share` and `head/dropped_max` are included unless `report` has them."""
+    """Metrics of the objective, as a dictionary from name to tensor.
+    `head/dense_share` and `head/dropped_max` are included unless `report` has them."""
     entropy: Float[Tensor, "B T"] | None = None
     dist: SparseDist | None = None
     """New policy's distribution on the old policy's top-k tokens, or on the union of both policies' top-k tokens."""
     acted: Bool[Tensor, "B T"] | None = None
     """True at tokens on which the trust region acted, such as clipped, masked or projected tokens."""
     kl_after: Float[Tensor, "B T"] | None = None
-    """KL(projected‖old) of each token, for objectives that project."""
+    """KL(projected‖old) at each token, for objectives that project the policy onto a trust region; None for others."""
     regression: Float[Tensor, "B T"] | None = None
-    """Part of `per_token` that pulls the new policy back into the trust region, for objectives with a regression."""
+    """Part of each token's loss that pulls the new policy back into the trust region; None for objectives without this part."""
     report: Float[Tensor, "2"] | None = None
-    """Share of tokens with a dense logit gradient, and largest gradient share dropped. Set only if the loss comes from
-    `lm_head` with a sparse backward pass, which writes both; NaN until then."""
+    """Share of tokens with a dense logit gradient, and largest share of a token's gradient that was dropped.
+    Set only if the loss comes from `lm_head` with a sparse backward pass, which writes both; NaN until then."""
 
 
 def policy_loss_from_hidden(
@@ -68,7 +70,7 @@ def policy_loss_from_hidden(
     temperature: float = 1.0,
     impl: str = "auto",
 ) -> PolicyLoss:
-    """Compute an objective's reduced loss and its gradient from the last hidden states.
+    """Compute an objective's reduced loss and its gradient from a model's last hidden states.
 
         hidden → log π, and π on the support of dist_old → objective → L = Σ w_t (c_t · policy_t + regression_t) → dH, dW, db
 
@@ -163,7 +165,7 @@ def policy_loss_from_hidden(
 
 
 def _from_blocks(source: HeadInput, terms: LossTerms, tolerance: float, impl: Chosen) -> PolicyLoss:
-    """Compute the loss with autograd: `lm_head`, then the objective on the whole batch."""
+    """Compute the policy loss without fusion: call `lm_head`, then the objective on the whole batch, with autograd."""
     packing = Packing(terms.batch.mask)
     packed = source.map(packing.pack)
     check_sampled(packed.ids, packed.tokens)
@@ -183,7 +185,7 @@ def _from_blocks(source: HeadInput, terms: LossTerms, tolerance: float, impl: Ch
 
 
 def _problem(hidden: Tensor, weight: Tensor, tokens: Tensor, terms: LossTerms) -> str | None:
-    """Return the first mismatch of shapes, dtypes or devices, or of a `union` with its batch and head; None if all is right."""
+    """Return a message about the first wrong shape, dtype, device or `union` among the inputs; None if all are valid."""
     batch, union, shape = terms.batch, terms.union, terms.batch.mask.shape
     for name, x in (("weights", terms.weights), ("policy_weights", terms.policy_weights)):
         if x is not None and (x.shape != shape or not x.is_floating_point() or x.requires_grad):

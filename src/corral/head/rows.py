@@ -1,4 +1,4 @@
-"""Records for the head: its inputs, its results per token, and asynchronous device-to-host copies."""
+"""Records of the LM head's inputs, results and gradients, and asynchronous device-to-host copies."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from corral.tensors import SparseDist, Tensors
 
 @dataclass(frozen=True, eq=False)
 class HeadInput(Tensors):
-    """Inputs of the head: its weights, hidden states with one row per token, and settings for the results to compute."""
+    """Inputs of the LM head: weight, hidden states with one row per token, sampled tokens, and which results to compute."""
 
     SHARED: ClassVar[tuple[str, ...]] = ("weight", "bias")
 
@@ -22,21 +22,21 @@ class HeadInput(Tensors):
     weight: Tensor
     bias: Tensor | None
     tokens: Tensor
-    """Sampled tokens [n]."""
+    """Ids of the sampled tokens [n]."""
     ids: Tensor | None
-    """Given token ids on which the policy is evaluated [n, K]; −1 at padding."""
+    """Token ids from the caller, at which the policy is evaluated [n, K]; −1 at padding."""
     spec: LogitSpec
     top_k: int | None = None
     mass: float = 1.0
-    """Probability mass at which the policy's top-k tokens end: the fewest that reach `mass`, at most `top_k`."""
+    """Probability mass that the policy's top-k tokens should reach: the fewest tokens that do, but at most `top_k`."""
     entropy: bool = False
     joins: Tensor | None = None
-    """True for tokens whose given `ids` are extended by the policy's top-k tokens [n]; None means all."""
+    """True at positions whose given `ids` are joined with the policy's own top-k tokens [n]; None means all positions."""
 
 
 @dataclass(frozen=True, eq=False)
 class HeadRows(Tensors):
-    """Results of the head for n tokens, one row per token."""
+    """Results of the LM head for n tokens, one row per token."""
 
     lse: Tensor
     """Log of the softmax's normaliser, log Σ eᶻ over all logits z [n]."""
@@ -44,7 +44,7 @@ class HeadRows(Tensors):
     """Log-probability of the sampled token [n]."""
     ids: Tensor
     kept: Tensor
-    """Ids and log-probabilities of the top-k or given tokens, called the support [n, K]."""
+    """Log-probabilities of the support, which is the top-k tokens or the given tokens [n, K]; `ids` are their token ids."""
     rest: Tensor
     """Log tail mass: the log of the summed probability of all tokens outside the support [n]."""
     entropy: Tensor
@@ -54,25 +54,25 @@ class HeadRows(Tensors):
 
     @property
     def dist(self) -> SparseDist:
-        """Next-token distribution on the support, as a SparseDist."""
+        """Next-token distribution as a SparseDist: log-probs of the support, and the tail mass."""
         return SparseDist(self.ids, self.kept, self.rest, self.rest_max)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Upstream(Tensors):
-    """Gradients of a loss with respect to the head's results for n tokens; None means 0 everywhere."""
+    """Gradients of a loss with respect to the LM head's results for n tokens; None means 0 everywhere."""
 
     logp: Tensor | None = None
     """Gradient with respect to the log-probability of the sampled token [n]."""
     kept: Tensor | None = None
     rest: Tensor | None = None
-    """Gradients with respect to the support's log-probabilities [n, K], and to the log tail mass [n]."""
+    """Gradient with respect to the log tail mass [n]; `kept` is the gradient with respect to the support's log-probs [n, K]."""
     entropy: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Gradients(Tensors):
-    """Gradients of hidden states dH, weight dW and bias db; None for each that is not needed."""
+    """Gradients of a loss with respect to hidden states, head weight and head bias; None where a gradient is not needed."""
 
     SHARED: ClassVar[tuple[str, ...]] = ("weight", "bias")
 
@@ -82,7 +82,7 @@ class Gradients(Tensors):
 
 
 def blank_gradients(source: HeadInput, needed: Sequence[bool], dtype: torch.dtype | None = None) -> Gradients:
-    """Allocate uninitialised memory for the needed gradients, by default in the dtypes of their inputs."""
+    """Allocate uninitialised tensors for the needed gradients, by default in the dtypes of hidden states, weight and bias."""
     inputs = zip((source.hidden, source.weight, source.bias), needed, strict=True)
     return Gradients(*(torch.empty_like(x, dtype=dtype) if need and x is not None else None for x, need in inputs))
 
@@ -101,7 +101,7 @@ class AsyncCopy:
             self._event = torch.cuda.current_stream(numbers.device).record_event()
 
     def wait(self) -> Any:
-        """Wait for the copy and return nested lists, or a number if the tensor has no axes."""
+        """Wait for the copy, and return its values as nested lists, or as a number if the tensor has no axes."""
         if self._event is not None:
             self._event.synchronize()
         return self._numbers.tolist()

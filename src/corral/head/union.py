@@ -15,7 +15,7 @@ from corral.tensors import SparseDist, Tensors
 from corral.validate import number_in
 
 AT_ONCE = 2**24
-"""Largest number of gathered head-weight elements stored at once."""
+"""Largest number of gathered elements of the LM head's weight in memory at once."""
 
 
 @torch.no_grad()
@@ -30,7 +30,7 @@ def gather_logp(
     *,
     impl: str = "auto",
 ) -> Float[Tensor, "N M"]:
-    """Compute log-probabilities of the tokens `ids`, relative to one known token per position; −inf at padding (−1).
+    """Compute log-probs of the tokens `ids` from one token with a known log-prob at each position; −inf at padding (−1).
 
         log p(v) = log p(a) + z_v − z_a
 
@@ -53,7 +53,7 @@ def gather_logp(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class UnionSupport(Tensors):
-    """Request for a union of top-k tokens: `top_k` of the new policy's tokens join the old policy's.
+    """Request to evaluate both policies on the union of the old policy's and the new policy's top-k tokens.
 
     Old log-probs of the tokens that join are exact: dot products of old hidden states with rows of the old head. Where the head
     is trained, `weight` is a copy made before the first update.
@@ -63,14 +63,15 @@ class UnionSupport(Tensors):
 
     top_k: int
     mass: float = 1.0
-    """Probability mass that the new policy's tokens should reach, with at most `top_k` of them; as in `lm_head`."""
+    """Probability mass that the new policy's most likely tokens should reach, with at most `top_k` tokens; as in `lm_head`."""
     hidden: Float[Tensor, "M H"]
     """Last hidden states of the old policy, one row per stored token."""
     weight: Float[Tensor, "V H"]
     bias: Float[Tensor, " V"] | None = None
-    """Weight and bias of the old policy's head."""
+    """Bias of the old policy's LM head, or None; `weight` is the weight of the same head."""
     place: Int[Tensor, "B T"]
-    """Row in `hidden` of each token. It is −1 for a token that was not stored, which keeps the old policy's top-k tokens."""
+    """Row index in `hidden` of each token; −1 if no row is stored.
+    A token without a row keeps the old policy's top-k tokens."""
 
     def __post_init__(self) -> None:
         if type(self.top_k) is not int or self.top_k < 1:
@@ -95,14 +96,16 @@ class UnionSupport(Tensors):
         mass: float = 1.0,
         bias: Float[Tensor, " V"] | None = None,
     ) -> "UnionSupport":
-        """Build a union from the old hidden states of every token in the batch."""
+        """Build a union request from the old policy's hidden states of all tokens in a batch."""
         rows = hidden.detach().flatten(0, 1)
         place = torch.arange(len(rows), device=rows.device).view(hidden.shape[:2])
         bias = None if bias is None else bias.detach()
         return cls(top_k=top_k, mass=mass, hidden=rows, weight=weight.detach(), bias=bias, place=place)
 
     def extend(self, old: SparseDist, ids: Int[Tensor, "B T K"], spec: LogitSpec) -> SparseDist:
-        """Evaluate the old policy on `ids`: its own top-k tokens first, then those that only the new policy has.
+        """Compute the old policy's log-probs on a union `ids`: its own top-k tokens, followed by the new policy's.
+
+        The latter are those that the old policy's top-k tokens lack.
 
         The reference of `triton.gathered.extend_rows`.
         """

@@ -1,4 +1,4 @@
-"""Fused loss and gradient in PyTorch: three GEMMs. Recomputing the logits in a backward pass would take a fourth.
+"""Fused LM head and loss in PyTorch, with gradients, in three GEMMs: no logits are recomputed in a backward pass.
 
 Some rows at a time: their logits are made, the objective computes its loss from them, and its gradient is computed from the
 same logits before they are dropped. Every token passes the objective once.
@@ -19,7 +19,7 @@ from corral.tensors import SparseDist, join_outputs
 
 
 def fused_loss(source: HeadInput, terms: LossTerms, needed: Sequence[bool]) -> FusedLoss | None:
-    """Compute loss and gradients of a batch [B T …], one block of tokens at a time.
+    """Compute the policy loss and its gradients for a batch, one block of tokens at a time; None if that is not possible.
 
     None if the logits of the forward pass do not suffice for the gradients (a soft cap, or an objective of whole sequences), if
     the batch is empty, or if the objective refuses a row: it then gets the whole batch, so that its message covers all.
@@ -76,7 +76,7 @@ def _add_gradients(
     sums: Gradients, source: HeadInput, part: slice, rows: HeadRows, grads: HeadGradients, picked: Tensor, outside: Outside,
     scratch: Scratch, *, fresh: bool,
 ) -> None:  # fmt: skip
-    """Add the gradients of one block of tokens to `sums`: those of its rows `picked`, all others have none.
+    """Add the gradients from one block of tokens to the running `sums`; only tokens in `picked` have a nonzero gradient.
 
     `source`, `rows`, `grads` and `outside` are of this block, whose place in dH is `part`. The memory of `outside` is
     overwritten. With `fresh`, dW is written and not added to.
@@ -107,7 +107,10 @@ def all_dense(like: Tensor) -> dict[str, Tensor]:
 
 
 def check_sampled(ids: Tensor | None, tokens: Tensor) -> None:
-    """Raise an error if slot 0 of the old top-k tokens [N K] is not the sampled token [N]; no later check compares them."""
+    """Raise ValueError unless the first of the old policy's top-k tokens is the sampled token, at every position.
+
+    Slot 0 of `ids` [N K] is compared with `tokens` [N]; no later check does so.
+    """
     if ids is not None and (wrong := int((ids[:, :1] != tokens[:, None]).all(-1).sum())):
         raise ValueError(
             f"policy_loss_from_hidden: slot 0 of dist_old.ids is not the sampled token at {wrong} of {len(tokens)} unmasked "

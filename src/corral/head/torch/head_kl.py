@@ -49,7 +49,7 @@ def head_kl(
 
 
 class HeadStates(NamedTuple):
-    """Last hidden states of a network [*, H], and its LM head."""
+    """Last hidden states [*, H] of a network, with weight and bias of its LM head."""
 
     hidden: Tensor
     weight: Tensor
@@ -58,12 +58,15 @@ class HeadStates(NamedTuple):
 
 @torch.no_grad()
 def head_kl_both_ways(new: HeadStates, old: HeadStates, spec: LogitSpec) -> list[Tensor]:
-    """Compute KL(new‖old) and KL(old‖new) from the same two GEMMs as `head_kl`, with equal results."""
+    """Compute KL(new‖old) and KL(old‖new) together, with only the two GEMMs of one `head_kl` call.
+
+    The results equal those of `head_kl`.
+    """
     return _measure(new, old, spec, both=True)
 
 
 def _measure(new: HeadStates, old: HeadStates, spec: LogitSpec, *, both: bool) -> list[Tensor]:
-    """Compute the per-token KLs: [KL(new‖old)], or with `both` [KL(new‖old), KL(old‖new)]."""
+    """Compute per-token KL(new‖old), and with `both` also KL(old‖new), as a list of tensors."""
     for name, (hidden, weight, bias) in (("new", new), ("old", old)):
         require_tensors("head_kl", **{f"hidden_{name}": hidden, f"weight_{name}": weight})
         if weight.ndim != 2 or hidden.shape[-1:] != weight.shape[-1:]:
@@ -95,7 +98,10 @@ def _measure(new: HeadStates, old: HeadStates, spec: LogitSpec, *, both: bool) -
 def _log_softmax(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, part: slice, spec: LogitSpec, dtype: torch.dtype, scratch: Scratch
 ) -> Tensor:
-    """Log-probs of some tokens [n, V], with n padded to a multiple of `ROWS`. The next call overwrites the memory."""
+    """Compute log-probs over the vocabulary for some tokens [n, V], in memory that the next call overwrites.
+
+    n is padded to a multiple of `ROWS`.
+    """
     hidden = hidden.reshape(-1, hidden.shape[-1])[part]
     h = pad(operand(hidden, dtype), (0, 0, 0, -len(hidden) % ROWS))
     z = make_logits(h, weight, None if bias is None else bias.to(dtype), spec, dtype, scratch)

@@ -24,13 +24,13 @@ class Shard:
     """
 
     group: dist.ProcessGroup | None = field(default=None, repr=False)
-    """Process group over which the vocabulary is sharded; None if it is not."""
+    """Process group over which the vocabulary is sharded; None if it is not sharded."""
     start: int = 0
     vocabulary: int = 0
 
     @classmethod
     def of(cls, weight: Tensor, group: dist.ProcessGroup | None) -> "Shard":
-        """Compute this process's shard from the sizes of all processes' weights."""
+        """Compute this process's vocabulary shard from the number of weight rows in every process."""
         if group is None:
             return cls(vocabulary=len(weight))
         own = torch.tensor([len(weight)], device=weight.device)
@@ -75,7 +75,7 @@ class Shard:
         return ids.gather(-1, order), values.gather(-1, order)
 
     def _places(self, z: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Convert token ids to columns of this shard, and return a mask of the ids that lie in it."""
+        """Return each token id's column in this vocabulary shard, and a mask of the ids that belong to the shard."""
         place = ids - self.start
         return place, (ids >= 0) & (place >= 0) & (place < z.shape[-1])
 
@@ -92,24 +92,26 @@ def _gather(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 ROWS = 32
-"""Number of rows to which a GEMM's input is padded. Below about 16 rows, BLAS uses other kernels that round differently."""
+"""Multiple to which the number of rows in a GEMM is padded: with fewer than about 16 rows, BLAS rounds differently."""
 MOST_ROWS = 2048
-"""Largest number of tokens per block; it limits the blocks when the vocabulary is small."""
+"""Largest number of tokens whose logits are computed together. It matters if the vocabulary is small."""
 HELD = {"cpu": 2**24, "cuda": 2**27}
-"""Largest number of logits stored at once: 64 MiB on a CPU, 512 MiB on a GPU."""
+"""Largest number of logits in memory at once, for each device type: 64 MiB on a CPU and 512 MiB on a GPU, in float32."""
 COLUMNS = 4096
-"""Number of logits at one position that are exponentiated at once, so that they stay in the CPU's cache."""
+"""Number of vocabulary columns that are exponentiated at once, so that they stay in the CPU's cache."""
 IMPOSSIBLE = -1e4
-"""Finite value in place of −inf for x = z − max z: eˣ and x eˣ are 0 in every dtype, and 0 · x is still 0."""
+"""Finite replacement for −inf in logits relative to the largest logit: eˣ is 0 for it, and 0 · x is 0, not NaN.
+This holds for x = z − max z in every dtype; x eˣ is 0 too."""
 
 
 Outside = tuple[Tensor, Tensor]
-"""Exponentials e^(z − m) of all logits z [n, V], 0 at tokens of the support, and the reference logits m [n]: each position's
-largest logit outside the support. The next block of tokens overwrites them."""
+"""Exponentials of all logits outside the support [n, V], and the logit at each position that they are relative to [n].
+They are e^(z − m), and 0 at tokens of the support; m is the position's largest logit outside the support. The next block of
+tokens overwrites them."""
 
 
 def check_tokens(where: str, source: HeadInput, vocabulary: int) -> HeadInput:
-    """Raise an error for token ids outside the vocabulary or given twice; return the input with its ids as int64."""
+    """Check token ids and convert them to int64. Raises ValueError for ids outside the vocabulary and for repeated ids."""
     check_ids(where, "tokens", source.tokens, lowest=0, vocabulary=vocabulary)
     if source.ids is not None:
         check_ids(where, "ids", source.ids, lowest=-1, vocabulary=vocabulary)
@@ -118,17 +120,17 @@ def check_tokens(where: str, source: HeadInput, vocabulary: int) -> HeadInput:
 
 
 def rows_at_once(weight: Tensor, share: int = 1) -> int:
-    """Return the number of rows whose logits are computed together: they fit in a `share`-th of the memory for logits."""
+    """Return the number of tokens whose logits are computed together: as many as fit in 1/`share` of the memory for logits."""
     held = HELD.get(weight.device.type, HELD["cpu"]) // share
     # Whole multiples of ROWS, so that only the last GEMM is padded.
     return max(ROWS, min(held // max(len(weight), 1) // ROWS * ROWS, MOST_ROWS))
 
 
 def scan_rows(source: HeadInput, shard: Shard, *, outside: bool = False) -> Iterator[tuple[slice, HeadRows, Outside | None]]:
-    """Iterate over blocks of tokens: yield slice, results of the head and, with `outside`, exponentials outside the support.
+    """Yield the LM head's results for one block of tokens after another, each with the slice of the block.
 
-    The support is the policy's own with `top_k`, the given one with `ids`, and their union with both, in rows that
-    `joins` marks.
+    With `outside`, the exponentials outside the support are yielded too. The support is the policy's own with `top_k`, the
+    given one with `ids`, and their union with both, in rows that `joins` marks.
     """
     hidden, weight = source.hidden, source.weight
     dtype, scratch, count = common_dtype(hidden, weight), Scratch(hidden.device), len(hidden)
@@ -144,14 +146,17 @@ def scan_rows(source: HeadInput, shard: Shard, *, outside: bool = False) -> Iter
 
 
 def head_forward(source: HeadInput, shard: Shard) -> HeadRows:
-    """Compute the head's results for all tokens."""
+    """Compute the LM head's results for all tokens: log-probs, entropy, and the distribution on the support."""
     return HeadRows.cat([rows for _, rows, _ in scan_rows(source, shard)])
 
 
 def make_logits(
     h: Tensor, weight: Tensor, bias: Tensor | None, spec: LogitSpec, dtype: torch.dtype, scratch: Scratch
 ) -> Tensor:
-    """Compute logits [n, V] in reused memory. A weight in another precision is converted piece by piece."""
+    """Compute the logits [n, V] of the whole vocabulary, in memory from `scratch`.
+
+    A weight in another precision is converted block by block.
+    """
     z = scratch("z", (len(h), len(weight)), dtype)
     whole = operand(weight[:0], dtype).dtype == weight.dtype
     for block in slices(len(weight), len(weight) if whole else COLUMNS):
@@ -163,7 +168,7 @@ def make_logits(
 def read_logits(
     z: Tensor, source: HeadInput, shard: Shard, scratch: Scratch, outside: bool = False
 ) -> tuple[HeadRows, Outside | None]:
-    """Compute the head's results for n tokens from their logits z [n, V], which are overwritten. Sums have one fixed order.
+    """Compute the LM head's results for n tokens from their logits z [n, V]; the logits are overwritten.
 
         T = Σ e^(z − m)          W = Σ e^(z − m) (z − m)          lse = m + log T          H = log T − W / T
 
@@ -207,7 +212,7 @@ def read_logits(
 
 
 def sum_exp(z: Tensor, peak: Tensor, scratch: Scratch | None) -> Tensor:
-    """Sum Σ e^(z − peak) [n] block by block. Without scratch memory, the exponentials overwrite the logits."""
+    """Sum e^(z − peak) over the vocabulary, for each row [n]. Without `scratch`, the exponentials overwrite the logits."""
     base, total = torch.where(peak > -torch.inf, peak, 0.0)[:, None], torch.zeros_like(peak)
     for block in slices(z.shape[-1], COLUMNS):
         some = z[:, block]
@@ -218,7 +223,7 @@ def sum_exp(z: Tensor, peak: Tensor, scratch: Scratch | None) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class HeadGradients(Tensors):
-    """Gradients of the loss with respect to the head's results for n tokens, with zeros where `Upstream` has None."""
+    """Gradients of a loss with respect to the LM head's results for n tokens, with zeros for results without a gradient."""
 
     logp: Tensor
     kept: Tensor
@@ -227,7 +232,7 @@ class HeadGradients(Tensors):
 
     @classmethod
     def of(cls, upstream: Upstream, rows: HeadRows, factor: float = 1.0) -> "HeadGradients":
-        """Build the gradients from `upstream`, times a constant factor, with 0 where the loss has no gradient."""
+        """Multiply the `upstream` gradients by a constant `factor`, and use zeros for results without a gradient."""
         given, like = (
             (upstream.logp, upstream.kept, upstream.rest, upstream.entropy),
             (rows.logp, rows.kept, rows.rest, rows.logp),
@@ -235,17 +240,19 @@ class HeadGradients(Tensors):
         return cls(*(torch.zeros_like(x) if g is None else g * factor for g, x in zip(given, like, strict=True)))
 
     def nonzero(self) -> Tensor:
-        """Return the indices [m] of rows with a nonzero gradient: masked and blocked tokens are skipped."""
+        """Return the indices of tokens with a nonzero gradient [m]; masked and clipped tokens have none."""
         some = (self.logp != 0) | (self.entropy != 0) | (self.rest != 0) | (self.kept != 0).any(-1)
         return some.nonzero().squeeze(-1)
 
 
 class Marks:
-    """Index of the tokens with a separate gradient at each position, such as top-k tokens [n, M], by vocabulary block."""
+    """Lookup table of tokens whose logit gradients are computed one by one, such as top-k tokens, for each vocabulary block."""
 
     def __init__(self, ids: Tensor, blocks: Sequence[slice], first: int = 0) -> None:
-        """Sort the ids into vocabulary blocks, the first of which starts at token `first`. −1 and ids outside are in
-        no block."""
+        """Sort token ids [n, M] into vocabulary blocks; `first` is the token id at which the first block starts.
+
+        −1 and other ids outside the blocks are in no block.
+        """
         # One sort for all blocks; the host then reads their edges once, instead of searching a mask for each block.
         self.wanted, self.slot = ids.flatten().sort()
         self.row = self.slot // max(ids.shape[-1], 1)
@@ -255,13 +262,13 @@ class Marks:
         self.edges = torch.searchsorted(self.wanted, edges).tolist()
 
     def __getitem__(self, block: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the slot in the flattened ids, the row, and the column of every marked id in a block."""
+        """Return slot, row and column of every token in a vocabulary block; slots count through the flattened token ids."""
         here = slice(self.edges[block], self.edges[block + 1])
         return self.slot[here], self.row[here], self.wanted[here] - self.starts[block]
 
 
 class LogitGradient:
-    """Gradient of the logits, block by block, from gradients of log-probs, tail mass and entropy H.
+    """Gradient with respect to the logits, block by block, from the gradients of log-probs, tail mass and entropy H.
 
         dz_v = g_v + g_a [v = a] − p_v (G + g_H (log p_v + H))                        v ∈ S
         dz_v = g_a [v = a] + c_v (g_rest − p_rest (G + g_H (log p_v + H)))            v ∉ S, c_v = p_v / p_rest
@@ -273,7 +280,10 @@ class LogitGradient:
     def __init__(
         self, tokens: Tensor, rows: HeadRows, grads: HeadGradients, blocks: Sequence[slice], *, first: int = 0, entropy: bool
     ) -> None:
-        """Precompute each row's factors, for blocks that start at token `first`; `entropy` adds the entropy's gradient."""
+        """Precompute the factors of each token's logit gradient, for vocabulary `blocks` that start at token id `first`.
+
+        With `entropy`, the entropy's gradient is included.
+        """
         tokens, ids, g_logp = tokens[:, None], rows.ids, grads.logp[:, None]
         empty = rows.rest[:, None] == -torch.inf
         rest, g_rest = (torch.where(empty, 0.0, x[:, None]) for x in (rows.rest, grads.rest))
@@ -292,7 +302,10 @@ class LogitGradient:
         self.entropy = rows.entropy[:, None] if entropy else None
 
     def block(self, z: Tensor, block: int, spare: Tensor | None = None) -> Tensor:
-        """Replace a block of logits [n, v] by their gradient dz. With the entropy's gradient, `spare` is overwritten too."""
+        """Compute the gradient with respect to a block of logits [n, v]; the logits are overwritten.
+
+        With the entropy's gradient, `spare` is overwritten too.
+        """
         slot, row, column = self.marks[block]
         z.sub_(self.shift)
         single = self.value[slot] + self._marked(z[row, column] + self.rest[row, 0], slot % self.slots, row)
@@ -307,7 +320,7 @@ class LogitGradient:
         return dz
 
     def singles(self, logp: Tensor) -> Tensor:
-        """Compute the gradients dz of all marked tokens [n · slots] from their log-probs [n, slots].
+        """Compute the logit gradients of all marked tokens, such as top-k tokens, from their log-probs [n, slots].
 
         The support comes first, then the sampled token.
         """
@@ -315,15 +328,17 @@ class LogitGradient:
         return self.value + self._marked(logp.flatten(), place % self.slots, place // self.slots)
 
     def of_mass(self, mass: Tensor, peak: Tensor, block: int, singles: Tensor) -> Tensor:
-        """Replace the exponentials e^(z − m) [n, v] of a block by their gradient dz, with m = `peak` [n, 1]; without
-        entropy."""
+        """Replace a block of stored exponentials e^(z − m) [n, v] by the gradient with respect to the logits z.
+
+        m is `peak` [n, 1]. The entropy's gradient is not included.
+        """
         slot, row, column = self.marks[block]
         mass.mul_(self.outside * (peak - self.shift).exp())
         mass[row, column] = singles[slot]
         return mass
 
     def _marked(self, logp: Tensor, slot: Tensor, row: Tensor) -> Tensor:
-        """Compute the softmax part of the gradient at marked tokens.
+        """Compute the softmax part of the logit gradient at tokens of the support and at the sampled token.
 
         Marked tokens are the support and, in the last slot, a sampled token outside it.
         """
@@ -336,7 +351,7 @@ class LogitGradient:
 
 
 def head_backward(source: HeadInput, rows: HeadRows, upstream: Upstream, needed: Sequence[bool], shard: Shard) -> Gradients:
-    """Compute the needed gradients of hidden states, weight and bias.
+    """Compute the LM head's gradients of hidden states, weight and bias, each only if needed.
 
     One part of the vocabulary at a time, over all tokens: its rows of dW are then finished once, and never held twice.
     """

@@ -1,1 +1,1 @@
-"""LM head in Triton: one GEMM forward, and sparse logit gradients for tokens where little is dropped."""
+"""LM head in Triton: one GEMM in the forward pass, and sparse logit gradients if the part they drop is small."""

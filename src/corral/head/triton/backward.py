@@ -1,4 +1,4 @@
-"""Gradients of the head in Triton, from a dense or a sparse logit gradient for each token."""
+"""Backward pass of the LM head in Triton, with a sparse or a dense logit gradient for each token."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -19,30 +19,36 @@ from corral.head.triton.loss import LossRows
 from corral.head.triton.support import support_rows
 
 DEAD, SPARSE, DENSE = map(tl.constexpr, range(3))
-"""Routes of a row (token) in the backward pass: no gradient, a sparse logit gradient, or a dense logit gradient."""
+"""Kinds of logit gradient that a token can have in the backward pass: none, sparse or dense."""
 
 
 @dataclass(frozen=True, eq=False)
 class RowGradient:
-    """Logit gradients of N positions in sparse form: S = K + 1 explicit entries, and one factor for all other tokens."""
+    """Logit gradients of N positions in sparse form: explicit entries for some token ids, and one factor for all others.
+
+    Each position has S = K + 1 explicit entries.
+    """
 
     ids: Tensor
     """Token id of each explicit gradient entry [N, S] int32; −1 is padding."""
     value: Tensor
-    """Gradient with respect to the dot product h·w of each entry's token [N, S], including the slope of the soft cap."""
+    """Gradient of each explicit entry with respect to the dot product of hidden state and weight row [N, S].
+    It includes the slope of the soft cap."""
     factor: Tensor
-    """Summed gradient c of all tokens without an entry [N]. Each gets a part in proportion to its share of the tail mass."""
+    """Sum c of the logit gradients of all tokens without an explicit entry [N].
+    Each gets a part in proportion to its share of the tail mass."""
     off: Tensor
     size: Tensor
-    """L1 norms of each position's logit gradient [N]: |c| (0 if there are no other tokens), and Σ |dz| over all tokens."""
+    """L1 norm of each position's logit gradient [N], Σ |dz|; `off` is the norm |c| of the part without explicit entries.
+    |c| counts as 0 if there are no tokens without an explicit entry."""
     route: Tensor
-    """Route of each position if only the part in `off` may be dropped: DEAD, SPARSE or DENSE [N] int32."""
+    """Kind of logit gradient at each position, if only the part in `off` may be dropped: DEAD, SPARSE or DENSE [N] int32."""
 
 
 def row_gradient(
     rows: HeadRows, tokens: Tensor, upstream: Upstream, spec: LogitSpec, weights: Tensor | None = None
 ) -> RowGradient:
-    """Compute the logit gradient of each position in sparse form; `weights` [N] multiply the upstream gradients."""
+    """Compute the logit gradient of each position in sparse form; upstream gradients are multiplied by `weights` [N]."""
     (count, kept), device = rows.kept.shape, tokens.device
     ids, value = (torch.empty(count, kept + 1, dtype=kind, device=device) for kind in (torch.int32, torch.float32))
     factor, off, size = (torch.empty(count, device=device) for _ in range(3))
@@ -60,7 +66,7 @@ def _row_kernel(
     ids, kept, rest, logp, lse, entropy, tokens, g_kept, g_rest, g_logp, g_entropy, weights, out_ids, out_value, out_factor,
     out_off, out_size, out_route, slots_in, slots, stride_ids, stride_kept, stride_logp, slope, curve, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute one position's logit gradient: S explicit entries, and one factor c for all other tokens.
+    """Compute the logit gradient at one position: explicit entries for some token ids, and one factor c for all others.
 
         dz_v = g_v + g_a [v = a] − p_v G                on the support, G = g_a + Σ g_v + g_rest
         dz_v = p_v / p_rest · c,  c = g_rest − p_rest G  off it: one number c per row, shared in proportion to the tail
@@ -133,9 +139,10 @@ def _row_kernel(
 
 
 ROWS = 16
-"""Number of tokens (rows) that one program of `_route_kernel` processes."""
+"""Number of tokens (rows) that one Triton program of `_route_kernel` processes."""
 PADDED = 16
-"""Multiple to which the list of tokens with a dense gradient is padded by −1: the width of matrix units."""
+"""Multiple to which the number of tokens with a dense gradient is padded: the width of a GPU's matrix units.
+Padding in the list of these tokens is −1."""
 
 
 @triton.jit
@@ -143,7 +150,7 @@ def _route_kernel(
     ids, value, off, size, need, given_mean, route, key, out_share, count, slots, vocabulary, tolerance, slope, small,
     ROWS: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Choose a sparse or a dense gradient for ROWS positions, and mark the entries that a sparse gradient sums."""
+    """Choose a sparse or a dense logit gradient for ROWS positions, and mark the entries that a sparse gradient keeps."""
     if given_mean is not None:
         mean = tl.load(given_mean)
     else:  # every program adds up all rows, in the same order, sooner than another kernel would start
@@ -177,7 +184,7 @@ def _route_kernel(
 
 @triton.jit
 def _tally_kernel(route, share, counts, dense_rows, shares, count, PADDED: tl.constexpr, BLOCK: tl.constexpr):
-    """List the positions with a dense gradient in one program. This fixes their order, and so the order of sums in dW.
+    """List the positions with a dense gradient, in one Triton program, so that sums in dW have a fixed order.
 
     The list is padded with −1 to a multiple of PADDED; what follows is undefined.
     """
@@ -199,7 +206,7 @@ def _tally_kernel(route, share, counts, dense_rows, shares, count, PADDED: tl.co
 
 
 LOGITS_AT_ONCE = 2**28
-"""Largest number of logits stored at once: 1 GiB in float32, and half as much for their half-precision gradient."""
+"""Largest number of logits in memory at once: 1 GiB in float32, plus half as much for their half-precision gradient."""
 ROWS_AT_ONCE = 16384
 
 
@@ -207,10 +214,9 @@ def dense_rows(
     source: HeadInput, rows: HeadRows, gradient: RowGradient, picked: Tensor, count: int, out: Gradients, *, add: bool,
     g_entropy: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Recompute the logits of positions with a dense gradient, and write their gradients into `out`. With `add`, add to dW and
-    db.
+    """Recompute the logits at positions with a dense gradient, and write the LM head's gradients into `out`.
 
-    The rows are the first `count` of `picked`, which is padded with −1.
+    With `add`, add to dW and db. The rows are the first `count` of `picked`, which is padded with −1.
     """
     hidden, weight, bias, spec = source.hidden, source.weight, source.bias, source.spec
     for part in slices(triton.cdiv(count, PADDED) * PADDED, ROWS_AT_ONCE):
@@ -246,7 +252,7 @@ def dense_rows(
 
 
 def multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:
-    """Compute `out = left @ right` or `out += left @ right`, accumulated in float32 for any dtype of the factors."""
+    """Compute `out = left @ right`, or with `add` `out += left @ right`, accumulated in float32 for any dtype."""
     # `addmm` adds in the GEMM's epilogue: no temporary of the size of dW, 1.2 GB, and no second pass over it.
     if left.is_cuda or left.dtype == out.dtype == torch.float32:
         how: dict[str, Any] = {} if left.dtype == out.dtype else {"out_dtype": out.dtype}
@@ -261,7 +267,10 @@ def _dense_kernel(
     dots, dz, bias, picked, lse, rest, entropy, g_entropy, factor, ids, value, start, width, vocabulary, slots, before, cap,
     after, slope, curve, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK columns of a position's dense logit gradient: factor times p / p_rest, then the explicit entries."""
+    """Compute BLOCK columns of the dense logit gradient at one position, then write the explicit entries over them.
+
+    A column without an explicit entry gets its factor times p / p_rest.
+    """
     # Padding of the list computes row 0 and stores zeros: the GEMMs behind read whole multiples of 16 rows.
     row = tl.load(picked + tl.program_id(0))
     real = row >= 0
@@ -294,32 +303,39 @@ def _dense_kernel(
 
 
 REACH: tl.constexpr = tl.constexpr(50.0)
-"""Largest distance of a token's reference logit below log Σ eᶻ over the vocabulary, or above log Σ eᶻ over the tail."""
+"""Largest gap between a reference logit and log Σ eᶻ within which stored exponentials are exact enough for a gradient.
+A reference below is compared with the sum over the vocabulary, a reference above with the sum over the tail."""
 WEAKEST: tl.constexpr = tl.constexpr(2.0**-80)
-"""Smallest factor s of a stored gradient, relative to its largest explicit entry. Entries are stored divided by s."""
+"""Smallest scale factor s of a stored logit gradient, relative to its largest explicit entry.
+Entries are stored divided by s."""
 LIKELY = 4
-"""Number of entries per position whose rounding errors are corrected: those of the sampled and the most likely tokens."""
+"""Number of gradient entries per position whose rounding errors are corrected.
+They are the entries of the sampled and the most likely tokens."""
 
 
 @dataclass(frozen=True, eq=False)
 class FactoredGradient:
-    """Gradient of h Wᵀ [n, V] as diag(factor) · stored: `stored` reuses the exponentials that the forward GEMM wrote.
+    """Gradient with respect to h Wᵀ [n, V] as a factor for each position times the exponentials that a GEMM stored.
 
-    The gradient of a logit off the support is c e^(z − lse − rest), and e^(z − reference) is stored already, so one factor
-    s = c e^(reference − lse − rest) per row is all that is missing. It is multiplied onto dH, or onto the hidden states for dW,
-    which saves a pass that would read and write all of [n, V]. Only explicit entries are written, divided by s.
+    It is diag(factor) · stored. The gradient of a logit off the support is c e^(z − lse − rest), and e^(z − reference) is
+    stored already, so one factor s = c e^(reference − lse − rest) per row is all that is missing. It is multiplied onto dH, or
+    onto the hidden states for dW, which saves a pass that would read and write all of [n, V]. Only explicit entries are
+    written, divided by s.
     """
 
     stored: Tensor
     factor: Tensor
-    """Factor s of each position [n]; 0 where there is no gradient."""
+    """Factor s by which the stored values of each position are multiplied [n]; 0 at positions without a gradient."""
     likely: Tensor
     lost: Tensor
-    """Token ids of each position's first explicit entries [n, LIKELY], −1 for padding, and rounding errors of these entries."""
+    """Rounding errors of each position's first explicit entries [n, LIKELY]; `likely` are their token ids, −1 at padding."""
 
 
 def scale_rows(x: Tensor, dz: FactoredGradient, out: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Compute out = diag(s) x and, with `weight`, add the likely tokens' rounding errors; s = 0 gives 0 even for NaN."""
+    """Multiply each row of `x` by its factor s, and with `weight` correct rounding errors of gradient entries.
+
+    s = 0 gives 0 even for NaN. A correction is a likely token's rounding error times its weights.
+    """
     (count, width), block = x.shape, min(1024, triton.next_power_of_2(x.shape[1]))
     _rows_kernel[(count, triton.cdiv(width, block))](
         x, dz.factor, dz.likely, dz.lost, weight, out, width, LIKELY=0 if weight is None else LIKELY, BLOCK=block, num_warps=2
@@ -333,9 +349,10 @@ def can_store(hidden: Tensor, spec: LogitSpec) -> bool:
 
 
 def sampled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LogitSpec, tokens: Tensor) -> Tensor:
-    """Compute the logit of each position's sampled token [N], up to rounding, as a reference; without a soft cap.
+    """Compute the logit of the sampled token at each position [N], as the reference for stored exponentials.
 
-    For a token outside the vocabulary, which is refused elsewhere, it is the logit of the nearest token inside.
+    It is exact up to rounding. A soft cap is not supported. For a token outside the vocabulary, which is refused elsewhere, it
+    is the logit of the nearest token inside.
     """
     (count, width), out = hidden.shape, hidden.new_empty(len(hidden), dtype=torch.float32)
     _sampled_kernel[(count,)](
@@ -348,9 +365,10 @@ def sampled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: Lo
 def write_entries(
     stored: Tensor, reference: Tensor, rows: HeadRows, gradient: RowGradient, spec: LogitSpec, left_out: Tensor
 ) -> FactoredGradient:
-    """Write explicit gradient entries into `stored` [n, columns], in place. Positions without a gradient get the factor s = 0.
+    """Write explicit gradient entries over the `stored` exponentials, in place, and compute each position's factor s.
 
-    `left_out` [n] becomes True where a row with a gradient is out of range: it gets s = 0 and is recomputed later.
+    Positions without a gradient get s = 0. `left_out` [n] becomes True where a row with a gradient is out of range: it gets
+    s = 0 and is recomputed later.
     """
     (count, slots), factor = gradient.ids.shape, torch.empty_like(gradient.factor)
     likely, lost = gradient.ids.new_empty(count, LIKELY), gradient.value.new_empty(count, LIKELY)
@@ -364,7 +382,7 @@ def write_entries(
 
 @triton.jit
 def _sampled_kernel(hidden, weight, bias, tokens, out, vocabulary, width, slope, BLOCK: tl.constexpr):
-    """Compute the logit of one sampled token, from its position's hidden state and the token's head weights."""
+    """Compute the logit of one sampled token, from the hidden state at its position and the token's row of the head weight."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.minimum(tl.maximum(tl.load(tokens + row).to(tl.int64), 0), vocabulary - 1)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -385,7 +403,7 @@ def _entries_kernel(
     stored, reference, lse, rest, off_factor, ids, value, factor, likely, lost_value, left_out, stride, slots, slope,
     LIKELY: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute a position's factor s, and write its explicit entries, divided by s, over the stored exponentials."""
+    """Compute the factor s of one position, and write its explicit gradient entries, divided by s, over stored exponentials."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, SLOTS)
     id = tl.load(ids + row * slots + slot, mask=slot < slots, other=-1)
@@ -421,8 +439,10 @@ def _entries_kernel(
 
 @triton.jit
 def _rows_kernel(x, factor, likely, lost, weight, out, width, LIKELY: tl.constexpr, BLOCK: tl.constexpr):
-    """Multiply a slice of one row by its factor s. With `weight`, add the likely tokens' rounding errors times their
-    weights."""
+    """Multiply a part of one row by its factor s, and with `weight` correct rounding errors of gradient entries.
+
+    A correction is a likely token's rounding error times its weights.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     times = tl.load(factor + row)
@@ -436,23 +456,26 @@ def _rows_kernel(x, factor, likely, lost, weight, out, width, LIKELY: tl.constex
 
 
 BYTES_AT_ONCE = 7 * 2**28
-"""Memory in bytes for stored exponentials of logits. More memory means more rows at once, and fewer passes over dW."""
+"""Memory in bytes for stored exponentials of logits: more memory means more rows at once, and fewer passes over dW."""
 
 
 @dataclass(frozen=True, eq=False)
 class DenseRows:
-    """Loss and gradient of positions with a dense logit gradient. The last two GEMMs wait for `finish`, so that the host can
-    read results first."""
+    """Losses and gradients of positions with a dense logit gradient; the function `finish` queues the last two GEMMs.
+
+    These wait, so that the host can read results first.
+    """
 
     rows: HeadRows
     loss: LossRows
     sizes: Tensor
     """L1 norm of each position's logit gradient, Σ |dz| [N]."""
     left_out: Tensor
-    """True for positions whose gradient could not be stored and must be recomputed [N]. Their sampled token is almost
-    impossible, or their tail has a gradient but almost no mass."""
+    """True at positions whose gradient could not be stored and must be recomputed [N].
+    Their sampled token is almost impossible, or their tail has a gradient but almost no mass."""
     finish: Callable[[], None]
-    """Function that queues the last GEMMs: the gradients of Σ weights · loss, without the positions in `left_out`."""
+    """Function that queues the last GEMMs of the gradients; positions in `left_out` get no gradient from it.
+    They are the gradients of Σ weights · loss."""
 
 
 def dense_forward(
@@ -462,7 +485,7 @@ def dense_forward(
     out: Gradients,
     overflows: list[AsyncCopy] | None = None,
 ) -> DenseRows:
-    """Compute losses of positions with a dense logit gradient, and write their gradients into `out`.
+    """Compute the losses at positions with a dense logit gradient, and write the LM head's gradients into `out`.
 
     `overflows` is as in `stream_head`.
 
@@ -523,7 +546,10 @@ def dense_forward(
 
 
 def recompute_rows(source: HeadInput, stored: DenseRows, weights: Tensor, out: Gradients) -> None:
-    """Recompute the gradients of the positions in `left_out`: write their dH, and add to dW and db."""
+    """Recompute the gradients at positions whose gradient could not be stored: write dH there, and add to dW and db.
+
+    The positions are those in `left_out`.
+    """
     picked = stored.left_out.nonzero().squeeze(-1)
     padded = torch.nn.functional.pad(picked, (0, -len(picked) % PADDED), value=-1)
     gradient = row_gradient(stored.rows, source.tokens, stored.loss, source.spec, weights)
@@ -531,14 +557,17 @@ def recompute_rows(source: HeadInput, stored: DenseRows, weights: Tensor, out: G
 
 
 def scale(x: Tensor, factor: Tensor) -> Tensor:
-    """Multiply `x` in place by the first element of `factor`. A factor of 1, as in a plain sum, leaves `x` unread."""
+    """Multiply `x` in place by the first element of `factor`; if this factor is 1, `x` is not read."""
     _scale_kernel[(triton.cdiv(x.numel(), 65536),)](x, factor, x.numel(), BLOCK=8192, num_warps=8)
     return x
 
 
 @triton.jit
 def _scale_kernel(x, factor, total, BLOCK: tl.constexpr):
-    """Multiply a slice in place by a factor that is read on the device: the host does not wait. A factor of 1 costs no pass."""
+    """Multiply a slice of `x` in place by a factor that is read on the device, so that the host does not wait.
+
+    A factor of 1 costs no pass.
+    """
     # 65,536 numbers per program: where the factor is 1, programs are few and end at once.
     times = tl.load(factor).to(tl.float32)
     if times != 1.0:
@@ -549,15 +578,15 @@ def _scale_kernel(x, factor, total, BLOCK: tl.constexpr):
 
 
 BLOCK = 4096
-"""Number of columns of one row of dW that one program writes."""
+"""Number of columns that one Triton program writes in one row of the weight gradient dW."""
 PIECE = 64
-"""Number of one token's gradient entries that a separate program sums first, unless the sums take too much memory."""
+"""Number of gradient entries of one token that one Triton program sums; more if the partial sums take too much memory."""
 PIECE_BYTES = 36 * 2**20
-"""Memory in bytes for the partial sums of all tokens' gradient entries."""
+"""Memory limit in bytes for the partial sums of all tokens' gradient entries."""
 
 
 def sparse_rows(source: HeadInput, gradient: RowGradient, key: Tensor, out: Gradients, *, add: bool) -> None:
-    """Write the gradients of positions with a sparse logit gradient; dH becomes 0 at all others.
+    """Write the LM head's gradients from positions with a sparse logit gradient; dH becomes 0 at all other positions.
 
     With `add`, dW and db are added to.
 
@@ -598,10 +627,10 @@ def sparse_rows(source: HeadInput, gradient: RowGradient, key: Tensor, out: Grad
 
 
 def _sort_by_token(key: Tensor, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort gradient entries by token. Return their tokens, their indices in [N, S], and each token's first entry [V + 1].
+    """Sort gradient entries by token id. Return the sorted ids, the entries' indices, and each token's first entry [V + 1].
 
-    Entries of one token stay in the order of their rows, so that sums over them repeat bit for bit. On a GPU the sort, which
-    is many small kernels, runs on the side stream while dH is computed.
+    The indices count through the entries [N, S]. Entries of one token stay in the order of their rows, so that sums over them
+    repeat bit for bit. On a GPU the sort, which is many small kernels, runs on the side stream while dH is computed.
     """
     side = None
     if key.is_cuda:
@@ -620,7 +649,7 @@ def _sort_by_token(key: Tensor, vocabulary: int) -> tuple[Tensor, Tensor, Tensor
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a CUDA stream for many small kernels; it runs beside the main stream, with priority."""
+    """Return a second CUDA stream with priority, which runs many small kernels beside the main stream."""
     return torch.cuda.Stream(device, priority=-1)
 
 
@@ -628,8 +657,10 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 def _hidden_kernel(
     weight, key, value, out, vocabulary, width, slots, BLOCK: tl.constexpr, SOME: tl.constexpr, SLOTS: tl.constexpr
 ):
-    """Compute a slice of one position's dH: sum its gradient entries times head weights. A peaked policy has about ten
-    entries."""
+    """Compute a part of dH at one position, as the sum of its gradient entries times rows of the head weight.
+
+    A peaked policy has about ten entries.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -656,7 +687,7 @@ def _piece_kernel(
     hidden, value, keys, order, sums, sums_g, vocabulary, width, slots, PIECE: tl.constexpr, BLOCK: tl.constexpr,
     SOME: tl.constexpr,
 ):  # fmt: skip
-    """Sum PIECE gradient entries if all of them belong to one token.
+    """Sum PIECE consecutive gradient entries if all of them belong to the same token.
 
     A frequent token, such as a comma, has thousands of entries. One program for each would be what the others wait for: its
     pieces are summed side by side first, always the same entries in a piece, so that the sums repeat bit for bit.
@@ -686,7 +717,7 @@ def _weight_kernel(
     hidden, value, order, starts, sums, sums_g, d_weight, d_bias, width, slots, ADD: tl.constexpr, PIECE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute one token's row of dW: sum its gradient entries, whole pieces from `_piece_kernel` where they exist."""
+    """Compute one token's row of the weight gradient dW from its gradient entries and the sums of `_piece_kernel`."""
     # Rows of dW without any entry are written too, as zeros, unless they are added to: no pass before this fills dW.
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -736,7 +767,7 @@ def head_gradients(
     mean: Tensor | None = None,
     add: bool = False,
 ) -> tuple[Tensor, Tensor, Callable[[], None]]:
-    """Choose a sparse or a dense logit gradient for each position, and write the gradients of the head into `out`.
+    """Choose a sparse or a dense logit gradient for each position, and write the LM head's gradients into `out`.
 
     A row is dense if a sparse gradient would drop a share of `tolerance` or more of its Σ |dz|, or of the mean row's where that
     is larger. With tolerance 0 all rows with a gradient are dense.
@@ -783,8 +814,10 @@ def head_gradients(
 def lm_head_backward(
     source: HeadInput, rows: HeadRows, upstream: Upstream, needed: Sequence[bool], *, tolerance: float, report: Tensor | None
 ) -> Gradients:
-    """Compute the needed gradients of `lm_head`. Write the share of dense gradients and the largest share dropped to `report`
-    [2]."""
+    """Compute the gradients of `lm_head` that are needed, and write two diagnostics of sparse gradients to `report`.
+
+    They are the share of dense gradients and the largest share dropped [2].
+    """
     out = blank_gradients(source, needed)
     if not len(source.hidden):
         return out.map(torch.zero_, shared=True)

@@ -1,4 +1,4 @@
-"""Fused loss and gradient in Triton. Once per batch, each token is planned for a sparse or a dense logit gradient."""
+"""Fused LM head and loss in Triton, with gradients; a plan for each batch chooses sparse or dense logit gradients."""
 
 import math
 from collections.abc import Sequence
@@ -21,17 +21,17 @@ from corral.objective import Objective
 from corral.support import LogpTolerance
 
 FEWEST, SMALLEST_SHARE = 128, 0.03
-"""Smallest number and share of tokens worth a separate GEMM, for both kinds: streamed (sparse) and dense gradients."""
+"""Smallest number, and smallest share, of tokens for which sparse or dense logit gradients get a separate GEMM."""
 SMALL = 10**12
-"""Size of a GEMM, in operations, below which splitting a batch costs more host time than it saves. All tokens then take one
-route."""
+"""Size of a GEMM, in operations, below which a batch is not split into sparse and dense logit gradients.
+Splitting would cost more host time than it saves. All tokens then take one route."""
 ROWS = 8
 
 
 def plan_rows(
     terms: LossTerms, tokens: Tensor, weight: Tensor, *, own: int | None, dense: bool, tolerance: float, limits: LogpTolerance
 ) -> tuple[Tensor, Tensor]:
-    """Validate a batch and order its unmasked tokens: first those with an expected sparse logit gradient, then all others.
+    """Validate a batch, and order its unmasked tokens: tokens with an expected sparse logit gradient come first.
 
     Rows of the first kind are called streamed, all others dense. A streamed row takes one GEMM and a gradient that is sparse
     unless `route_rows` finds otherwise, and then a fourth GEMM; a row planned to be dense takes three. Shapes have been
@@ -77,7 +77,7 @@ def _inspect_kernel(
     stride_t, slots, vocabulary, highest, slack, ANCHOR: tl.constexpr, DENSE: tl.constexpr, EVERY: tl.constexpr,
     SLOTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Validate each token; compute the L1 norm of its logit gradient, and the part that a sparse backward pass drops.
+    """Validate each token, and compute the L1 norm of its logit gradient and of the part that a sparse gradient drops.
 
     The size −1 marks a masked row, and the dropped part −1 an invalid row.
 
@@ -132,7 +132,7 @@ def _inspect_kernel(
 
 @triton.jit
 def _ways(off, size, row, total, mean, tolerance):
-    """Return masks of the unmasked tokens, and of the tokens planned to have a dense gradient."""
+    """Return two masks: the unmasked tokens, and the tokens planned to have a dense logit gradient."""
     whole = tl.load(size + row, mask=row < total, other=-1.0)
     dropped = tl.load(off + row, mask=row < total, other=0.0)
     unmasked = ~(whole < 0.0)
@@ -141,8 +141,10 @@ def _ways(off, size, row, total, mean, tolerance):
 
 @triton.jit
 def _order_kernel(off, size, order, counts, total, tolerance, flat, fewest, share, rest, BLOCK: tl.constexpr):
-    """Order the tokens in one program, sparse gradients first. The mean gradient, which separates both, is then
-    deterministic."""
+    """Order the tokens of a batch in one Triton program: tokens planned to have a sparse logit gradient come first.
+
+    In one program the mean gradient, which separates sparse from dense, is deterministic.
+    """
     sizes = tl.zeros((BLOCK,), tl.float32)
     rows, refused, dense = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
     for begin in range(0, total, BLOCK):
@@ -185,7 +187,9 @@ def _order_kernel(off, size, order, counts, total, tolerance, flat, fewest, shar
 def fused_loss(
     source: HeadInput, terms: LossTerms, tolerance: float, needed: Sequence[bool], *, wait: bool = False
 ) -> FusedLoss | None:
-    """Compute loss and gradients of a batch [B T …]; None if the objective has no kernel or refuses the batch.
+    """Compute the policy loss and its gradients for a batch. Returns None if no kernel exists or the batch is invalid.
+
+    An objective may lack a kernel. An empty batch counts as invalid.
 
     With `wait` the host waits until the ranking of a union is known to be right. Otherwise everything is queued, and computed
     again in the rare case that it was not.

@@ -20,14 +20,17 @@ LEAST: tl.constexpr = tl.constexpr(LEAST_LEFT)
 def gather_logp(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LogitSpec, tokens: Tensor, logp: Tensor, ids: Tensor
 ) -> Tensor:
-    """Compute log-probabilities of the tokens `ids` [N, M] on a GPU, like `union.gather_logp`. Padding at the end is free."""
+    """Compute log-probs of given tokens `ids` [N, M] on a GPU, like `union.gather_logp`.
+
+    Padding at the end costs nothing.
+    """
     own, place = tokens[:, None], torch.arange(len(ids), device=ids.device)
     rest = torch.zeros(len(ids), device=ids.device)  # not used: nothing is taken from a tail
     return _extend(hidden, weight, bias, spec, place, own, logp[:, None], rest, torch.cat([own, ids], 1))[0][:, 1:]
 
 
 def extend_rows(old: SparseDist, ids: Tensor, union: UnionSupport, spec: LogitSpec) -> SparseDist:
-    """Evaluate the old policy [1 N K] on the union `ids` [N, S], which begins with the old policy's own tokens.
+    """Compute the old policy's log-probs on a union `ids` [N, S], which begins with the old policy's own tokens.
 
     `UnionSupport.extend` is the reference; this one never waits for the device. A place beyond the old hidden states makes its
     row NaN, which is refused.
@@ -41,7 +44,10 @@ def _extend(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LogitSpec, place: Tensor, ids: Tensor, kept: Tensor,
     rest: Tensor, wide: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute log-probs of the tokens `wide` [N, S] and the remaining log tail mass [N], given log-probs of `ids` [N, K]."""
+    """Compute log-probs of the tokens `wide` and the log tail mass that remains, given log-probs of the tokens `ids`.
+
+    `wide` is [N, S], `ids` is [N, K], and the log tail mass is [N].
+    """
     out, out_rest = torch.empty(wide.shape, device=wide.device), torch.empty(len(wide), device=wide.device)
     given = (None if x is None else x.contiguous() for x in (hidden, weight, bias, place, ids, kept, rest, wide))
     _extend_kernel[(len(wide),)](
@@ -54,7 +60,7 @@ def _extend(
 
 @triton.jit
 def _logits(hidden, weight, bias, id, row, vocabulary, width, before, cap, after, BLOCK: tl.constexpr):
-    """Compute the logits of some tokens [1, n] at one position."""
+    """Compute the logits of n given tokens at one position [1, n]."""
     # One hidden state against n gathered rows of weights: bound by the traffic of n · H weights, and no matrix units are
     # needed.
     dots, member = tl.zeros(id.shape, tl.float32), (id >= 0) & (id < vocabulary)
@@ -73,7 +79,7 @@ def _extend_kernel(
     hidden, weight, bias, row_of, ids, kept, rest, wide, out_kept, out_rest, count, vocabulary, width, slots, joined, before,
     cap, after, BLOCK: tl.constexpr, SOME: tl.constexpr, SLOTS: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
-    """Extend one position: copy its old tokens' log-probs, compute those of the added tokens, and the remaining tail mass."""
+    """Extend the support at one position: copy known log-probs, compute those of added tokens, and reduce the tail mass."""
     # One position per program: positions differ in how many tokens they add, from none to dozens, and none waits for another.
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, SLOTS)

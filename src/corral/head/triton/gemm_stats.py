@@ -1,4 +1,4 @@
-"""Statistics of the logits in each vocabulary tile, from one GEMM of hidden states and head weights."""
+"""Statistics of the LM head's logits in each tile of vocabulary columns, computed in the same kernel as the logits."""
 
 from dataclasses import dataclass
 
@@ -17,12 +17,13 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 FAR: tl.constexpr = tl.constexpr(1e30)
 """Finite number larger than any logit: subtracting it from the largest logit makes the second largest the maximum."""
 HEADROOM: tl.constexpr = tl.constexpr(96.0)
-"""Headroom above the largest logit, in powers of two: sums reach further down, and logits 150 below the largest are 0."""
+"""Binary exponent added to exponentials of logits, so that logits far below the largest one do not become 0.
+Logits 150 below the largest become 0."""
 
 
 @triton.jit
 def reduce_any(z, ENTROPY: tl.constexpr, COLUMNS: tl.constexpr):
-    """Compute the statistics of a tile in which some or all logits may be −inf."""
+    """Compute the statistics of one tile of logits, some or all of which may be −inf."""
     local = tl.arange(0, COLUMNS)
     # Each of these runs over a whole tile of accumulators in registers, once per tile: it is what the GEMM waits for.
     # The place by comparison: faster than a maximum that carries its index along. NaN has none, and takes any.
@@ -42,7 +43,7 @@ def reduce_any(z, ENTROPY: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def reduce_plain(z, factor, ENTROPY: tl.constexpr, COMPILED: tl.constexpr, COLUMNS: tl.constexpr):
-    """Compute the statistics of a tile of finite dot products h Wᵀ. The logits are a positive multiple of these.
+    """Compute the statistics of one tile of logits that are a positive multiple of finite dot products h Wᵀ.
 
     Comparing and selecting are what costs beside a GEMM; multiplying costs next to nothing. So the largest is marked with
     1 and everything else with 0, and its place, how many equals it has, and what is left without it are sums of these. Sums of
@@ -87,28 +88,31 @@ def reduce_plain(z, factor, ENTROPY: tl.constexpr, COMPILED: tl.constexpr, COLUM
 
 @dataclass(frozen=True, eq=False)
 class TileStatistics(Tensors):
-    """Statistics of each position's logits in each tile of C vocabulary columns; [N, V/C] each.
+    """Statistics of the logits at each position, in each tile of C vocabulary columns [N, V/C].
 
     The largest logit stands apart, and the sum is relative to the second largest: the mass that remains in a tile once its
     largest logit has gone to the support is then known to full precision, however peaked the policy.
     """
 
     peak: Tensor
-    """Largest logit of the tile."""
+    """Largest logit in each vocabulary tile."""
     place: Tensor
-    """Column of the largest logit within the tile, uint8; on a tie, any of the equal columns."""
+    """Column of the largest logit within its vocabulary tile, uint8; on a tie, any of the equal columns."""
     second: Tensor
-    """Second largest logit of the tile."""
+    """Second largest logit in each vocabulary tile."""
     others: Tensor
-    """Sum Σ e^(z − second) over all columns but `place`; at least 1 if all of them are 150 below the largest."""
+    """Sum of e^(z − second) over the logits z of each vocabulary tile, except its largest logit.
+    It is at least 1 if all these logits are 150 below the largest."""
     weighted: Tensor
-    """Sum Σ (z − second) e^(z − second) over all columns but `place`, for the entropy; empty unless requested."""
+    """Sum of (z − second) e^(z − second) over each vocabulary tile, except its largest logit; empty without entropy."""
 
 
 def gemm_stats(
     source: HeadInput, *, store: Tensor | None = None, reference: Tensor | None = None, counter: Tensor | None = None
 ) -> TileStatistics:
-    """Compute the statistics of all logits, from hidden states [N, H] and head weight [V, H], in one GEMM.
+    """Compute the statistics of the logits in all vocabulary tiles, from hidden states and head weight, in one GEMM.
+
+    Hidden states are [N, H], the weight is [V, H].
 
     `store` [N, tiles · C] gets e^(z − reference) of every logit, at most 2¹⁰⁰, for a `reference` [N]: a dense gradient is made
     from it, as exact in half precision as the gradient itself will be. With a `counter` [1] on the device, only that number of
@@ -141,25 +145,25 @@ def gemm_stats(
 
 
 def spec_arguments(spec: LogitSpec) -> tuple[float, float | None, float]:
-    """Arguments `before`, `cap` and `after` of the kernel function `finish_logits`."""
+    """Convert a LogitSpec to the arguments `before`, `cap` and `after` of the kernel function `finish_logits`."""
     if spec.softcap is None:
         return spec.slope, None, 1.0
     return spec.scale, spec.softcap, 1 / spec.temperature
 
 
 def lanes(count: int) -> int:
-    """Smallest power of 2 that is at least `count`: the width of a Triton block."""
+    """Smallest power of two that is at least `count`, and at least 2: the width of a Triton block."""
     return max(2, triton.next_power_of_2(count))
 
 
 def processors(x: Tensor) -> int:
-    """Number of multiprocessors of a tensor's GPU; persistent kernels start one program on each."""
+    """Number of multiprocessors of a tensor's GPU; a persistent kernel starts one program on each of them."""
     return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
 
 
 @triton.jit
 def finish_logits(dots, columns, bias, vocabulary, before, cap, after):
-    """Compute z = softcap(scale · (h Wᵀ + b)) / temperature; −inf beyond the vocabulary."""
+    """Convert dot products to logits z = softcap(scale · (h Wᵀ + b)) / temperature; −inf beyond the vocabulary."""
     if bias is not None:
         dots += tl.load(bias + columns, mask=columns < vocabulary, other=0.0).to(tl.float32)[None, :]
     z = dots * before
@@ -176,9 +180,10 @@ def _stats_kernel(
     before, cap, after, PLAIN: tl.constexpr, ENTROPY: tl.constexpr, COMPILED: tl.constexpr, PROGRAMS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Persistent kernel of `gemm_stats`: each program computes every PROGRAMS-th tile. Groups of row blocks share weights.
+    """Persistent Triton kernel of `gemm_stats`; each program computes the statistics of every PROGRAMS-th tile.
 
-    First whole tiles of plain logits, which take fewer steps to reduce, then the others: as a rule the last of each row.
+    Groups of row blocks share weights. First whole tiles of plain logits, which take fewer steps to reduce, then the others: as
+    a rule the last of each row.
     """
     if counter is not None:  # tensors are as long as the batch; blocks beyond the unmasked rows are skipped
         count = tl.minimum(tl.load(counter), count)
@@ -213,7 +218,10 @@ def _stats_kernel(
 
 @triton.jit
 def _tile_at(index, row_blocks, column_blocks, GROUP: tl.constexpr):
-    """Map a program's index to a tile. A group of row blocks shares its weights: the order is first down, then across."""
+    """Map a running number to the row block and the column block of a tile of logits.
+
+    A group of row blocks shares its weights: the order is first down, then across.
+    """
     # Programs that run at the same time then read GROUP blocks of hidden states and a few tiles of weights, all from L2: the
     # weights leave memory once per group, and not once per row block.
     group = index // (GROUP * column_blocks)
@@ -239,7 +247,7 @@ def _store_statistics(
     store, reference, peak, place, second, others, weighted, row_block, column_block, count, tiles, found, most,
     ENTROPY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile's statistics, and the exponentials of its logits if these are stored."""
+    """Write the statistics of one tile of logits and, if `store` is given, the exponentials of these logits."""
     top, at, next_top, total, gaps, e, base, is_top = found
     # Every (row, tile) has one writer, so that nothing here is atomic. Statistics are [rows, tiles]: later kernels read a
     # row's.

@@ -1,4 +1,4 @@
-"""Per-token losses and their gradients in Triton, for objectives that weight, clip, mask, penalise or project."""
+"""Per-token losses and their gradients in Triton, for objectives with weights, clipping, masks, penalties or projections."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,28 +23,33 @@ RULED_OUT, LOG_RATIO_MAX, CERTAIN, TOLERATED = (
     tl.constexpr(x) for x in (reference.RULED_OUT, numerics.LOG_RATIO_MAX, numerics.CERTAIN, ANCHOR_TOLERANCE)
 )
 UNCHECKED = LogpTolerance()
-"""No limits on log-probs: the new policy comes from the head, and the old policy has been checked."""
+"""Limits that accept every log-prob, for a batch whose log-probs have been validated before.
+The new policy comes from the LM head, and the old policy has been checked."""
 
 FIELDS = LOSS, LOG_RHO, ACTED, KL_MEAN, KL_MAX, KL_AFTER, DUAL, CONVERGED, MISMATCH, FLAWED, REGRESSION = tuple(
     map(tl.constexpr, range(11))
 )
-"""Row indices of the results in `LossRows.fields`. Without top-k tokens, KL_MEAN and KL_MAX use two different estimates."""
+"""Indices of the per-token results in the tensor `LossRows.fields`.
+Without top-k tokens, KL_MEAN and KL_MAX use two different estimates."""
 REST_MAX_RATIO, HIDDEN_KL_MAX = tl.constexpr(11), tl.constexpr(12)
-"""Indices of two further metrics, which follow the results of `LossRows.fields`."""
+"""Indices of two more metrics in the output of the metrics kernel, after the metrics from `LossRows.fields`."""
 LANES = 256
-"""Number of elements (rows times top-k slots) that one program processes."""
+"""Number of elements (rows times top-k slots) that one Triton program processes."""
 
 
 @triton.jit
 def log_softmax(x):
-    """Compute x − log Σ eˣ."""
+    """Compute the log-softmax x − log Σ eˣ of a vector."""
     top = tl.max(x, 0)
     return x - (top + tl.log(tl.sum(tl.exp(x - top), 0)))
 
 
 @triton.jit
 def kl_term(p, q, gap):
-    """Compute p (eˣ − 1 − x) for x = log q − log p: as a series if x is small, as q − p − p x elsewhere."""
+    """Compute one term of a KL, p (eˣ − 1 − x) for x = log q − log p, without cancellation if x is small.
+
+    A series is used if x is small, and q − p − p x elsewhere.
+    """
     # A KL near 0 is a sum of such terms, each of second order: as q − p − p x its digits would cancel. The series has as many
     # terms as float32 can tell apart for |x| < ½, and Horner's form needs no powers.
     near = tl.abs(gap) < 0.5
@@ -57,7 +62,7 @@ def kl_term(p, q, gap):
 
 @triton.jit
 def kl_elements(log_p, log_q):
-    """Terms of KL(p‖q), one per category: q where p = 0, inf where only q is 0."""
+    """Compute the terms of KL(p‖q), one per category: q where p = 0, inf where only q is 0."""
     both = (log_p > -float("inf")) & (log_q > -float("inf"))
     term = kl_term(tl.exp(log_p), tl.exp(log_q), tl.where(both, log_q - log_p, 1.0))
     return tl.where((log_p > -float("inf")) & (log_q == -float("inf")), float("inf"), term)
@@ -84,7 +89,7 @@ def log1p(x):
 
 @triton.jit
 def abs_difference(log_p, log_q):
-    """Compute |p − q| as max(p, q) (1 − e^−|log p − log q|)."""
+    """Compute |p − q| from log p and log q, as max(p, q) (1 − e^−|log p − log q|)."""
     neither = (log_p == -float("inf")) & (log_q == -float("inf"))
     gap = tl.where(neither, 0.0, log_p) - tl.where(neither, 0.0, log_q)
     return tl.exp(tl.maximum(log_p, log_q)) * -expm1(-tl.abs(gap))
@@ -92,7 +97,7 @@ def abs_difference(log_p, log_q):
 
 @triton.jit
 def binary_kl(log_p, log_q):
-    """KL between the two-way distributions (p, 1 − p) and (q, 1 − q), like `divergence.binary_kl`."""
+    """Compute the KL between the two-way distributions (p, 1 − p) and (q, 1 − q), like `divergence.binary_kl`."""
     sure_p, sure_q = log_p >= 0.0, log_q >= 0.0
     rest_p = tl.where(sure_p, -float("inf"), tl.log(-expm1(tl.where(sure_p, -1.0, log_p))))
     rest_q = tl.where(sure_q, -float("inf"), tl.log(-expm1(tl.where(sure_q, -1.0, log_q))))
@@ -110,7 +115,10 @@ def binary_kl(log_p, log_q):
 
 @triton.jit
 def tilt(t, log_old, p, d, common):
-    """Evaluate the tilted policy r_t ∝ old · e^{t d}: log r_t, KL(r_t‖old) and the variance of d, Var_r(d)."""
+    """Compute the tilted policy r ∝ old · e^{t d}: its log-probs, KL(r‖old), and the variance of d under r.
+
+    d is log new − log old, up to a constant.
+    """
     step = t * d
     x = tl.where(common, log_old + step, -float("inf"))
     top = tl.max(x, 0)
@@ -124,7 +132,9 @@ def tilt(t, log_old, p, d, common):
 
 @triton.jit
 def project(new, old, bound):
-    """Project one token's distribution onto the KL ball: log r, t, whether the bound binds, KL(r‖old), converged.
+    """Project one token's distribution onto the KL ball around the old policy, with Newton's method.
+
+    Returns log r, t, whether the bound binds, KL(r‖old), and whether the iteration converged.
 
     Fuses `find_root` and `_project_rows` of the PyTorch projection.
     """
@@ -183,21 +193,22 @@ def project(new, old, bound):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LossRows(Upstream):
-    """Losses of N packed tokens, with their gradients with respect to the head's results."""
+    """Losses of N packed tokens, with their gradients with respect to the LM head's results."""
 
     SHARED: ClassVar[tuple[str, ...]] = ("fields",)
 
     fields: Tensor
-    """Results of each token, in the order of FIELDS [11, N]: loss (LOSS, policy + regression), log-ratio (LOG_RHO), …"""
+    """Results of each token, such as loss and log-ratio, in the order of FIELDS [11, N].
+    LOSS is policy + regression, LOG_RHO the log-ratio, and so on."""
     rest_old: Tensor | None
-    """Log tail mass of the old policy [N], after a union has taken tokens out of the tail. None without top-k tokens."""
+    """Log tail mass of the old policy [N], without the tokens that a union took out of the tail; None without top-k tokens."""
 
     def field(self, which: tl.constexpr) -> Tensor:
-        """Return one result of every token [N], chosen by its index in FIELDS."""
+        """Return one result for all tokens [N]; the result is chosen by its index in FIELDS."""
         return self.fields[which.value]
 
     def output(self, rule: TokenRule | ProjectionRule, metrics: dict[str, Tensor]) -> ObjectiveOutput:
-        """Convert the results to the objective's output for packed tokens [1 N]."""
+        """Convert the kernel's results to an ObjectiveOutput for packed tokens [1 N]."""
         out = ObjectiveOutput(self.field(LOSS)[None], metrics, self.field(ACTED)[None] > 0)
         if isinstance(rule, TokenRule):
             return out
@@ -205,12 +216,18 @@ class LossRows(Upstream):
 
     @classmethod
     def cat(cls, parts: Sequence["LossRows"], dim: int = 0) -> "LossRows":
-        """Join the losses of several parts along the token axis N, the second axis of `fields`."""
+        """Concatenate the losses of several parts of a batch along the token axis N.
+
+        It is the second axis of `fields`.
+        """
         return replace(super().cat(parts, dim), fields=torch.cat([part.fields for part in parts], dim + 1))
 
 
 def kernel_rule(objective: Any, batch: TokenBatch) -> TokenRule | ProjectionRule | None:
-    """Return the kernel rule for this objective, or None for a custom function or a batch that lacks a required field."""
+    """Return the Triton kernel's rule for an objective. Returns None if no kernel can compute the objective on this batch.
+
+    Custom functions have none, and the batch may lack a required field.
+    """
     if not isinstance(objective, Objective) or not has_token_shapes(batch):
         return None
     lacks_support = "dist_old" in objective.needs and batch.dist_old is None
@@ -224,7 +241,7 @@ def row_losses(
     policy_weights: Tensor | None = None,
     limits: LogpTolerance = UNCHECKED,
 ) -> LossRows:
-    """Compute the losses of N packed tokens [1 N] and their gradients in one kernel.
+    """Compute the losses of N packed tokens [1 N] and their gradients in one Triton kernel.
 
     A projection rule gives L = − (π̃(a) / π_old(a)) Â + α KL(π‖sg[π̃]), a token rule what its name says. Tokens beyond `limits`
     are marked invalid.
@@ -262,7 +279,10 @@ def summarize(
     weights: Tensor | None = None,
     policy_weights: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Compute the objective's metrics, the total loss Σ w (c · policy + regression), and the number of invalid tokens."""
+    """Compute the objective's metrics, the weighted sum of all token losses, and the number of invalid tokens.
+
+    The sum is Σ w (c · policy + regression).
+    """
     new, old, (_, count) = batch.dist_new, batch.dist_old, loss.fields.shape
     out = torch.empty(len(FIELDS) + 2, device=loss.fields.device)
     tail: tuple[Tensor, Tensor, Tensor] | tuple[None, None, None] = (None, None, None)
@@ -296,7 +316,7 @@ def disagree(own, anchor):
 
 @triton.jit
 def no_distribution(mass, slack):
-    """True if a distribution's mass is not 1, by a looser tolerance than the objective's.
+    """True if a distribution does not sum to 1, with a looser tolerance than in the objective's own check.
 
     The objective is then called, and checks the batch.
     """
@@ -305,7 +325,7 @@ def no_distribution(mass, slack):
 
 @triton.jit
 def _metrics_kernel(fields, rest, rest_new, max_new, max_old, weights, policy_weights, out, count, BLOCK: tl.constexpr):
-    """Sum all metrics in one program, so that the result is deterministic."""
+    """Compute all metrics of a batch in one Triton program, so that the result is deterministic."""
     zero = tl.zeros((BLOCK,), tl.float32)
     tail_gap, hidden = zero - float("inf"), zero
     acted, kl, after, dual, projected = zero, zero, zero, zero, zero

@@ -1,4 +1,4 @@
-"""Top-k tokens from tile statistics: choose vocabulary tiles, recompute their logits, and rank the K most likely tokens."""
+"""Find the top-k tokens from statistics of vocabulary tiles: recompute the logits of a few tiles, then rank them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,57 +17,68 @@ from corral.head.triton.gemm_stats import TileStatistics, finish_logits, gemm_st
 from corral.support import has_repeats, refuse_ids, refuse_repeats
 
 WARPS = 4
-"""Number of warps of a program that processes one position."""
+"""Number of warps of a Triton program that processes one position."""
 LOWEST: tl.constexpr = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
 NOTHING: tl.constexpr = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 LEFT_ALONE, LARGEST_TAKEN, RECOMPUTED = map(tl.constexpr, range(3))
-"""States of one position's vocabulary tile: no logit taken out, the largest taken out, or recomputed."""
+"""States of a vocabulary tile at one position: no logit taken out, only the largest taken out, or logits recomputed."""
 
 ROWS_AT_ONCE = 8192
 """Largest number of positions whose tile statistics are stored at once."""
 ROOM = 4
-"""Space for the candidates for top-k tokens, as a multiple of k. Common tokens have neighbouring ids, so k is not enough."""
+"""Number of slots for candidates for the top-k tokens at each position, as a multiple of k.
+Common tokens have neighbouring ids, so k slots are not enough."""
 MORE_ROOM = 32
-"""Space for positions with more candidates, as a multiple of k. If it overflows, as with equal logits, the PyTorch path is
-used."""
+"""Number of candidate slots, as a multiple of k, at positions whose candidates did not fit in ROOM · k slots.
+If they do not fit here either, as with equal logits, the PyTorch path is used."""
 UNION_ROOM = 8
-"""Space for candidates if the host does not wait for the overflow flag, as a multiple of k. A flagged batch is recomputed."""
+"""Number of candidate slots, as a multiple of k, if the host does not wait for the overflow flag.
+A flagged batch is recomputed."""
 MOST_LISTED = 8192
-"""Largest number of candidates that can be sorted in 64 KiB of shared memory, which every GPU has."""
+"""Largest number of candidate tokens that can be sorted in 64 KiB of shared memory, which every GPU has."""
 
 
 @dataclass(frozen=True, eq=False)
 class RecomputePlan:
-    """Vocabulary tiles whose logits are recomputed, for N positions. Memory suffices for all, so that the host need
-    not wait."""
+    """Plan of the vocabulary tiles whose logits are recomputed, for N positions.
+
+    Memory suffices for all tiles, so that the host need not wait.
+    """
 
     state: Tensor
-    """State of each position's tiles: LEFT_ALONE, LARGEST_TAKEN or RECOMPUTED [N, tiles] uint8."""
+    """State of each vocabulary tile at each position: LEFT_ALONE, LARGEST_TAKEN or RECOMPUTED [N, tiles] uint8."""
     queue: Tensor
     length: Tensor
-    """Positions for which each vocabulary tile is recomputed [tiles, N], and the number of these positions [tiles]."""
+    """Number of positions for which each vocabulary tile is recomputed [tiles]; `queue` lists the positions [tiles, N]."""
     listed: Tensor
-    """Candidates at each position: id · M + slot of given tokens, ascending [N, M], or rank keys for top-k tokens [N, room]."""
+    """Candidate tokens at each position, as integers to be sorted.
+    For given tokens: id · M + slot, ascending [N, M]. For top-k tokens: rank keys [N, room]."""
     filled: Tensor
-    """Number of candidates for the top-k tokens of each position [N]; more than `room` if they did not fit."""
+    """Number of candidates for the top-k tokens at each position [N]; it exceeds `room` if the candidates did not fit."""
     floor: Tensor
-    """Lower bound on the logits of the top-k tokens at each position, as an integer of equal order [N]."""
+    """Lower bound on the logits of the top-k tokens at each position [N], as an integer that sorts like the logit."""
     overflow: Tensor
-    """Flag for top-k tokens: 1 if `filled` exceeds `room` at any position [1]."""
+    """Overflow flag [1]: it is 1 if the candidates for top-k tokens did not fit in memory at any position."""
 
 
 def fits_at_once(count: int) -> bool:
-    """True if the tile statistics of `count` tokens fit in memory at once, and can be computed beforehand."""
+    """True if the statistics of all vocabulary tiles for `count` tokens fit in memory at once.
+
+    They can then be computed beforehand.
+    """
     return count <= ROWS_AT_ONCE
 
 
 def lm_head_forward(source: HeadInput) -> HeadRows:
-    """Compute the head's results for `lm_head`. Ids are checked on the device, and refused once all kernels are queued."""
+    """Compute the results of `lm_head` in Triton: log-probs, entropy, and the distribution on the support.
+
+    Ids are checked on the device, and refused once all kernels are queued.
+    """
     return stream_head(source, queued=queue_id_check("lm_head", source.tokens, source.ids, len(source.weight)))
 
 
 def queue_id_check(where: str, tokens: Tensor, ids: Tensor | None, vocabulary: int) -> Callable[[], None]:
-    """Queue a check of token ids on the device. The returned function waits for its result, and raises an error for wrong ids.
+    """Queue a check of token ids on the device, and return a function that waits for it and raises ValueError if it fails.
 
     Waiting at once would stop the host for as long as the device is behind. Kernels must therefore read no memory out of
     bounds, whatever the ids.
@@ -93,7 +104,7 @@ def stream_head(
     queued: Callable[[], None] = lambda: None,
     overflows: list[AsyncCopy] | None = None,
 ) -> HeadRows:
-    """Compute the head's results for n tokens, from one GEMM and a few recomputed tiles of logits.
+    """Compute the LM head's results for n tokens, from one GEMM and a few recomputed tiles of logits.
 
     Without `ids` and `top_k` the support is the sampled token; with both it is their union. `stats` are those of all n tokens,
     if they exist already. `queued` is called when all kernels are queued, before the host waits for a result. The ranking of a
@@ -109,13 +120,13 @@ def stream_head(
 
 
 def _parts(whole: HeadInput) -> list[HeadInput]:
-    """Split the tokens into even parts of at most ROWS_AT_ONCE rows."""
+    """Split the LM head's inputs into even parts of at most ROWS_AT_ONCE tokens."""
     total = len(whole.hidden)
     return [whole[part] for part in slices(total, triton.cdiv(total, max(1, triton.cdiv(total, ROWS_AT_ONCE))))]
 
 
 def support_rows(part: HeadInput, stats: TileStatistics, overflows: list[AsyncCopy] | None = None) -> HeadRows:
-    """Compute the head's results on given tokens, on their union with the top-k tokens, or on the sampled token.
+    """Compute the LM head's results on given tokens, on the union of given and top-k tokens, or on the sampled token.
 
     The tile statistics `stats` are overwritten.
     """
@@ -133,7 +144,7 @@ def support_rows(part: HeadInput, stats: TileStatistics, overflows: list[AsyncCo
 
 
 def _given_rows(part: HeadInput, stats: TileStatistics) -> HeadRows:
-    """Compute the head's results on the given tokens `ids`, or on the sampled token alone."""
+    """Compute the LM head's results on the given tokens `ids`, or on the sampled token alone."""
     given, marks = part.ids is not None, _marks(part)
     (count, tiles), slots = stats.peak.shape, marks.shape[1]
     out, plan = _blank_rows(part, slots), _blank_plan(stats, lanes(slots))
@@ -159,7 +170,7 @@ def _own_rows(
     queued: Callable[[], None] = lambda: None,
     overflows: list[AsyncCopy] | None = None,
 ) -> HeadRows:
-    """Compute the head's results on the policy's own top-k tokens, as in `corral.top_k_support`.
+    """Compute the LM head's results on the policy's own top-k tokens, as in `corral.top_k_support`.
 
     Slot 0 is the sampled token, or no token if `ids` is given.
     """
@@ -203,13 +214,16 @@ def _own_rows(
 
 
 def _marks(part: HeadInput) -> Tensor:
-    """Collect the token ids to evaluate: the sampled token and the given ones [N, 1 + K] int32; −1 outside the vocabulary."""
+    """Collect the token ids to evaluate at each position: the sampled token, then the given tokens [N, 1 + K] int32.
+
+    Ids outside the vocabulary become −1.
+    """
     marks = part.tokens[:, None] if part.ids is None else torch.cat([part.tokens[:, None], part.ids], 1)
     return torch.where((marks >= 0) & (marks < len(part.weight)), marks, -1).int()
 
 
 def _blank_rows(part: HeadInput, slots: int) -> HeadRows:
-    """Allocate uninitialised results of the head; the entropy is 0 unless requested."""
+    """Allocate uninitialised results of the LM head; the entropy is 0 unless requested."""
     count, device = len(part.tokens), part.tokens.device
     lse, logp, rest, rest_max = (torch.empty(count, device=device) for _ in range(4))
     entropy = (torch.empty if part.entropy else torch.zeros)(count, device=device)
@@ -218,7 +232,7 @@ def _blank_rows(part: HeadInput, slots: int) -> HeadRows:
 
 
 def _blank_plan(stats: TileStatistics, listed: int) -> RecomputePlan:
-    """Allocate an empty recompute plan."""
+    """Allocate an empty plan of vocabulary tiles to recompute."""
     (count, tiles), like = stats.peak.shape, stats.peak
     zeros = torch.zeros(tiles + 1, dtype=torch.int32, device=like.device)
     length, overflow = zeros[:tiles], zeros[tiles:]
@@ -232,7 +246,7 @@ def _blank_plan(stats: TileStatistics, listed: int) -> RecomputePlan:
 def _recompute_tiles(
     part: HeadInput, stats: TileStatistics, plan: RecomputePlan, marks: Tensor, out: HeadRows, *, own: bool
 ) -> None:
-    """Recompute the logits of the queued tiles, for given tokens or for the policy's own top-k tokens.
+    """Recompute the logits of queued vocabulary tiles, for given tokens or for the policy's own top-k tokens.
 
     Given tokens' log-probs go to `out.kept`; candidates for top-k tokens go to the plan's list.
     """
@@ -248,10 +262,10 @@ def _recompute_tiles(
 
 
 def join_supports(given: Tensor, ranked: Tensor, most: int, joins: Tensor | None = None) -> Tensor:
-    """Join token ids into [N, K + most]: the tokens of `given` [N, K], then up to `most` others of `ranked` [N, M], then −1.
+    """Join two lists of token ids at each position: all of `given`, then up to `most` other ids of `ranked`, then −1.
 
-    Both may hold −1, for no token, anywhere. A row that does not join [N] gets no others. `support.choose_support` is the
-    reference.
+    `given` is [N, K], `ranked` is [N, M], and the result is [N, K + most]. Both may hold −1, for no token, anywhere. A row that
+    does not join [N] gets no others. `support.choose_support` is the reference.
     """
     (count, slots), joined = given.shape, given.shape[1] + most
     out = torch.empty(count, joined, dtype=torch.int64, device=given.device)
@@ -264,21 +278,23 @@ def join_supports(given: Tensor, ranked: Tensor, most: int, joins: Tensor | None
 
 @triton.jit
 def rank_bits(z):
-    """Map a logit to an integer with the same order."""
+    """Map a logit to an integer, so that integers and logits have the same order."""
     bits = (z + 0.0).to(tl.int32, bitcast=True)  # + 0 turns −0 into 0, its equal
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def rank_key(z, ids):
-    """Map (logit, id) to an integer key that sorts by logit, then by lower id."""
+    """Map a logit and its token id to one integer that sorts by logit, then by lower id."""
     return (rank_bits(z).to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
 
 
 @triton.jit
 def _load_tiles(peak, second, others, row, tiles, TILES: tl.constexpr):
-    """Load the statistics of a position's tiles: indices, mask, addresses, two largest logits, and the sum without the
-    largest."""
+    """Load the statistics of all vocabulary tiles at one position.
+
+    Returns indices, mask, addresses, the two largest logits, and the sum without the largest.
+    """
     # One program holds all of a row's tiles in registers: 594 of them for a vocabulary of 152,000.
     tile = tl.arange(0, TILES)
     valid = tile < tiles
@@ -290,7 +306,7 @@ def _load_tiles(peak, second, others, row, tiles, TILES: tl.constexpr):
 
 @triton.jit
 def log_sum(peak, total):
-    """Compute log Σ total e^peak over tiles; −inf if there is nothing to sum."""
+    """Compute log Σ total · e^peak over vocabulary tiles; −inf if there is nothing to sum."""
     top = tl.max(peak, 0)
     top = tl.where(top == -float("inf"), 0.0, top)
     return top + tl.log(tl.sum(total * tl.exp(peak - top), 0))
@@ -298,7 +314,7 @@ def log_sum(peak, total):
 
 @triton.jit
 def whole_tiles(top, runner_up, without):
-    """Compute for each tile Σ e^(z − top), where top is its largest logit, and the gap second − top."""
+    """Compute for each vocabulary tile Σ e^(z − top), and the gap from its largest logit, top, to its second largest."""
     # 1 for the largest itself, and the others brought from "relative to the second" to "relative to the largest".
     some = top > -float("inf")
     down = tl.where(runner_up > -float("inf"), runner_up - tl.where(some, top, 0.0), -float("inf"))
@@ -307,7 +323,7 @@ def whole_tiles(top, runner_up, without):
 
 @triton.jit
 def _normaliser(top, runner_up, without, weighted, lse, entropy, row, tiles, ENTROPY: tl.constexpr, TILES: tl.constexpr):
-    """Write a position's normaliser log Σ e^z, and its entropy."""
+    """Write the log normaliser log Σ eᶻ of the softmax at one position, and its entropy if requested."""
     whole, down = whole_tiles(top, runner_up, without)
     total = log_sum(top, whole)
     tl.store(lse + row, total)
@@ -327,8 +343,10 @@ def _given_kernel(
     peak, place, second, others, weighted, marks, state, queue, length, listed, values, lse, entropy, rows, tiles, slots,
     GIVEN: tl.constexpr, ENTROPY: tl.constexpr, TILES: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute a position's normaliser and entropy. Read off given tokens that are a tile's largest, and queue the
-    other tiles."""
+    """Compute normaliser and entropy at one position, and queue the vocabulary tiles that its given tokens need.
+
+    A given token that is its tile's largest is read off the statistics; the tiles of other given tokens are queued.
+    """
     row = tl.program_id(0).to(tl.int64)
     _tile, valid, here, top, runner_up, without = _load_tiles(peak, second, others, row, tiles, TILES)
     total = _normaliser(top, runner_up, without, weighted, lse, entropy, row, tiles, ENTROPY, TILES)
@@ -383,7 +401,7 @@ def _own_kernel(
     peak, place, second, others, weighted, marks, state, queue, length, listed, filled, floors, overflow, lse, entropy, rows,
     tiles, top_k, ENTROPY: tl.constexpr, TILES: tl.constexpr, ROOM: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute a position's normaliser and entropy, a lower bound on its top k logits, and the tiles to recompute.
+    """Compute normaliser and entropy at one position, a lower bound on its top k logits, and the tiles to recompute.
 
     The k-th largest among the two largest logits of every tile is such a floor. A tile whose second largest logit is below it
     holds one member at most, which is known. Bisection finds a floor that slightly more than k of these logits reach: exact
@@ -441,7 +459,10 @@ def _tile_kernel(
     width, tiles, slots, before, cap, after, OWN: tl.constexpr, GIVEN: tl.constexpr, PROGRAMS: tl.constexpr,
     TILES: tl.constexpr, LISTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Recompute the logits of queued tiles: each program takes every PROGRAMS-th block of ROWS rows with one tile in common."""
+    """Recompute the logits of queued vocabulary tiles, for up to ROWS positions that share a tile at once.
+
+    Each program takes every PROGRAMS-th of these blocks.
+    """
     # This is a GEMM of gathered rows with one tile of weights at a time: rows are sorted by tile, and not tiles by row, so that
     # a tile of W is read once for all rows that need it.
     # How many rows wait for which tile is known on the device alone. Every program finds its blocks from the queues' lengths by
@@ -515,7 +536,7 @@ def _tile_kernel(
 
 @triton.jit
 def _left_in_tiles(peak, second, others, state, row, tiles, TILES: tl.constexpr):
-    """Compute log Σ e^z over the logits that stayed in their tiles, and the largest of these logits."""
+    """Compute log Σ eᶻ over the logits that stayed in their vocabulary tiles, and the largest of these logits."""
     _tile, valid, here, top, runner_up, without = _load_tiles(peak, second, others, row, tiles, TILES)
     whole, _down = whole_tiles(top, runner_up, without)
     untouched = tl.load(state + here, mask=valid, other=RECOMPUTED) == LEFT_ALONE
@@ -528,7 +549,7 @@ def _finalize_given_kernel(
     peak, second, others, state, marks, lse, rest, rest_max, values, tiles, slots, GIVEN: tl.constexpr, TILES: tl.constexpr,
     SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Finalize a position with given tokens: its tail mass, and slot 0 if the sampled token is also among the given ones."""
+    """Finalize one position with given tokens: write its tail mass, and the sampled token's log-prob if it is a given token."""
     row = tl.program_id(0).to(tl.int64)
     total = tl.load(lse + row)
     outside, largest = _left_in_tiles(peak, second, others, state, row, tiles, TILES)
@@ -548,7 +569,7 @@ def _finalize_own_kernel(
     peak, second, others, state, listed, filled, marks, lse, logp, rest, rest_max, ids, kept, tiles, mass, top_k,
     THRESHOLD: tl.constexpr, TILES: tl.constexpr, BEST: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """Finalize a position's top-k tokens: sort the largest of the listed logits, and compute the remaining tail mass."""
+    """Finalize the top-k tokens at one position: sort the listed candidates, and compute the tail mass that remains."""
     row = tl.program_id(0).to(tl.int64)
     if tl.load(filled + row) > ROOM:  # no token, until the row is computed again
         every = tl.arange(0, 2 * BEST)
@@ -610,7 +631,7 @@ def _join_kernel(
     ids, ranked, joins, out_joined, slots, slots_in, joined, GIVEN: tl.constexpr, RANKED: tl.constexpr, SLOTS: tl.constexpr,
     SOME: tl.constexpr,
 ):  # fmt: skip
-    """Join the token ids of one position, for `join_supports`."""
+    """Join the given and the ranked token ids at one position, for `join_supports`."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, GIVEN)
     first = tl.load(ids + row * slots + place, mask=place < slots, other=-1)
