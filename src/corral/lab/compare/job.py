@@ -23,33 +23,35 @@ from corral.lab.run.text import count, duration
 from corral.validate import RunError
 
 _START = 10.0
-"""Seconds that a process needs to import its packages."""
+"""Seconds that a run's process needs to import its packages."""
 
 _PACE = {"demo": 3.4, "sums": 7.6, "via_point": 0.5, "via_point_sparse": 0.35, "via_point_sparse_short": 0.5}
-"""Seconds per step of the built-in recipes on one core; step-based baselines take several times as long."""
+"""Seconds per training step of the built-in recipes on one core. Step-based baselines take several times as long."""
 
 _PAUSE = 0.2
-"""Seconds between two polls of the jobs."""
+"""Seconds between two polls of a comparison's jobs."""
 
 _Status = Literal["finished", "failed", "interrupted"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """Result of the checks before a comparison starts: its budget, its engine, and warnings."""
+    """Result of the checks before a comparison starts: training budget, engine that runs the jobs, and warnings."""
 
     budget: Budget
     engine: Engine
     reductions: Mapping[str, str] = field(default_factory=dict)
-    """Objective → its `loss_type` in TRL. Empty without objectives, or if a sweep sets `loss_type`."""
+    """Mapping from objective to its `loss_type` in TRL. Empty without objectives, or if a sweep sets `loss_type`."""
     warnings: Sequence[str] = ()
-    """Warnings about objectives whose loss is averaged in another way (reduction) than the objective's own."""
+    """Warnings about objectives whose loss is averaged over tokens differently from the objective's own reduction."""
 
 
 def set_up(
     comparison: Comparison, config: Path | None, *, engine: Literal["local", "ray"] = "local", jobs: int | None = None
 ) -> Preparation:
-    """Check every planned run and make the engine. The number of threads is written into `comparison.training`.
+    """Check every planned run of a comparison and make its engine.
+
+    The number of threads is written into `comparison.training`.
 
     Args:
         config: the file of settings, if there is one.
@@ -83,7 +85,7 @@ def set_up(
 
 
 def describe(comparison: Comparison, prepared: Preparation) -> list[tuple[str, str]]:
-    """List the lines of a comparison's banner, each a name and a sentence."""
+    """List the lines that are printed before a comparison starts, each as a name and a sentence."""
     budget, engine, plan = prepared.budget, prepared.engine, comparison.plan
     done = sum(record.state in ENDED for record in comparison.records)
     name = comparison.training.recipe or comparison.training.config
@@ -113,7 +115,7 @@ def describe(comparison: Comparison, prepared: Preparation) -> list[tuple[str, s
 
 
 def _reduction_text(reductions: Mapping[str, str]) -> str:
-    """Format the reductions: `grpo, for every run`, or a note that no claims are possible."""
+    """Format the reductions of the objectives: `grpo, for every run`, or a note that no claims are possible."""
     if len(set(reductions.values())) == 1:
         return f"{next(iter(reductions.values()))}, for every run"
     each = ", ".join(f"{loss_type} for {contestant}" for contestant, loss_type in reductions.items())
@@ -125,7 +127,7 @@ def _reduction_text(reductions: Mapping[str, str]) -> str:
 
 @dataclass(kw_only=True)
 class Schedule(Interruptible):
-    """Scheduler that runs a comparison to its end, or until it is interrupted."""
+    """Scheduler that starts, polls and ends the jobs of a comparison until all are done, or until it is interrupted."""
 
     comparison: Comparison
     engine: Engine
@@ -133,17 +135,17 @@ class Schedule(Interruptible):
     steps: int
     """Number of training steps of each run."""
     stall: float = 3600.0
-    """Seconds without new metrics or log output after which a run counts as hung and is ended."""
+    """Seconds without new metrics or log output after which a run counts as hung and its process is ended."""
     running: dict[str, PlannedRun] = field(default_factory=dict)
     progress: dict[str, Progress] = field(default_factory=dict)
     attempted: set[str] = field(default_factory=set)
-    """Runs already started by this process. Each run is started once; an interrupted run waits for a later `--resume`."""
+    """Runs that this process has started. Each run is started once; an interrupted run waits for a later `--resume`."""
     hung: set[str] = field(default_factory=set)
     stop_requested: bool = False
-    """True if the jobs have been asked to stop."""
+    """True if the jobs have been asked to stop after their current step."""
 
     def run(self) -> None:
-        """Run until no run is left to start; a second Ctrl-C ends all runs at once."""
+        """Run the comparison's jobs until no run is left to start. A second Ctrl-C ends all jobs at once."""
         self.began = time.monotonic()
         for record in self.comparison.records:
             self._progress(record).update()
@@ -163,7 +165,7 @@ class Schedule(Interruptible):
                 self.running.clear()
 
     def _poll(self) -> bool:
-        """Poll the jobs once. Returns True while jobs are running."""
+        """Poll the comparison's jobs once, and start waiting runs. Returns True while jobs are running."""
         for name, status in self.engine.poll().items():
             self._end(self.running.pop(name), status)
         for name, record in self.running.items():
@@ -185,7 +187,7 @@ class Schedule(Interruptible):
         return bool(self.running)
 
     def _fill(self) -> None:
-        """Start or resume runs while slots are free."""
+        """Start waiting runs, or resume interrupted runs, while the engine has free slots."""
         plan, training, path = self.comparison.plan, self.comparison.training, self.comparison.path
         for record in self.comparison.records:
             if len(self.running) >= self.engine.slots:
@@ -203,7 +205,7 @@ class Schedule(Interruptible):
             self._change(record, "running")
 
     def _end(self, record: PlannedRun, status: int) -> None:
-        """Record how a run ended, from its summary. A run without a summary failed, unless it was asked to stop."""
+        """Record how a run ended, from its summary file. A run without a summary failed, unless it was asked to stop."""
         folder = self.comparison.path / record.folder
         self._progress(record).update()
         if record.folder in self.hung:
@@ -218,7 +220,7 @@ class Schedule(Interruptible):
             self._change(record, "failed", failure_reason(folder, status))
 
     def _choose(self) -> None:
-        """Choose each contestant's best setting and plan its final runs. If the sweep must grow first, extend it instead."""
+        """Choose the best setting of each compared method and plan the final runs, or extend the sweep first if necessary."""
         chosen = choose(self.comparison)
         plan = self.comparison.plan = self.comparison.plan.grown(chosen)
         self.comparison.add_runs()
@@ -240,7 +242,7 @@ class Schedule(Interruptible):
 
     @property
     def left(self) -> float | None:
-        """Estimated seconds until the end, at the present pace. None before the first steps."""
+        """Estimated seconds until the comparison ends, at the present pace. None before the first steps."""
         done = self._work_done() - self.done_before
         if done <= 0.02:
             return None
@@ -250,16 +252,16 @@ class Schedule(Interruptible):
         return (time.monotonic() - self.began) * open_work / done
 
     def _work_done(self) -> float:
-        """Completed work as a number of runs, including fractions of running runs."""
+        """Completed work of the comparison as a number of runs, including fractions of running runs."""
         return sum(1.0 if record.state in ENDED else self._progress(record).share for record in self.comparison.records)
 
     def _progress(self, record: PlannedRun) -> Progress:
-        """Progress of a run, which is created at the first call."""
+        """Return the progress of a run. It is created at the first call."""
         return self.progress.setdefault(record.folder, Progress(self.comparison.path / record.folder, self.steps))
 
 
 def run_comparison(comparison: Comparison, prepared: Preparation, view: CompareView, *, stall: float = 3600.0) -> _Status:
-    """Run the remaining runs of a comparison, print every run and the findings, and write the page."""
+    """Run the remaining runs of a comparison, print all runs and the findings, and write the report's HTML page."""
     schedule = Schedule(comparison=comparison, engine=prepared.engine, view=view, steps=prepared.budget.steps, stall=stall)
     view.open(comparison)
     try:
@@ -286,7 +288,7 @@ def run_comparison(comparison: Comparison, prepared: Preparation, view: CompareV
 
 
 def comparison_status(comparison: Comparison) -> _Status:
-    """Status of the comparison, from its runs: interrupted, failed, or finished."""
+    """Return the status of a comparison, from the states of its runs: interrupted, failed, or finished."""
     states = [record.state for record in comparison.records]
     if any(state in ("waiting", "running", "interrupted") for state in states):
         return "interrupted"
@@ -294,7 +296,7 @@ def comparison_status(comparison: Comparison) -> _Status:
 
 
 def findings(comparison: Comparison, warn: Callable[[str], object]) -> list[str]:
-    """Write DIR/report.html, and return its findings as lines to print. Without runs, no page is written.
+    """Write report.html into the comparison's folder, and return the findings as lines to print. Empty without a report.
 
     Lines are the usable range of each swept setting, each contestant's results, and pairwise comparisons.
     """
@@ -319,13 +321,13 @@ def findings(comparison: Comparison, warn: Callable[[str], object]) -> list[str]
 
 
 def choose(comparison: Comparison) -> ChosenSettings:
-    """Choose the best setting of each contestant. A contestant whose runs all failed has none."""
+    """Choose the best swept setting of each compared method. A method whose runs all failed has none."""
     alive = {record.contestant for record in comparison.sweep_records if record.state in COUNTED}
     return choose_setting([row for row in sweep_rows(comparison) if row.contestant in alive], comparison.plan.choose_by)
 
 
 def sweep_rows(comparison: Comparison) -> list[SweepRow]:
-    """Build one row of scores per run of the sweep. A failed run gets the worst score."""
+    """Build the rows of scores of a comparison's sweep, one per run. A failed run gets the worst score."""
     done = [record for record in comparison.sweep_records if record.state in COUNTED]
     runs = {record.folder: read_run(comparison.path / record.folder) for record in done}
     measure = main_metric([*runs.values()])
@@ -336,7 +338,7 @@ def sweep_rows(comparison: Comparison) -> list[SweepRow]:
 
 
 def _result_lines(results: Sequence[Mapping[str, Any]], measure: Measure) -> list[str]:
-    """Build one line per contestant, with its chosen setting."""
+    """Build the lines of the table of results, one per compared method, with its chosen setting."""
     beside = [key for key in ("greedy", "return") if key != measure.key and any(row.get(key) is not None for row in results)]
     swept = any(row["setting"] for row in results)
     names = ["contestant", *(["setting"] if swept else []), "runs", f"final {measure.name}", "mean over the run"]

@@ -1,4 +1,4 @@
-"""Runs of a comparison as local processes, behind the common interface of engines."""
+"""Runs of a comparison as processes on this machine, and the interface that all engines share."""
 
 import os
 import signal
@@ -17,36 +17,36 @@ from corral.validate import RunError
 
 @runtime_checkable
 class Engine(Protocol):
-    """Interface that starts, polls and ends processes without blocking."""
+    """Interface of an engine, which starts, polls and ends the jobs of a comparison without blocking."""
 
     slots: int
-    """Number of jobs that run at a time."""
+    """Number of jobs that the engine runs at a time."""
     threads: int | None
     """Number of threads of each job; None leaves the number to the job."""
     about: str
-    """Engine in words: `2 at a time on 2 cores, 1 thread each`."""
+    """Description of the engine for people: `2 at a time on 2 cores, 1 thread each`."""
 
     def start(self, folder: Path, arguments: Sequence[str]) -> None:
-        """Start `corral` with these arguments for the run in this folder. The folder's name identifies the job."""
+        """Start `corral` with `arguments` as the job of the run in `folder`. The folder's name identifies the job."""
 
     def poll(self) -> Mapping[str, int]:
-        """Exit statuses by job name, of jobs that ended since the last call. A killed job has the negative signal number."""
+        """Return exit statuses by job name, for jobs that ended since the last call. A killed job has a negative status."""
 
     def stop(self, name: str) -> None:
-        """Request that a job ends after its step, with a checkpoint."""
+        """Request that a job ends after its current training step, with a checkpoint."""
 
     def kill(self, name: str) -> None:
-        """End a job at once."""
+        """Kill a job at once, without waiting for a checkpoint."""
 
     def close(self) -> None:
-        """End the remaining jobs, and release all resources."""
+        """Kill the remaining jobs, and release all resources of the engine."""
 
 
 PROGRAM = (sys.executable, "-m", "corral.lab.cli")
 
 
 class LocalEngine:
-    """Engine that runs jobs on this machine.
+    """Engine that runs a comparison's jobs as processes on this machine.
 
     On CPUs a job has `threads` threads, one unless told: small jobs side by side are faster than threads that wait for each
     other. On GPUs each job sees one, the one with the fewest jobs.
@@ -58,7 +58,7 @@ class LocalEngine:
         self.threads, self.gpus, self.program = threads, tuple(gpus), tuple(program)
         self.slots = jobs if jobs is not None else len(self.gpus) or max(1, cores() // (threads or 1))
         self.started: dict[str, tuple[subprocess.Popen[bytes], str | None]] = {}
-        """Process of each job, and its GPU."""
+        """Mapping from job name to the job's process and GPU."""
         each = "" if threads is None else f", {count(threads, 'thread')} each"
         where = f"GPU {', '.join(self.gpus)}" if self.gpus else f"{count(cores(), 'core')}{each}"
         self.about = f"{self.slots} at a time on {where}"
@@ -96,7 +96,7 @@ class LocalEngine:
 def start_process(
     command: Sequence[str], folder: Path, environment: Mapping[str, str], cwd: str | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a process that logs to the run's folder.
+    """Start a process whose output goes to the log in a run's folder.
 
     It has its own session, so that Ctrl-C reaches only the scheduler, which forwards it.
     """
@@ -113,13 +113,13 @@ def start_process(
 
 
 def environment(threads: int | None, gpu: str | None) -> dict[str, str]:
-    """Environment variables of a job: number of threads, and visible GPU."""
+    """Return the environment variables of a job, which set its number of threads and its visible GPU."""
     given = {"OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": gpu}
     return {**os.environ, **{name: str(value) for name, value in given.items() if value is not None}}
 
 
 def visible_gpus() -> list[str]:
-    """Names of the GPUs that this process may use, as listed in CUDA_VISIBLE_DEVICES or numbered from 0."""
+    """List the GPUs that this process may use, by their names in CUDA_VISIBLE_DEVICES or numbered from 0."""
     import torch
 
     count = torch.cuda.device_count()

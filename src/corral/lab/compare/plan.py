@@ -1,4 +1,4 @@
-"""Plan of a comparison: objectives, settings and seeds, the command of each run, and checks that all budgets are equal."""
+"""Plan of a comparison: compared methods, settings and seeds, commands of the runs, and checks that all budgets are equal."""
 
 import math
 import re
@@ -18,7 +18,7 @@ Setting = Mapping[str, Any]
 ChosenSettings = Mapping[str, Setting]
 
 RATE = "learning_rate"
-"""Name of the learning rate, the setting that can be swept without a list of values."""
+"""Name of the learning rate, the only setting that can be swept without a list of values."""
 
 _NOT_SWEPT = {
     "objective": "--objectives",
@@ -27,15 +27,15 @@ _NOT_SWEPT = {
     "steps": "one budget for all: --steps",
     "iterations": "one budget for all: --iterations",
 }
-"""Settings that cannot be swept → the flag that sets them."""
+"""Mapping from each setting that cannot be swept to the flag that sets it."""
 
 _AROUND = 2
-"""Number of half-decades to try on either side of the recipe's learning rate."""
+"""Number of learning rates, in steps of half a decade, that a sweep tries on either side of the recipe's learning rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonPlan:
-    """Plan of a comparison: the same settings, seeds and budget for every contestant.
+    """Plan of a comparison: the same settings, seeds and budget for every compared method.
 
     With a sweep, each contestant's setting is chosen on `choose_seeds` and reported on `report_seeds`, which it has never seen:
     the best of several noisy numbers is too good.
@@ -43,16 +43,16 @@ class ComparisonPlan:
 
     kind: Kind
     contestants: tuple[str, ...]
-    """Objectives, or algorithms of a robot."""
+    """Compared methods: names of objectives, or of robot algorithms."""
     sweep: Mapping[str, tuple[Any, ...]]
     choose_seeds: tuple[int, ...]
     report_seeds: tuple[int, ...]
     choose_by: ChooseBy = "final"
-    """Score by which settings are chosen."""
+    """Score by which the best setting is chosen: "final" value, or "area" (mean over the run)."""
     extend: int = 0
-    """Largest number of values added beyond either end of an axis, where a contestant's best value lies at that end."""
+    """Largest number of values that are added to a sweep beyond either end, if a method's best value lies at that end."""
     added: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Values that have been added to each axis."""
+    """Values that have been added to the sweep, by setting."""
 
     def __post_init__(self) -> None:
         if not self.contestants or not self.report_seeds:
@@ -67,24 +67,24 @@ class ComparisonPlan:
 
     @property
     def settings(self) -> list[dict[str, Any]]:
-        """Every combination of the swept values, with added values last. One empty setting without a sweep."""
+        """All combinations of the swept values, with added values last. Without a sweep, one empty combination."""
         axes = [(*values, *self.added.get(key, ())) for key, values in self.sweep.items()]
         return [dict(zip(self.sweep, values, strict=True)) for values in product(*axes)]
 
     @property
     def count(self) -> int:
-        """Total number of runs, including runs whose setting is chosen later."""
+        """Total number of runs of the plan, including runs whose setting is chosen later."""
         return len(self.contestants) * (len(self.settings) * len(self.choose_seeds) + len(self.report_seeds))
 
     def sweep_runs(self) -> list[PlannedRun]:
-        """List the runs of all contestants with all settings, on the seeds for choosing. Without a sweep there are none."""
+        """List the sweep's runs: all compared methods with all settings, on the seeds for choosing. Empty without a sweep."""
         return [
             make_run(contestant, setting, seed, "sweep")
             for seed, setting, contestant in product(self.choose_seeds, self.settings, self.contestants)
         ]
 
     def report_runs(self, chosen: ChosenSettings) -> list[PlannedRun]:
-        """List the runs of each contestant with its chosen setting, on fresh seeds. Without a chosen setting there are none."""
+        """List the final runs: each compared method with its chosen setting, on fresh seeds. Empty if no setting is chosen."""
         own = chosen if self.sweep else {contestant: {} for contestant in self.contestants}
         return [
             make_run(contestant, own[contestant], seed, "report")
@@ -93,7 +93,7 @@ class ComparisonPlan:
         ]
 
     def grown(self, chosen: ChosenSettings) -> "ComparisonPlan":
-        """Return a plan with another value, up to `extend`, beyond each end of an axis where a contestant's best value lies."""
+        """Return a plan with another value beyond each end of a sweep where a method's best value lies, at most `extend`."""
         added = dict(self.added)
         for key, given in self.sweep.items():
             ends, best = sorted(value for value in given if is_number(value)), {setting.get(key) for setting in chosen.values()}
@@ -109,7 +109,7 @@ def make_plan(
     kind: Kind, contestants: Sequence[str], sweep: Mapping[str, Sequence[Any]], *, seeds: int, choosing: int, first: int = 0,
     choose_by: ChooseBy = "final", extend: int = 0,
 ) -> ComparisonPlan:  # fmt: skip
-    """Make a plan that reports on `seeds` seeds. With a sweep, `choosing` other seeds come first, to choose settings on."""
+    """Make a comparison's plan that reports on `seeds` seeds. With a sweep, settings are chosen on `choosing` other seeds."""
     for name, number in (("seeds", seeds), ("choose-seeds", choosing)):
         if number < 1:
             raise RunError(f"--{name} must be at least 1; got {number}.")
@@ -126,13 +126,13 @@ def make_plan(
 
 
 def make_run(contestant: str, setting: Setting, seed: int, stage: str) -> PlannedRun:
-    """Make a run, in a folder named after contestant, setting and seed."""
+    """Make a planned run, whose folder is named after compared method, setting and seed."""
     name = "_".join([contestant, *setting_pairs(setting), f"seed{seed}"])
     return PlannedRun(folder=_slug(name), contestant=contestant, setting=dict(setting), seed=seed, stage=stage)
 
 
 def parse_sweeps(texts: Sequence[str]) -> dict[str, list[Any] | None]:
-    """Parse `key=v1,v2` into values.
+    """Parse the values of `--sweep` flags, such as `learning_rate=1e-4,3e-4`, into lists by setting.
 
     A bare `learning_rate` becomes None, which stands for half-decades around the recipe's rate.
     """
@@ -155,7 +155,7 @@ def parse_sweeps(texts: Sequence[str]) -> dict[str, list[Any] | None]:
 
 
 def half_decades(rates: Sequence[float]) -> list[float]:
-    """Make a grid of learning rates around `rates`, each √10 times the one before and rounded to two digits.
+    """Make a grid of learning rates around `rates`, in steps of a factor √10 and rounded to two digits.
 
     They run from a decade below the lowest rate to a decade above the highest.
 
@@ -171,7 +171,7 @@ def half_decades(rates: Sequence[float]) -> list[float]:
 
 
 def _refuse_duplicates(what: str, values: Sequence[Any]) -> None:
-    """Refuse repeated values, such as 1e-4 and .0001.
+    """Raise RunError for repeated values, such as 1e-4 and .0001.
 
     Folders are named after values, so that the first three digits must differ.
     """
@@ -182,33 +182,33 @@ def _refuse_duplicates(what: str, values: Sequence[Any]) -> None:
 
 
 def _slug(text: str) -> str:
-    """Turn a text into part of a file name."""
+    """Make a text usable in a file name, by replacing special characters with dashes."""
     return re.sub(r"[^\w.=+-]", "-", text)
 
 
 _CONTESTANT: dict[Kind, str] = {"llm": "objective", "robot": "algorithm"}
-"""Kind of learner → name of the setting in which contestants differ."""
+"""Mapping from kind of run, "llm" or "robot", to the setting that names the compared method."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Settings and flags that all runs share, as given to `corral compare`."""
+    """Settings and flags of `corral compare` that all runs of a comparison share."""
 
     recipe: str | None = None
     config: str | None = None
-    """Name of the settings file, of which the comparison's folder keeps a copy."""
+    """Name of the copy of the settings file in the comparison's folder."""
     smoke: bool = False
     common: bool = False
-    """True if `--common` gave all objectives one reduction, which is in `settings`."""
+    """True if `--common` gave all objectives the same reduction of the loss, which is in `settings`."""
     unsafe_code_execution: bool = False
     settings: Mapping[str, str | list[str]] = field(default_factory=dict)
-    """Flags by the name of their setting, with a list for a repeated flag."""
+    """Values of flags by the name of their setting, with a list for a repeated flag."""
     threads: int | None = None
-    """Number of threads of each process; None leaves the number to the process."""
+    """Number of threads of each run's process; None leaves the number to the process."""
 
 
 def run_arguments(kind: Kind, training: Training, run: PlannedRun, where: Path) -> list[str]:
-    """Arguments of `corral` that start a run in its folder under `where`, or resume a run that has begun there."""
+    """Return the arguments of `corral` that start a run in its folder under `where`, or resume a run that has begun there."""
     if (where / run.folder / "config.json").is_file():
         return ["train", f"--resume={where / run.folder}"]
     words = ["train"]
@@ -223,7 +223,7 @@ def run_arguments(kind: Kind, training: Training, run: PlannedRun, where: Path) 
 
 
 def run_settings(kind: Kind, training: Training, run: PlannedRun) -> dict[str, Any]:
-    """Collect the flags of one run by setting: flags that all runs share, then flags of this contestant and run.
+    """Collect the flags of one run by setting: flags that all runs share, then flags of its compared method and of the run.
 
     A contestant such as `troll bound=0.1 support=union` is an objective's name and settings: its own, or the run's.
     """
@@ -240,7 +240,7 @@ def run_settings(kind: Kind, training: Training, run: PlannedRun) -> dict[str, A
 
 
 def contestant_key(kind: Kind, contestant: str, key: str) -> str:
-    """Translate the name of a swept setting for a contestant: robot algorithms have other names for their learning rate."""
+    """Translate the name of a swept setting for a compared method, as robot algorithms name their learning rate differently."""
     if kind == "robot" and key == RATE:
         return "learner.rate" if contestant.startswith("sb3-") else "learner.policy_rate"
     return key
@@ -249,22 +249,22 @@ def contestant_key(kind: Kind, contestant: str, key: str) -> str:
 # -------------------------------------------------------------------------------------------------- before the first run
 
 WEIGHTS = ("loss_type", "advantage", "scale_rewards", "multi_objective_aggregation")
-"""Settings that weigh tokens and rewards for any objective: if they differ, a comparison also compares them."""
+"""Settings that weigh tokens and rewards for any objective. If they differ, a comparison also compares these weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Training budget of each run; it is the same for all runs of a comparison."""
+    """Training budget of a run, which is the same for all runs of a comparison."""
 
     steps: int
     samples: int
-    """Completions or episodes per step."""
+    """Number of completions or episodes per training step."""
     what: str
-    """Kind of the samples: completions or episodes."""
+    """Kind of samples that `samples` counts: "completions" or "episodes"."""
 
 
 def check_plan(plan: ComparisonPlan, training: Training, config: Path | None = None) -> Budget:
-    """Resolve the settings of every contestant as `corral train` does. Raises a RunError for the first invalid run.
+    """Resolve the settings of every compared method as `corral train` does. Raises RunError for the first invalid run.
 
     Returns:
         The budget, which is the same for all: a contestant or setting with another one is refused too.
@@ -289,12 +289,12 @@ def check_plan(plan: ComparisonPlan, training: Training, config: Path | None = N
 
 
 def resolve_run(kind: Kind, training: Training, run: PlannedRun, config: Path | None = None) -> Any:
-    """Resolve the settings of one run from recipe, settings file, --smoke and flags."""
+    """Resolve the settings of one run from recipe, settings file, `--smoke` and flags."""
     return resolve(kind, training.recipe, config, run_settings(kind, training, run).items(), smoke=training.smoke)
 
 
 def _budget(kind: Kind, settings: Any) -> Budget:
-    """Read a run's steps, and samples per step, from its settings. Invalid settings raise an error here."""
+    """Compute a run's training budget from its settings. Invalid settings raise an error here."""
     if kind == "llm":
         from corral.lab.jobs.llm.prepare import trainer_config
         from corral.lab.tasks import find_task
@@ -311,7 +311,7 @@ def _budget(kind: Kind, settings: Any) -> Budget:
 
 
 def _learner_config(settings: Any) -> Any:
-    """Build the settings of a robot algorithm."""
+    """Build the learner settings of a robot algorithm from the run's settings."""
     from corral.lab.jobs.robot.prepare import check_used, learner_config
 
     check_used(settings)
@@ -319,7 +319,7 @@ def _learner_config(settings: Any) -> Any:
 
 
 def rate_grid(kind: Kind, contestants: tuple[str, ...], training: Training, config: Path | None = None) -> list[float]:
-    """Learning rates half a decade apart, around the rates that the contestants would use."""
+    """Make a grid of learning rates, half a decade apart, around the rates that the compared methods would use."""
     if kind == "llm":
         return half_decades([args.learning_rate for args in trainer_configs(contestants, training, config).values()])
     rates = []
@@ -332,7 +332,7 @@ def rate_grid(kind: Kind, contestants: tuple[str, ...], training: Training, conf
 def trainer_configs(
     contestants: Iterable[str], training: Training, config: Path | None = None, setting: Setting | None = None
 ) -> dict[str, Any]:
-    """Build each contestant's CorralConfig by name, changed by `setting`, one combination of swept values, if given."""
+    """Build the CorralConfig of each compared method, by name. `setting` is one combination of swept values, if given."""
     from corral.lab.jobs.llm.prepare import trainer_config
 
     found = {}
@@ -348,7 +348,7 @@ def trainer_configs(
 def share_reduction(
     kind: Kind, contestants: tuple[str, ...], training: Training, sweep: Iterable[str], config: Path | None = None
 ) -> Training:
-    """Add one reduction for all objectives to the settings: the first that every objective names as its own.
+    """Return `training` with one reduction for all objectives: the first that every objective lists as its own.
 
     Advantages are the same for all anyway, as long as none is swept.
     """
@@ -370,5 +370,5 @@ def share_reduction(
 
 
 def budget_text(budget: Budget) -> str:
-    """Budget in words: `40 steps of 512 completions`."""
+    """Format a training budget: `40 steps of 512 completions`."""
     return f"{budget.steps} steps of {budget.samples} {budget.what}"

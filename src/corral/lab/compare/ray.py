@@ -1,4 +1,4 @@
-"""Ray engine: jobs as tasks of a cluster with a shared file system, or of a local Ray that is started for them."""
+"""Ray engine: a comparison's jobs as tasks of a Ray cluster with a shared file system, or of a Ray on this machine."""
 
 import contextlib
 import os
@@ -20,14 +20,14 @@ except ImportError as missing:
     raise RunError(f"--engine ray needs ray. Install it: {pip_install('ray')}.") from missing
 
 _PAUSE = 0.2
-"""Seconds between two polls of a process."""
+"""Seconds between two polls of a job's process."""
 
 _PATIENCE = 20.0
-"""Seconds for tasks to end their processes when the engine is closed."""
+"""Seconds that Ray tasks get to end their processes when the engine is closed."""
 
 
 class RayEngine:
-    """Engine that runs jobs on the Ray cluster in RAY_ADDRESS, or on a Ray of this machine.
+    """Engine that runs a comparison's jobs on the Ray cluster in RAY_ADDRESS, or on a Ray of this machine.
 
     Every node must see the comparison's folder under the same path, and have corral installed.
     """
@@ -46,7 +46,7 @@ class RayEngine:
         self.about = f"{self.slots} at a time on {where}" + (f", a GPU each of {self.gpus}" if self.gpus else "")
 
     def start(self, folder: Path, arguments: Sequence[str]) -> None:
-        """Start a task that supervises the process. Ray chooses its node, possibly later."""
+        """Start a Ray task that supervises the job's process. Ray chooses the node, and possibly starts the task later."""
         folder.parent.mkdir(parents=True, exist_ok=True)
         stop_file(folder).unlink(missing_ok=True)
         options = {"num_cpus": self.threads or 1, "num_gpus": 1 if self.gpus else 0, "max_retries": 0}
@@ -79,7 +79,7 @@ class RayEngine:
             ray.shutdown()
 
     def _status(self, name: str, timeout: float | None = None) -> int:
-        """Exit status of a task. If Ray lost the task, its error goes to the run's log."""
+        """Return the exit status of a job's Ray task. If Ray lost the task, the error goes to the run's log."""
         folder, reference = self.started.pop(name)
         stop_file(folder).unlink(missing_ok=True)
         try:
@@ -94,7 +94,7 @@ class RayEngine:
 
 
 def _connect() -> str:
-    """Connect to the cluster in RAY_ADDRESS, or start a local Ray on this machine's cores. Returns its name for messages."""
+    """Connect to the Ray cluster in RAY_ADDRESS, or start a Ray on this machine. Returns a description of the cluster."""
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     address = os.environ.get("RAY_ADDRESS")
     if not address:
@@ -111,12 +111,12 @@ def _connect() -> str:
 
 
 def stop_file(folder: Path) -> Path:
-    """Path of a file that requests a job to end after its step."""
+    """Return the path of the file whose existence requests a job to end after its training step."""
     return folder.with_name(f".{folder.name}.stop")
 
 
 def _watch(arguments: list[str], folder: Path, threads: int | None, cwd: str, program: Sequence[str] | None) -> int:
-    """Run the task on any node: start the process, forward a stop request, and end it if the task is cancelled."""
+    """Run a job as a Ray task on any node: start a process, forward a stop request, and kill the process if cancelled."""
     given = environment(threads, None)  # Ray has chosen the GPU
     process = start_process([*(program or PROGRAM), *arguments], folder, given, cwd)
     stop_requested = False

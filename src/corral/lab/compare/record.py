@@ -1,4 +1,4 @@
-"""State of a comparison: compare.json, saved atomically after every change, and the files of its runs."""
+"""State of a comparison in its folder: compare.json, saved atomically after every change, and the files of the runs."""
 
 import json
 import os
@@ -22,12 +22,12 @@ _LONGEST_LINE = 300
 """Largest number of characters of a log line that an error quotes."""
 
 ENDED: tuple[str, ...] = ("finished", "collapsed", "failed")
-"""Final states, after which a run is not started again."""
+"""Final states of a run, in which the run is not started again."""
 
 
 @dataclass(kw_only=True)
 class Comparison(LockedFolder):
-    """Comparison and its folder, which one process locks while it works on the runs."""
+    """Comparison with its plan, runs and folder. One process locks the folder while it works on the runs."""
 
     path: Path
     plan: ComparisonPlan
@@ -41,7 +41,7 @@ class Comparison(LockedFolder):
 
     @property
     def config(self) -> Path | None:
-        """Path of the comparison's copy of the settings file; None if no file was given."""
+        """Path of the comparison's copy of the settings file; None if no settings file was given."""
         return self.path / self.training.config if self.training.config else None
 
     @property
@@ -53,7 +53,7 @@ class Comparison(LockedFolder):
         return {"contestants": plan.contestants, **seeds, **sweep, **training.pop("settings"), **training}
 
     def add_runs(self) -> None:
-        """Update the list of runs from the plan. Listed runs keep their state; new runs get their state from files.
+        """Update the comparison's runs from its plan. Known runs keep their state; new runs get their state from files.
 
         Report runs of a setting that is no longer chosen are let go: that happens if a failed run of the sweep is retried.
         """
@@ -65,7 +65,7 @@ class Comparison(LockedFolder):
 
     @property
     def sweep_records(self) -> list[PlannedRun]:
-        """Records of the sweep's runs, from which settings are chosen."""
+        """Runs of the comparison's sweep, from which settings are chosen."""
         return [record for record in self.records if record.stage == "sweep"]
 
     @property
@@ -74,7 +74,7 @@ class Comparison(LockedFolder):
         return bool(self.plan.sweep) and not self.chosen and all(record.state in ENDED for record in self.sweep_records)
 
     def content(self) -> dict[str, Any]:
-        """Content of compare.json."""
+        """Return the content of compare.json as a mapping."""
         plan = asdict(self.plan)
         return {
             "version": VERSION,
@@ -88,11 +88,11 @@ class Comparison(LockedFolder):
         }
 
     def save(self) -> None:
-        """Write compare.json atomically."""
+        """Write the comparison to compare.json atomically."""
         write_json(self.path / FILE, self.content())
 
     def begin(self, config: Path | None) -> None:
-        """Make the folder, with a copy of the settings file if there is one, for a later resume."""
+        """Make and lock the comparison's folder, with a copy of the settings file for a later resume."""
         refuse_taken(self)
         with disk_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -102,7 +102,7 @@ class Comparison(LockedFolder):
         self.save()
 
     def resume(self, *, retry_failed: bool) -> None:
-        """Resume in this process: read the runs' states from their files, and reset failed runs if `retry_failed` is set.
+        """Resume the comparison in this process: read the runs' states from files. `retry_failed` resets failed runs.
 
         If runs of the sweep are retried, settings are chosen again.
         """
@@ -122,7 +122,7 @@ class Comparison(LockedFolder):
         self.save()
 
     def _lock_folder(self) -> None:
-        """Lock the folder against other processes."""
+        """Lock the comparison's folder against other processes. Raises RunError if another process has locked it."""
         try:
             self.hold(self.path)
         except RunError as error:
@@ -130,7 +130,7 @@ class Comparison(LockedFolder):
 
 
 def refuse_taken(new: Comparison) -> None:
-    """Refuse a folder that already contains this comparison, another comparison, or other files."""
+    """Raise RunError if the folder already contains this comparison, another comparison, or other files."""
     path = new.path
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
@@ -171,7 +171,7 @@ def list_differences(old: Mapping[str, Any], new: Mapping[str, Any], keys: Itera
 
 
 def render_value(value: Any) -> str:
-    """Format a value for a sentence."""
+    """Format the value of a setting for a sentence."""
     if isinstance(value, Mapping):
         return "; ".join(f"{key}={render_value(inner)}" for key, inner in value.items()) or "nothing"
     if isinstance(value, list | tuple):
@@ -184,24 +184,24 @@ def render_value(value: Any) -> str:
 
 @dataclass
 class Progress:
-    """Progress of a run from its metrics.jsonl. Each update reads only new lines."""
+    """Progress of a run, read from its metrics.jsonl. Each update reads only new lines."""
 
     folder: Path
     steps: int
     """Number of training steps of the run."""
     step: int = 0
     success: float | None = None
-    """Last measured held-out success."""
+    """Last measured held-out success of the run; None before the first measurement."""
     position: int = 0
     inode: int | None = field(default=None, repr=False)
     clock: Clock | None = field(default=None, repr=False)
     written: tuple[int, int] | None = field(default=None, repr=False)
-    """Bytes of metrics and log at the last poll."""
+    """Size in bytes of the run's metrics and of its log at the last poll."""
     heard: float = 0.0
-    """Time in seconds (`time.monotonic`) at which metrics or log last grew."""
+    """Time in seconds (`time.monotonic`) at which the run's metrics or log last grew."""
 
     def begin(self) -> None:
-        """Reset the estimate of the remaining time when a process starts.
+        """Reset the estimate of the run's remaining time when a process starts.
 
         A resumed run rewrites the file from its checkpoint, and the remaining time is estimated from there.
         """
@@ -209,7 +209,7 @@ class Progress:
         self.clock = self.written = None
 
     def update(self) -> None:
-        """Read the lines written since the last call."""
+        """Read the lines that were added to metrics.jsonl since the last call."""
         path = self.folder / "metrics.jsonl"
         try:
             inode = path.stat().st_ino
@@ -236,11 +236,11 @@ class Progress:
 
     @property
     def share(self) -> float:
-        """Completed share, from 0 to 1."""
+        """Completed share of the run's training steps, from 0 to 1."""
         return min(1.0, self.step / self.steps)
 
     def silence(self) -> float:
-        """Seconds since the process last wrote metrics or log. 0 while there is no log, as before a Ray task starts."""
+        """Return the seconds since the run last wrote metrics or log; 0 while there is no log, as before a Ray task starts."""
         try:
             written = self.position, (self.folder / LOG).stat().st_size
         except OSError:
@@ -251,7 +251,7 @@ class Progress:
 
     @property
     def left(self) -> str:
-        """Remaining time as text, h:mm:ss. Empty if unknown."""
+        """Remaining time of the run as text, h:mm:ss. Empty if unknown."""
         return (self.clock.left(self.step) if self.clock is not None else None) or ""
 
 
@@ -264,7 +264,7 @@ def read_state(folder: Path) -> str:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """Read summary.json; empty if the run has not ended, or was killed."""
+    """Read a run's summary.json. Empty if the run has not ended, or was killed."""
     try:
         content = read_json(folder / "summary.json")
     except (OSError, ValueError):
@@ -273,7 +273,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def open_log(folder: Path) -> int:
-    """Open a run's log to append to. Before a run has begun, other files are removed: `corral train` needs an empty folder."""
+    """Open a run's log file to append to. In the folder of a run that has not begun, all other files are removed first."""
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / "config.json").is_file():
@@ -286,7 +286,7 @@ def open_log(folder: Path) -> int:
 
 
 def log_tail(folder: Path, count: int = 1) -> list[str]:
-    """Last lines of a log, without control characters."""
+    """Return the last lines of a run's log, without control characters."""
     try:
         with (folder / LOG).open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 16_384))
@@ -297,7 +297,7 @@ def log_tail(folder: Path, count: int = 1) -> list[str]:
 
 
 def failure_reason(folder: Path, status: int) -> str:
-    """Reason for a run's failure, in one line: the last line of its log, or the signal that ended the process."""
+    """Return the reason for a run's failure in one line: the last line of its log, or the signal that ended its process."""
     if status < 0:
         names = {number.value: number.name for number in signal.Signals}
         hint = ", as when memory runs out" if -status == signal.SIGKILL else ""

@@ -1,4 +1,4 @@
-"""Terminal output of a comparison: a live table, plain lines without a terminal, or failures and the end with --quiet."""
+"""Terminal output of a comparison: a live table, plain lines, or only failures and the end with `--quiet`."""
 
 import time
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ from corral.lab.run.view import RunView, choose_view, number
 _COLOURS = {
     "running": "cyan", "failed": "red", "interrupted": "yellow", "collapsed": "yellow", "finished": "green", "waiting": "dim",
 }  # fmt: skip
-"""Colours of states, in order of their priority if not all runs fit on the screen."""
+"""Colours of run states in the live table. If not all runs fit on the screen, earlier states are shown first."""
 
 _EVERY = 60.0
-"""Seconds between two progress lines."""
+"""Smallest number of seconds between two progress lines."""
 
 
 class CompareView(RunView):
-    """View for --quiet, which prints failures and the end. The other views extend it."""
+    """View of a comparison for `--quiet`, which prints failures and the end. Other views extend this class."""
 
     def __init__(self, console: Console, problems: Console) -> None:
         super().__init__(console, problems)
@@ -32,7 +32,7 @@ class CompareView(RunView):
         self.left: float | None = None
 
     def banner(self, lines: Sequence[tuple[str, str]]) -> None:
-        """Called before the first run with the banner's lines, each a name and a sentence."""
+        """Called before the first run with the description of the comparison, as lines of a name and a sentence."""
 
     def open(self, comparison: Comparison) -> None:
         """Called when the comparison starts or is resumed."""
@@ -45,11 +45,11 @@ class CompareView(RunView):
             self.warn(f"{record.label} failed: {record.error}")
 
     def update_time(self, left: float | None) -> None:
-        """Called as time passes."""
+        """Called at every poll of the jobs with the estimated seconds until the comparison ends."""
         self.left = left
 
     def progress_line(self) -> str:
-        """Progress in words: `3 of 12 runs done, 2 running, about 12 min left`."""
+        """Write a line on the comparison's progress: `3 of 12 runs done, 2 running, about 12 min left`."""
         records = self.comparison.records
         states = [record.state for record in records]
         done = sum(states.count(state) for state in ("finished", "collapsed"))
@@ -59,7 +59,7 @@ class CompareView(RunView):
 
 
 class PlainCompareView(CompareView):
-    """View that prints a line when a run starts or ends, and once a minute: for pipes, files and batch systems."""
+    """View of a comparison without a terminal, which prints a line when a run starts or ends, and once a minute."""
 
     quiet = False
 
@@ -86,7 +86,7 @@ class PlainCompareView(CompareView):
 
 
 class LiveCompareView(PlainCompareView):
-    """View with a live table: contestant, setting, seed, state, step, success, time left."""
+    """View of a comparison as a live table: compared method, setting, seed, state, step, success, time left."""
 
     live: Live | None = None
 
@@ -106,7 +106,7 @@ class LiveCompareView(PlainCompareView):
             self.live.stop()
 
     def table(self) -> Group:
-        """Build the table of the runs that fit on the screen, and a line of totals."""
+        """Build the live table of the runs that fit on the screen, and a line of totals."""
         shown = visible_records(self.comparison.records, max(3, self.console.height - 6))
         names, *rows = run_cells(shown, self.progress)
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -122,12 +122,12 @@ class LiveCompareView(PlainCompareView):
 
 
 def make_compare_view(*, quiet: bool) -> CompareView:
-    """Choose the view for this output: --quiet, a live table on a terminal, or plain lines."""
+    """Choose the view of a comparison: quiet, a live table on a terminal, or plain lines."""
     return choose_view(CompareView, PlainCompareView, LiveCompareView, quiet=quiet)
 
 
 def run_cells(records: Sequence[PlannedRun], progress: dict[str, Progress]) -> list[list[str]]:
-    """Build the cells of a table of runs, headings first. Columns that are empty for all runs are omitted."""
+    """Build the cells of a comparison's table of runs, headings first. Columns that are empty for all runs are omitted."""
     swept, failed = any(record.setting for record in records), any(record.error for record in records)
     names = ["contestant", *(["setting"] if swept else []), "seed", "state", "step", "success", "left"]
     rows = [names + (["what went wrong"] if failed else [])]
@@ -142,7 +142,7 @@ def run_cells(records: Sequence[PlannedRun], progress: dict[str, Progress]) -> l
 
 
 def visible_records(records: Sequence[PlannedRun], most: int) -> list[PlannedRun]:
-    """Select at most `most` runs: active runs first, then the latest finished runs. The plan's order is kept."""
+    """Select at most `most` runs to show: active runs first, then the latest finished runs. The plan's order is kept."""
     by_state = {state: [record for record in records if record.state == state] for state in _COLOURS}
     by_state["finished"].reverse()
     chosen = [record for state in _COLOURS for record in by_state[state]][:most]
