@@ -1,4 +1,4 @@
-"""Objectives: per-token losses from advantages, under a trust region. Importing this package does not import torch."""
+"""Objectives: per-token losses for reinforcement learning in a trust region. Importing this package does not import torch."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -21,13 +21,13 @@ _BUILT_IN = frozenset(OBJECTIVES)
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """A named objective with its settings: validates a batch and computes an ObjectiveOutput."""
+    """Objective with a name and settings. A call checks a TokenBatch and computes an ObjectiveOutput."""
 
     name: str
     function: ObjectiveFunction
     config: ObjectiveConfig
     check: bool = True
-    """If True, refuse values that cannot be log-probabilities, such as logits or probabilities."""
+    """If True, a batch with values that cannot be log-probabilities, such as logits, is refused."""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -36,12 +36,12 @@ class Objective:
 
     @property
     def kernel(self) -> TokenRule | ProjectionRule | None:
-        """Rule for the fused kernel. None for a custom function registered with the same settings."""
+        """Settings of the fused kernel for this objective, or None if no kernel computes it. Custom functions have none."""
         return self.config.kernel if self.name in _BUILT_IN else None
 
     @property
     def plain_on_policy(self) -> bool:
-        """True if the objective certainly equals the plain policy gradient at π = π_old, whatever the support."""
+        """True if the objective certainly equals the plain policy gradient at π = π_old, for any choice of support tokens."""
         return self.name in _BUILT_IN and self.config.plain_on_policy
 
     def __call__(self, batch: "TokenBatch") -> "ObjectiveOutput":
@@ -52,7 +52,7 @@ class Objective:
 
 
 def make_objective(name: str, /, *, check: bool = True, **config: Any) -> Objective:
-    """Build the objective `name` with these settings; `objective_names()` lists all names.
+    """Build the objective `name` with the given settings. `objective_names()` lists all names.
 
     Args:
         name: a registered name.
@@ -81,17 +81,17 @@ def objective_function(name: str) -> ObjectiveFunction:
 
 
 def plain_objective() -> Objective:
-    """Build the policy gradient without a trust region, which most objectives equal at π = π_old."""
+    """Build the plain policy gradient without a trust region. Most objectives equal it at π = π_old."""
     return make_objective("reinforce")
 
 
 def objective_names() -> list[str]:
-    """Names of all registered objectives, in alphabetical order."""
+    """Return the names of all registered objectives, in alphabetical order."""
     return sorted(OBJECTIVES)
 
 
 def unknown_objective(name: object) -> str:
-    """Return the error message about an unknown objective, with the nearest match and all names."""
+    """Return the error message for an unknown objective name, with the nearest name and all registered names."""
     return f"there is no objective {name!r}.{nearest(name, OBJECTIVES)}"
 
 

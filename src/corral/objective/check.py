@@ -1,4 +1,4 @@
-"""Validation of a TokenBatch: shapes, dtypes, finite values, log-probs, and equal top-k tokens for all policies."""
+"""Validation of a TokenBatch: shapes, dtypes, finite values, valid log-probs, and the same top-k tokens for all policies."""
 
 import logging
 import warnings
@@ -30,7 +30,7 @@ _SUPPLY = {
 
 
 _LARGE_FIRST = 0.5
-"""Mean |log ρ| on a run's first batch above which old and new log-probs are unlikely to come from one policy."""
+"""Mean |log ρ| on a run's first batch above which a warning is logged: old and new log-probs should be equal there."""
 
 
 @dataclass
@@ -42,10 +42,13 @@ class FirstCall:
     """
 
     over: bool = False
-    """True once a batch has been read."""
+    """True once a batch has been checked, so that later batches are skipped."""
 
     def look(self, name: str, batch: TokenBatch) -> None:
-        """Read the mean |log ρ| of the first batch that has a token, in one device transfer; skip later batches."""
+        """Warn if the mean |log ρ| of the first batch with an unmasked token is large. Later batches are skipped.
+
+        The values are read in one device transfer.
+        """
         if self.over:
             return
         gap = torch.where(batch.mask, (batch.logp_new - batch.logp_old).detach().float(), 0.0).abs().sum()
@@ -60,7 +63,7 @@ class FirstCall:
 
 
 def check_batch(name: str, batch: TokenBatch, needs: Iterable[str], *, check: bool = True) -> None:
-    """Refuse a batch that the objective `name` cannot compute. Values are read in one transfer, and not during compilation.
+    """Refuse a batch that the objective `name` cannot compute. Values are read in one device transfer, but not when compiling.
 
     Without `check` log-probabilities may be any numbers, but not NaN or inf.
     """
@@ -125,7 +128,7 @@ def check_batch(name: str, batch: TokenBatch, needs: Iterable[str], *, check: bo
     checks: list[tuple[Tensor, str, Tensor | None]] = []
 
     def refuse(bad: Tensor, message: str, value: Tensor | None = None) -> None:
-        """Add a check: the failing tokens [B T], the message, and the value to report."""
+        """Add one check: the tokens that fail it [B T], the error message, and the value to report."""
         checks.append((bad, message, value))
 
     refuse(~mask.any().expand_as(mask), "mask has no unmasked token, so there is nothing to train on. Skip this batch.")

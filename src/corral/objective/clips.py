@@ -1,4 +1,4 @@
-"""Objectives that clip a probability ratio: PPO and its relatives."""
+"""Objectives that clip a probability ratio: PPO and its variants."""
 
 import math
 
@@ -27,7 +27,7 @@ from corral.tensors import ObjectiveOutput, TokenBatch
 
 
 def ppo_clip(batch: TokenBatch, config: PPOClipConfig) -> ObjectiveOutput:
-    """PPO's clipped surrogate, with one probability ratio per token.
+    """PPO's clipped surrogate loss, with one probability ratio per token.
 
         L_t = − min(ρ_t Â_t, clip(ρ_t, 1 − ε_low, 1 + ε_high) Â_t)          ρ_t = π(a_t) / π_old(a_t)
         and with dual clip, where Â_t < 0:  L_t = − max(that minimum, c Â_t)
@@ -50,7 +50,7 @@ def ppo_clip(batch: TokenBatch, config: PPOClipConfig) -> ObjectiveOutput:
 
 
 def decoupled_ppo(batch: TokenBatch, config: DecoupledPPOConfig) -> ObjectiveOutput:
-    """Clipped surrogate around a proximal policy, with importance weights of the behaviour policy.
+    """Clipped surrogate loss around a proximal policy, with importance weights for the behaviour policy (decoupled PPO).
 
         L_t = − b_t min(ρ_t Â_t, clip(ρ_t, 1 − ε_low, 1 + ε_high) Â_t)
         ρ_t = π(a_t) / π_old(a_t)          b_t = π_old(a_t) / π_rollout(a_t)
@@ -75,7 +75,7 @@ def decoupled_ppo(batch: TokenBatch, config: DecoupledPPOConfig) -> ObjectiveOut
 
 
 def aspo(batch: TokenBatch, config: ASPOConfig) -> ObjectiveOutput:
-    """Policy gradient with asymmetric importance weights: the ratio where Â < 0, its inverse where Â > 0.
+    """Policy gradient with asymmetric importance weights (ASPO): the ratio where Â < 0, the inverse ratio where Â > 0.
 
         L_t = − m_t w_t Â_t ρ_t / sg[ρ_t]          ρ_t = π(a_t) / π_old(a_t)
         w_t = sg[min(1/ρ_t, c)] where Â_t > 0,  sg[min(ρ_t, c)] where Â_t < 0
@@ -102,7 +102,7 @@ def aspo(batch: TokenBatch, config: ASPOConfig) -> ObjectiveOutput:
 
 
 def gspo(batch: TokenBatch, config: GSPOConfig) -> ObjectiveOutput:
-    """PPO's clipped surrogate, with one length-normalised probability ratio per sequence.
+    """PPO's clipped surrogate loss, with one length-normalised probability ratio per sequence (GSPO).
 
         L = − min(s Â, clip(s, 1 − ε_low, 1 + ε_high) Â)          s = exp((1/|o|) Σ_t log ρ_t)
 
@@ -124,7 +124,7 @@ def gspo(batch: TokenBatch, config: GSPOConfig) -> ObjectiveOutput:
 
 
 def gmpo(batch: TokenBatch, config: GMPOConfig) -> ObjectiveOutput:
-    """Surrogate loss with the geometric mean of a sequence's token ratios, each clipped pessimistically.
+    """Surrogate loss with the geometric mean of a sequence's token ratios (GMPO). Each token ratio is clipped on one side.
 
         L = − Â exp((1/|o|) Σ_t z_t)          z_t = min(log ρ_t, ε) where Â_t > 0, max(log ρ_t, −ε) where Â_t < 0
 
@@ -147,7 +147,7 @@ def gmpo(batch: TokenBatch, config: GMPOConfig) -> ObjectiveOutput:
 
 
 def ripo(batch: TokenBatch, config: RIPOConfig) -> ObjectiveOutput:
-    """Clipped surrogate with a separate clip range for every token.
+    """Clipped surrogate loss with a separate clip range for every token (RIPO): wider for tokens that are unlikely.
 
         L_t = − min(ρ_t Â_t, clip(ρ_t, 1 − ε_t, 1 + ε_t) Â_t)          ε_t = √(δ / π_old(a_t)),  ρ_t = π(a_t) / π_old(a_t)
 
@@ -171,11 +171,11 @@ def ripo(batch: TokenBatch, config: RIPOConfig) -> ObjectiveOutput:
 
 
 _STEP = 0.05
-"""Step by which BAPO raises the upper clip bound, as in the authors' code."""
+"""Step size with which BAPO raises the upper clip bound, as in the code of the BAPO authors."""
 
 
 def bapo(batch: TokenBatch, config: BAPOConfig) -> ObjectiveOutput:
-    """Clipped surrogate whose clip range is adapted in every call, to balance positive and negative advantages.
+    """Clipped surrogate loss whose clip range is adapted in every call (BAPO), to balance positive and negative advantages.
 
         L_t = − min(ρ_t Â_t, clip(ρ_t, l, h) Â_t), and where Â_t < 0 at most c |Â_t|          ρ_t = π(a_t) / π_old(a_t)
         P(h) = Σ_{Â > 0} min(ρ_t, h) Â_t,   N(l) = Σ_{Â < 0} max(ρ_t, l) |Â_t|,   balanced:  (1 − ρ₀) P ≥ ρ₀ N

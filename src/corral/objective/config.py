@@ -1,4 +1,4 @@
-"""Settings and declared properties of every objective, and the registry. Nothing here imports torch."""
+"""Settings and declared properties of every objective, and the registry of objectives. This module does not import torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,71 +17,72 @@ Measure = Literal["ratio", "binary_tv", "binary_kl", "support_tv", "support_kl",
 Reduction = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 
 NEEDS_TOKENS = frozenset({"logp_new", "logp_old", "advantages", "mask"})
-"""Fields of a batch that every objective needs."""
+"""Names of the TokenBatch fields that every objective needs."""
 
 NEEDS_SUPPORT = frozenset({"dist_new", "dist_old"})
-"""Further fields of a batch, needed by objectives that read more than the sampled token."""
+"""Names of the TokenBatch fields that an objective needs in addition if it reads more than the sampled tokens."""
 
 _SUM_FIRST: tuple[Reduction, ...] = ("seq-mean-token-sum-norm", "seq-mean-token-sum", "token-mean", "seq-mean-token-mean")
-"""Reductions for papers that sum over a sequence. A fixed length has the same gradient, on the scale of a mean."""
+"""Reductions for objectives whose paper sums the loss over a sequence. The first is the default.
+A fixed length has the same gradient, on the scale of a mean."""
 
 _MEAN_FIRST: tuple[Reduction, ...] = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
-"""Reductions for papers that take the mean over a sequence, then over sequences."""
+"""Reductions for objectives whose paper averages the loss over a sequence, then over sequences. The first is the default."""
 
 FILL = 1e-12
-"""Probability of every token outside the support in the published form of TROLL."""
+"""Probability of every token outside the support, in the form of TROLL that was published."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRule:
-    """Loss as a function of a token's ratio, advantage and divergence: the objectives that one kernel computes."""
+    """Rule for one kernel that computes many objectives: a token's loss as a function of ratio, advantage and divergence."""
 
     rule: Literal["clip", "mask", "weight", "gate", "penalty", "flip"]
     low: float
     high: float
     cap: float | None = None
-    """Largest importance weight of a token, or the constant of the dual clip."""
+    """Largest importance weight of a token. For rule "clip", the constant c of the dual clip."""
     measure: Measure = "ratio"
-    """Distance that a clip, a mask or a penalty compares with `low` and `high`."""
+    """Distance between new and old policy that a clip, a mask or a penalty compares with `low` and `high`."""
     symmetric: bool = False
-    """True for a mask that ignores the direction of the move."""
+    """True if the mask removes the gradient of every token outside the trust region, in whichever direction it moved."""
     decoupled: bool = False
-    """True if the loss is weighted by the ratio of the old policy to the sampler."""
+    """True if the loss is weighted by π_old / π_rollout, the ratio of the old policy to the sampler's policy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectionRule:
-    """Rule for the projection kernel: project onto the KL ball around the old policy, with a regression onto the result."""
+    """Rule for the projection kernel: project onto the KL ball around the old policy, and regress onto the projected policy."""
 
     bound: float
     regression: float
     gradient: Literal["exact", "constant_dual", "unprojected"]
     ratio_cap: float | None
     outward: bool
-    """True if tokens whose own gradient step lowers the KL are not projected."""
+    """True if tokens whose own gradient step lowers the KL to the centre are not projected."""
 
 
 @dataclass(frozen=True)
 class Paper:
-    """Paper that introduced an objective, as model cards cite it."""
+    """Bibliographic entry of the paper that introduced an objective, for model cards."""
 
     name: str
-    """Short name of the method."""
+    """Short name of the method that the paper introduced."""
     title: str
-    """Title, with braces around words that BibTeX must not change."""
+    """Title of the paper, with braces around words whose case BibTeX must not change."""
     authors: str
-    """Authors as BibTeX lists them."""
+    """Authors of the paper, in the format of BibTeX."""
     arxiv: str
-    """Number on arXiv, which begins with the year and the month."""
+    """Number of the paper on arXiv, which begins with year and month."""
 
     @property
     def plain_title(self) -> str:
-        """Title without braces."""
+        """Title of the paper without BibTeX braces."""
         return self.title.replace("{", "").replace("}", "")
 
     @property
     def bibtex(self) -> str:
-        """BibTeX entry."""
+        """BibTeX entry of the paper."""
         year = f"20{self.arxiv[:2]}"
         first = self.authors.partition(",")[0].lower()
         lines = {"title        ": self.title, "author       ": self.authors, "year         ": year, "eprint       ": self.arxiv}
@@ -91,35 +92,35 @@ class Paper:
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig(Checked):
-    """Base of every objective's settings. Subclasses are frozen and keyword-only, with limits beside defaults.
+    """Base class of every objective's settings. Subclasses are frozen, keyword-only dataclasses with limits beside defaults.
 
     Besides its settings a class declares how its objective is used. Trainers, engines, kernels and reports read these
     declarations, and name no objective.
     """
 
     paper: ClassVar[Paper | None] = None
-    """Paper that a model card cites."""
+    """Paper that a model card cites for this objective. None cites no paper."""
 
     anchor: ClassVar[Anchor] = "old"
     """Policy whose log-probs are passed as `logp_old`: "old" is recomputed by the trainer, "rollout" is the sampler's."""
 
     action: ClassVar[Action] = "clipped"
-    """Word for what happens to a token outside the trust region, such as "clipped"."""
+    """What the objective does with a token outside the trust region: "clipped", "masked" or "projected"."""
 
     has_region: ClassVar[bool] = True
     """False if the objective has no trust region, so that nothing keeps the new policy near the old one."""
 
     corrects_sampler: ClassVar[bool] = False
-    """True if the loss already weighs the old policy against the sampler, so that a correction would do so twice."""
+    """True if the loss already corrects for the sampler's policy, so that a sampler correction would correct twice."""
 
     @property
     def tokenwise(self) -> bool:
-        """True if a token's loss depends on no other token, so that gradients can be computed a few tokens at a time."""
+        """True if a token's loss depends on no other token, so that gradients can be computed for a few tokens at a time."""
         return True
 
     @property
     def reductions(self) -> tuple[Reduction, ...]:
-        """Reductions that give the objective's own gradient; the first is the default.
+        """Reductions that leave the objective's gradient as in its paper. The first reduction is the default.
 
         The losses of single tokens may be averaged in any way: the choice weighs lengths. A sequence's value that stands on
         each of its tokens is one sequence's share only where every sequence counts the same.
@@ -127,36 +128,36 @@ class ObjectiveConfig(Checked):
         return get_args(Reduction) if self.tokenwise else ("seq-mean-token-mean",)
 
     bound_names: ClassVar[tuple[str, str] | None] = None
-    """Names of the settings that bound negative and positive advantages; None if there are none."""
+    """Names of two settings: the bound for negative and the bound for positive advantages. None without bounds."""
 
     @property
     def bounds(self) -> tuple[float, float] | None:
-        """Bounds for negative and for positive advantages, in the objective's own measure; None if there are none."""
+        """Bounds for negative and for positive advantages, in the unit of the objective's divergence. None without bounds."""
         return None if self.bound_names is None else (vars(self)[self.bound_names[0]], vars(self)[self.bound_names[1]])
 
     @property
     def kl_bound(self) -> float | None:
-        """Bound on the KL of a token, in nats; None if the trust region is not a KL ball."""
+        """Bound on the KL of a token, in nats. None if the trust region is not a KL ball."""
         return None
 
     @property
     def support(self) -> Support:
-        """Part of the old policy that the loss reads: the sampled token alone, the top-k tokens (support), or every token."""
+        """Tokens of the old policy that the loss reads: sampled tokens only ("none"), top-k tokens ("topk") or all ("full")."""
         return "none"
 
     @property
     def filled_tail(self) -> float | None:
-        """Probability assigned to each token outside the support; None if the tail keeps its exact mass."""
+        """Probability assigned to each token outside the support. None if the tail keeps its exact mass."""
         return None
 
     @property
     def third_policy(self) -> Literal["teacher", "reference"] | None:
-        """Role of the policy passed as `dist_teacher`; None if the loss reads no third policy."""
+        """Role of the policy that is passed as `dist_teacher`: teacher or reference. None if the loss reads no third policy."""
         return None
 
     @property
     def needs(self) -> frozenset[str]:
-        """Required fields of TokenBatch. A trainer or engine that cannot supply one of them refuses at start-up."""
+        """Names of the TokenBatch fields that the objective requires. A trainer that cannot supply them refuses to start."""
         needs = NEEDS_TOKENS if self.support == "none" else NEEDS_TOKENS | NEEDS_SUPPORT
         return needs | {"dist_teacher"} if self.third_policy else needs
 
@@ -167,18 +168,18 @@ class ObjectiveConfig(Checked):
 
     @property
     def regresses(self) -> bool:
-        """True if the loss has a regression besides the policy gradient, `ObjectiveOutput.regression`."""
+        """True if the loss has a regression term besides the policy gradient: `ObjectiveOutput.regression`."""
         return False
 
     @property
     def kernel(self) -> TokenRule | ProjectionRule | None:
-        """Rule for the fused kernel; None if no kernel computes this objective with these settings."""
+        """Settings of the fused kernel for this objective. None if no kernel computes the objective with these settings."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class JointConfig(ObjectiveConfig):
-    """Base of settings for losses in which tokens of a call depend on each other. Any reduction may average them."""
+    """Base class of settings for losses in which tokens of one call depend on each other. Every reduction is allowed."""
 
     reductions: ClassVar[tuple[Reduction, ...]] = get_args(Reduction)
 
@@ -193,7 +194,7 @@ class ReinforceConfig(ObjectiveConfig):
     has_region: ClassVar[bool] = False
 
     ratio_cap: float | None = limited(None, at_least=0, what="a weight")
-    """Largest weight of a token, a constant for autograd. None sets no limit."""
+    """Largest importance weight of a token, a constant for autograd. None sets no limit."""
 
     @property
     def kernel(self) -> TokenRule:
@@ -203,9 +204,9 @@ class ReinforceConfig(ObjectiveConfig):
 @dataclass(frozen=True, kw_only=True)
 class CISPOConfig(ObjectiveConfig):
     cap_low: float = 0.0
-    """Smallest weight of a token."""
+    """Smallest importance weight of a token."""
     cap_high: float = 5.0
-    """Largest weight of a token."""
+    """Largest importance weight of a token."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -226,7 +227,7 @@ class TOPRConfig(JointConfig):
     reductions: ClassVar[tuple[Reduction, ...]] = _SUM_FIRST
 
     cap: float = limited(1.0, at_least=0, finite=True, what="a weight")
-    """Largest weight of a sequence with a negative advantage."""
+    """Largest importance weight of a sequence with a negative advantage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,13 +235,13 @@ class VESPOConfig(JointConfig):
     anchor: ClassVar[Anchor] = "rollout"
 
     k_positive: float = limited(2.0, at_least=0, finite=True, what="an exponent")
-    """Exponent k for Â ≥ 0. With a larger k, the weight of a sequence falls faster as its ratio falls below 1."""
+    """Exponent k for Â ≥ 0. With a larger k, the weight of a sequence falls faster when its ratio falls below 1."""
     lambda_positive: float = limited(3.0, at_least=0, finite=True, what="an exponent")
-    """Exponent λ for Â ≥ 0. With a larger λ, the weight of a sequence falls faster as its ratio grows above 1."""
+    """Exponent λ for Â ≥ 0. With a larger λ, the weight of a sequence falls faster when its ratio grows above 1."""
     k_negative: float = limited(3.0, at_least=0, finite=True, what="an exponent")
-    """Exponent k for Â < 0, with the effect of `k_positive`."""
+    """Exponent k for Â < 0. With a larger k, the weight of a sequence falls faster when its ratio falls below 1."""
     lambda_negative: float = limited(2.0, at_least=0, finite=True, what="an exponent")
-    """Exponent λ for Â < 0, with the effect of `lambda_positive`."""
+    """Exponent λ for Â < 0. With a larger λ, the weight of a sequence falls faster when its ratio grows above 1."""
 
 
 # ------------------------------------------------------------------------------------------- a clip of the ratio
@@ -248,25 +249,24 @@ class VESPOConfig(JointConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ClipRangeConfig(ObjectiveConfig):
-    """Base of settings with PPO's clip range around ratio 1."""
+    """Base class of settings with PPO's clip range around the probability ratio 1."""
 
     bound_names: ClassVar[tuple[str, str] | None] = ("clip_low", "clip_high")
 
     clip_low: float = limited(
         0.2, at_least=0, at_most=1, what="a distance from ratio 1", note="a ratio is never below 0, so 1 clips none from below"
     )
-    """Distance ε_low. With a negative advantage, a ratio below 1 − ε_low has no gradient."""
+    """Lower clip distance ε_low. With a negative advantage, a ratio below 1 − ε_low has no gradient."""
     clip_high: float = limited(0.2, at_least=0, what="a distance from ratio 1")
-    """Distance ε_high. With a positive advantage, a ratio above 1 + ε_high has no gradient."""
+    """Upper clip distance ε_high. With a positive advantage, a ratio above 1 + ε_high has no gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PPOClipConfig(ClipRangeConfig):
-    """PPO's clip: the ratio earns nothing more outside 1 ± 0.2, without a limit where Â < 0 and the ratio grows."""
+    """PPO's clip: no gain from ratios outside 1 ± 0.2. With a negative advantage, a growing ratio has no limit."""
 
     dual_clip: float | None = limited(None, above=1, what="a ratio")
-    """Constant c > 1 of the dual clip. With a negative advantage the loss is at most c|Â|, so a ratio above c has no
-    gradient."""
+    """Constant c > 1 of the dual clip. With a negative advantage, the loss is at most c|Â|; a ratio above c has no gradient."""
 
     @property
     def kernel(self) -> TokenRule:
@@ -275,19 +275,18 @@ class PPOClipConfig(ClipRangeConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ClipHigherConfig(PPOClipConfig):
-    """PPO's clip with more room upwards (clip_high 0.28 instead of 0.2), so that unlikely tokens can rise."""
+    """PPO's clip with a larger upper clip distance (0.28 instead of 0.2), so that unlikely tokens can become likelier."""
 
     clip_high: float = 0.28
-    """Distance ε_high, larger than ε_low so that unlikely tokens can become likelier."""
+    """Upper clip distance ε_high, larger than ε_low so that unlikely tokens can become likelier."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DualClipConfig(PPOClipConfig):
-    """PPO's clip with a second limit: where Â < 0, a ratio above 3 has no gradient, so that one token cannot dominate."""
+    """PPO's clip with a second limit: with a negative advantage, a ratio above 3 has no gradient, so no token dominates."""
 
     dual_clip: float | None = 3.0
-    """Constant c > 1 of the dual clip. With a negative advantage the loss is at most c|Â|, so a ratio above c has no
-    gradient."""
+    """Constant c > 1 of the dual clip. With a negative advantage, the loss is at most c|Â|; a ratio above c has no gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,11 +305,11 @@ class DecoupledPPOConfig(ClipRangeConfig):
 @dataclass(frozen=True, kw_only=True)
 class ASPOConfig(ClipRangeConfig):
     clip_low: float = 0.2
-    """Distance ε_low. With a negative advantage, a ratio below 1 − ε_low has no gradient."""
+    """Lower clip distance ε_low. With a negative advantage, a ratio below 1 − ε_low has no gradient."""
     clip_high: float = 0.2
-    """Distance ε_high. With a positive advantage, a ratio above 1 + ε_high has no gradient."""
+    """Upper clip distance ε_high. With a positive advantage, a ratio above 1 + ε_high has no gradient."""
     cap: float = limited(3.0, above=1, what="a weight")
-    """Largest weight c > 1 of a token, a constant for autograd. A capped token keeps its gradient."""
+    """Largest importance weight c > 1 of a token, a constant for autograd. A capped token keeps its gradient."""
 
     @property
     def kernel(self) -> TokenRule:
@@ -322,10 +321,10 @@ class GSPOConfig(ClipRangeConfig):
     tokenwise: ClassVar[bool] = False
 
     clip_low: float = 3e-4
-    """Distance ε_low. With a negative advantage, a sequence whose ratio is below 1 − ε_low has no gradient. This
-    ratio is a mean over tokens, and so far closer to 1 than a token's."""
+    """Lower clip distance ε_low. With a negative advantage, a sequence whose ratio is below 1 − ε_low has no gradient.
+    A sequence's ratio is a mean over tokens, and so far closer to 1 than a token's ratio."""
     clip_high: float = 4e-4
-    """Distance ε_high. With a positive advantage, a sequence whose ratio is above 1 + ε_high has no gradient."""
+    """Upper clip distance ε_high. With a positive advantage, a sequence whose ratio is above 1 + ε_high has no gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,7 +333,7 @@ class GMPOConfig(ObjectiveConfig):
     bound_names: ClassVar[tuple[str, str] | None] = ("clip", "clip")
 
     clip: float = limited(0.4, at_least=0, what="a distance in log-ratio")
-    """Distance ε. A token's log-ratio is clipped at ±ε, on the side that its advantage pushes to."""
+    """Clip distance ε of log-ratios. A token's log-ratio is clipped at ε for a positive, and at −ε for a negative advantage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,9 +341,9 @@ class RIPOConfig(ObjectiveConfig):
     bound_names: ClassVar[tuple[str, str] | None] = ("bound_low", "bound_high")
 
     bound_low: float = limited(0.05, at_least=0, what="a squared distance", note="inf switches it off")
-    """Bound δ on π_old (ρ − 1)² of tokens with a negative advantage."""
+    """Bound δ on π_old (ρ − 1)² for tokens with a negative advantage. Tokens beyond δ have no gradient."""
     bound_high: float = limited(0.05, at_least=0, what="a squared distance", note="inf switches it off")
-    """Bound δ on π_old (ρ − 1)² of tokens with a positive advantage."""
+    """Bound δ on π_old (ρ − 1)² for tokens with a positive advantage. Tokens beyond δ have no gradient."""
 
     @property
     def kernel(self) -> TokenRule:
@@ -354,18 +353,17 @@ class RIPOConfig(ObjectiveConfig):
 @dataclass(frozen=True, kw_only=True)
 class BAPOConfig(JointConfig):
     share: float = limited(0.5, at_least=0, below=1, what="a share")
-    """Share ρ₀ of the surrogate. A batch is balanced if tokens with a positive advantage have at least this share."""
+    """Share ρ₀ of the surrogate loss. In a balanced batch, tokens with a positive advantage have at least this share."""
     low: float = limited(0.6, at_least=0, at_most=1, what="a ratio")
     """Lower clip bound l of a balanced batch. With a negative advantage, a ratio below l has no gradient."""
     low_end: float = limited(0.9, at_least=0, at_most=1, what="a ratio")
-    """Lower clip bound l of a batch that is unbalanced with `low` and `high`."""
+    """Lower clip bound l of a batch that is not balanced with the bounds `low` and `high`."""
     high: float = limited(1.2, at_least=1, finite=True, what="a ratio")
     """Upper clip bound h of a balanced batch. With a positive advantage, a ratio above h has no gradient."""
     high_end: float = limited(3.0, at_least=1, finite=True, what="a ratio")
-    """Largest upper clip bound h. In an unbalanced batch h rises from `high` in steps of 0.05, until the batch is balanced."""
+    """Largest upper clip bound h. In an unbalanced batch, h rises from `high` in steps of 0.05 until the batch is balanced."""
     dual_clip: float | None = limited(3.0, above=1, what="a ratio")
-    """Constant c > 1 of the dual clip. With a negative advantage the loss is at most c|Â|, so a ratio above c has no
-    gradient."""
+    """Constant c > 1 of the dual clip. With a negative advantage, the loss is at most c|Â|; a ratio above c has no gradient."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -381,7 +379,7 @@ class SPOConfig(ObjectiveConfig):
     bound_names: ClassVar[tuple[str, str] | None] = ("epsilon", "epsilon")
 
     epsilon: float = limited(0.2, above=0, what="a distance from ratio 1")
-    """Distance ε. At the ratio 1 ± ε the penalty balances the advantage, and beyond it the gradient pulls back."""
+    """Ratio distance ε. At the ratio 1 ± ε the penalty balances the advantage, and beyond 1 ± ε the gradient pulls back."""
 
     @property
     def kernel(self) -> TokenRule:
@@ -394,7 +392,7 @@ class DRPOConfig(ObjectiveConfig):
     bound_names: ClassVar[tuple[str, str] | None] = ("bound", "bound")
 
     bound: float = limited(0.2, above=0, what="a divergence", note="inf switches it off")
-    """Change δ in |π − π_old| at which the penalty balances the advantage. Beyond it the gradient pulls back."""
+    """Bound δ on |π − π_old| of the sampled token. At δ the penalty balances the advantage; beyond δ it pulls back."""
 
     @property
     def kernel(self) -> TokenRule:
@@ -406,9 +404,9 @@ class SAPOConfig(ObjectiveConfig):
     reductions: ClassVar[tuple[Reduction, ...]] = _MEAN_FIRST
 
     tau_positive: float = limited(1.0, above=0, finite=True, what="a temperature")
-    """Temperature τ for Â > 0. A higher τ closes the gate faster as the ratio leaves 1."""
+    """Temperature τ of the gate for Â > 0. With a higher τ, the gate closes faster as the ratio moves away from 1."""
     tau_negative: float = limited(1.05, above=0, finite=True, what="a temperature")
-    """Temperature τ for Â < 0. It is higher, because these tokens are the unstable ones."""
+    """Temperature τ of the gate for Â < 0. The default is higher than for Â > 0, because these tokens are less stable."""
 
     @property
     def kernel(self) -> TokenRule:
@@ -431,22 +429,22 @@ class DPPOConfig(ObjectiveConfig):
     reductions: ClassVar[tuple[Reduction, ...]] = _SUM_FIRST
 
     divergence: Literal["tv", "kl", "ratio"] = "tv"
-    """Divergence that is bounded: total variation, KL(old‖new), or |ρ − 1|, which is PPO's own rule."""
+    """Divergence that the trust region bounds: total variation, KL(old‖new), or PPO's ratio distance |ρ − 1|."""
     estimator: Literal["binary", "topk", "full"] = "binary"
-    """Tokens that the divergence is measured on: the sampled token against all others, a top-K support with its tail, or every
-    token."""
+    """Tokens on which the divergence is measured: "binary" is the sampled token against all others.
+    "topk" is a top-K support with its tail, and "full" is every token."""
     bound: float | None = limited(None, at_least=0, what="a divergence", note="inf switches it off")
-    """Bound δ, beyond which a token may not move further out. None stands for 0.05 with divergence="kl" and for 0.2 otherwise.
-    inf switches it off."""
+    """Bound δ on the divergence. A token beyond δ may not move further away from the old policy.
+    None stands for 0.05 with divergence="kl" and for 0.2 otherwise. inf switches it off."""
     bound_low: float | None = limited(None, at_least=0, what="a divergence", note="inf switches it off")
-    """Bound δ of tokens with a negative advantage. None takes `bound`."""
+    """Bound δ on the divergence of tokens with a negative advantage. None takes `bound`."""
     bound_high: float | None = limited(None, at_least=0, what="a divergence", note="inf switches it off")
-    """Bound δ of tokens with a positive advantage. None takes `bound`."""
+    """Bound δ on the divergence of tokens with a positive advantage. None takes `bound`."""
     mask: Literal["outward", "symmetric", "predictive"] = "outward"
-    """Tokens outside the region that lose their gradient: tokens that moved along their advantage, all tokens, or tokens whose
-    own step raises the divergence on the support."""
+    """Choice of tokens that lose their gradient outside the trust region. "outward" is tokens that moved along their advantage.
+    "symmetric" is all tokens, and "predictive" is tokens whose own gradient step raises the divergence on the support."""
     ratio_cap: float | None = limited(None, at_least=0, what="a weight")
-    """Largest weight of a token, a constant for autograd. None sets no limit."""
+    """Largest importance weight of a token, a constant for autograd. None sets no limit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -497,15 +495,15 @@ class CPPOConfig(JointConfig):
     action: ClassVar[Action] = "masked"
 
     estimator: Literal["binary", "topk"] = "binary"
-    """Tokens that the total variation is measured on: the sampled token against all others, or a top-K support with its
-    tail."""
+    """Tokens on which the total variation is measured: "binary" is the sampled token against all others.
+    "topk" is a top-K support with its tail."""
     bound: float = limited(0.2, at_least=0, what="a divergence", note="inf switches it off")
-    """Total variation δ beyond which the first token of a sequence may not move further out."""
+    """Bound δ on the total variation at the first token of a sequence. A token beyond δ may not move further out."""
     weight_last: float = limited(0.8, above=0, at_most=1, what="a weight")
-    """Weight of a sequence's last token. The first token has weight 1, and weights fall linearly in between."""
+    """Weight of the last token of a sequence. The first token has weight 1, and weights fall linearly in between."""
     budget: float = limited(0.02, at_least=0, what="a divergence", note="inf switches it off")
-    """Mean divergence δ_b of a prefix above which the bound tightens. It is up to twice as large where divergences are
-    large."""
+    """Mean divergence δ_b of the previous tokens above which the bound on a token becomes tighter.
+    It is up to twice as large in sequences with large divergences."""
 
     @property
     def support(self) -> Support:
@@ -518,17 +516,18 @@ class M2POConfig(JointConfig):
     action: ClassVar[Action] = "masked"
 
     bound: float = limited(0.04, at_least=0, what="a mean of squared log-ratios", note="inf switches it off")
-    """Largest mean τ of (log ρ)² over the unmasked tokens of a call that have moved along their advantage."""
+    """Bound τ on the mean (log ρ)² of tokens that moved along their advantage. The farthest tokens are masked to reach τ."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClipCovConfig(ClipRangeConfig, JointConfig):
     share: float = limited(2e-4, above=0, at_most=1, what="a share of the tokens")
-    """Share of the call's tokens that lose their gradient: at least one token, if the window has any."""
+    """Share of the call's tokens that lose their gradient, rounded down to at least one token.
+    They are drawn among tokens whose covariance lies between `cov_low` and `cov_high`."""
     cov_low: float = 1.0
-    """Covariance above which a token may be chosen."""
+    """Smallest covariance of advantage and log-probability at which a token may lose its gradient."""
     cov_high: float = 5.0
-    """Covariance below which a token may be chosen."""
+    """Largest covariance of advantage and log-probability at which a token may lose its gradient."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -542,9 +541,9 @@ class ClipCovConfig(ClipRangeConfig, JointConfig):
 @dataclass(frozen=True, kw_only=True)
 class KLCovConfig(JointConfig):
     share: float = limited(2e-4, above=0, at_most=1, what="a share of the tokens")
-    """Share of the call's tokens that are penalised, at least one."""
+    """Share of the call's tokens that are penalised, at least one token."""
     penalty: float = limited(1.0, at_least=0, finite=True, what="a weight")
-    """Weight β of the penalty."""
+    """Weight β of the penalty |log ρ| on tokens with a large covariance."""
 
 
 # --------------------------------------------------------------------------------------- projections onto a KL ball
@@ -563,25 +562,27 @@ class TROLLConfig(ObjectiveConfig):
     bound_names: ClassVar[tuple[str, str] | None] = ("bound", "bound")
 
     bound: float = limited(0.05, at_least=0, what="a KL in nats", note="inf switches it off")
-    """Bound ε on KL(projected‖centre) of every token, in nats. inf switches the projection off."""
+    """Bound ε on every token's KL between the projected policy and the centre, in nats. inf switches the projection off."""
     regression: float = limited(1.0, at_least=0, finite=True, what="a weight")
-    """Weight α of the regression of the network onto its own projection. With 0 the network may drift."""
+    """Weight α of the regression of the network onto the projected policy. Without it (0), the network may drift."""
     tail: Literal["bucket", "fill"] = "bucket"
-    """Treatment of the tokens outside the support: their exact mass as one more category, or a fixed tiny probability each, as
-    published."""
+    """Treatment of tokens outside the support. "bucket" keeps their exact mass as one more category.
+    "fill" gives each of them a fixed tiny probability, as in the TROLL paper."""
     vocab_size: int | None = limited(None, at_least=1, what="a number of tokens")
-    """Number V of tokens in the vocabulary. `tail="fill"` needs it to count the tokens outside the support."""
+    """Vocabulary size V, in tokens. The setting `tail="fill"` needs it to count the tokens outside the support."""
     level: Literal["token", "sequence"] = "token"
-    """Ratio in the policy gradient: each token's own, or the length-normalised ratio of its sequence, as in GSPO."""
+    """Ratio in the policy gradient: of each token, or the length-normalised ratio of the whole sequence, as in GSPO."""
     gradient: Literal["exact", "constant_dual", "unprojected"] = "exact"
-    """Gradient through the projection: exact, with the dual held constant, or none (the regression alone holds the region)."""
+    """Gradient through the projection: "exact", with a constant dual variable ("constant_dual"), or none ("unprojected").
+    With "unprojected", the regression alone keeps the network in the trust region."""
     project: Literal["all", "outward"] = "all"
-    """Tokens that are projected: all tokens outside the ball, or all but tokens whose own gradient step lowers the KL."""
+    """Tokens outside the KL ball that are projected. "all" is all of them.
+    "outward" is all but tokens whose own gradient step lowers the KL."""
     centre: Literal["old", "reference"] = "old"
-    """Centre of the ball: the old policy, which moves with training, or a frozen reference (`dist_teacher`), which bounds all
-    drift."""
+    """Policy at the centre of the KL ball. "old" moves with training; "reference" is frozen, which bounds all drift.
+    The reference is passed as `dist_teacher`."""
     ratio_cap: float | None = limited(None, at_least=0, what="a weight")
-    """Largest weight of a token, a constant for autograd. A KL bound does not bound the ratio of a rare token."""
+    """Largest importance weight of a token, a constant for autograd. A KL bound does not limit the ratio of a rare token."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -631,9 +632,10 @@ class DistillConfig(ObjectiveConfig):
     bound_names: ClassVar[tuple[str, str] | None] = ("bound", "bound")
 
     bound: float = limited(0.05, at_least=0, what="a KL in nats", note="inf switches it off")
-    """Bound ε on KL(target‖old) of every token, in nats. With inf the teacher itself is the target."""
+    """Bound ε on every token's KL(regression target‖old policy), in nats. With inf, the target is the teacher."""
     direction: Literal["reverse", "forward"] = "reverse"
-    """Direction of the regression: KL(new‖target), which gives up modes, or KL(target‖new), which covers them."""
+    """Direction of the regression: "reverse" is KL(new‖target), which drops modes. "forward" is KL(target‖new).
+    "forward" covers all modes of the target."""
 
 
 # ------------------------------------------------------------------------------------------------------ registry
@@ -665,7 +667,8 @@ OBJECTIVES: dict[str, tuple[str | ObjectiveFunction, type[ObjectiveConfig]]] = {
     "topr": ("weights.topr", TOPRConfig),
     "vespo": ("weights.vespo", VESPOConfig),
 }
-"""Function and settings of every objective. A string is a function's path in this package.
+"""Registry of objectives: each name is mapped to the objective's function and settings class.
+A string is a function's path in this package.
 
 Reports give colours in this order, so a new objective comes last.
 """

@@ -1,4 +1,4 @@
-"""Corrections for the mismatch between sampler and trainer: weights of the policy term, from the sampler's log-probs.
+"""Sampler corrections: weights of the policy gradient that correct for the mismatch between sampler and trainer.
 
     loss = objective(batch).weigh(correction(batch))
 
@@ -24,15 +24,15 @@ from corral.validate import Checked, build_config, limited, nearest, number_in
 @dataclass(frozen=True, kw_only=True)
 class TISConfig(Checked):
     cap: float = limited(2.0, above=0, what="the largest weight")
-    """Largest weight C."""
+    """Largest importance weight C of a token or sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class IcePopConfig:
     low: float = 0.5
-    """Smallest ratio α. Tokens with a smaller ratio are dropped."""
+    """Smallest probability ratio α of trainer to sampler. Tokens with a smaller ratio get weight 0."""
     high: float = 5.0
-    """Largest ratio β. Tokens with a larger ratio are dropped."""
+    """Largest probability ratio β of trainer to sampler. Tokens with a larger ratio get weight 0."""
 
     def __post_init__(self) -> None:
         if not (number_in(self.low, 0) and number_in(self.high, self.low)):
@@ -42,11 +42,11 @@ class IcePopConfig:
 @dataclass(frozen=True, kw_only=True)
 class TRMConfig(Checked):
     bound: float = limited(0.05, at_least=0, what="a divergence", note="inf switches it off")
-    """Bound δ on the largest k2 estimate, ½ (log ρ)², in a sequence."""
+    """Bound δ on the KL estimate k2 = ½ (log ρ)² of every token. A sequence with a token above δ gets weight 0."""
 
 
 def tis(batch: TokenBatch, config: TISConfig) -> Float[Tensor, "B T"]:
-    """Truncated importance sampling, token by token: min(ρ_t, C).
+    """Truncated importance sampling (TIS) with one weight per token: min(ρ_t, C).
 
     Ref:
         Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
@@ -55,7 +55,7 @@ def tis(batch: TokenBatch, config: TISConfig) -> Float[Tensor, "B T"]:
 
 
 def seq_tis(batch: TokenBatch, config: TISConfig) -> Float[Tensor, "B T"]:
-    """Truncated importance sampling of the sequence: min(∏_t ρ_t, C) on each of its tokens.
+    """Truncated importance sampling with one weight per sequence: min(∏_t ρ_t, C) on each of its tokens.
 
     Ref:
         Liu, Li et al. 2025, "When speed kills stability". Invariant: on one-token sequences it is tis.
@@ -65,7 +65,7 @@ def seq_tis(batch: TokenBatch, config: TISConfig) -> Float[Tensor, "B T"]:
 
 
 def icepop(batch: TokenBatch, config: IcePopConfig) -> Float[Tensor, "B T"]:
-    """Ratio of each token, ρ_t, if it lies in [α, β], and 0 if it does not.
+    """IcePop: each token's weight is its ratio ρ_t if the ratio lies in [α, β], and 0 otherwise.
 
     Ref:
         Ling team 2025, Ring-1T, arXiv:2510.18855.
@@ -75,7 +75,7 @@ def icepop(batch: TokenBatch, config: IcePopConfig) -> Float[Tensor, "B T"]:
 
 
 def trm(batch: TokenBatch, config: TRMConfig) -> Float[Tensor, "B T"]:
-    """Trust-region masking: 1 on every token of a sequence whose tokens all have ½ (log ρ_t)² ≤ δ, else 0.
+    """Trust-region masking (TRM): weight 1 on sequences whose tokens all have ½ (log ρ_t)² ≤ δ, and 0 on all other sequences.
 
     Ref:
         Li et al. 2025, arXiv:2512.23075, with the k2 estimate, and of the old policy where the paper
@@ -95,12 +95,12 @@ CORRECTIONS: dict[str, tuple[Callable[[TokenBatch, Any], Tensor], type]] = {
 
 @dataclass(frozen=True)
 class Correction:
-    """A named correction with its settings: batch → weights [B T], detached, ≥ 0, 0 at padding."""
+    """Sampler correction with a name and settings: maps a TokenBatch to weights [B T], detached, ≥ 0, and 0 at padding."""
 
     name: str
     config: Any
     check: bool = True
-    """If True, refuse values that cannot be log-probabilities, such as logits or probabilities."""
+    """If True, a batch with values that cannot be log-probabilities, such as logits, is refused."""
 
     def __call__(self, batch: TokenBatch) -> Float[Tensor, "B T"]:
         check_batch(self.name, batch, {"logp_rollout"}, check=self.check)
@@ -110,7 +110,7 @@ class Correction:
 
 
 def make_correction(name: str, /, *, check: bool = True, **config: Any) -> Correction:
-    """Build the correction `name`: "tis", "seq_tis", "icepop" or "trm"; `check` as in `make_objective`."""
+    """Build the sampler correction `name`: "tis", "seq_tis", "icepop" or "trm". `check` is as in `make_objective`."""
     if not isinstance(name, str) or name not in CORRECTIONS:
         raise ValueError(f"make_correction: there is no correction {name!r}.{nearest(name, CORRECTIONS)}")
     return Correction(name, build_config(name, CORRECTIONS[name][1], config), check)

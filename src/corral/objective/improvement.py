@@ -1,4 +1,4 @@
-"""Policy-improvement bound of DPPO: a guaranteed gain in expected reward, for a finite horizon."""
+"""Policy-improvement bound from the DPPO paper: a guaranteed gain in expected reward, for a finite horizon."""
 
 from dataclasses import dataclass
 
@@ -17,18 +17,18 @@ from corral.validate import number_in
 
 @dataclass(frozen=True, eq=False)
 class ImprovementBound:
-    """Terms of the bound J(π) − J(π_old) ≥ surrogate − min(penalty_max, penalty_mean)."""
+    """Terms of the policy-improvement bound J(π) − J(π_old) ≥ surrogate − min(penalty_max, penalty_mean)."""
 
     surrogate: Float[Tensor, ""]
     """First-order gain in expected reward, L′ = E[R Σ_t (ρ_t − 1)]."""
     penalty_max: Float[Tensor, ""]
-    """Penalty from the largest total variation, 2 ξ T (T − 1) max_s TV(s)². It is quadratic in the step, and grows with T²."""
+    """Penalty from the largest total variation, 2 ξ T (T − 1) max_s TV(s)². It grows with the squares of TV and horizon T."""
     penalty_mean: Float[Tensor, ""]
-    """Penalty from the expected sum of total variations, 4 ξ E[Σ_t TV_t]. It is linear in the step."""
+    """Penalty from the expected sum of total variations, 4 ξ E[Σ_t TV_t]. It grows linearly with the total variation."""
 
     @property
     def bound(self) -> Float[Tensor, ""]:
-        """Larger of the two lower bounds on J(π) − J(π_old)."""
+        """Lower bound on J(π) − J(π_old), the gain in expected reward: the larger of two lower bounds."""
         return self.surrogate - torch.minimum(self.penalty_max, self.penalty_mean)
 
 
@@ -94,7 +94,7 @@ def improvement_bound(
 
 
 def _at_least(name: str, value: float | None, own: Tensor, rounding: float = 0.0) -> Tensor | float:
-    """Validate `value`, or use the batch's value if it is None. With a smaller value, the bound would not hold."""
+    """Validate that `value` is not below the batch's own value, or the bound would not hold. None returns the batch's value."""
     if value is None:
         return own
     if not (number_in(value, own.item() * (1 - rounding)) and value < torch.inf):

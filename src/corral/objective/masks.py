@@ -1,4 +1,4 @@
-"""Objectives that remove the gradient of some tokens: DPPO and its relatives, and masks by covariance."""
+"""Objectives that remove the gradient of some tokens: DPPO and its variants, and masks that select tokens by covariance."""
 
 import torch
 from jaxtyping import Float
@@ -12,7 +12,7 @@ from corral.tensors import ObjectiveOutput, TokenBatch
 
 
 def dppo(batch: TokenBatch, config: DPPOConfig) -> ObjectiveOutput:
-    """Importance-weighted policy gradient inside a divergence trust region.
+    """Importance-weighted policy gradient with a divergence trust region (DPPO). Tokens outside it may not move further out.
 
         L_t = − m_t ρ_t Â_t          ρ_t = π(a_t) / π_old(a_t)
         m_t = 0  iff  D_t > δ  and  (ρ_t − 1) Â_t > 0
@@ -43,7 +43,7 @@ def dppo(batch: TokenBatch, config: DPPOConfig) -> ObjectiveOutput:
 
 
 def divergence(batch: TokenBatch, log_rho: Float[Tensor, "B T"], config: DPPOConfig) -> Float[Tensor, "B T"]:
-    """Divergence D_t between old and new policy, 0 at padding. Merging tokens can only lower it: binary ≤ topk ≤ full."""
+    """Divergence D_t between old and new policy, 0 at padding. Estimates on fewer tokens are smaller: binary ≤ topk ≤ full."""
     mask = batch.mask
     if config.divergence == "ratio":
         return torch.expm1(clamp_log_ratio(log_rho)).abs()
@@ -65,7 +65,7 @@ def divergence(batch: TokenBatch, log_rho: Float[Tensor, "B T"], config: DPPOCon
 
 
 def _rise(batch: TokenBatch, config: DPPOConfig) -> Float[Tensor, "B T"]:
-    """Derivative of the divergence, dD/ds, along the step z ← z + s (e_a − π) that makes the sampled token likelier.
+    """Derivative dD/ds of the divergence along the step z ← z + s (e_a − π), which makes the sampled token a likelier.
 
     It is taken on the support, whose tail counts as one token. Then d log π_j = e_a,j − π_j − π_a + Σ_k π_k². KL(old‖new)
     changes by −Σ_j μ_j d log π_j, the total variation by ½ Σ_j sgn(π_j − μ_j) π_j d log π_j.
@@ -80,7 +80,7 @@ def _rise(batch: TokenBatch, config: DPPOConfig) -> Float[Tensor, "B T"]:
 
 
 def cppo(batch: TokenBatch, config: CPPOConfig) -> ObjectiveOutput:
-    """Importance-weighted policy gradient inside a trust region that depends on the tokens before.
+    """Importance-weighted policy gradient with a trust region that depends on the previous tokens of the sequence (CPPO).
 
         L_t = − m_t ρ_t Â_t          ρ_t = π(a_t) / π_old(a_t)
         m_t = 0  iff  w_t D_t > min(δ, δ + b Σ_{s<t} w_s − Σ_{s<t} w_s D_s)  and  (ρ_t − 1) Â_t > 0
@@ -114,7 +114,7 @@ def cppo(batch: TokenBatch, config: CPPOConfig) -> ObjectiveOutput:
 
 
 def m2po(batch: TokenBatch, config: M2POConfig) -> ObjectiveOutput:
-    """Importance-weighted policy gradient that masks the tokens whose ratios have moved farthest along their advantage.
+    """Importance-weighted policy gradient that masks the tokens whose ratios moved farthest along their advantage (M2PO).
 
         L_t = − m_t ρ_t Â_t          ρ_t = π(a_t) / π_old(a_t)
         O = {t : (ρ_t − 1) Â_t > 0};   m_t = 0 on the largest (log ρ_t)² of O, the fewest whose removal leaves a mean ≤ τ
@@ -142,7 +142,7 @@ def m2po(batch: TokenBatch, config: M2POConfig) -> ObjectiveOutput:
 
 
 def clip_cov(batch: TokenBatch, config: ClipCovConfig) -> ObjectiveOutput:
-    """Clipped surrogate without a few randomly chosen tokens of large covariance.
+    """PPO's clipped surrogate loss, in which a few randomly chosen tokens with large covariance lose their gradient (Clip-Cov).
 
         L_t = − m_t min(ρ_t Â_t, clip(ρ_t, 1 − ε_low, 1 + ε_high) Â_t)          ρ_t = π(a_t) / π_old(a_t)
         m_t = 0 on a share of all tokens, drawn from those that the clip leaves alone and  c_low < c_t < c_high
@@ -172,7 +172,7 @@ def clip_cov(batch: TokenBatch, config: ClipCovConfig) -> ObjectiveOutput:
 
 
 def kl_cov(batch: TokenBatch, config: KLCovConfig) -> ObjectiveOutput:
-    """Importance-weighted policy gradient, with a penalty on the tokens with the largest covariance.
+    """Importance-weighted policy gradient, with a penalty on the tokens with the largest covariance (KL-Cov).
 
         L_t = − ρ_t Â_t + β |log ρ_t| 1[t ∈ S]          ρ_t = π(a_t) / π_old(a_t)
         S: the largest  c_t = (Â_t − mean Â)(log π(a_t) − mean log π)  that are above 0, a given share of all tokens
@@ -199,7 +199,7 @@ def kl_cov(batch: TokenBatch, config: KLCovConfig) -> ObjectiveOutput:
 
 
 def token_covariance(batch: TokenBatch) -> Float[Tensor, "B T"]:
-    """Covariance of each token, (Â_t − mean Â)(log π_t − mean log π), a constant for autograd; −inf at padding.
+    """Covariance of each token, (Â_t − mean Â)(log π_t − mean log π). It is a constant for autograd, and −inf at padding.
 
     The means are over the call's unmasked tokens.
     """
@@ -209,5 +209,5 @@ def token_covariance(batch: TokenBatch) -> Float[Tensor, "B T"]:
 
 
 def share_count(batch: TokenBatch, share: float) -> Tensor:
-    """Number of unmasked tokens in a share of them, rounded down and at least 1; a scalar on the device."""
+    """Convert a share of the unmasked tokens to a number of tokens, rounded down and at least 1. Returns a scalar tensor."""
     return (batch.mask.sum().double() * share).long().clamp(min=1)

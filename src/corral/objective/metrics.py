@@ -1,4 +1,4 @@
-"""Metrics of objectives: detached tensors over unmasked tokens."""
+"""Metrics of objectives, computed over unmasked tokens as detached tensors."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -13,18 +13,18 @@ from corral.tensors import TokenBatch
 
 
 def masked_mean(x: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, ""]:
-    """Mean over the unmasked tokens, 0 if there are none."""
+    """Mean of `x` over the unmasked tokens, or 0 if there are none."""
     return torch.where(mask, x.detach(), 0.0).sum() / mask.sum().clamp(min=1)
 
 
 def masked_max(x: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, ""]:
-    """Largest value among the unmasked tokens."""
+    """Largest value of `x` among the unmasked tokens."""
     return torch.where(mask, x.detach(), -torch.inf).amax()
 
 
 @torch.no_grad()
 def token_kl(batch: TokenBatch) -> Float[Tensor, "B T"]:
-    """KL(new‖old) of each token on the support and the tail that both policies share, 0 at padding.
+    """KL(new‖old) of each token, on the shared support and tail of both policies, 0 at padding.
 
     Where the batch has none, KL(old‖new) of "the sampled token or any other", which is a lower bound.
     """
@@ -39,7 +39,7 @@ def token_kl(batch: TokenBatch) -> Float[Tensor, "B T"]:
 def region_metrics(
     batch: TokenBatch, log_rho: Float[Tensor, "B T"], acted: Bool[Tensor, "B T"], kl: Float[Tensor, "B T"] | None = None
 ) -> dict[str, Float[Tensor, ""]]:
-    """The `tr/` metrics that all objectives share: KL, ratios, tail mass, share of active tokens.
+    """Compute the `tr/` metrics that all objectives share: KL, ratios, tail mass, and the share of active tokens.
 
     `kl` is KL(new‖old) where the objective has it, else it is taken on the shared support. Where the batch has none, from
     the sampled tokens alone: KL(old‖new), its mean by the k3 estimate, its maximum by the two-way KL, a lower bound.
@@ -67,7 +67,7 @@ def region_metrics(
 
 @torch.no_grad()
 def projection_metrics(projection: CategoricalProjection, mask: Bool[Tensor, "B T"]) -> dict[str, Float[Tensor, ""]]:
-    """The `tr/` metrics of objectives that project: KL after the projection, multiplier, tokens without a solution."""
+    """Compute the `tr/` metrics of objectives that project: KL after the projection, multiplier, tokens without a solution."""
     acted = projection.active & mask & projection.dual.isfinite()
     return {
         "tr/kl_after": masked_mean(projection.kl_after, mask),

@@ -9,7 +9,7 @@ from corral.tensors import ObjectiveOutput, TokenBatch
 
 
 def spo(batch: TokenBatch, config: SPOConfig) -> ObjectiveOutput:
-    """Policy-gradient surrogate with a penalty on the ratio; its optimum lies at the edge of the trust region.
+    """Policy-gradient loss with a penalty on the ratio (SPO). The optimum lies at the edge of the trust region.
 
         L_t = − ρ_t Â_t + |Â_t| (ρ_t − 1)² / (2 ε)          ρ_t = π(a_t) / π_old(a_t)
 
@@ -29,7 +29,7 @@ def spo(batch: TokenBatch, config: SPOConfig) -> ObjectiveOutput:
 
 
 def drpo(batch: TokenBatch, config: DRPOConfig) -> ObjectiveOutput:
-    """Policy-gradient surrogate with a penalty whose optimum lies at the bound on the sampled token's |π − π_old|.
+    """Policy-gradient loss with a penalty on the sampled token's change in probability (DRPO). Its optimum lies at the bound.
 
         L_t = − ρ_t Â_t + |Â_t| π_old(a_t) (ρ_t − 1)² / (2 δ)          ρ_t = π(a_t) / π_old(a_t)
 
@@ -52,7 +52,7 @@ def drpo(batch: TokenBatch, config: DRPOConfig) -> ObjectiveOutput:
 
 
 def sapo(batch: TokenBatch, config: SAPOConfig) -> ObjectiveOutput:
-    """Policy-gradient surrogate with a soft gate on the ratio in place of a clip.
+    """Policy-gradient loss with a soft gate on the ratio in place of a clip (SAPO).
 
         L_t = − (4/τ) σ(τ (ρ_t − 1)) Â_t          τ = τ⁺ where Â_t > 0, τ⁻ elsewhere
         its gradient weight: 4 σ (1 − σ) ρ_t, which is 1 on-policy and fades smoothly on both sides

@@ -1,4 +1,4 @@
-"""Objectives that project a policy onto a KL ball, and train the network towards the result."""
+"""Objectives that project a policy onto a KL ball, and train the network towards the projected policy."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -14,7 +14,7 @@ from corral.tensors import ObjectiveOutput, SparseDist, TokenBatch
 
 
 def troll(batch: TokenBatch, config: TROLLConfig) -> ObjectiveOutput:
-    """Policy gradient of the projected policy, and a regression that makes the network follow it.
+    """Policy gradient of the projected policy, with a regression of the network onto the projected policy (TROLL).
 
         π̃ = argmin_r KL(r‖π)  s.t.  KL(r‖π_c) ≤ ε            at every token, on the support and its tail
         L_t = − (π̃(a_t) / π_old(a_t)) Â_t + α KL(π_t‖sg[π̃_t])
@@ -74,7 +74,7 @@ def troll(batch: TokenBatch, config: TROLLConfig) -> ObjectiveOutput:
 
 
 def _whole(dist: SparseDist, mask: Tensor, config: TROLLConfig) -> Float[Tensor, "B T K1"]:
-    """Join the support and the tail into one distribution of K + 1 categories, up to normalisation."""
+    """Join support and tail into one distribution of K + 1 categories, not necessarily normalised."""
     if config.filled_tail is None:
         return dist.with_rest()
     assert config.vocab_size is not None
@@ -89,7 +89,7 @@ def _whole(dist: SparseDist, mask: Tensor, config: TROLLConfig) -> Float[Tensor,
 
 @torch.no_grad()
 def _leads_back(new: Tensor, centre: Tensor, batch: TokenBatch) -> Bool[Tensor, "B T"]:
-    """True for tokens whose own gradient step, z ← z + s Â (e_a − π), lowers KL(π‖π_c) to the centre of the ball.
+    """True for tokens whose own gradient step, z ← z + s Â (e_a − π), lowers the KL to the centre of the ball.
 
     ∂KL/∂z_j = π_j (d_j − KL) with d = log π − log π_c, so that dKL/ds = Â (π_a (d_a − KL) − Σ_j π_j² (d_j − KL)). Never where
     the centre rules out what the new policy allows: there the KL is infinite.
@@ -104,7 +104,7 @@ def _leads_back(new: Tensor, centre: Tensor, batch: TokenBatch) -> Bool[Tensor, 
 
 
 def distill(batch: TokenBatch, config: DistillConfig) -> ObjectiveOutput:
-    """Distillation within a trust region: regression onto the policy nearest to the teacher in the old policy's KL ball.
+    """Distillation within a trust region: regression onto the policy nearest to the teacher in a KL ball around the old policy.
 
         π* = argmin_r KL(r‖teacher)  s.t.  KL(r‖π_old) ≤ ε  ∝ π_old^(1−t) teacher^t          t ∈ (0, 1]
         L_t = KL(π_t‖π*_t), or KL(π*_t‖π_t) with direction="forward"

@@ -10,13 +10,13 @@ from corral.tensors import TokenBatch
 
 
 def credit(batch: TokenBatch) -> Float[Tensor, "B T"]:
-    """Advantages per token, 0 at padding."""
+    """Return the advantages per token [B T], 0 at padding."""
     advantages = at_least_float32(batch.advantages)
     return torch.where(batch.mask, advantages[:, None] if advantages.ndim == 1 else advantages, 0.0)
 
 
 def zero_padding(x: Tensor, mask: Bool[Tensor, "B T"]) -> Tensor:
-    """Replace padding of `x` [B T] or [B T K] by 0. Arbitrary values there then reach no result and no gradient."""
+    """Replace padding of `x` [B T] or [B T K] by 0, so that arbitrary values at padding reach no result and no gradient."""
     return torch.where(mask if x.ndim == mask.ndim else mask[..., None], at_least_float32(x), 0.0)
 
 
@@ -26,7 +26,7 @@ def log_ratio(batch: TokenBatch) -> Float[Tensor, "B T"]:
 
 
 def sampled_kl(batch: TokenBatch) -> Float[Tensor, "B T"]:
-    """KL(old‖new) between two categories, the sampled token and any other, 0 at padding.
+    """KL(old‖new) of the two-way distribution "the sampled token or any other token", 0 at padding.
 
     Under both policies the other tokens have a probability of at least 1e-8.
     """
@@ -35,12 +35,12 @@ def sampled_kl(batch: TokenBatch) -> Float[Tensor, "B T"]:
 
 
 def clamp_log_ratio(log_rho: Tensor) -> Tensor:
-    """Clamp log ρ to at most 20, so that its exp is finite."""
+    """Clamp log ρ to at most 20, so that exp(log ρ) is finite."""
     return log_rho.clamp(max=LOG_RATIO_MAX)
 
 
 def capped_ratio(log_rho: Float[Tensor, "B T"], cap: float | None) -> Float[Tensor, "B T"]:
-    """Probability ratio ρ, or with a cap the constant weight min(ρ, cap) on the gradient of log ρ.
+    """Return the ratio ρ. With `cap`, return a factor with the value min(ρ, cap) and the gradient min(ρ, cap) · ∇ log π.
 
         sg[min(ρ, cap)] · ρ/sg[ρ]
 
@@ -53,7 +53,7 @@ def capped_ratio(log_rho: Float[Tensor, "B T"], cap: float | None) -> Float[Tens
 
 
 def own_gradient(log_rho: Tensor) -> Tensor:
-    """Factor ρ/sg[ρ], which has the value 1 and the gradient of log ρ (sg: stop gradient)."""
+    """Return ρ/sg[ρ], a factor with the value 1 and the gradient of log ρ (sg: stop gradient)."""
     return (log_rho - log_rho.detach()).exp()
 
 
@@ -64,7 +64,8 @@ def clip_surrogate(
     high: float | Tensor,
     dual: float | None = None,
 ) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
-    """Compute PPO's min(ρ Â, clip(ρ, low, high) Â), and a mask of clipped tokens: those moved past a bound along Â.
+    """Compute PPO's surrogate min(ρ Â, clip(ρ, low, high) Â), and a mask of the tokens that are clipped.
+    A token is clipped if its ratio moved past a clip bound along its advantage.
 
     With a dual clip c = `dual` the surrogate is at least c Â where Â < 0, and tokens with ρ > c are clipped there too.
     """
@@ -77,7 +78,7 @@ def clip_surrogate(
 
 
 def sequence_log_ratio(log_rho: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    """Sequence log-ratio (1/|o|) Σ_t log ρ_t, at most 20, repeated for every token.
+    """Log-ratio of each sequence, (1/|o|) Σ_t log ρ_t, at most 20, repeated for every token of the sequence.
 
     Each token has its own gradient (straight through).
 

@@ -1,4 +1,4 @@
-"""Reductions of per-token losses to one number. Explicit totals give a split batch the gradient of the whole batch."""
+"""Reductions of per-token losses to one number. With explicit totals, micro-batches sum to the loss of the whole batch."""
 
 from typing import get_args
 
@@ -19,7 +19,7 @@ def reduce_loss(
     total: float | Tensor | None = None,
     length: float | None = None,
 ) -> Float[Tensor, ""]:
-    """Reduce per-token losses to one number: the local sum divided by the global total.
+    """Reduce per-token losses to one number: the sum over this batch, divided by a total over all micro-batches and ranks.
 
         token-mean                 Σ_bt L / N_tokens
         seq-mean-token-mean        Σ_b (Σ_t L / |o_b|) / N_sequences
@@ -77,7 +77,7 @@ def reduce_loss(
 def reduction_weights(
     mask: Bool[Tensor, "B T"], how: Reduction, *, total: float | Tensor | None = None, length: float | None = None
 ) -> Float[Tensor, "B T"]:
-    """Compute the weights w [B T] with reduce_loss(L) = Σ w L, for `policy_loss_from_hidden`.
+    """Compute weights w [B T] such that `reduce_loss` of any per-token loss L equals Σ w L.
 
     Args:
         mask, how, total, length: as in `reduce_loss`.

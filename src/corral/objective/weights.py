@@ -1,4 +1,4 @@
-"""Objectives without a trust region, and objectives that bound the weight of a token or of a sequence instead."""
+"""Objectives without a trust region, and objectives that only limit the importance weights of tokens or sequences."""
 
 import torch
 
@@ -29,7 +29,7 @@ def reinforce(batch: TokenBatch, config: ReinforceConfig) -> ObjectiveOutput:
 
 
 def cispo(batch: TokenBatch, config: CISPOConfig) -> ObjectiveOutput:
-    """Policy gradient with a clipped importance weight, a constant for autograd.
+    """Policy gradient with a clipped importance weight that is a constant for autograd (CISPO).
 
         L_t = − sg[clip(ρ_t, low, high)] Â_t log π(a_t)          ρ_t = π(a_t) / π_old(a_t)
 
@@ -51,7 +51,7 @@ def cispo(batch: TokenBatch, config: CISPOConfig) -> ObjectiveOutput:
 
 
 def topr(batch: TokenBatch, config: TOPRConfig) -> ObjectiveOutput:
-    """Off-policy REINFORCE (TOPR) with a capped importance weight on sequences with a negative advantage.
+    """Off-policy REINFORCE (TOPR): sequences with a negative advantage have a capped importance weight.
 
         L_t = − w Â_t log π(a_t)          w = 1 where Â_t ≥ 0,  sg[min(Π_s ρ_s, c)] where Â_t < 0
 
@@ -75,7 +75,7 @@ def topr(batch: TokenBatch, config: TOPRConfig) -> ObjectiveOutput:
 
 
 def vespo(batch: TokenBatch, config: VESPOConfig) -> ObjectiveOutput:
-    """Policy gradient with a smooth, gamma-shaped weight on the sequence ratio.
+    """Policy gradient with a smooth, gamma-shaped weight on each sequence's probability ratio (VESPO).
 
         L_t = − sg[φ(W)] Â_t log π(a_t)          φ(W) = W^k e^{λ (1 − W)},  W = Π_s π(a_s) / π_old(a_s)
 
