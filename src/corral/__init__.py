@@ -1,4 +1,4 @@
-"""corral keeps a policy inside its trust region while reinforcement learning improves it."""
+"""corral keeps a policy inside a trust region while reinforcement learning improves the policy."""
 
 from importlib import import_module
 from types import ModuleType
@@ -61,11 +61,11 @@ _MODULES = (
     *("advantage", "deployed", "divergence", "head", "objective", "objective.config", "objective.correction"),
     *("objective.improvement", "objective.reduction", "projection", "support", "tensors"),
 )
-"""Modules that define the public names."""
+"""Modules that define the public names of corral."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch and the public names on first use: `corral --version` needs none of them."""
+    """Import torch and the public names of corral on first use, because `corral --version` needs none of them."""
     if name not in __all__ and name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     for module in _MODULES:

@@ -48,26 +48,26 @@ MOVED = {
     "task.tool": "lab.tasks.imports",
     "types": "tensors",
 }
-"""Map from old path to new path below `corral`. Modules inside a moved package move with the package."""
+"""Map from the old path of a module to its new path, both below `corral`. Modules inside a moved package move with it."""
 
 
 ENTRY = f"{__file__}:moved"
-"""Entry in the `__path__` of packages whose modules have moved. `MovedFinder` handles it in the import system."""
+"""Marker in the `__path__` of packages whose modules have moved. The import system passes it to `MovedFinder`."""
 
 HOLDERS = ("corral.llm", "corral.robot", "corral.task")
-"""Packages that have kept their path while some of their modules have moved."""
+"""Packages that have kept their own path although some of their modules have moved."""
 
 
 class MovedFinder(Loader):
-    """Import finder for old paths: the old name loads the module at the new path."""
+    """Import finder for old module paths: importing an old path loads the module at its new path."""
 
     def __init__(self, entry: str) -> None:
-        """Accept `ENTRY` alone. An ImportError tells the import system that another finder has to handle an entry."""
+        """Accept only the path entry `ENTRY`. For other entries, an ImportError makes the import system try another finder."""
         if entry != ENTRY:
             raise ImportError
 
     def find_spec(self, fullname: str, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Find a module spec for an old path, or for a package that holds old paths; None for any other name."""
+        """Find a module spec for an old path, or for a package whose modules have moved. Returns None for any other name."""
         if fullname in HOLDERS:
             spec = PathFinder.find_spec(fullname, [entry for entry in sys.modules["corral"].__path__ if entry != ENTRY])
             assert spec is not None
@@ -81,7 +81,7 @@ class MovedFinder(Loader):
         return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Import the module at the new path; a missing one is a ModuleNotFoundError with that path."""
+        """Import the module at its new path. If it is missing, a ModuleNotFoundError names the new path."""
         assert spec.origin is not None
         module = import_module(spec.origin)
         self._own = module.__spec__
@@ -90,12 +90,12 @@ class MovedFinder(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Restore the module's own spec, which the import system has replaced."""
+        """Restore the module's own spec, which the import system replaced during an import of the old path."""
         module.__spec__ = self._own
 
 
 def install(path: list[str]) -> None:
-    """Put `ENTRY` first in the `__path__` of corral, since an updated checkout may have empty folders of old packages.
+    """Put `ENTRY` first in the `__path__` of corral, so that old paths win over empty folders left by an update.
 
     A hook for all imports would do the same, and be asked for every import of every library.
     """

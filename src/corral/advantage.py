@@ -1,4 +1,4 @@
-"""Advantages from rewards: relative to a group of completions for one prompt, or step by step with a critic."""
+"""Advantages from rewards: relative to other completions of the same prompt, or step by step with a critic."""
 
 from typing import Literal, get_args
 
@@ -12,13 +12,13 @@ from corral.validate import number_in
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce++"]
 
 _STD_FLOOR = 1e-4
-"""Constant added to a standard deviation before dividing by it."""
+"""Constant that is added to the standard deviation of rewards before dividing by it."""
 
 
 def group_advantages(
     rewards: Float[Tensor, " B"], group: Int[Tensor, " B"], how: Advantage, *, mask: Bool[Tensor, "B T"] | None = None
 ) -> Float[Tensor, " B"]:
-    """Compute the advantage of each completion relative to its group.
+    """Compute the advantage of each completion relative to its group, the completions of the same prompt.
 
         grpo           (R − mean_g) / (std_g + 1e-4), unbiased std; 0 in a group of one
         dr_grpo        R − mean_g
@@ -96,7 +96,7 @@ def group_advantages(
 def gae(
     rewards: Float[Tensor, "B T"], values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], gamma: float, lam: float
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
-    """Generalised advantage estimation over the unmasked tokens; the last unmasked token ends an episode.
+    """Generalised advantage estimation (GAE) over the unmasked tokens. The last unmasked token ends an episode.
 
         δ_t = r_t + γ V_{t+1} − V_t          Â_t = δ_t + γ λ Â_{t+1}          returns_t = Â_t + V_t
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 
 def cores() -> int:
-    """Number of usable cores: the process's CPU affinity, limited by the quota of its control group."""
+    """Number of usable CPU cores: the process's CPU affinity, limited by the CPU quota of its control group (cgroup)."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has no affinity
     return max(1, math.floor(min(allowed, share_of_time())))
 
 
 def share_of_time(own: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup")) -> float:
-    """CPU quota in cores: the smallest cpu.max (cgroup v2) of all enclosing groups; inf without a quota.
+    """CPU quota in cores: the smallest limit (cpu.max) of the process's control groups (cgroup v2). It is inf without a limit.
 
     A container that sees 64 cores and has the time of two would else start 64 programs, of which all but two wait: their time
     limits, which count by the clock, would end them.

@@ -1,4 +1,4 @@
-"""Numerical helpers: precision, and logarithms that are exact both near 0 and for large arguments."""
+"""Numerical helpers: floating-point precision, and logarithms that are exact both near 0 and for large arguments."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -14,19 +14,18 @@ _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
 
 NEAR = 0.5
-"""Largest |x| for which eˣ − 1 − x is summed as a series; above it the plain formula loses at most three bits."""
+"""Largest |x| for which eˣ − 1 − x is computed as a series. Above it, the plain formula loses at most three bits."""
 
 
 LOG_RATIO_MAX = 20.0
-"""Largest log-ratio passed to exp: a blocked token's ratio may overflow, and 0 · inf is NaN."""
+"""Largest log-ratio that is passed to exp. Without a limit, a masked token's ratio may overflow, and 0 · inf is NaN."""
 
 CERTAIN = -1e-8
-"""Largest log-prob of a sampled token in a KL. A log-prob rounded to 0 in float32 would have infinite KL to any other
-policy."""
+"""Largest log-prob of a sampled token in a KL. A log-prob that float32 rounds to 0 would make the KL infinite."""
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Convert half precision to float32: half precision is for storage only."""
+    """Convert a half-precision tensor to float32. corral uses half precision for storage only."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
@@ -67,7 +66,7 @@ def without_autocast(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
 
 
 def log1mexp(x: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
-    """Compute log(1 − eˣ) for x ≤ 0, exact near 0 and for large −x: the log-probability of "any other token".
+    """Compute log(1 − eˣ) for x ≤ 0 exactly, also near 0. If x is a token's log-probability, it is that of any other token.
 
     Near 0 it is log(−expm1(x)), far below 0 it is log1p(−eˣ). Gives −inf with gradient 0 at x = 0 (and above, where only
     rounding can put a log-probability).
@@ -84,7 +83,7 @@ def log1mexp(x: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
 
 
 def logsumexp(x: Float[Tensor, "*b K"]) -> Float[Tensor, "*b"]:
-    """Compute log Σ eˣ over the last axis; −inf with gradient 0 (not NaN) where every entry is −inf."""
+    """Compute log Σ eˣ over the last axis. Rows in which all entries are −inf give −inf with gradient 0 instead of NaN."""
     peak = x.detach().amax(-1, keepdim=True)
     peak = torch.where(peak.isfinite(), peak, 0.0)
     total = (x - peak).exp().sum(-1)
@@ -111,7 +110,7 @@ def expm1_minus_series(x: Tensor) -> Tensor:
 
 
 def gradient_state(parameters: Iterable[Tensor]) -> tuple[bool, bool]:
-    """Return two flags: all gradients are finite, all gradients are 0. Without gradients, return (True, False).
+    """Return two flags about gradients: all are finite, and all are 0. Without any gradient, return (True, False).
 
     For a sharded gradient it reads this process's part. Both flags leave the device in one transfer.
     """
@@ -127,6 +126,6 @@ def gradient_state(parameters: Iterable[Tensor]) -> tuple[bool, bool]:
 
 
 def drop_gradients(parameters: Iterable[Tensor]) -> None:
-    """Set gradients to None. Optimizers skip these parameters, so weights, moments and step counts stay as they are."""
+    """Set the gradients to None, so that optimizers skip the parameters and keep weights, moments and step counts."""
     for parameter in parameters:
         parameter.grad = None

@@ -1,4 +1,4 @@
-"""Provenance of a run: package versions, the commit of a checkout, and values in JSON form."""
+"""Provenance of a run: package versions, the commit of corral's checkout, and values in JSON form."""
 
 import platform
 import subprocess
@@ -15,7 +15,7 @@ _PACKAGES = (
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python and packages; None for a package that is not installed."""
+    """Return the versions of Python and of the given packages. The version of a package that is not installed is None."""
     found: dict[str, str | None] = {"python": platform.python_version(), "corral": corral.__version__}
     for name in _PACKAGES:
         try:
@@ -26,7 +26,7 @@ def versions() -> dict[str, str | None]:
 
 
 def commit() -> str | None:
-    """Commit of corral's own checkout, with a + if files differ from it; None outside a checkout."""
+    """Return the commit of corral's own checkout, followed by + if files have changed. Returns None outside a checkout."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(corral.__file__).parent), *arguments]
@@ -40,7 +40,7 @@ def commit() -> str | None:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to one that JSON supports, for records of a run."""
+    """Convert a value to a type that JSON supports, for records of a run."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

@@ -1,4 +1,4 @@
-"""Top-k tokens of a policy (its support): the most likely tokens and the sampled token, with the exact mass of the tail."""
+"""Support of a policy: its most likely tokens (top-k) and the sampled token, with the exact probability mass of the tail."""
 
 from typing import NamedTuple
 
@@ -11,13 +11,13 @@ from corral.tensors import SparseDist
 from corral.validate import number_in
 
 ANCHOR_TOLERANCE = 1e-3
-"""Largest difference, in nats, between the two log-probs of the sampled token: in `logp_old` and in the old support."""
+"""Largest allowed difference, in nats, between two log-probs of a sampled token: in `logp_old` and in the old support."""
 _LOGP_MAX = 1e-3
-"""Largest log-probability that rounding errors can explain; larger values are refused."""
+"""Largest log-probability above 0 that rounding errors can explain. Larger values are refused."""
 _MASS_TOLERANCE, _MASS_TOLERANCE_HALF = 1e-3, 5e-2
-"""Largest allowed deviation of a distribution's mass from 1, in float32 and in half precision."""
+"""Largest allowed deviation of a distribution's total probability from 1, in float32 and in half precision."""
 LEAST_LEFT = 1e-6
-"""Smallest share of a tail's mass that remains after tokens have been taken out of it."""
+"""Smallest share of the tail mass that remains after tokens have moved from the tail to the support."""
 
 
 def top_k_support(
@@ -29,8 +29,7 @@ def top_k_support(
     ids: Int[Tensor, "*b K"] | None = None,
     check: bool = True,
 ) -> SparseDist:
-    """Compute a policy's top-k tokens: the fewest most likely tokens that reach `mass`, at most k, and always the sampled
-    token.
+    """Compute the support of a policy: its most likely tokens until they reach `mass`, at most k, and the sampled token.
 
         S = {sampled} ∪ {the first n of the ranking},   n = min(k, fewest with Σ p ≥ mass)
 
@@ -74,7 +73,7 @@ def top_k_support(
 
 
 def gather_support(logp: Float[Tensor, "*b V"], ids: Int[Tensor, "*b K"], *, check: bool = True) -> SparseDist:
-    """Evaluate a policy on given tokens: its log-probabilities of these tokens, and the mass of its own tail.
+    """Evaluate a policy on given tokens: the log-probabilities of these tokens, and the mass of all other tokens (the tail).
 
     Args:
         logp: log-probabilities of the full softmax [*, V].
@@ -91,7 +90,7 @@ def gather_support(logp: Float[Tensor, "*b V"], ids: Int[Tensor, "*b K"], *, che
 
 
 def extend_support(dist: SparseDist, ids: Int[Tensor, "*b K"], logp: Float[Tensor, "*b M"]) -> SparseDist:
-    """Add tokens to a policy's support, given their log-probabilities, and take their mass out of the tail.
+    """Add tokens with known log-probabilities to a policy's support, and subtract their probabilities from the tail mass.
 
         rest′ = log(e^rest − Σ_new p)
 
@@ -117,7 +116,7 @@ def extend_support(dist: SparseDist, ids: Int[Tensor, "*b K"], logp: Float[Tenso
 
 
 def condition_on_support(dist: SparseDist) -> SparseDist:
-    """Condition a policy on its support: renormalise it there, as a sampler does with the tokens that top-p or top-k kept.
+    """Condition a policy on its support: probabilities are renormalised there, as in top-p or top-k sampling.
 
         log p(v | S) = log p(v) − log Σ_{u ∈ S} p(u)          v ∈ S
 
@@ -157,7 +156,9 @@ def hidden_kl(
 
 @torch.no_grad()
 def tail_gap(new: Float[Tensor, "*b"], old: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
-    """Compute log (max π / max π_old) over the tokens outside the support, from both policies' `rest_max`; 0 without a tail.
+    """Compute log (max π / max π_old), the log-ratio of the largest probabilities outside the support; 0 without a tail.
+
+    The arguments are both policies' `rest_max`.
 
     It is a lower bound on the largest log-ratio outside the support.
     """
@@ -165,7 +166,7 @@ def tail_gap(new: Float[Tensor, "*b"], old: Float[Tensor, "*b"]) -> Float[Tensor
 
 
 def _check_given(where: str, logp: Tensor, ids: Tensor) -> None:
-    """Raise an error for ids [*, K] that are not a valid support of a policy [*, V]: out of range, or repeated."""
+    """Raise an error if ids [*, K] are not a valid support of a policy [*, V], because an id is out of range or repeated."""
     require_tensors(where, ids=ids)
     if ids.shape[:-1] != logp.shape[:-1]:
         raise ValueError(
@@ -182,7 +183,7 @@ def choose_support(
     mass: float,
     given: Int[Tensor, "*b K"] | None = None,
 ) -> Int[Tensor, "*b slots"]:
-    """Choose the token ids of a support: the sampled token or given tokens, then ranked tokens until they reach `mass`."""
+    """Choose the token ids of a support: the sampled token or given tokens, then likely tokens until they reach `mass`."""
     first = tokens.unsqueeze(-1) if given is None else given.long()
     left_out = (ranked.unsqueeze(-1) == first.unsqueeze(-2)).any(-1)
     if mass != 1.0:  # more likely tokens already reach `mass`, up to the rounding of their probabilities
@@ -194,7 +195,7 @@ def choose_support(
 
 
 def _gather(where: str, logp: Tensor, ids: Tensor, check: bool) -> SparseDist:
-    """Evaluate a policy on a support that has been validated. With `check`, raise an error for rows whose mass is not 1.
+    """Evaluate a policy on a validated support. With `check`, raise an error for rows whose total probability is not 1.
 
     NaN passes, since padding may contain it. The tolerance is that of float32, which the result is in, also for log-probs that
     were rounded to half precision before: an objective would refuse the support otherwise.
@@ -220,7 +221,7 @@ def _gather(where: str, logp: Tensor, ids: Tensor, check: bool) -> SparseDist:
 
 
 def rank_top_k(logp: Float[Tensor, "*b V"], k: int) -> Int[Tensor, "*b k"]:
-    """Return the ids of the k largest entries, largest first; on a tie the lower id comes first.
+    """Return the ids of the k largest log-probabilities, largest first. On a tie, the lower id comes first.
 
     `torch.topk` finds the right values, but the device decides which of several equal entries it returns, and in which order.
     So the lowest ids are taken where the k-th value equals the next one, and then all are put in order.
@@ -238,21 +239,21 @@ def rank_top_k(logp: Float[Tensor, "*b V"], k: int) -> Int[Tensor, "*b k"]:
 
 
 def _check_logp(where: str, logp: Tensor) -> None:
-    """Raise an error for tensors that cannot be log-probabilities: integers, or a single number."""
+    """Raise an error if a tensor cannot hold log-probabilities because of its dtype or shape: integers, or a single number."""
     require_tensors(where, logp=logp)
     if not logp.is_floating_point() or not logp.ndim:
         raise ValueError(f"{where}: `logp` holds log-probabilities [*, V]; got {logp.dtype} {list(logp.shape)}.")
 
 
 class LogpTolerance(NamedTuple):
-    """Tolerances for log-probs: the largest allowed value, and the largest allowed error of their total probability."""
+    """Tolerances for checks of log-probs: the largest allowed value, and the largest allowed error of the total probability."""
 
     logp: float = torch.inf
     mass: float = torch.inf
 
     @classmethod
     def of(cls, *policies: Tensor | SparseDist | None) -> "LogpTolerance":
-        """Build the tolerances for policies by their dtypes; the lowest precision decides."""
+        """Build the tolerances for the given policies. The lowest precision among their dtypes decides."""
         given = [
             x for policy in policies for x in ((policy.logp, policy.rest) if isinstance(policy, SparseDist) else (policy,))
         ]
@@ -261,7 +262,7 @@ class LogpTolerance(NamedTuple):
 
 
 def check_ids(where: str, what: str, ids: Tensor, *, lowest: int, vocabulary: int) -> None:
-    """Raise an error for ids that are not integers, or lie outside `lowest` … V − 1."""
+    """Raise an error for token ids that are not integers, or lie outside `lowest` … V − 1."""
     check_id_dtype(where, what, ids)
     if ids.numel() == 0 or torch.compiler.is_compiling():
         return
@@ -270,7 +271,7 @@ def check_ids(where: str, what: str, ids: Tensor, *, lowest: int, vocabulary: in
 
 
 def check_id_dtype(where: str, what: str, ids: Tensor) -> None:
-    """Raise an error for ids that are not integers."""
+    """Raise an error for token ids whose dtype is not int64 or int32."""
     if ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{where}: `{what}` holds token ids, int64 or int32; got {ids.dtype}.")
 
@@ -286,19 +287,19 @@ def refuse_ids(where: str, what: str, low: int, high: int, *, lowest: int, vocab
 
 
 def check_unique(where: str, what: str, ids: Tensor) -> None:
-    """Raise an error for supports [* K] that contain a token twice; −1 may repeat."""
+    """Raise an error if a support [* K] contains a token id twice. The padding id −1 may repeat."""
     if not torch.compiler.is_compiling():
         refuse_repeats(where, what, bool(has_repeats(ids)))
 
 
 def has_repeats(ids: Tensor) -> Tensor:
-    """True, as a tensor on the device, if a support [* K] contains a token twice; −1 may repeat."""
+    """True if a support [* K] contains a token id twice, as a tensor on the device. The padding id −1 may repeat."""
     ordered = ids.sort(-1).values
     return ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any()
 
 
 def refuse_repeats(where: str, what: str, repeated: bool) -> None:
-    """Raise an error if a support contains a token twice: its mass would count twice."""
+    """Raise an error if a support contains a token twice, because its probability would count twice."""
     if repeated:
         raise ValueError(
             f"{where}: `{what}` has a token twice in one row. A support is a set: keep one of them, −1 pads the row."

@@ -15,13 +15,13 @@ _Record = TypeVar("_Record", bound="Tensors")
 
 @dataclass(frozen=True, eq=False)
 class Tensors:
-    """Record of tensors: indexing, moving and joining act on all of its tensor fields. Other fields stay as they are."""
+    """Base class for records of tensors. Indexing, moving and joining act on all tensor fields and skip other fields."""
 
     SHARED: ClassVar[tuple[str, ...]] = ()
-    """Fields that all rows share, such as a weight, without the common leading axes. They are moved, but not indexed."""
+    """Names of fields that all rows share, such as a weight. Shared fields are moved to a device, but not indexed."""
 
     def map(self: _Record, change: Callable[[Tensor], Tensor], *, shared: bool = False) -> _Record:
-        """Apply a function to every tensor field, also in nested records, and with `shared` to the fields in `SHARED`."""
+        """Apply a function to every tensor field, also in nested records. With `shared`, include the fields in `SHARED`."""
 
         def changed(x: Any) -> Any:
             return change(x) if isinstance(x, Tensor) else x.map(change, shared=shared) if isinstance(x, Tensors) else x
@@ -29,7 +29,7 @@ class Tensors:
         return replace(self, **{name: changed(x) for name, x in vars(self).items() if shared or name not in self.SHARED})
 
     def __getitem__(self: _Record, index: Any) -> _Record:
-        """Select rows: `index` applies to every tensor field."""
+        """Select rows of the record: `index` applies to every tensor field."""
         return self.map(lambda x: x[index])
 
     def detach(self: _Record) -> _Record:
@@ -37,12 +37,12 @@ class Tensors:
         return self.map(Tensor.detach, shared=True)
 
     def to(self: _Record, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> _Record:
-        """Move the record to another device; `dtype` converts floating-point fields only."""
+        """Move the record to another device or dtype. `dtype` converts floating-point fields only."""
         return self.map(lambda x: x.to(device=device, dtype=dtype if x.is_floating_point() else None), shared=True)
 
     @classmethod
     def cat(cls: type[_Record], parts: Sequence[_Record], dim: int = 0) -> _Record:
-        """Join records along an axis; fields without tensors come from the first record."""
+        """Join records along an axis. Fields without tensors are taken from the first record."""
         if len(parts) == 1:
             return parts[0]
 
@@ -62,13 +62,13 @@ class SparseDist(Tensors):
     """
 
     ids: Int[Tensor, "*b K"]
-    """Token ids of the support, int64 (int32 accepted); −1 is padding, always at the end."""
+    """Token ids of the support, int64 or int32. Padding is −1 and always comes last."""
     logp: Float[Tensor, "*b K"]
-    """Log-probabilities of these tokens under the full softmax; −inf at padding."""
+    """Log-probabilities of the support's tokens under the full softmax, −inf at padding."""
     rest: Float[Tensor, "*b"]
-    """Log tail mass, of all tokens outside the support; −inf only if there are none."""
+    """Log-probability of the tail, which is all tokens outside the support. It is −inf only if the tail is empty."""
     rest_max: Float[Tensor, "*b"] | None = None
-    """Largest log-probability outside the support, a constant for autograd; None if unknown."""
+    """Largest log-probability of a token outside the support, a constant for autograd. None if unknown."""
 
     def __post_init__(self) -> None:
         if self.ids.dtype not in (torch.int64, torch.int32):
@@ -87,11 +87,11 @@ class SparseDist(Tensors):
             )
 
     def with_rest(self) -> Float[Tensor, "*b K_plus_rest"]:
-        """Log-probabilities with the tail as one more category [*, K + 1], so that they form a complete distribution."""
+        """Return log-probabilities with the tail as one more category [*, K + 1], so that they form a complete distribution."""
         return at_least_float32(torch.cat([self.logp, self.rest.unsqueeze(-1)], dim=-1))
 
     def pack(self, device: torch.device | str = "cpu") -> "PackedSparseDist":
-        """Pack into jagged int32 and float32 storage without padding, detached, on the CPU by default."""
+        """Pack the distribution without padding into int32 and float32 tensors, detached, on the CPU by default."""
         # Most rows of a peaked policy need a few of their K slots: only those are kept, and their number per position.
         kept = self.ids >= 0
         return PackedSparseDist(
@@ -106,20 +106,21 @@ class SparseDist(Tensors):
 
 @dataclass(frozen=True, eq=False)
 class PackedSparseDist(Tensors):
-    """Packed form of :class:`SparseDist` for rollout buffers: 8 bytes per support token, and 12 per position."""
+    """Packed form of a SparseDist for rollout buffers, with 8 bytes per support token and 12 bytes per position."""
 
     ids: Int[Tensor, " n"]
     logp: Float[Tensor, " n"]
     rest: Float[Tensor, "*b"]
     counts: Int[Tensor, "*b"]
-    """Number of support tokens at each position. `ids` and `logp` list the tokens of one position after another."""
+    """Number of support tokens at each position of the batch.
+    `ids` and `logp` list the tokens of one position after another."""
     slots: int
-    """Number K of entries per position in the unpacked distribution, including padding."""
+    """Number K of support slots per position in the unpacked distribution, including padding."""
     rest_max: Float[Tensor, "*b"] | None = None
 
     @property
     def bytes_per_token(self) -> float:
-        """Memory per position of the batch, in bytes."""
+        """Memory of the packed distribution per position of the batch, in bytes."""
         stored = sum(x.numel() * x.element_size() for x in vars(self).values() if isinstance(x, Tensor))
         return stored / max(self.counts.numel(), 1)
 
@@ -141,20 +142,21 @@ class TokenBatch(Tensors):
     """
 
     logp_new: Float[Tensor, "B T"]
-    """Log-probs log π of the sampled tokens under the policy in training; the gradient flows here."""
+    """Log-probs log π of the sampled tokens under the policy in training. Gradients flow through this field."""
     logp_old: Float[Tensor, "B T"]
-    """Log-probs log π_old of the sampled tokens under the old policy: centre of the trust region, denominator of the ratio."""
+    """Log-probs log π_old of the sampled tokens under the old policy, which is the centre of the trust region.
+    The ratio is π / π_old."""
     advantages: Float[Tensor, "B T"] | Float[Tensor, " B"]
     mask: Bool[Tensor, "B T"]
     """True at tokens that are used for training."""
     dist_new: SparseDist | None = None
     dist_old: SparseDist | None = None
-    """Distributions of the new and the old policy on the same support (sampled and top-k tokens) [B T K]."""
+    """Old policy's distributions [B T K], on the same support (sampled and top-k tokens) as `dist_new`."""
     logp_rollout: Float[Tensor, "B T"] | None = None
-    """Log-probs reported by the sampler, for sampler corrections and `tr/mismatch`."""
+    """Log-probs of the sampled tokens as the sampler reported them, for sampler corrections and the metric `tr/mismatch`."""
     dist_teacher: SparseDist | None = None
-    """Third policy, a constant, on the same support [B T K]. It is the teacher of `distill`, or the reference of `troll` with
-    centre="reference"."""
+    """Distributions [B T K] of a third policy on the same support, constant for autograd.
+    It is the teacher of `distill`, or the reference of `troll` with centre="reference"."""
 
     @classmethod
     def on_support(
@@ -165,45 +167,46 @@ class TokenBatch(Tensors):
         mask: Bool[Tensor, "B T"],
         logp_rollout: Float[Tensor, "B T"] | None = None,
     ) -> "TokenBatch":
-        """Build a batch from two policies on the same support, whose first token is the sampled one."""
+        """Build a batch from two policies on the same support, whose first token is the sampled token."""
         return cls(new.logp[..., 0], old.logp[..., 0], advantages, mask, new, old, logp_rollout)
 
 
 @dataclass(frozen=True, eq=False)
 class ObjectiveOutput(Tensors):
-    """Output of an objective: a loss per token, unreduced and 0 at masked tokens, and metrics to log."""
+    """Output of an objective: a loss for each token, 0 at masked tokens and not reduced, and metrics to log."""
 
     loss: Float[Tensor, "B T"]
-    """Policy-gradient term plus regression of each token."""
+    """Loss of each token: the policy-gradient term plus the regression term."""
     metrics: dict[str, Tensor]
     acted: Bool[Tensor, "B T"] | None = None
-    """True at tokens on which the trust region acted; `tr/active_frac` is the mean. None if it is not recorded, as in a fused
-    kernel."""
+    """True at tokens on which the trust region acted. None if this is not recorded, as in a fused kernel.
+    The metric `tr/active_frac` is its mean."""
     kl_after: Float[Tensor, "B T"] | None = None
-    """KL(projected‖old) of each token, for objectives that project."""
+    """KL(projected‖old) of each token, for objectives that project. None for other objectives."""
     regression: Float[Tensor, "B T"] | None = None
-    """Part of the loss that pulls the new policy back to the trust region. Sampler corrections weigh the policy gradient and
-    leave this part alone. None if there is none, or if a fused kernel includes it in the loss only."""
+    """Part of the loss that pulls the new policy back to the trust region. None if there is no such part.
+    Sampler corrections weigh the policy gradient and leave this part alone. It is also None if a fused kernel includes it
+    in the loss only."""
 
     def weigh(self, weights: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-        """Multiply the policy term by `weights`, such as a sampler correction, and return the loss."""
+        """Return the loss with the policy-gradient term multiplied by `weights`, such as a sampler correction."""
         if self.regression is None:
             return torch.where(weights == 0, 0.0, self.loss * weights)
         return torch.where(weights == 0, 0.0, (self.loss - self.regression) * weights) + self.regression
 
     def total(self, weights: Float[Tensor, "B T"], policy_weights: Float[Tensor, "B T"] | None = None) -> Float[Tensor, ""]:
-        """Compute Σ w (c · policy + regression), with `weights` w and `policy_weights` c; tokens with w = 0 may be NaN."""
+        """Compute Σ w (c · policy term + regression), with `weights` w and `policy_weights` c. Tokens with w = 0 may be NaN."""
         loss = self.loss if policy_weights is None else self.weigh(policy_weights)
         return torch.where(weights == 0, 0.0, loss * weights).sum()
 
 
 def metric_kind(name: str) -> Literal["max", "sum", "mean"]:
-    """Return how a metric is combined over several batches: maximum, sum, or mean over tokens."""
+    """Return how a metric is combined over several batches, by its name: maximum, sum, or mean over tokens."""
     return "max" if "_max" in name else "sum" if name == "tr/unconverged" else "mean"
 
 
 def join_outputs(parts: Sequence[ObjectiveOutput]) -> ObjectiveOutput:
-    """Join outputs for parts of the unmasked tokens, each [1 n], into one output [1 N]."""
+    """Join outputs of an objective for parts of the unmasked tokens, each [1 n], into one output [1 N]."""
     if len(parts) == 1:
         return parts[0]
     counts = parts[0].loss.new_tensor([float(part.loss.numel()) for part in parts])

@@ -1,4 +1,4 @@
-"""Validation of user input: error types, nearest matches for misspelt names, and `require` for fields of settings."""
+"""Validation of user input: error types, nearest matches for misspelt names, and range checks for fields of settings."""
 
 import dataclasses
 import math
@@ -14,20 +14,20 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 
 class RunError(Exception):
-    """Raised if a run cannot start or continue. The message has the problem, its reason, and a remedy."""
+    """Raised if a run cannot start or continue. The message states the problem, the reason and a remedy."""
 
 
 class UserCodeError(RunError):
-    """Raised if a user's own function failed; the cause is chained."""
+    """Raised if a function that the user wrote failed. The original exception is chained."""
 
 
 class RewardError(UserCodeError):
-    """Raised if a reward function failed; the cause is chained."""
+    """Raised if a reward function failed. The original exception is chained."""
 
 
 @contextmanager
 def run_errors(kinds: type[Exception] | tuple[type[Exception], ...] = ValueError) -> Iterator[None]:
-    """Convert errors about invalid arguments to a RunError with the same message."""
+    """Context that converts errors about invalid arguments to a RunError with the same message."""
     try:
         yield
     except kinds as error:
@@ -35,7 +35,7 @@ def run_errors(kinds: type[Exception] | tuple[type[Exception], ...] = ValueError
 
 
 def pip_install(extra: str) -> str:
-    """Return the commands that install an extra of corral, from the package index and in a source checkout."""
+    """Return the pip commands that install an optional extra of corral, from the package index or in a source checkout."""
     return f"pip install 'corral[{extra}]', or in a checkout pip install -e '.[{extra}]'"
 
 
@@ -46,11 +46,12 @@ _ALSO_CALLED = {
     "delta": ["bound"], "epsilon_low": ["clip_low"], "epsilon_high": ["clip_high"], "lr": ["learning_rate"],
     "rate": ["learning_rate"], "batch_size": ["per_device_train_batch_size"], "max_tokens": ["max_completion_length"],
 }  # fmt: skip
-"""Names from papers and other libraries → names in corral, most likely first. Spelling alone would find wrong ones."""
+"""Names from papers and other libraries, each mapped to names in corral. Similar spelling alone would find wrong names.
+The most likely name comes first."""
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """Return the end of an error message about an unknown name: the nearest match, and all known names."""
+    """Return the last part of an error message about an unknown name: the nearest known name, and all known names."""
     known = sorted(known)
     typed = str(name).lower().replace("-", "_")
     meant = [other for other in _ALSO_CALLED.get(typed, ()) if other in known][:1]
@@ -61,18 +62,18 @@ def nearest(name: object, known: Iterable[str]) -> str:
 
 
 def suggest(name: object, known: Iterable[str]) -> str:
-    """Return only the nearest match, for messages in which the known names are hundreds."""
+    """Return an error message's hint with the nearest known name, for cases with hundreds of known names."""
     return nearest(name, known).split(" There are:")[0]
 
 
 def build_config(owner: str, config_cls: type, settings: Mapping[str, Any]) -> Any:
-    """Build `config_cls(**settings)`; an unknown setting is a ValueError that names it."""
+    """Build `config_cls(**settings)`. Raises a ValueError that names an unknown setting."""
     check_keys(owner, config_cls, settings)
     return config_cls(**settings)
 
 
 def check_keys(owner: str, config_cls: type, settings: Iterable[str]) -> None:
-    """Raise a ValueError for the first setting that is not a field of a dataclass."""
+    """Raise a ValueError for the first name in `settings` that is not a field of a settings class."""
     known = [field.name for field in dataclasses.fields(config_cls) if field.init]
     for key in settings:
         if key not in known:
@@ -83,7 +84,7 @@ def check_keys(owner: str, config_cls: type, settings: Iterable[str]) -> None:
 
 
 def number_in(value: object, low: float, high: float = math.inf) -> bool:
-    """True if `value` is a number in [low, high]; NaN, booleans and everything else give False."""
+    """True if `value` is a number in [low, high]. False for NaN, booleans and other types."""
     return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 
 
@@ -104,7 +105,7 @@ def require(
     name: str | None = None,
     error: type[Exception] = ValueError,
 ) -> None:
-    """Raise an error unless each of these fields is valid: a number in a range, or one of some values.
+    """Raise an error unless each named field of `owner` is valid: a number in a range, or one of the allowed values.
 
         require(self, "bound", "bound_low", at_least=0, what="a divergence", note="inf switches it off")
         ValueError: dppo: `bound` is a divergence and must be ≥ 0 (inf switches it off); got -1.
@@ -157,18 +158,18 @@ def require(
 
 
 def limited(default: Any, **limits: Any) -> Any:
-    """Declare a field of a `Checked` dataclass: its default, and the limits that `require` takes."""
+    """Declare a field of a `Checked` settings class with a default and limits. `require` documents the limits."""
     return dataclasses.field(default=default, metadata=limits)
 
 
 def literal_words(*types: Any) -> list[Any]:
-    """Return the values that the `Literal` types among these types allow."""
+    """Return the values that are allowed by those of the given types that are `Literal` types."""
     return [word for kind in types if get_origin(kind) is Literal for word in get_args(kind)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checked:
-    """Base of settings whose fields are checked against the limits beside their defaults, and against `Literal` types.
+    """Base class of settings whose fields are validated: against limits beside their defaults, and against `Literal` types.
 
     Whole numbers and None are read from a field's type. A subclass that changes a default keeps its limits.
     """
@@ -188,11 +189,11 @@ class Checked:
 
 
 _Limits = tuple[float | None, float | None]
-"""One end of a number's range: an inclusive limit and an exclusive limit, at most one of them set."""
+"""One end of a number's allowed range: an inclusive limit and an exclusive limit. At most one of them is set."""
 
 
 def _condition(integer: bool, finite: bool, low: _Limits, high: _Limits) -> str:
-    """Describe a condition in words, for messages: "is a whole number ≥ 1", "must be finite and > 0", "must lie in (0, 1]"."""
+    """Describe a range of numbers for an error message, such as "is a whole number ≥ 1" or "must lie in (0, 1]"."""
     (at_least, above), (at_most, below) = low, high
     least, most = at_least if above is None else above, at_most if below is None else below
     kind = "whole number" if integer else "finite number" if finite else "number"
@@ -209,8 +210,10 @@ _WORD_START = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 
 def owner_name(owner: object) -> str:
-    """Return the name of an object for messages: its `name`, else its class. `PPOClipConfig` becomes ppo_clip,
-    `ProDMP` stays."""
+    """Return a name for an object in error messages: its attribute `name`, or a name made from its class.
+
+    `PPOClipConfig` becomes ppo_clip, `ProDMP` stays.
+    """
     given = getattr(owner, "name", None)  # tasks have a name; most settings do not
     if isinstance(given, str):
         return given

@@ -1,4 +1,4 @@
-"""Trust region for the deployed network: measure its exact KL after each step, and scale the step back if it is too far.
+"""Trust region for the deployed network: measure its exact KL after each step, and scale back steps that went too far.
 
 `statistics`   per-token KLs → the numbers a bound is put on
 `retract`      back along the straight line to the old weights until one of them fits; a certificate says what was done

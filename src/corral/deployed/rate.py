@@ -1,4 +1,4 @@
-"""Learning rate found automatically from the measured distance (KL) of each step."""
+"""Learning rate that is found automatically from the measured KL of each step."""
 
 import math
 from typing import Any
@@ -7,7 +7,7 @@ from corral.validate import number_in, require
 
 
 class RateController:
-    """Scales a learning rate until the updates of one batch move the network by the target distance δ.
+    """Scales a learning rate until the updates of one batch move the network by the target KL δ.
 
         rate ← rate · clip((δ / D)^power, low, high)
 
@@ -25,10 +25,10 @@ class RateController:
         require(self, "low", above=0, at_most=1)
         require(self, "high", at_least=1, finite=True)
         self.scale = 1.0
-        """Current factor on the initial learning rate, the product of all changes."""
+        """Current factor on the initial learning rate: the product of all changes so far."""
 
     def update(self, distance: float, bound: float) -> float:
-        """Adapt `scale` after a batch that moved the network by `distance` instead of `bound`; return the factor of the change.
+        """Adapt `scale` after a batch that moved the network by KL `distance`, with target `bound`. Returns the factor used.
 
         A network that did not move gets the largest factor, a distance of NaN or inf the smallest.
         """
@@ -44,11 +44,11 @@ class RateController:
         return factor
 
     def state_dict(self) -> dict[str, float]:
-        """Return the state that a resumed run needs."""
+        """Return the controller's state, which a resumed run needs."""
         return {"scale": self.scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state from `state_dict`."""
+        """Restore the controller's state from the result of `state_dict`."""
         scale: Any = state.get("scale")
         if not (number_in(scale, 0) and 0 < scale < math.inf):
             raise ValueError(f"RateController: a saved `scale` is a number > 0; got {state!r}. Is the checkpoint whole?")

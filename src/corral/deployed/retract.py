@@ -18,43 +18,43 @@ from corral.validate import require
 logger = logging.getLogger(__name__)
 
 AIM = 0.97
-"""Share of the bound that the next measurement aims at: a measurement just above the bound would be wasted."""
+"""Share of the KL bound that the next measurement aims at. It is below 1, since a KL just above the bound is of no use."""
 CAREFUL = 0.7
-"""Share of the bound that the last measurement aims at. If it is above the bound, the old weights are restored."""
+"""Share of the KL bound that the last measurement aims at. If its KL is above the bound, the old weights are restored."""
 ENOUGH = 0.8
-"""Share of the bound above which a step is accepted without another measurement."""
+"""Share of the KL bound above which a scaled-back step is accepted without another measurement."""
 LOST = 0.1
-"""Factor on the share of the step if the last measured KL is NaN or inf."""
+"""Factor by which the step is shortened after a measurement of NaN or inf."""
 LEAST = 1e-6
-"""Smallest share of a step that is measured; below it the old weights are restored."""
+"""Smallest share of a step whose KL is measured. If an even smaller share is needed, the old weights are restored."""
 FEW = 5000
-"""Smallest number of tokens for a 99.9th percentile. With fewer, the percentile is one of the five largest KLs."""
+"""Smallest number of tokens for a meaningful 99.9th percentile. With fewer, it is one of the five largest KLs."""
 _INTERPOLATED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of weights and buffers that are interpolated between their old and new values."""
 _told: set[str] = set()
-"""Warnings that were already logged: each is logged once."""
+"""Names of statistics for which a warning has been logged already. Each warning is logged once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """Result of `retract`: the accepted share of the step, and the KL measured before and after."""
+    """Result of `retract`: the accepted share of the step, and the KL before and after the step was scaled back."""
 
     statistic: str
     bound: float
     share: float
     """Accepted share of the step: the weights are θ_old + share · (θ_new − θ_old)."""
     probes: int
-    """Number of KL measurements. If no share of the step fits the bound, it includes one at the restored old weights."""
+    """Number of KL measurements. If no share of the step fits the bound, this includes one at the restored old weights."""
     value_before: float
-    """Statistic of the KL after the updates, before the step was scaled back; NaN if a weight was NaN or inf."""
+    """Statistic of the KL after the updates, before the step was scaled back. NaN if a weight was NaN or inf."""
     value_after: float
-    """Statistic measured at the final weights: at most the bound, or for restored old weights at most max(bound,
-    `rounding`)."""
+    """Statistic of the KL at the final weights. It is at most the bound, unless the old weights were restored.
+    For restored old weights it is at most max(bound, `rounding`)."""
     before: TokenKL
     after: TokenKL
 
     def metrics(self) -> dict[str, float]:
-        """Metrics for a trainer's log. The 99.9th percentile is left out if fewer than 5,000 tokens were measured."""
+        """Return the metrics for a trainer's log. The 99.9th percentile is left out with fewer than 5,000 measured tokens."""
         after = self.after
         found = {
             "tr/deployed_kl_mean": after.mean,
@@ -70,7 +70,7 @@ class Certificate:
 
 
 def snapshot(module: nn.Module) -> dict[str, Tensor]:
-    """Copy the trained parameters, and the buffers in the state dict, by name.
+    """Copy a module's trained parameters, and the buffers in its state dict, into a dictionary by name.
 
     A tied weight is copied once; of a sharded one this process's part. Other buffers are caches, such as the frequencies of
     a rotary embedding. Modules recompute them, and count in plain attributes what they hold: putting a copy back would leave
@@ -98,7 +98,7 @@ def retract(
     max_probes: int = 4,
     rounding: float = 1e-6,
 ) -> Certificate:
-    """Scale a step back to the largest share, found by a few measurements, whose per-token KL is within a bound.
+    """Scale a step back to the largest share whose per-token KL is within a bound. A few measurements find this share.
 
         θ ← θ_old + s (θ_new − θ_old),   S(KL(π_θ ‖ π_old)) ≤ δ
 
@@ -175,7 +175,7 @@ def retract(
 
 @dataclass(frozen=True)
 class _Probe:
-    """KL measurement at one share of the step: the share, the value compared with the bound, and all KL statistics."""
+    """KL measurement at one share of the step, with the value that is compared with the bound and all KL statistics."""
 
     share: float
     value: float
@@ -183,7 +183,7 @@ class _Probe:
 
     @classmethod
     def of(cls, share: float, measured: Tensor | BatchKL, statistic: str) -> "_Probe":
-        """Summarise a measurement. A single NaN makes every statistic NaN, since a quantile would hide it."""
+        """Build the record of a KL measurement. A single NaN makes every statistic NaN, since a quantile would hide it."""
         found = TokenKL.of(measured)
         kl = measured.new_old if isinstance(measured, BatchKL) else measured
         lost = math.isnan(found.mean)
@@ -191,7 +191,7 @@ class _Probe:
 
 
 def _next_share(tried: list[_Probe], bound: float, *, last: bool) -> float | None:
-    """Compute the next share to measure, as if the statistic were a power of the share; None to stop."""
+    """Compute the next share of the step to measure, modelling the KL as a power of the share. Returns None to stop."""
     fits = max((one for one in tried if one.value <= bound), key=lambda one: one.share, default=None)
     if fits is not None and (fits.share == 1.0 or fits.value >= ENOUGH * bound):
         return None
@@ -222,13 +222,16 @@ def restore(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def _is_finite(weight: Tensor) -> bool:
-    """True if a weight is finite; for a sharded weight, on all processes."""
+    """True if all values of a weight are finite. For a sharded weight, all processes are checked."""
     finite = weight.isfinite().all()
     return bool(finite.full_tensor() if hasattr(finite, "full_tensor") else finite)  # a DTensor, whose import takes a second
 
 
 def _forget_copies(module: nn.Module) -> None:
-    """Drop autocast's half-precision copies and FSDP2's gathered weights, before reading weights and after writing them."""
+    """Drop cached copies of weights: autocast's half-precision copies and FSDP2's gathered weights.
+
+    This is done before reading weights and after writing them.
+    """
     torch.clear_autocast_cache()
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported, so not used
     for part in module.modules():
@@ -237,13 +240,13 @@ def _forget_copies(module: nn.Module) -> None:
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name; a shared buffer appears under each of its names."""
+    """Return a module's parameters and buffers by name. A shared buffer appears under each of its names."""
     return dict(module.named_parameters()) | dict(module.named_buffers(remove_duplicate=False))
 
 
 @torch.no_grad()
 def _place(module: nn.Module, old: Mapping[str, Tensor], new: Mapping[str, Tensor], share: float) -> None:
-    """Write θ_old + share · (θ_new − θ_old) into parameters and buffers, rounded once; share 0 copies the old values.
+    """Write θ_old + share · (θ_new − θ_old) into parameters and buffers, rounded once. Share 0 copies the old values exactly.
 
     Half precision is interpolated in float32. Tensors of other types take the new value.
     """

@@ -1,4 +1,4 @@
-"""Statistics of the per-token KLs of a batch: mean and standard error, tail, worst token, sums over sequences."""
+"""Statistics of a batch's per-token KLs: mean with standard error, 99.9th percentile, maximum, and sums over sequences."""
 
 import math
 from collections.abc import Callable
@@ -9,16 +9,16 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 Statistic = Callable[[Float[Tensor, " N"]], Tensor]
-"""Function from per-token KLs [N] to a scalar that is increasing in each of them."""
+"""Type of a function that maps per-token KLs [N] to a scalar, and increases with each of the KLs."""
 
 
 def quantile(kl: Float[Tensor, " N"], level: float) -> Tensor:
-    """Smallest value that at least a share `level` of the tokens do not exceed (nearest rank, no interpolation)."""
+    """Smallest KL that at least a share `level` of the tokens do not exceed (nearest rank, without interpolation)."""
     return kl.flatten().kthvalue(max(1, math.ceil(level * kl.numel()))).values
 
 
 def worst_mean(kl: Float[Tensor, " N"], share: float) -> Tensor:
-    """CVaR: the mean of the ⌈share · N⌉ largest values."""
+    """Mean of the ⌈share · N⌉ largest of N KLs (CVaR, the conditional value at risk)."""
     return kl.flatten().topk(max(1, math.ceil(share * kl.numel()))).values.mean()
 
 
@@ -28,24 +28,25 @@ STATISTICS: dict[str, Statistic] = {
     "cvar": lambda kl: worst_mean(kl, 0.01),
     "max": lambda kl: kl.max(),
 }
-"""Statistics that can be bounded, by name; `cvar` is the mean of the worst 1 %."""
+"""Statistics of per-token KLs that can be bounded, by name. `cvar` is the mean of the largest 1 %."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BatchKL:
-    """Per-token KLs between the old and the new network, in nats, on N tokens of sequences that the old network sampled."""
+    """Per-token KLs in nats between old and new network, on N tokens of sequences that the old network sampled."""
 
     new_old: Float[Tensor, " N"]
-    """KL(new‖old) at each token. Statistics of this KL are bounded."""
+    """KL(new‖old) at each token. The trust region bounds statistics of this KL."""
     old_new: Float[Tensor, " N"]
-    """KL(old‖new) at each token. Its sum over a sequence estimates the KL of sequences, since the old network sampled them."""
+    """KL(old‖new) at each token. Its sum over a sequence estimates the KL of whole sequences.
+    The old network sampled the sequences."""
     sequence: Int[Tensor, " N"]
-    """Number of the sequence to which each token belongs; any integers."""
+    """Number of the sequence to which each token belongs. The numbers may be any integers."""
     log_ratio: Float[Tensor, " N"] | None = None
-    """Log-ratio log π_new − log π_old of each sampled token, if known."""
+    """Log-ratio log π_new − log π_old of each sampled token. None if unknown."""
 
     def effective_sample_size(self) -> float:
-        """Effective share of the tokens under importance weights, (Σρ)² / (N Σρ²) in (0, 1]; 1 if no ratio is known."""
+        """Effective sample size as a share of the tokens, (Σρ)² / (N Σρ²) in (0, 1]. Returns 1 if ratios are unknown."""
         if self.log_ratio is None:
             return 1.0
         ratio = (self.log_ratio.double() - self.log_ratio.max()).exp()  # a common factor changes nothing
@@ -54,23 +55,26 @@ class BatchKL:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenKL:
-    """Statistics of how far a network moved on the tokens of a batch: KL in nats, per token and per sequence."""
+    """Statistics of the KL between old and new network on the tokens of a batch, in nats, per token and per sequence."""
 
     mean: float
     p999: float
     max: float
     tokens: int
     se: float | None = None
-    """Standard error of the mean, over independent sequences, or over tokens if sequences are unknown. None for one
-    sequence."""
+    """Standard error of the mean KL, over independent sequences. None for a single sequence.
+    Tokens count as independent if sequences are unknown."""
     seq_mean: float | None = None
-    """Mean of Σ_t KL(old‖new) over sequences: an estimate of the KL of whole sequences."""
+    """Mean of Σ_t KL(old‖new) over sequences, which estimates the KL of whole sequences."""
     seq_max: float | None = None
-    """Largest sum Σ_t KL(old‖new) over one sequence."""
+    """Largest sum Σ_t KL(old‖new) over the tokens of one sequence."""
 
     @classmethod
     def of(cls, found: "Float[Tensor, ' N'] | BatchKL") -> "TokenKL":
-        """Summarise per-token KLs; one NaN makes every statistic NaN. Statistics of sequences need a `BatchKL`."""
+        """Compute the statistics of per-token KLs. A single NaN makes every statistic NaN.
+
+        Statistics of sequences need a `BatchKL`.
+        """
         batch = found if isinstance(found, BatchKL) else None
         kl = (found.new_old if isinstance(found, BatchKL) else found).detach().double()
         if not kl.numel():
@@ -93,7 +97,7 @@ def _sums(values: Float[Tensor, " N"], sequence: Int[Tensor, " N"]) -> Float[Ten
 
 
 def _standard_error(kl: Float[Tensor, " N"], sequence: Int[Tensor, " N"]) -> Tensor | None:
-    """Standard error of the mean over tokens, as a ratio of two sums over S independent sequences.
+    """Compute the standard error of the mean KL per token, from sums over S independent sequences.
 
         m = Σ_s K_s / Σ_s n_s          se² = S/(S−1) · Σ_s (K_s − m n_s)² / N²
 

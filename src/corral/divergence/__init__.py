@@ -1,4 +1,4 @@
-"""Divergences between two policies: categorical, binary (one token or any other), Gaussian, or estimated from samples."""
+"""Divergences between two policies: categorical, two-way (the sampled token or any other), Gaussian, or sample estimates."""
 
 from corral.divergence.binary import binary_kl, binary_tv
 from corral.divergence.categorical import categorical_kl, categorical_tv

@@ -1,4 +1,4 @@
-"""Divergences of the two-way distribution "this token or any other", from two log-probabilities of the sampled token."""
+"""Divergences of the two-way distribution "the sampled token or any other", from the sampled token's log-probabilities."""
 
 import torch
 from jaxtyping import Float
@@ -9,7 +9,7 @@ from corral.numerics import NEAR, at_least_float32, log1mexp, require_tensors
 
 
 def binary_kl(logp_p: Float[Tensor, "*#b"], logp_q: Float[Tensor, "*#b"]) -> Float[Tensor, "*b"]:
-    """KL between the two-way distributions (p, 1 − p) and (q, 1 − q): the sampled token or any other.
+    """KL between the two-way distributions (p, 1 − p) and (q, 1 − q): the sampled token or any other token.
 
         KL = p log(p/q) + (1 − p) log((1 − p)/(1 − q))
 
@@ -42,7 +42,7 @@ def binary_tv(logp_p: Float[Tensor, "*#b"], logp_q: Float[Tensor, "*#b"]) -> Flo
 
 
 def _rest_gap(logp_p: Tensor, logp_q: Tensor, gap: Tensor) -> Tensor:
-    """Compute the log-ratio of the remaining mass, log (1 − q)/(1 − p).
+    """Compute log (1 − q)/(1 − p), the log-ratio of the probabilities of "any other token".
 
     A small value is computed from the sampled token's log-ratio, since `gap`, a difference of two logarithms, cancels:
     1 − q = (1 − p) − p (e^(log q − log p) − 1), so the ratio is 1 − p expm1(log q − log p) / (1 − p).

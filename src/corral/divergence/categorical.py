@@ -8,7 +8,7 @@ from corral.numerics import NEAR, at_least_float32, expm1_minus_series, require_
 
 
 def categorical_kl(logp_p: Float[Tensor, "*#b K"], logp_q: Float[Tensor, "*#b K"]) -> Float[Tensor, "*b"]:
-    """Compute KL(p‖q) as a sum of nonnegative terms, so that nothing cancels.
+    """Compute KL(p‖q) as a sum of nonnegative terms, so that no digits cancel.
 
         KL(p‖q) = Σ p (log p − log q) = Σ p (eˣ − 1 − x)          x = log q − log p
 
@@ -28,7 +28,7 @@ def categorical_kl(logp_p: Float[Tensor, "*#b K"], logp_q: Float[Tensor, "*#b K"
 
 
 def kl_elements(logp_p: Tensor, logp_q: Tensor, gap: Tensor) -> Tensor:
-    """Compute the terms of KL(p‖q), one per category: q where p = 0, inf where only q is 0. Log-probs may be −inf."""
+    """Compute the terms of KL(p‖q), one per category: q where p = 0, and inf where only q is 0. Log-probs may be −inf."""
     # −inf on either side leaves no usable gap, and any far one will do: the term of p = 0 is then q.
     both = (logp_p > -torch.inf) & (logp_q > -torch.inf)
     term = kl_terms(logp_p.exp(), logp_q.exp(), torch.where(both, gap, 1.0))
@@ -36,7 +36,10 @@ def kl_elements(logp_p: Tensor, logp_q: Tensor, gap: Tensor) -> Tensor:
 
 
 def kl_terms(p: Tensor, q: Tensor, gap: Tensor) -> Tensor:
-    """Compute the terms p (eˣ − 1 − x) of KL(p‖q). `gap` is x = log q − log p, if possible more exact than that difference."""
+    """Compute the terms p (eˣ − 1 − x) of KL(p‖q), given the log-ratio `gap`, x = log q − log p.
+
+    `gap` may be more exact than the difference of rounded logarithms.
+    """
     near = gap.abs() < NEAR
     # eˣ overflows where p underflows; far apart nothing cancels, so the term is multiplied out to q − p − p x.
     return torch.where(near, p * expm1_minus_series(torch.where(near, gap, 0.0)), q - p - p * gap)
@@ -57,7 +60,10 @@ def categorical_tv(logp_p: Float[Tensor, "*#b K"], logp_q: Float[Tensor, "*#b K"
 
 
 def abs_difference(logp_p: Tensor, logp_q: Tensor) -> Tensor:
-    """Elementwise |p − q| as max(p, q)·(1 − e^−|log p − log q|), without loss of digits where p ≈ q."""
+    """Compute |p − q| elementwise from log-probabilities, without loss of digits where p ≈ q.
+
+    The formula is max(p, q)·(1 − e^−|log p − log q|).
+    """
     logp_p, logp_q = at_least_float32(logp_p), at_least_float32(logp_q)
     neither = (logp_p == -torch.inf) & (logp_q == -torch.inf)
     gap = torch.where(neither, 0.0, logp_p) - torch.where(neither, 0.0, logp_q)
@@ -65,7 +71,7 @@ def abs_difference(logp_p: Tensor, logp_q: Tensor) -> Tensor:
 
 
 def _check_categories(where: str, logp_p: Tensor, logp_q: Tensor) -> None:
-    """Raise an error for policies with different numbers of categories: the last axis is never broadcast."""
+    """Raise an error if two policies have different numbers of categories, because the last axis is never broadcast."""
     require_tensors(where, logp_p=logp_p, logp_q=logp_q)
     if logp_p.shape[-1:] != logp_q.shape[-1:]:
         raise ValueError(

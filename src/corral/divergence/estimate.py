@@ -1,4 +1,4 @@
-"""Estimates of KL(p‖q) from the log-probabilities of tokens drawn from p, for metrics."""
+"""Estimates of KL(p‖q) for metrics, from the log-probabilities of tokens that were sampled from p."""
 
 from jaxtyping import Float
 from torch import Tensor
@@ -7,7 +7,7 @@ from corral.numerics import at_least_float32, expm1_minus, require_tensors
 
 
 def kl_k1(logp_p: Float[Tensor, "*#b"], logp_q: Float[Tensor, "*#b"]) -> Float[Tensor, "*b"]:
-    """Estimate k1 = log p − log q: unbiased, but often negative.
+    """KL estimate k1 = log p − log q: unbiased, but often negative.
 
     Ref:
         Schulman 2020, "Approximating KL divergence".
@@ -17,7 +17,7 @@ def kl_k1(logp_p: Float[Tensor, "*#b"], logp_q: Float[Tensor, "*#b"]) -> Float[T
 
 
 def kl_k2(logp_p: Float[Tensor, "*#b"], logp_q: Float[Tensor, "*#b"]) -> Float[Tensor, "*b"]:
-    """Estimate k2 = ½ (log p − log q)²: never negative, biased at third order.
+    """KL estimate k2 = ½ (log p − log q)²: never negative, with a bias of third order.
 
     Ref:
         Schulman 2020, "Approximating KL divergence".
@@ -27,7 +27,7 @@ def kl_k2(logp_p: Float[Tensor, "*#b"], logp_q: Float[Tensor, "*#b"]) -> Float[T
 
 
 def kl_k3(logp_p: Float[Tensor, "*#b"], logp_q: Float[Tensor, "*#b"]) -> Float[Tensor, "*b"]:
-    """Estimate k3 = q/p − 1 − log(q/p): unbiased if q's support lies in p's, and never negative.
+    """KL estimate k3 = q/p − 1 − log(q/p): never negative, and unbiased if q's support lies in p's support.
 
     Ref:
         Schulman 2020, "Approximating KL divergence". Invariant: its mean under p is KL(p‖q), term by term.

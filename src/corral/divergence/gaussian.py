@@ -1,4 +1,4 @@
-"""Divergences of Gaussians from Cholesky factors, separately for the mean and the covariance."""
+"""Divergences of Gaussians from Cholesky factors, with separate parts for the mean and the covariance."""
 
 import math
 from typing import Any, Literal, NamedTuple, get_args
@@ -12,9 +12,9 @@ from corral.numerics import NEAR, at_least_float32, expm1_minus, in_one_dtype, r
 
 WassersteinForm = Literal["commuting", "bures"]
 Mean = Float[Tensor, "*#b D"]
-"""Means of Gaussians [*b D]."""
+"""Type of a tensor with means of Gaussians [*b D]."""
 Chol = Float[Tensor, "... D"]
-"""Lower Cholesky factors of covariances [*c D D], or standard deviations [*c D]."""
+"""Type of a tensor with lower Cholesky factors of covariances [*c D D], or with standard deviations [*c D]."""
 
 
 class GaussianDistance(NamedTuple):
@@ -23,16 +23,16 @@ class GaussianDistance(NamedTuple):
     mean: Tensor
     """Part of the divergence caused by the difference of the means [*b]."""
     cov: Tensor
-    """Part of the divergence caused by the difference of the covariances [*c]: a single number if the covariance is shared."""
+    """Part of the divergence caused by the difference of the covariances [*c]. A shared covariance gives a single number."""
 
     @property
     def total(self) -> Tensor:
-        """Total divergence, the sum of mean part and covariance part [*]."""
+        """Total divergence [*]: the sum of its mean part and its covariance part."""
         return self.mean + self.cov
 
 
 def gaussian_kl(mean_p: Mean, chol_p: Chol, mean_q: Mean, chol_q: Chol, *, diagonal: bool = False) -> GaussianDistance:
-    """KL(p‖q) of two Gaussians, summed so that no two terms cancel.
+    """Compute KL(p‖q) of two Gaussians, as a sum in which no digits cancel.
 
         mean  ½ |L_q⁻¹ (μ_p − μ_q)|²
         cov   ½ (tr A − D − log det A) = ½ [Σ_i (b_ii² − 1 − log b_ii²) + Σ_{i>j} b_ij²]     B = L_q⁻¹ L_p,  A = B Bᵀ
@@ -62,7 +62,7 @@ def gaussian_wasserstein(
     scaled: bool = False,
     diagonal: bool = False,
 ) -> GaussianDistance:
-    """Squared Wasserstein-2 distance of two Gaussians.
+    """Squared Wasserstein-2 distance of two Gaussians, with separate parts for mean and covariance.
 
         mean        |μ_p − μ_q|²
         bures       tr Σ_p + tr Σ_q − 2 tr (L_qᵀ Σ_p L_q)^½          exact
@@ -127,13 +127,13 @@ def gaussian_entropy(chol: Chol, *, diagonal: bool = False) -> Float[Tensor, "*c
 
 
 def _tensors(where: str, **given: Tensor) -> tuple[Tensor, ...]:
-    """Convert the arguments to one dtype. A ValueError names the first argument that is not a tensor."""
+    """Convert the arguments to one dtype. Raises a ValueError that names the first argument that is not a tensor."""
     require_tensors(where, **given)
     return in_one_dtype(*given.values())
 
 
 def mahalanobis(gap: Tensor, chol: Tensor, diagonal: bool) -> Tensor:
-    """Squared Mahalanobis length |L⁻¹ gap|² [*], for the Cholesky factor L of a covariance."""
+    """Squared Mahalanobis length |L⁻¹ gap|² [*] of the vector `gap`, where L is the Cholesky factor of a covariance."""
     if diagonal:
         white = gap / chol
     elif chol.ndim == 2:  # one factor serves all rows in a single solve
@@ -144,7 +144,7 @@ def mahalanobis(gap: Tensor, chol: Tensor, diagonal: bool) -> Tensor:
 
 
 def kl_of_covariances(chol_p: Tensor, chol_q: Tensor, diagonal: bool) -> Tensor:
-    """Covariance part of the KL, ½ (tr A − D − log det A) with A = Σ_q⁻¹ Σ_p [*].
+    """Covariance part of the KL between Gaussians, ½ (tr A − D − log det A) with A = Σ_q⁻¹ Σ_p [*].
 
     It is NaN where a factor has a negative diagonal entry, and inf where p's has a zero.
     """
@@ -163,7 +163,7 @@ def kl_of_covariances(chol_p: Tensor, chol_q: Tensor, diagonal: bool) -> Tensor:
 
 
 def covariance_gap(chol_p: Tensor, chol_q: Tensor, diagonal: bool) -> Tensor:
-    """Compute the difference of two covariances, Σ_p − Σ_q [*, D, D], or of their diagonals [*, D].
+    """Compute the difference of two covariances, Σ_p − Σ_q [*, D, D]. For diagonal covariances, compute its diagonal [*, D].
 
     From the difference F = L_p − L_q of the factors it is F L_qᵀ + L_q Fᵀ + F Fᵀ, which avoids cancellation.
     """
@@ -175,18 +175,19 @@ def covariance_gap(chol_p: Tensor, chol_q: Tensor, diagonal: bool) -> Tensor:
 
 
 class _WassersteinLine(NamedTuple):
-    """Straight line between square roots F_q and F_p of two covariances: F_t F_tᵀ with F_t = F_q + t (F_p − F_q)."""
+    """Straight line between square roots of two covariances. The covariance at t is F_t F_tᵀ with F_t = F_q + t (F_p − F_q)."""
 
     start: Tensor
-    """Square root F_q of the covariance at which the line starts, in the line's coordinates."""
+    """Square root F_q of the covariance at which the straight line starts, in the line's coordinates."""
     step: Tensor
-    """Difference F_p − F_q of the two square roots, in the line's coordinates."""
+    """Difference F_p − F_q of the covariances' square roots, in the line's coordinates."""
     distance: Tensor
-    """Squared length of the line [*]. Up to position t, the squared length is t² times as large."""
+    """Squared length [*] of the straight line between the covariances' square roots.
+    The part up to position t has t² times this squared length."""
 
 
 def wasserstein_line(chol_p: Tensor, chol_q: Tensor, form: WassersteinForm, scaled: bool, diagonal: bool) -> _WassersteinLine:
-    """Build the straight line from one covariance to another; its length is their Wasserstein distance.
+    """Build the straight line between square roots of two covariances, whose length is the covariances' Wasserstein distance.
 
     With "bures" and `scaled` its start is I, in the frame of q.
 
@@ -214,7 +215,7 @@ def wasserstein_line(chol_p: Tensor, chol_q: Tensor, form: WassersteinForm, scal
 
 
 def symmetric_root(factor: Tensor) -> Tensor:
-    """Symmetric positive root (F Fᵀ)^½ [*, D, D] of any square F; NaN on rows that are not finite."""
+    """Symmetric positive square root (F Fᵀ)^½ [*, D, D] of F Fᵀ for any square matrix F. NaN on rows that are not finite."""
     finite = factor.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
     safe = torch.where(finite, factor, torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device))
     root, _, _ = _SymmetricRoot.apply(safe)  # LAPACK refuses a whole batch for one NaN
@@ -222,7 +223,9 @@ def symmetric_root(factor: Tensor) -> Tensor:
 
 
 class _SymmetricRoot(torch.autograd.Function):
-    """Autograd function for the symmetric root R = U S Uᵀ of F = U S Vᵀ, without squaring F's condition number.
+    """Autograd function for the symmetric square root R = U S Uᵀ of F Fᵀ, from the singular value decomposition F = U S Vᵀ.
+
+    It does not square F's condition number.
 
     Gradient. R R = F Fᵀ, so R dR + dR R = dF Fᵀ + F dFᵀ, which in the basis U is (σ_i + σ_j) dR_ij on the left. With
     Z_ij = Ḡ_ij / (σ_i + σ_j) in that basis, Ḡ symmetrised, ⟨Ḡ, dR⟩ = ⟨Z, dF Fᵀ + F dFᵀ⟩ = ⟨2 Z F, dF⟩. Sums of singular

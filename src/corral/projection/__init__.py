@@ -1,4 +1,4 @@
-"""Projections: replace a new policy outside the trust region by the nearest policy inside."""
+"""Projections: replace a new policy outside the trust region by the nearest policy inside the trust region."""
 
 from corral.projection.categorical_kl import CategoricalProjection, project_categorical_kl
 from corral.projection.entropy import EntropyProjection, project_entropy_floor

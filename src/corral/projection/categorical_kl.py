@@ -1,4 +1,4 @@
-"""Project a categorical policy onto a KL ball around the old policy; this is the core of the objective TROLL."""
+"""Projection of a categorical policy onto a KL ball around the old policy: the core of the objective TROLL."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -20,20 +20,20 @@ RULED_OUT = -1e4
 
 @dataclass(frozen=True, eq=False)
 class CategoricalProjection:
-    """Projected policy r, with the solver's status for each row (one distribution)."""
+    """Projected policy r, with the solver's status for each row. A row is one distribution."""
 
     logp: Float[Tensor, "*b K"]
-    """Log-probs of the projected policy r; gradients flow to `logp_new` only."""
+    """Log-probs of the projected policy r. Gradients flow to the new policy's log-probs `logp_new` only."""
     dual: Float[Tensor, "*b"]
-    """Lagrange multiplier η ≥ 0 of the KL bound. It is 0 where the bound does not bind, and inf where r is the old policy."""
+    """Lagrange multiplier η ≥ 0 of the KL bound: 0 where the new policy is inside the ball, inf where r is the old policy."""
     active: Bool[Tensor, "*b"]
     """True where the new policy lay outside the KL ball."""
     kl_before: Float[Tensor, "*b"]
-    """KL(new‖old) before the projection."""
+    """KL(new‖old) of the new policy, before the projection."""
     kl_after: Float[Tensor, "*b"]
-    """KL(r‖old) of the projected policy r, equal to the bound where the bound binds."""
+    """KL(r‖old) of the projected policy r. It equals the bound where the new policy was outside the KL ball."""
     converged: Bool[Tensor, "*b"]
-    """False where no policy satisfies the bound, or where rounding stopped the solver before it reached the bound."""
+    """False where no policy satisfies the KL bound, or where rounding stopped the solver before it reached the bound."""
 
 
 def project_categorical_kl(
@@ -112,7 +112,7 @@ def project_categorical_kl(
 
 @torch.no_grad()
 def _are_probabilities(policy: Tensor) -> Tensor:
-    """True if every row is ≥ 0 and sums to 1 within rounding, as probabilities do and log-probabilities do not.
+    """True if every row contains probabilities instead of log-probabilities: all ≥ 0, with a sum of 1 up to rounding.
 
     The flag stays on the device, and is read with the bound.
 
@@ -173,7 +173,7 @@ class _Projection(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor, None, None, None, None]:
-        """Compute the implicit gradient: t [v_j − r_j (Σ v + z_j Σ v z)] in active rows, v_j elsewhere.
+        """Compute the implicit gradient of the projection: t [v_j − r_j (Σ v + z_j Σ v z)] in projected rows, v_j elsewhere.
 
         This takes three reductions and no solver.
         """
@@ -194,7 +194,7 @@ class _Projection(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
-        """Vectorise over rows, which are independent: the mapped axis becomes one more leading axis."""
+        """Apply the projection under torch's vmap: rows are independent, so the mapped axis becomes one more leading axis."""
         *tensors, exact = inputs
         front = [
             x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
@@ -205,7 +205,7 @@ class _Projection(torch.autograd.Function):
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """Identity of its first argument. Its derivative raises an error: second derivatives are not supported."""
+    """Identity of the first argument whose derivative raises an error, because second derivatives are not supported."""
 
     generate_vmap_rule = True
 
@@ -226,7 +226,7 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 def _project_rows(new: Tensor, old: Tensor, bound: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Project each row; returns log r, t, whether the bound binds, KL(r‖old) and convergence.
+    """Project each row onto the KL ball. Returns log r, t, whether the bound binds, KL(r‖old) and convergence.
 
     r vanishes wherever either policy does, for one of its two KLs would be infinite otherwise. On what is left the old
     policy holds mass e^−c, so KL(r‖old) = KL(r‖old renormalised) + c, and the bound is spent down to ε − c.
@@ -246,7 +246,10 @@ def _project_rows(new: Tensor, old: Tensor, bound: Tensor) -> tuple[Tensor, Tens
     d = torch.where(common, d - d.gather(-1, likeliest), 0.0)
 
     def tilt(t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Evaluate the policy r_t ∝ old · e^{t d}: log r_t [*, K], KL(r_t‖old) [*] and Var_r(d) = K′(t)/t [*]."""
+        """Evaluate the tilted policy r_t ∝ old · e^{t d}. Returns log r_t [*, K], KL(r_t‖old) [*] and Var_r(d) [*].
+
+        The variance is Var_r(d) = K′(t)/t, with K(t) = KL(r_t‖old).
+        """
         step = t[..., None] * d
         log_normaliser = logsumexp(torch.where(common, centre + step, -torch.inf))
         gap = torch.where(common, log_normaliser[..., None] - step, 0.0)  # log old − log r, before it is rounded
@@ -261,7 +264,7 @@ def _project_rows(new: Tensor, old: Tensor, bound: Tensor) -> tuple[Tensor, Tens
     target = (2 * slack.clamp(min=0)).sqrt()
 
     def excess(t: Tensor) -> tuple[Tensor, Tensor]:
-        """Value and slope of a function whose root is the t with K(t) = KL(r_t‖old) = `slack`.
+        """Evaluate value and slope of a function whose root is the t with KL(r_t‖old) = `slack`.
 
         √(2K) is a straight line where K is quadratic, and Newton's method exact. Between two peaked policies K rises
         exponentially instead, and log K is the straight line. d log K / d log t tells which: 2 in the first case.

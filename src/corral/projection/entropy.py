@@ -1,4 +1,4 @@
-"""Raise the entropy of a Gaussian policy to a floor, alone or inside a KL ball around the old policy."""
+"""Raise the entropy of a Gaussian policy to a floor, with or without a KL ball around the old policy."""
 
 import math
 from dataclasses import dataclass, replace
@@ -16,22 +16,22 @@ from corral.validate import number_in
 
 _NAME = "project_entropy_floor"
 _MAX_STEPS = 128
-"""Largest number of solver steps. Newton's method needs a few; between distant policies the root is found by halving."""
+"""Largest number of solver steps. Newton's method needs few steps; bisection between distant policies needs more."""
 
 
 @dataclass(frozen=True, eq=False)
 class EntropyProjection:
-    """Covariance with sufficient entropy, and the solver's status for each row of the batch."""
+    """Covariance whose entropy is at least the floor, with the solver's status for each row of the batch."""
 
     chol: Float[Tensor, "... D"]
-    """Projected Cholesky factor L̃ [*, D, D], or standard deviations [*, D]; gradients flow to `chol` only."""
+    """Projected Cholesky factor L̃ [*, D, D], or standard deviations [*, D]. Gradients flow to the new policy's factor only."""
     active: Bool[Tensor, "*c"]
-    """True where the covariance was changed."""
+    """True where the projection changed the covariance."""
     entropy_before: Float[Tensor, "*c"]
     entropy_after: Float[Tensor, "*c"]
     converged: Bool[Tensor, "*c"]
-    """False where no covariance reaches the entropy floor within the KL bound, or where an input was not a Gaussian. Also False
-    where rounding keeps the result from the bound."""
+    """False where no covariance reaches the entropy floor within the KL bound, or where an input was not a Gaussian.
+    Also False where rounding keeps the result from the bound."""
 
 
 @without_autocast
@@ -98,7 +98,7 @@ def _scale(chol: Tensor, floor: Tensor, diagonal: bool) -> EntropyProjection:
 
 
 def _inside_ball(chol: Tensor, floor: Tensor, old: Tensor, bound: Tensor, diagonal: bool) -> EntropyProjection:
-    """Apply the entropy floor inside the KL ball. Rows that the floor alone leaves inside need no precision matrix."""
+    """Apply the entropy floor inside the KL ball. Rows that the floor alone leaves in the ball need no precision matrix."""
     with torch.no_grad():
         known = ~(gaussian_entropy(chol, diagonal=diagonal).isnan() | kl_of_covariances(chol, old, diagonal).isnan())
         lifted = _scale(chol, floor, diagonal)
@@ -122,12 +122,13 @@ def _inside_ball(chol: Tensor, floor: Tensor, old: Tensor, bound: Tensor, diagon
 
 @torch.no_grad()
 def _inside(chol: Tensor, old: Tensor, bound: Tensor, diagonal: bool) -> Tensor:
-    """True for covariances that lie in the KL ball for certain, by the test of `project_gaussian_kl`."""
+    """True for covariances that certainly lie in the KL ball, with the same test as `project_gaussian_kl`."""
     return kl_of_covariances(chol, old, diagonal) * (1 + whitening_error(old, diagonal)) <= (1 + TOLERANCE) * bound
 
 
 def _solve_both(precision: RelativePrecision, need: Tensor, bound: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Solve for t, log c and convergence, in rows where the new covariance (t = 1), scaled to the floor, is outside the ball.
+    """Solve for t and log c in rows where the new covariance, raised to the entropy floor, is outside the KL ball.
+    Returns t, log c and convergence.
 
     Along the path of solutions KL(Σ̃‖Σ_o) rises with t whether the floor binds or not.
 
@@ -166,7 +167,9 @@ def _solve_both(precision: RelativePrecision, need: Tensor, bound: Tensor) -> tu
 
 
 def _widest(need: Tensor, bound: Tensor, dimension: int) -> Tensor:
-    """Compute the largest log c ≤ need for which c times the old covariance lies in the ball: D/2 (c − 1 − log c) = ε.
+    """Compute the largest log c ≤ `need` such that c times the old covariance lies in the KL ball.
+
+    The ball's boundary is D/2 (c − 1 − log c) = ε.
 
     c − 1 − log c ≥ (√c − 1)², since x − 1 ≥ log x for x = √c. So log c ≤ 2 log(1 + √(2ε/D)), however much is needed.
     """

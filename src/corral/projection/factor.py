@@ -1,4 +1,4 @@
-"""Cholesky factors of projected covariances, which lie between the old and the new one, and their gradients."""
+"""Cholesky factors of projected covariances, and their gradients. Projected covariances lie between old and new covariances."""
 
 from typing import Any, NamedTuple
 
@@ -8,18 +8,20 @@ from torch.autograd.function import once_differentiable
 
 
 class RelativePrecision(NamedTuple):
-    """Difference of the new and the old precision matrix, Q = L_oᵀ Σ⁻¹ L_o − I, in coordinates where the old one is I."""
+    """Difference of new and old precision matrix, Q = L_oᵀ Σ⁻¹ L_o − I, in coordinates where the old precision matrix is I."""
 
     gap: Tensor
-    """Difference Q of the precision matrices [*, D, D], or its diagonal [*, D]; 0 on rows with non-finite values."""
+    """Difference Q of new and old precision matrix [*, D, D], or its diagonal [*, D]. It is 0 on rows with NaN or inf."""
     values: Tensor
-    """Eigenvalues q of Q, all ≥ −1 [*, D]."""
+    """Eigenvalues q [*, D] of the difference Q of new and old precision matrix. All are ≥ −1."""
     finite: Tensor
-    """True for covariances whose values are finite [*]."""
+    """True for rows [*] in which all values of the covariances are finite."""
 
 
 def relative_precision(chol: Tensor, old: Tensor, diagonal: bool) -> RelativePrecision:
-    """Compute Q and its eigenvalues from G = L⁻¹ (L_o − L), so that no digits cancel where both policies are close.
+    """Compute the difference Q of the precision matrices and its eigenvalues, without cancellation between close policies.
+
+    Q comes from G = L⁻¹ (L_o − L), so that no digits cancel where both policies are close.
 
     The precision and not the covariance: a projection needs r_i = 1 + t q_i, and t max|q| is of the order of √ε however
     ill-conditioned the policies are. Rounding Q by eps |Q| rounds r by eps.
@@ -40,7 +42,7 @@ def relative_precision(chol: Tensor, old: Tensor, diagonal: bool) -> RelativePre
 def tilted_factor(
     chol: Tensor, old: Tensor, precision: RelativePrecision, t: Tensor, log_scale: Tensor, diagonal: bool
 ) -> Tensor:
-    """Lower Cholesky factor of the covariance c ((1 − t) Σ_o⁻¹ + t Σ⁻¹)⁻¹ on rows [n].
+    """Compute the Cholesky factor of the projected covariance c ((1 − t) Σ_o⁻¹ + t Σ⁻¹)⁻¹ on rows [n].
 
     Gradients flow through the constraints that determine t and c.
 
@@ -51,7 +53,7 @@ def tilted_factor(
 
 
 class _Tilt(torch.autograd.Function):
-    """Autograd function from the new factor L [n, D, D] to the projected factor L̃ [n, D, D].
+    """Autograd function that maps the new Cholesky factor L [n, D, D] to the projected factor L̃ [n, D, D].
 
     With c = 1:
 
@@ -101,7 +103,7 @@ class _Tilt(torch.autograd.Function):
 
 
 class _DiagonalTilt(torch.autograd.Function):
-    """Autograd function from new to projected standard deviations [n, D]: `_Tilt` for diagonal covariances."""
+    """Autograd function that maps new to projected standard deviations [n, D], for diagonal covariances."""
 
     @staticmethod
     def forward(std: Tensor, old: Tensor, gap: Tensor, t: Tensor, log_scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,13 +124,16 @@ class _DiagonalTilt(torch.autograd.Function):
 
 
 def _factor_pullback(factor: Tensor, grad: Tensor) -> Tensor:
-    """Compute Ψ from a Cholesky factor and its gradient Ḡ: ⟨Ḡ, dL⟩ = ⟨Ψ, L⁻¹ dΣ L⁻ᵀ⟩, step 1 of `_Tilt`."""
+    """Compute Ψ from a Cholesky factor L and its gradient Ḡ, with ⟨Ḡ, dL⟩ = ⟨Ψ, L⁻¹ dΣ L⁻ᵀ⟩. This is step 1 of `_Tilt`."""
     lower = (factor.mT @ grad).tril()
     return 0.5 * (lower + lower.mT - torch.diag_embed(lower.diagonal(dim1=-2, dim2=-1)))
 
 
 def _tangent(psi: Tensor, h: Tensor, eye: Tensor, log_scale: Tensor) -> Tensor:
-    """Remove from Ψ the directions that would change each row's constraints: H, and I if log c > 0. All are [n, entries]."""
+    """Remove from the gradient Ψ the directions that would change each row's constraints.
+
+    The directions are H, and I if log c > 0. All are [n, entries].
+    """
     held = (log_scale > 0)[:, None]
     size = eye.sum(-1, keepdim=True)
     psi = torch.where(held, psi - eye * (psi * eye).sum(-1, keepdim=True) / size, psi)
@@ -141,13 +146,13 @@ def _tangent(psi: Tensor, h: Tensor, eye: Tensor, log_scale: Tensor) -> Tensor:
 
 
 def factor_of(move: Tensor, factor: Tensor) -> Tensor:
-    """Return `factor`, a Cholesky factor of a constant plus `move`, with a gradient that flows to `move`."""
+    """Return `factor` with a gradient that flows to `move`. `factor` is the Cholesky factor of a constant plus `move`."""
     out: Tensor = _FactorOf.apply(move, factor)
     return out
 
 
 class _FactorOf(torch.autograd.Function):
-    """Autograd function that returns `factor` and gives `move` the gradient of a Cholesky factor.
+    """Autograd function that returns `factor` and passes the gradient of a Cholesky factor on to `move`.
 
     In formulas: ⟨Ψ, L̃⁻¹ dΣ̃ L̃⁻ᵀ⟩ = ⟨Ḡ, dL̃⟩.
     """

@@ -26,13 +26,13 @@ from corral.projection.root import find_root
 from corral.validate import number_in
 
 Bound = float | Float[Tensor, "..."]
-"""Bound for all Gaussians of a batch, or one for each."""
+"""Bound on a divergence: one number for all Gaussians of a batch, or one number for each."""
 
 TOLERANCE = 0.01
-"""Largest distance from its bound at which a KL projection counts as converged, as a share of the bound."""
+"""Largest relative difference between a projection's KL and its bound at which the projection counts as converged."""
 
 _MAX_STEPS = 64
-"""Largest number of solver steps. A handful is enough up to bounds of a nat; beyond, halving may be needed."""
+"""Largest number of solver steps. A few steps are enough for bounds of up to one nat; larger bounds may need bisection."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,32 +43,35 @@ class GaussianProjection:
     """
 
     mean: Float[Tensor, "*b D"]
-    """Projected mean μ̃, differentiable in the new policy's mean."""
+    """Mean μ̃ of the projected Gaussian, differentiable in the new policy's mean."""
     chol: Float[Tensor, "... D"]
     """Projected Cholesky factor L̃ [*c, D, D], or standard deviations [*c, D]; differentiable in the new policy's factor."""
     dual_mean: Float[Tensor, "*b"]
-    """Lagrange multiplier η ≥ 0 of the mean's bound: 0 where it does not bind, inf where μ̃ is the old mean."""
+    """Lagrange multiplier η ≥ 0 of the bound on the mean: 0 where the new mean is inside, inf where μ̃ is the old mean."""
     dual_cov: Float[Tensor, "*c"]
-    """Lagrange multiplier of the covariance's bound: 0 where it does not bind, inf where the old covariance is returned."""
+    """Lagrange multiplier of the bound on the covariance: 0 where the new one is inside, inf where the old one is returned."""
     active_mean: Bool[Tensor, "*b"]
-    """True where the new mean lay outside its bound."""
+    """True where the new mean lay outside the bound on the mean."""
     active_cov: Bool[Tensor, "*c"]
-    """True where the new covariance lay outside its bound."""
+    """True where the new covariance lay outside the bound on the covariance."""
     before_mean: Float[Tensor, "*b"]
-    """Distance of the new mean from the old mean, in the projection's own measure, before the projection."""
+    """Distance of the new mean from the old mean before the projection, as KL, Wasserstein or Mahalanobis distance."""
     before_cov: Float[Tensor, "*c"]
     """Distance of the new covariance from the old covariance, before the projection."""
     after_mean: Float[Tensor, "*b"]
-    """Distance of the projected mean from the old mean, equal to the bound where the bound binds."""
+    """Distance of the projected mean from the old mean. It equals the bound where the new mean lay outside."""
     after_cov: Float[Tensor, "*c"]
     """Distance of the projected covariance from the old covariance."""
     converged: Bool[Tensor, "*d"]
-    """True for rows whose mean and covariance both converged. False where an input was not a Gaussian, or the solver stopped
-    early. In KL also False where rounding keeps the result from its bound; `after_…` then has the actual value."""
+    """True for rows whose mean and covariance both converged. False if an input was not a Gaussian or the solver stopped early.
+    For KL also False where rounding keeps the result from its bound; `after_…` then has the actual value."""
 
 
 class _Gaussians(NamedTuple):
-    """Validated inputs in one dtype. Factors and their bound share the rows *c; old values carry no gradient."""
+    """Validated inputs of a Gaussian projection, converted to one dtype. Old values carry no gradient.
+
+    Factors and their bound share the rows *c.
+    """
 
     mean: Tensor
     chol: Tensor
@@ -77,12 +80,12 @@ class _Gaussians(NamedTuple):
     mean_bound: Tensor
     cov_bound: Tensor
     shared_old_chol: Tensor
-    """Old Cholesky factor with its original batch axes: a single shared factor whitens all means in one solve."""
+    """Old Cholesky factor with its original batch axes, so that a single shared factor whitens all means in one solve."""
     diagonal: bool
 
     @property
     def entries(self) -> tuple[Any, ...]:
-        """Index that aligns values per row [*c] with the entries of the Cholesky factors."""
+        """Index that makes values per row [*c] broadcast over the entries of the Cholesky factors."""
         return (..., None) if self.diagonal else (..., None, None)
 
 
@@ -90,11 +93,11 @@ class _Gaussians(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Result of projecting the mean alone or the covariance alone."""
+    """Result of projecting either the mean or the covariance."""
 
     value: Tensor
     t: Tensor
-    """Position between the old policy (0) and the new policy (1)."""
+    """Position on the path from the old policy (t = 0) to the new policy (t = 1)."""
     active: Tensor
     before: Tensor
     after: Tensor
@@ -139,13 +142,13 @@ def _step_mean(g: _Gaussians, distance: Tensor) -> _Part:
 
 
 def _move_covariance(g: _Gaussians, step: _Part, moved: Tensor) -> _Part:
-    """Choose each row's covariance factor: the new one inside the ball, `moved` outside, and the old one where t = 0."""
+    """Choose each row's covariance factor: the new factor inside the bound, `moved` outside, and the old factor where t = 0."""
     reached = (step.active & (step.t > 0))[g.entries]
     return step._replace(value=torch.where(step.active[g.entries], torch.where(reached, moved, g.old_chol), g.chol))
 
 
 def _lower_factor(factor: Tensor) -> Tensor:
-    """Compute the Cholesky factor L of F Fᵀ from any F [*, D, ≥ D], by F = L Q, without computing F Fᵀ."""
+    """Compute the Cholesky factor L of F Fᵀ for any F [*, D, ≥ D], by F = L Q, without computing the product F Fᵀ."""
     lower = torch.linalg.qr(factor.mT).R.mT
     return lower * torch.where(lower.detach().diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0)[..., None, :]
 
@@ -196,7 +199,7 @@ def project_gaussian_kl(
 
 
 def _step_covariance_kl(g: _Gaussians, error: Tensor) -> _Part:
-    """Project the covariance part. Rows inside the ball, which are the most frequent, need no solver."""
+    """Project the covariance onto its KL ball. Only rows outside the ball need the solver, and most rows are inside."""
     chol, bound = g.chol, g.cov_bound
     with torch.no_grad():
         before = kl_of_covariances(chol, g.old_chol, g.diagonal)
@@ -218,7 +221,9 @@ def _step_covariance_kl(g: _Gaussians, error: Tensor) -> _Part:
 
 
 def solve_tilt(precision: RelativePrecision, bound: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the position t with K(t) = ε on rows outside the KL ball; returns t, K(t) and convergence.
+    """Find the position t at which the KL equals the bound, on rows outside the KL ball. Returns t, the KL and convergence.
+
+    In formulas, K(t) = ε.
 
     With δ_i = s_i − 1 = −q_i / (1 + q_i + η), a term s − 1 − log s is at most δ²/2 if s > 1, and δ²/2s if s < 1; both are
     at most q²/2η². So K(η) ≤ Σ q² / 4η², and the root lies below η₀ = √(Σ q² / 4ε). For η ≫ |q| the inequality is an
@@ -248,7 +253,7 @@ def solve_tilt(precision: RelativePrecision, bound: Tensor) -> tuple[Tensor, Ten
 
 
 def _confirm(step: _Part, measured: Tensor, bound: Tensor, error: Tensor) -> _Part:
-    """Mark a step as not converged unless its value equals its bound to within `TOLERANCE`, rounding errors included.
+    """Mark a projection as not converged unless its distance equals the bound up to `TOLERANCE`, including rounding errors.
 
     Args:
         measured: distance [*] of `step.value` from the old policy, taken from the value itself: rounding a factor by eps moves
@@ -262,7 +267,9 @@ def _confirm(step: _Part, measured: Tensor, bound: Tensor, error: Tensor) -> _Pa
 
 
 def whitening_error(chol: Tensor, diagonal: bool) -> Tensor:
-    """Relative error [*] of |L⁻¹ x|² by substitution, which solves (L + ΔL) x̂ = x with |ΔL| ~ eps |L|.
+    """Relative rounding error [*] of |L⁻¹ x|² when L⁻¹ x is computed by substitution.
+
+    Substitution solves (L + ΔL) x̂ = x with |ΔL| ~ eps |L|.
 
         (1 + eps κ)² − 1          κ = max_i (|L⁻¹| |L| 1)_i, Skeel's condition number, or a bound on it if all are small
 
@@ -302,7 +309,9 @@ def project_gaussian_wasserstein(
     scaled: bool = True,
     diagonal: bool = False,
 ) -> GaussianProjection:
-    """Project the new Gaussian policy within squared Wasserstein-2 bounds around the old one, for mean and covariance apart.
+    """Project the new Gaussian policy onto Wasserstein-2 balls around the old one, with bounds for mean and covariance.
+
+    The bounds are on squared distances, and separate for mean and covariance.
 
         μ̃ = μ_o + t (μ − μ_o)          t = √(ε_μ / before_mean)
         F̃ = F_o + t (F − F_o)          t = √(ε_Σ / before_cov),  Σ̃ = F̃ F̃ᵀ
@@ -386,7 +395,7 @@ def project_gaussian_frobenius(
 def _check_gaussians(
     name: str, mean: Tensor, chol: Tensor, old_mean: Tensor, old_chol: Tensor, mean_bound: Any, cov_bound: Any, diagonal: bool
 ) -> _Gaussians:
-    """Validate inputs and convert them to one dtype and set of rows; `ValueError` for invalid input."""
+    """Validate the inputs of a projection, and convert them to one dtype and common rows. Raises ValueError if invalid."""
     require_tensors(name, mean=mean, chol=chol, old_mean=old_mean, old_chol=old_chol)
     for key, x in (("mean", mean), ("old_mean", old_mean)):
         _check_floating(name, key, x)
@@ -410,7 +419,7 @@ def _check_gaussians(
 
 
 def broadcast_rows(name: str, **shapes: torch.Size) -> torch.Size:
-    """Return the common shape of leading axes. If there is none, a ValueError lists the shapes."""
+    """Return the common shape of the tensors' leading axes. Raises ValueError with all shapes if there is none."""
     try:
         return torch.broadcast_shapes(*shapes.values())
     except RuntimeError:
@@ -424,7 +433,7 @@ def _check_floating(name: str, key: str, x: Tensor) -> None:
 
 
 def check_factor(name: str, key: str, chol: Tensor, dimension: int, diagonal: bool) -> None:
-    """Raise an error unless a factor is [*, D, D] and lower triangular, or with `diagonal` [*, D]."""
+    """Raise an error unless a Cholesky factor is [*, D, D] and lower triangular. With `diagonal`, it must be [*, D]."""
     _check_floating(name, key, chol)
     wanted = (dimension,) if diagonal else (dimension, dimension)
     if chol.shape[-len(wanted) :] != wanted:
@@ -438,7 +447,7 @@ def check_factor(name: str, key: str, chol: Tensor, dimension: int, diagonal: bo
 
 
 def check_bound(name: str, key: str, bound: Bound, like: Tensor) -> Tensor:
-    """Convert the bound to a tensor ≥ 0 without gradient."""
+    """Convert a bound to a tensor ≥ 0 without gradient."""
     valid = bool((bound >= 0).all()) if isinstance(bound, Tensor) else number_in(bound, 0)
     if not valid:
         worst = bound.min().item() if isinstance(bound, Tensor) else bound

@@ -1,4 +1,4 @@
-"""Batched root finding for increasing functions: Newton's method inside a bracket."""
+"""Batched root finding for increasing functions, with Newton's method inside a bracket."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Root:
-    """Root of each row's function, with the number of steps and convergence."""
+    """Root of one function for each row of a batch, with the number of solver steps and convergence."""
 
     x: Float[Tensor, "*b"]
     converged: Bool[Tensor, "*b"]
     steps: Int[Tensor, "*b"]
-    """Number of function evaluations for each row."""
+    """Number of function evaluations until the row converged."""
 
 
 def find_root(
