@@ -66,7 +66,7 @@ def without_autocast(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
 
 
 def log1mexp(x: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
-    """Compute log(1 − eˣ) for x ≤ 0 exactly, also near 0. If x is a token's log-probability, it is that of any other token.
+    """Compute log(1 − eˣ) for x ≤ 0, exact also near 0: the log-probability of all other tokens if x is that of one token.
 
     Near 0 it is log(−expm1(x)), far below 0 it is log1p(−eˣ). Gives −inf with gradient 0 at x = 0 (and above, where only
     rounding can put a log-probability).

@@ -36,7 +36,7 @@ class Objective:
 
     @property
     def kernel(self) -> TokenRule | ProjectionRule | None:
-        """Settings of the fused kernel for this objective, or None if no kernel computes it. Custom functions have none."""
+        """Rule for the fused kernel that computes this objective. None if there is no such kernel, as for custom functions."""
         return self.config.kernel if self.name in _BUILT_IN else None
 
     @property

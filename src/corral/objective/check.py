@@ -30,7 +30,7 @@ _SUPPLY = {
 
 
 _LARGE_FIRST = 0.5
-"""Mean |log ρ| on a run's first batch above which a warning is logged: old and new log-probs should be equal there."""
+"""Mean |log ρ| of a run's first batch above which a warning is logged. Old and new log-probs should be equal there."""
 
 
 @dataclass

@@ -30,7 +30,7 @@ _MEAN_FIRST: tuple[Reduction, ...] = ("seq-mean-token-mean", "token-mean", "seq-
 """Reductions for objectives whose paper averages the loss over a sequence, then over sequences. The first is the default."""
 
 FILL = 1e-12
-"""Probability of every token outside the support, in the form of TROLL that was published."""
+"""Probability that the TROLL paper assigns to every token outside the support."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,13 +99,13 @@ class ObjectiveConfig(Checked):
     """
 
     paper: ClassVar[Paper | None] = None
-    """Paper that a model card cites for this objective. None cites no paper."""
+    """Paper that a model card cites for this objective. None if no paper is cited."""
 
     anchor: ClassVar[Anchor] = "old"
     """Policy whose log-probs are passed as `logp_old`: "old" is recomputed by the trainer, "rollout" is the sampler's."""
 
     action: ClassVar[Action] = "clipped"
-    """What the objective does with a token outside the trust region: "clipped", "masked" or "projected"."""
+    """Word for the effect on tokens outside the trust region: "clipped", "masked" or "projected"."""
 
     has_region: ClassVar[bool] = True
     """False if the objective has no trust region, so that nothing keeps the new policy near the old one."""
@@ -120,7 +120,7 @@ class ObjectiveConfig(Checked):
 
     @property
     def reductions(self) -> tuple[Reduction, ...]:
-        """Reductions that leave the objective's gradient as in its paper. The first reduction is the default.
+        """Reductions (ways of averaging the loss) under which the objective keeps its own gradient. The first is the default.
 
         The losses of single tokens may be averaged in any way: the choice weighs lengths. A sequence's value that stands on
         each of its tokens is one sequence's share only where every sequence counts the same.
@@ -173,13 +173,13 @@ class ObjectiveConfig(Checked):
 
     @property
     def kernel(self) -> TokenRule | ProjectionRule | None:
-        """Settings of the fused kernel for this objective. None if no kernel computes the objective with these settings."""
+        """Rule for the fused kernel that computes the objective with these settings. None if there is no such kernel."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class JointConfig(ObjectiveConfig):
-    """Base class of settings for losses in which tokens of one call depend on each other. Every reduction is allowed."""
+    """Base class of settings for losses in which a call's tokens depend on each other. By default any reduction is allowed."""
 
     reductions: ClassVar[tuple[Reduction, ...]] = get_args(Reduction)
 
@@ -263,7 +263,7 @@ class ClipRangeConfig(ObjectiveConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PPOClipConfig(ClipRangeConfig):
-    """PPO's clip: no gain from ratios outside 1 ± 0.2. With a negative advantage, a growing ratio has no limit."""
+    """PPO's clip: ratios outside 1 ± 0.2 bring no further gain. With a negative advantage, large ratios are not limited."""
 
     dual_clip: float | None = limited(None, above=1, what="a ratio")
     """Constant c > 1 of the dual clip. With a negative advantage, the loss is at most c|Â|; a ratio above c has no gradient."""
@@ -341,9 +341,9 @@ class RIPOConfig(ObjectiveConfig):
     bound_names: ClassVar[tuple[str, str] | None] = ("bound_low", "bound_high")
 
     bound_low: float = limited(0.05, at_least=0, what="a squared distance", note="inf switches it off")
-    """Bound δ on π_old (ρ − 1)² for tokens with a negative advantage. Tokens beyond δ have no gradient."""
+    """Bound δ on a token's chi-square term π_old (ρ − 1)², for negative advantages. A token beyond δ has no gradient."""
     bound_high: float = limited(0.05, at_least=0, what="a squared distance", note="inf switches it off")
-    """Bound δ on π_old (ρ − 1)² for tokens with a positive advantage. Tokens beyond δ have no gradient."""
+    """Bound δ on a token's chi-square term π_old (ρ − 1)², for positive advantages. A token beyond δ has no gradient."""
 
     @property
     def kernel(self) -> TokenRule:
@@ -353,15 +353,18 @@ class RIPOConfig(ObjectiveConfig):
 @dataclass(frozen=True, kw_only=True)
 class BAPOConfig(JointConfig):
     share: float = limited(0.5, at_least=0, below=1, what="a share")
-    """Share ρ₀ of the surrogate loss. In a balanced batch, tokens with a positive advantage have at least this share."""
+    """Share ρ₀ of the surrogate loss that positive advantages must contribute in a balanced batch."""
     low: float = limited(0.6, at_least=0, at_most=1, what="a ratio")
-    """Lower clip bound l of a balanced batch. With a negative advantage, a ratio below l has no gradient."""
+    """Lower clip bound l of the ratio in a batch whose positive and negative advantages are balanced.
+    With a negative advantage, a ratio below l has no gradient."""
     low_end: float = limited(0.9, at_least=0, at_most=1, what="a ratio")
-    """Lower clip bound l of a batch that is not balanced with the bounds `low` and `high`."""
+    """Lower clip bound l of the ratio in a batch whose positive and negative advantages are not balanced."""
     high: float = limited(1.2, at_least=1, finite=True, what="a ratio")
-    """Upper clip bound h of a balanced batch. With a positive advantage, a ratio above h has no gradient."""
+    """Upper clip bound h of the ratio in a batch whose positive and negative advantages are balanced.
+    With a positive advantage, a ratio above h has no gradient."""
     high_end: float = limited(3.0, at_least=1, finite=True, what="a ratio")
-    """Largest upper clip bound h. In an unbalanced batch, h rises from `high` in steps of 0.05 until the batch is balanced."""
+    """Largest upper clip bound h of the ratio. In an unbalanced batch, h rises from `high` in steps of 0.05.
+    It stops where positive and negative advantages are balanced."""
     dual_clip: float | None = limited(3.0, above=1, what="a ratio")
     """Constant c > 1 of the dual clip. With a negative advantage, the loss is at most c|Â|; a ratio above c has no gradient."""
 
@@ -392,7 +395,7 @@ class DRPOConfig(ObjectiveConfig):
     bound_names: ClassVar[tuple[str, str] | None] = ("bound", "bound")
 
     bound: float = limited(0.2, above=0, what="a divergence", note="inf switches it off")
-    """Bound δ on |π − π_old| of the sampled token. At δ the penalty balances the advantage; beyond δ it pulls back."""
+    """Bound δ on |π − π_old| of the sampled token. At δ the penalty balances the advantage; beyond δ the penalty prevails."""
 
     @property
     def kernel(self) -> TokenRule:
@@ -543,7 +546,7 @@ class KLCovConfig(JointConfig):
     share: float = limited(2e-4, above=0, at_most=1, what="a share of the tokens")
     """Share of the call's tokens that are penalised, at least one token."""
     penalty: float = limited(1.0, at_least=0, finite=True, what="a weight")
-    """Weight β of the penalty |log ρ| on tokens with a large covariance."""
+    """Weight β of the penalty |log ρ| on tokens with a large covariance of advantage and log-probability."""
 
 
 # --------------------------------------------------------------------------------------- projections onto a KL ball
@@ -576,8 +579,7 @@ class TROLLConfig(ObjectiveConfig):
     """Gradient through the projection: "exact", with a constant dual variable ("constant_dual"), or none ("unprojected").
     With "unprojected", the regression alone keeps the network in the trust region."""
     project: Literal["all", "outward"] = "all"
-    """Tokens outside the KL ball that are projected. "all" is all of them.
-    "outward" is all but tokens whose own gradient step lowers the KL."""
+    """Tokens that are projected: "all" outside the KL ball, or "outward" without tokens whose own step lowers the KL."""
     centre: Literal["old", "reference"] = "old"
     """Policy at the centre of the KL ball. "old" moves with training; "reference" is frozen, which bounds all drift.
     The reference is passed as `dist_teacher`."""

@@ -46,7 +46,7 @@ class TRMConfig(Checked):
 
 
 def tis(batch: TokenBatch, config: TISConfig) -> Float[Tensor, "B T"]:
-    """Truncated importance sampling (TIS) with one weight per token: min(ρ_t, C).
+    """Truncated importance sampling (TIS) with one weight per token: the ratio ρ_t of trainer to sampler, capped at C.
 
     Ref:
         Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
@@ -55,7 +55,7 @@ def tis(batch: TokenBatch, config: TISConfig) -> Float[Tensor, "B T"]:
 
 
 def seq_tis(batch: TokenBatch, config: TISConfig) -> Float[Tensor, "B T"]:
-    """Truncated importance sampling with one weight per sequence: min(∏_t ρ_t, C) on each of its tokens.
+    """Truncated importance sampling with one weight per sequence: the product of its token ratios ρ_t, capped at C.
 
     Ref:
         Liu, Li et al. 2025, "When speed kills stability". Invariant: on one-token sequences it is tis.

@@ -94,7 +94,7 @@ def improvement_bound(
 
 
 def _at_least(name: str, value: float | None, own: Tensor, rounding: float = 0.0) -> Tensor | float:
-    """Validate that `value` is not below the batch's own value, or the bound would not hold. None returns the batch's value."""
+    """Validate that `value` is at least the batch's own value, or the bound would not hold. None takes the batch's value."""
     if value is None:
         return own
     if not (number_in(value, own.item() * (1 - rounding)) and value < torch.inf):

@@ -1,4 +1,4 @@
-"""Objectives that remove the gradient of some tokens: DPPO and its variants, and masks that select tokens by covariance."""
+"""Objectives that remove the gradient of some tokens: DPPO and its variants, Clip-Cov and KL-Cov."""
 
 import torch
 from jaxtyping import Float
@@ -142,7 +142,7 @@ def m2po(batch: TokenBatch, config: M2POConfig) -> ObjectiveOutput:
 
 
 def clip_cov(batch: TokenBatch, config: ClipCovConfig) -> ObjectiveOutput:
-    """PPO's clipped surrogate loss, in which a few randomly chosen tokens with large covariance lose their gradient (Clip-Cov).
+    """PPO's clipped surrogate loss without a few random tokens whose advantage and log-prob covary strongly (Clip-Cov).
 
         L_t = − m_t min(ρ_t Â_t, clip(ρ_t, 1 − ε_low, 1 + ε_high) Â_t)          ρ_t = π(a_t) / π_old(a_t)
         m_t = 0 on a share of all tokens, drawn from those that the clip leaves alone and  c_low < c_t < c_high
@@ -172,7 +172,7 @@ def clip_cov(batch: TokenBatch, config: ClipCovConfig) -> ObjectiveOutput:
 
 
 def kl_cov(batch: TokenBatch, config: KLCovConfig) -> ObjectiveOutput:
-    """Importance-weighted policy gradient, with a penalty on the tokens with the largest covariance (KL-Cov).
+    """Importance-weighted policy gradient with a penalty on tokens whose advantage and log-prob covary most (KL-Cov).
 
         L_t = − ρ_t Â_t + β |log ρ_t| 1[t ∈ S]          ρ_t = π(a_t) / π_old(a_t)
         S: the largest  c_t = (Â_t − mean Â)(log π(a_t) − mean log π)  that are above 0, a given share of all tokens

@@ -15,7 +15,7 @@ class Root:
     x: Float[Tensor, "*b"]
     converged: Bool[Tensor, "*b"]
     steps: Int[Tensor, "*b"]
-    """Number of function evaluations until the row converged."""
+    """Number of function evaluations for each row of the batch."""
 
 
 def find_root(

@@ -103,7 +103,7 @@ class SelfCheck(TrainerCallback):
             )
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Warn if much of the KL arises at tokens outside the top-k tokens on which the trust region is measured."""
+        """Warn if much of the KL lies outside the top-k tokens, where the trust region is not measured token by token."""
         kept = kwargs["logs"].get("tr/step_share", 1.0)
         hidden = kwargs["logs"].get("tr/hidden_kl_max", 0.0) * kept**2  # near the old weights a KL grows as the square
         if self.tail_reported or not hidden > _HIDDEN_KL or self.trainer.union:
@@ -133,7 +133,7 @@ class RunRecord(TrainerCallback, ExportableState):
 
     @classmethod
     def of(cls, trainer: "CorralTrainer") -> "RunRecord":
-        """Build the record from a new trainer's settings."""
+        """Build the record of a run's settings from a new trainer."""
         args, objective = trainer.args, trainer.objective
         settings = {
             "task": ", ".join(trainer.reward_func_names) or "unknown",
@@ -148,5 +148,5 @@ class RunRecord(TrainerCallback, ExportableState):
         )
 
     def state(self) -> dict[str, Any]:
-        """Return the record in the format that transformers' `from_state` reads."""
+        """Return the record of a run's settings in the format that transformers' `from_state` reads."""
         return {"args": {"about": self.about}, "attributes": {}}

@@ -243,7 +243,7 @@ class CorralConfig(GRPOConfig):
 
     @property
     def needs_support(self) -> bool:
-        """True if the objective reads more tokens of the policy than the sampled ones (a support)."""
+        """True if the objective reads the policy's log-probs on more tokens than the sampled tokens (a support)."""
         return bool(self.make_objective().needs & NEEDS_SUPPORT)
 
     def resolve_anchor(self) -> Anchor:
@@ -322,7 +322,7 @@ _NEUTRAL = {
     "do_sample": True, "return_dict_in_generate": False, "remove_invalid_values": False, "token_healing": False,
     "use_mtp": False, "bad_words_ids": [], "suppress_tokens": [], "begin_suppress_tokens": [], "stop_strings": [],
 }  # fmt: skip
-"""Generation settings that could change token probabilities, each mapped to the only allowed value, which changes none.
+"""Generation settings that could change token probabilities, each mapped to the only allowed value, which has no effect.
 None is also allowed in a model's generation_config."""
 
 _TRUNCATIONS = ("top_p", "top_k", "min_p")
@@ -348,7 +348,7 @@ _UNREAD = (
 
 
 def model_refusals(generation_config: GenerationConfig | None, given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield error messages about settings in a model's generation_config that change the sampling distribution or are unknown.
+    """Yield error messages for settings in a model's generation_config that change the sampling distribution.
 
     Args:
         given: settings of the user's own, which come first.

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 # ---------------------------------------------------------------------------------------------------- step after step
 
 AIM = 0.5
-"""Intended KL of a step, as a share of the KL bound; the learning rate is adapted to it. The rest is room for larger steps."""
+"""Intended KL of a step as a share of the KL bound, to which the learning rate is adapted. The rest allows for larger steps."""
 START = 2.0
 """Intended KL of the first step with `learning_rate="auto"`, in multiples of the KL bound.
 Learning rates from a grid search move the network by one to four bounds in their first step. The step is then retracted to the
@@ -70,11 +70,11 @@ LEAST_FACTOR = 1 / 30
 
 @dataclass(eq=False)
 class _Step:
-    """Step in progress: the weights at its start, and the updates made so far."""
+    """Training step in progress: the weights at the start of the step, and the learning rates of the updates so far."""
 
     old: dict[str, Tensor]
     factors: list[float] = field(default_factory=list)
-    """Learning rate of each update so far, as a share of the schedule's peak."""
+    """Learning rate of each update so far, as a share of the schedule's peak learning rate."""
 
 
 class DeployedCallback(TrainerCallback):
@@ -162,7 +162,7 @@ class DeployedCallback(TrainerCallback):
             self._step.factors.append(schedule_factor(schedule_of(self.trainer)) if self.holds else 1.0)
 
     def _find_rate(self, old: dict[str, Tensor]) -> None:
-        """Find the first learning rate by trials on this batch. A batch without any gradient is skipped."""
+        """Find the first learning rate with trial steps on the current batch. A batch without any gradient is skipped."""
         trainer, scheduler = self.trainer, schedule_of(self.trainer)
         trainer.draw_ahead()
         search = RateSearch(self, old)
@@ -363,7 +363,7 @@ def schedule_of(trainer: "CorralTrainer") -> Any:
 
 
 def schedule_factor(scheduler: LambdaLR) -> float:
-    """Learning rate of the next update, as a share of the schedule's peak."""
+    """Learning rate of the next update, as a share of the schedule's peak learning rate."""
     rate, peak = scheduler.optimizer.param_groups[0]["lr"], scheduler.base_lrs[0]
     return float(rate / peak) if peak > 0 else 0.0
 
@@ -390,7 +390,7 @@ class _Rollouts:
     ids: Int[Tensor, "b L"]
     """Token ids of prompt and completion."""
     seen: Int[Tensor, "b L"]
-    """Attention mask of `ids`."""
+    """Attention mask of the token ids of prompt and completion."""
     live: Bool[Tensor, "b T"]
     """True at completion tokens that the network sampled. False at padding and at tokens from tools."""
     old: tuple[Float[Tensor, "N H"], Float[Tensor, " N"]] | None = None
@@ -571,7 +571,7 @@ LOST = 1 / 30
 MOST = 100.0
 """Largest learning rate that the search tries, in multiples of the first learning rate."""
 EDGE = 0.1
-"""Smallest distance of an interpolated learning rate from the trials on either side.
+"""Smallest distance of an interpolated learning rate from the learning rates of the trials on either side.
 It is a share of the logarithmic distance between these trials."""
 
 
@@ -635,7 +635,7 @@ class RateSearch:
 
     deployed: DeployedCallback
     old: dict[str, Tensor]
-    """Weights at the start of the step."""
+    """Copy of the trained weights at the start of the step."""
     tried: list[Trial] = field(default_factory=list)
 
     def __post_init__(self) -> None:

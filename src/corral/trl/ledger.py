@@ -88,7 +88,7 @@ class Ledger:
 
 
 def _joined(lines: Sequence[_Line]) -> dict[str, float]:
-    """Combine each metric over several processes or pieces, by its kind: maximum, sum, or mean over unmasked tokens."""
+    """Combine each metric over several processes or pieces of a micro-batch, by maximum, sum, or mean over unmasked tokens."""
     joined = dict[str, float]()
     for name in dict.fromkeys(name for _, _, found in lines for name in found):
         values = [(tokens, found[name]) for _, tokens, found in lines if name in found]

@@ -239,7 +239,7 @@ class RolloutSupport:
     """Builds the old policy's top-k distribution from the log-probs that the sampler reports, for TRL's rollout buffer."""
 
     def __init__(self, trainer: "CorralTrainer") -> None:
-        """Replace `generate` of the trainer's vLLM, or the trainer's rollout function."""
+        """Replace vLLM's method `generate`, or the trainer's rollout function, to store the log-probs that it reports."""
         if trainer.tools:
             raise ValueError(
                 "CorralTrainer: anchor='rollout' on a support is not supported with tools, whose answers stand between the "

@@ -38,7 +38,7 @@ packed_mask = SimpleNamespace(active=False)
 
 @dataclass(frozen=True, eq=False)
 class PackedRow:
-    """Layout of a packed row: the index of each token in the padded batch, and the boundaries of the sequences."""
+    """Layout of a packed row: the index of each token in the padded batch, and the boundaries of the sequences in the row."""
 
     places: Int[Tensor, " N"]
     """Index of each token in the flattened padded batch [B L], ascending."""

@@ -24,7 +24,7 @@ from corral.trl.packing import PackedRow, packed_mask
 
 @dataclass(frozen=True)
 class SupportRequest:
-    """Request for a policy's support: its most likely tokens, until they reach `mass`, at most `top_k`. Default: no tokens."""
+    """Request for a policy's support: its most likely tokens, until they reach `mass`, at most `top_k`. Empty by default."""
 
     top_k: int | None = None
     mass: float = 1.0
@@ -73,7 +73,7 @@ class ScoringPass:
 
     support: SupportRequest = field(default_factory=SupportRequest)
     ids: Int[Tensor, "B T K"] | None = None
-    """Token ids whose log-probs the LM head computes. If `support` is requested too, it uses the union of both."""
+    """Token ids whose log-probs the LM head computes. If `support` is requested too, the head uses the union of both."""
     replay: bool = False
     """True if `ids` are the tokens that truncated sampling kept (top-p, top-k, min-p). The policy is conditioned on them."""
     loss: LossTerms | None = None
@@ -255,7 +255,7 @@ class PolicyHead:
     models: list[nn.Module]
     temperature: float
     own: SupportRequest
-    """Support that is requested in old-policy passes."""
+    """Request for the policy's most likely tokens in old-policy passes."""
     union: bool
     """True if later scoring passes add the new policy's most likely tokens to the old policy's support `own`."""
     packed: list[nn.Module] = field(default_factory=list)
