@@ -565,7 +565,7 @@ class TROLLConfig(ObjectiveConfig):
     bound_names: ClassVar[tuple[str, str] | None] = ("bound", "bound")
 
     bound: float = limited(0.05, at_least=0, what="a KL in nats", note="inf switches it off")
-    """Bound ε on every token's KL between the projected policy and the centre, in nats. inf switches the projection off."""
+    """Bound ε on KL(projected‖centre) of every token, in nats. inf switches the projection off."""
     regression: float = limited(1.0, at_least=0, finite=True, what="a weight")
     """Weight α of the regression of the network onto the projected policy. Without it (0), the network may drift."""
     tail: Literal["bucket", "fill"] = "bucket"
