@@ -1,4 +1,4 @@
-"""Functions shared by the adapters: build an objective from settings, and compute a loss per token from log-probs."""
+"""Functions shared by corral's engine adapters: build an objective from settings, and compute its loss for each token."""
 
 import functools
 import logging
@@ -22,31 +22,31 @@ _Logp = TypeVar("_Logp")
 logger = logging.getLogger(__name__)
 
 POLICY = {"old": "old policy, recomputed by the trainer", "rollout": "sampler's log-probs"}
-"""Name of each anchor as error messages call it."""
+"""Names of the two possible anchor policies in error messages."""
 LEAST_TAIL = 1e-8
-"""Smallest probability of all tokens outside the top k, computed as 1 − Σ p."""
+"""Lower limit on the tail mass 1 − Σ p, the probability of all tokens outside the top k."""
 
 
 @functools.cache
 def first_call(engine: str) -> FirstCall:
-    """Return the check of the first batch for this engine. There is one per process, since some engines rebuild objectives."""
+    """Return the checker of an engine's first batch. Each process has one per engine, since some engines rebuild objectives."""
     return FirstCall()
 
 
 @dataclass(frozen=True)
 class EngineObjective:
-    """Objective and anchor for an engine, which has been checked to supply all inputs of the objective."""
+    """Objective and its anchor policy for an engine. The engine supplies all inputs that the objective needs."""
 
     engine: str
     objective: Objective
     anchor: Anchor
-    """The policy whose log-probs the engine passes as `logp_old`."""
+    """Policy whose log-probs the engine passes as `logp_old`: the old policy or the sampler."""
 
     @classmethod
     def of(
         cls, engine: str, name: str, settings: Mapping[str, Any], *, anchor: str = "auto", support: bool = False
     ) -> "EngineObjective":
-        """Build the objective `name`. Raises a ValueError if the engine cannot supply one of its inputs.
+        """Build the objective `name` for an engine. Raises ValueError if the engine cannot supply an input of the objective.
 
         Args:
             engine: who asks, for messages.
@@ -77,18 +77,18 @@ class EngineObjective:
 
     @property
     def name(self) -> str:
-        """The objective's name."""
+        """Name of the objective."""
         return self.objective.name
 
     @property
     def needs_support(self) -> bool:
-        """True if the objective reads more tokens of the policy than the sampled ones (a support)."""
+        """True if the objective reads log-probs of the policy's top-k tokens (a support), not only of the sampled tokens."""
         return bool(self.objective.needs & NEEDS_SUPPORT)
 
     def token_loss(
         self, batch: TokenBatch, policy_weights: Float[Tensor, "B T"] | None = None
     ) -> tuple[Float[Tensor, "B T"], dict[str, Tensor]]:
-        """Compute the unreduced loss of each token, 0 at masked tokens, and metrics.
+        """Compute the objective's loss for each token, not reduced and 0 at masked tokens, and its metrics.
 
         Engines split batches as they like: where every token is masked out the loss is 0, still connected to the network, as
         distributed training wants it, and so are metrics, as engines want the same ones of every micro-batch.
@@ -108,7 +108,7 @@ class EngineObjective:
         return loss, out.metrics
 
     def anchor_logp(self, policies: Mapping[Anchor, _Logp | None]) -> _Logp:
-        """Return the log-probs of the anchor policy. Raises a ValueError if the engine did not pass them."""
+        """Return the log-probs of the anchor policy from `policies`. Raises ValueError if the engine did not pass them."""
         found = policies.get(self.anchor)
         if found is None:
             there = [anchor for anchor, logp in policies.items() if logp is not None]
@@ -120,7 +120,7 @@ class EngineObjective:
         return found
 
     def other_reduction(self, how: str) -> str | None:
-        """Warning if the engine's reduction `how` changes the objective's gradient, else None."""
+        """Return a warning if the engine's reduction `how` changes the objective's gradient, else None."""
         own = self.objective.config.reductions
         if how in own:
             return None
@@ -128,7 +128,7 @@ class EngineObjective:
 
 
 def scales_with_advantages(wanted: EngineObjective) -> bool:
-    """True if scaling a sequence's advantages only scales that sequence's losses by the same factor.
+    """True if scaling a sequence's advantages scales the losses of that sequence by the same factor, and changes nothing else.
 
     Then an engine may write its reduction into the advantages, each sequence's share of a mean included.
     """
@@ -149,7 +149,7 @@ def scales_with_advantages(wanted: EngineObjective) -> bool:
 
 
 def read_metrics(metrics: dict[str, Tensor]) -> dict[str, float]:
-    """Copy all metrics to the host in one transfer."""
+    """Copy all metrics from the device to the host in one transfer."""
     if not metrics:
         return {}
     values = torch.stack([value.detach().float() for value in metrics.values()]).tolist()
@@ -158,13 +158,13 @@ def read_metrics(metrics: dict[str, Tensor]) -> dict[str, float]:
 
 @functools.cache
 def warn_once(engine: str, sentence: str | None) -> None:
-    """Log a warning once per engine. None logs nothing."""
+    """Log the warning `sentence` once per engine; None logs nothing."""
     if sentence is not None:
         logger.warning("%s: %s", engine, sentence)
 
 
 def dist_from_top(ids: Int[Tensor, "*b K"], logp: Float[Tensor, "*b K"]) -> SparseDist:
-    """Build a policy's distribution on K tokens from their log-probs, with the remaining mass 1 − Σ p.
+    """Build a policy's distribution on K token ids from their log-probs; the tail mass is 1 − Σ p.
 
     −1 among the ids is padding, whatever stands there in `logp`.
     """
@@ -174,7 +174,10 @@ def dist_from_top(ids: Int[Tensor, "*b K"], logp: Float[Tensor, "*b K"]) -> Spar
 
 
 def _one_token(batch: TokenBatch) -> TokenBatch:
-    """Batch of a single token with probability ½ and the same fields as `batch`, to find the names of metrics."""
+    """Make a batch of one token with the same fields as `batch`, which serves to find the names of an objective's metrics.
+
+    The token has probability ½.
+    """
     half = torch.full((1, 1), -math.log(2))
     dist = None
     if batch.dist_old is not None:
@@ -185,5 +188,5 @@ def _one_token(batch: TokenBatch) -> TokenBatch:
 
 
 def sampled_token_names() -> list[str]:
-    """Names of objectives that read only the log-probs of sampled tokens, so that any engine can run them."""
+    """Return the names of objectives that read only the log-probs of sampled tokens; any engine can run these objectives."""
     return [name for name, (_, config) in sorted(OBJECTIVES.items()) if not config().needs - NEEDS_TOKENS]

@@ -41,7 +41,7 @@ _CONTRACT = {
     "trl.experimental.async_grpo.AsyncGRPOTrainer.log": Clause("self logs *", "_metrics"),
     _ROWS: Clause("self", "token_index old_log_probs advantages segment_id"),
 }
-"""Requirements on TRL's experimental trainer, which may change at any time. A release that breaks them is refused."""
+"""Parts of TRL's experimental asynchronous trainer that corral needs; an error is raised if a TRL release lacks one."""
 
 if found := breaches(_CONTRACT):
     raise IncompatibleTRL(f"corral.engines.async_grpo: TRL {trl.__version__}: {'; '.join(found)}. Install trl==1.16.0.")
@@ -49,7 +49,7 @@ if found := breaches(_CONTRACT):
 
 @dataclass
 class AsyncCorralConfig(AsyncGRPOConfig):
-    """AsyncGRPOConfig with a corral objective. TRL's own clip settings `epsilon` and `epsilon_high` are ignored."""
+    """TRL's AsyncGRPOConfig with a corral objective; TRL's own clip settings `epsilon` and `epsilon_high` are ignored."""
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*AsyncGRPOConfig._VALID_DICT_FIELDS, "objective_config", "correction_config"]  # type: ignore[misc]  # TRL leaves ClassVar out
 
@@ -77,7 +77,7 @@ class AsyncCorralConfig(AsyncGRPOConfig):
         self.make_correction()
 
     def make_objective(self) -> EngineObjective:
-        """Build the objective with its anchor. Refuses objectives that read more than the sampled tokens."""
+        """Build the objective with its anchor policy. Raises ValueError if the objective reads more than sampled tokens."""
         settings = self.objective_config or {}
         wanted = EngineObjective.of(_ENGINE, self.objective, settings, anchor="old" if self.correction else "rollout")
         if self.correction and "logp_rollout" in wanted.objective.needs:
@@ -88,7 +88,7 @@ class AsyncCorralConfig(AsyncGRPOConfig):
         return wanted
 
     def make_correction(self) -> Callable[[TokenBatch], Tensor] | None:
-        """Build the sampler correction, if there is one."""
+        """Build the correction for the difference between sampler and trainer; None if the configuration has no correction."""
         if self.correction is None and self.correction_config:
             raise ValueError(
                 f"AsyncCorralConfig: `correction_config` is {self.correction_config}, but there is no `correction` to set."
@@ -97,7 +97,7 @@ class AsyncCorralConfig(AsyncGRPOConfig):
 
 
 class AsyncCorralTrainer(AsyncGRPOTrainer):
-    """AsyncGRPOTrainer with the loss of a corral objective. Rollouts, weight synchronisation and metrics are TRL's.
+    """TRL's AsyncGRPOTrainer with the loss of a corral objective. Rollouts, weight synchronisation and metrics are TRL's.
 
     TRL's own loss runs once for its forward pass and metrics, and is thrown away. The mean over tokens is TRL's: over the
     tokens of a micro-batch on all processes, then over the micro-batches of an update.
@@ -116,7 +116,7 @@ class AsyncCorralTrainer(AsyncGRPOTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
-        """Compute the objective's loss on the log-probs of TRL's own forward pass."""
+        """Compute the objective's loss from the log-probs of TRL's own forward pass."""
         outputs: Any = None
 
         def forward(**kwargs: Any) -> Any:
@@ -160,7 +160,7 @@ class AsyncCorralTrainer(AsyncGRPOTrainer):
         return loss / self.current_gradient_accumulation_steps
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log `tr/staleness` too: the number of weight synchronisations since sampling, averaged over sequences."""
+        """Log metrics, including `tr/staleness`: the mean number of weight synchronisations since a sequence was sampled."""
         metrics = self._metrics["train"]
         if ages := metrics.get("sample/staleness_mean"):
             metrics["tr/staleness"] = list(ages)

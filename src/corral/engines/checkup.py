@@ -20,8 +20,8 @@ ENGINES: dict[str, tuple[str, ...]] = {
     "slime": (f"{_SLIME}:get_log_probs_and_entropy", f"{_SLIME}:get_rollout_top_p_logprob_kwargs"),
     "tinker": ("tinker:Datum", "tinker:TrainingClient.forward_backward_custom"),
 }
-"""Engine → names in its package that corral's adapter uses. The adapter is `corral.engines.NAME`; its docstring explains the
-set-up."""
+"""For each engine, the names in the engine's package that corral's adapter uses.
+The adapter is `corral.engines.NAME`; its docstring explains the set-up."""
 
 
 @dataclass
@@ -31,12 +31,15 @@ class Checkup:
     rows: list[tuple[str, str]] = field(default_factory=list)
     trouble: list[str] = field(default_factory=list)
     lines: dict[str, str] = field(default_factory=dict)
-    """Purpose → lines of configuration for it."""
+    """Lines of the engine's configuration that turn corral on, by purpose."""
     verdict: str = "corral is active."
     """Final sentence of a report without problems."""
 
     def check_release(self, package: str, wanted: str = "") -> bool:
-        """Add a table row for a package's release. It is a problem if missing or outside a range such as ">=0.9,<0.10"."""
+        """Add a package's release to the table, and a problem if it is missing or outside a range such as ">=0.9,<0.10".
+
+        Returns True if there is no problem.
+        """
         name = f"{package} {wanted}".rstrip()
         try:
             found = version(package)
@@ -52,7 +55,7 @@ class Checkup:
 
 
 def run_checkup(engine: str) -> Checkup:
-    """Check an engine's installation. Raises a ValueError for an unknown engine."""
+    """Check the installation of an engine by name. Raises ValueError for an unknown engine."""
     if engine not in ENGINES:
         raise ValueError(f"there is no engine {engine!r}.{nearest(engine, ENGINES)}")
     if engine == "verl":
@@ -74,7 +77,10 @@ def run_checkup(engine: str) -> Checkup:
 
 
 def release_in(release: str, wanted: str) -> bool:
-    """True if a release is in a range such as ">=0.9,<0.10". Pre-releases count as their release; invalid texts give False."""
+    """True if a package release is in a range such as ">=0.9,<0.10"; False if the release is not a valid version.
+
+    Pre-releases count as their release.
+    """
     from packaging.specifiers import SpecifierSet  # packaging comes with every engine, and not with torch
     from packaging.version import InvalidVersion, Version
 

@@ -1,4 +1,4 @@
-"""NeMo-RL: a loss function for GRPO with corral's objectives, on sampled tokens or on the old policy's top-k tokens.
+"""NeMo-RL adapter: a GRPO loss function with corral's objectives, on sampled tokens or on the old policy's top-k tokens.
 
 loss_fn = CorralLoss("troll")          # in a copy of run_grpo.py, after setup(): in the place of its loss_fn
 keep_support(policy, k=64)             # before grpo_train: its policy.train then finds the old policy's top-k tokens first
@@ -26,8 +26,8 @@ class CorralLoss:
     """NeMo-RL LossFunction that computes one of corral's objectives."""
 
     zero_outside_topk, kl_type = True, "forward"
-    """Attributes that NeMo-RL reads from a loss on top-k tokens. These values request log-probs of the whole softmax, without
-    entropy."""
+    """Attributes that NeMo-RL reads from a loss; these values request log-probs of the whole softmax, without entropy.
+    NeMo-RL reads them from losses on top-k tokens."""
 
     def __init__(
         self,
@@ -48,7 +48,8 @@ class CorralLoss:
         # Releases up to 0.7.0 have no such enumeration, and always pass their totals.
         self._normalizer: Any = vars(interfaces).get("MetricNormalizer")
         self.metric_normalizations: dict[str, Any] = {}
-        """Divisor of each metric in NeMo-RL, for releases that first pass totals of 1. Calls add the metrics' names."""
+        """Divisor of each metric in NeMo-RL, filled in by calls of the loss.
+        Used by releases of NeMo-RL that first pass totals of 1."""
 
     def __call__(
         self,
@@ -60,7 +61,10 @@ class CorralLoss:
         teacher_topk_logprobs: Tensor | None = None,
         H_all: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Compute the reduced loss and metrics. Fields [B S] are shifted by one token here, log-probs [B S−1] by NeMo-RL."""
+        """Compute the reduced loss of a NeMo-RL batch, and its metrics.
+
+        Fields [B S] are shifted by one token here, log-probs [B S−1] by NeMo-RL.
+        """
         mask = (data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(-1)).bool()
         rollout = data["generation_logprobs"][:, 1:]
         old = rollout if self.wanted.anchor == "rollout" else data["prev_logprobs"][:, 1:]
@@ -85,7 +89,7 @@ class CorralLoss:
         return reduced, {"loss": float(reduced.detach()), "num_valid_samples": float(data["sample_mask"].sum()), **found}
 
     def _summable(self, metrics: dict[str, Tensor], share: Tensor) -> dict[str, float]:
-        """Scale metrics so that NeMo-RL may sum them over micro-batches. `share` is this micro-batch's share of all tokens.
+        """Scale metrics of a micro-batch so that NeMo-RL can sum them; `share` is the micro-batch's share of tokens.
 
         Maxima are left out, as their sum is no maximum, and so is `tr/dual`, a mean over the projected tokens alone: the share
         of those is not known here.
@@ -100,9 +104,9 @@ class CorralLoss:
 
 
 def keep_support(policy: Any, k: int = 64) -> None:
-    """Wrap `policy.train`, so that NeMo-RL's own loop trains on the old policy's top-k tokens. Other losses pass through.
+    """Wrap `policy.train` so that NeMo-RL's training loop computes the loss on the old policy's top-k tokens.
 
-    The tokens are found once for each batch of rollouts, before its first update.
+    Losses other than CorralLoss pass through. The tokens are found once for each batch of rollouts, before its first update.
     """
     train = policy.train
 
@@ -121,7 +125,7 @@ def keep_support(policy: Any, k: int = 64) -> None:
 
 
 def _check_old(old: Tensor, new: Tensor) -> None:
-    """Refuse old log-probs of 0, which NeMo-RL fills in if it did not compute them."""
+    """Raise ValueError if all old log-probs are 0, the value that NeMo-RL fills in if it did not compute them."""
     if not old.any() and bool((new < -0.01).any()):
         raise ValueError(
             "corral for NeMo-RL: every prev_logprob is 0, as loss_fn.force_on_policy_ratio=true makes them. Set it to false."
@@ -129,7 +133,9 @@ def _check_old(old: Tensor, new: Tensor) -> None:
 
 
 def add_old_support(data: MutableMapping[str, Any], topk: Any) -> float:
-    """Write the old policy's top-k tokens into a batch as a teacher's. Returns the share of tokens outside their top k.
+    """Write the old policy's top-k tokens into a batch, in NeMo-RL's fields for a teacher.
+
+    Returns the share of sampled tokens outside their top k.
 
     `get_topk_logits` reports no normaliser. The sampled token's old log-prob gives it where that token is among the K. Where
     it is not, the support is the sampled token against all others: exact too, but coarse.

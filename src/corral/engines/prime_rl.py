@@ -1,4 +1,4 @@
-"""prime-rl: a custom loss (`[trainer.loss] type = "custom"`), which is called on one sequence at a time.
+"""prime-rl adapter: a custom loss with corral's objectives, which prime-rl calls on one sequence at a time.
 
 [trainer.loss]
 type = "custom"
@@ -14,7 +14,9 @@ from corral.tensors import TokenBatch
 
 
 def rl_loss(inputs: Any, objective: str = "dppo", anchor: str = "auto", **settings: Any) -> Any:
-    """Compute prime-rl's LossOutputs. The loss is a sum over a sequence's tokens, which prime-rl divides by the batch's tokens.
+    """Compute the loss of one sequence, as prime-rl's LossOutputs: the sum over the sequence's tokens.
+
+    prime-rl divides the loss by the number of tokens in the batch.
 
     Args:
         inputs: prime-rl's LossInputs, every field [T].

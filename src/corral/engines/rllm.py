@@ -1,4 +1,4 @@
-"""rLLM: corral's objectives in rLLM's registry of losses, for each of its backends.
+"""rLLM adapter: registers corral's objectives as rLLM losses, for each of rLLM's training backends.
 
 +rllm.algorithm.loss_plugins=[corral.engines.rllm_plugin]
 rllm.algorithm.loss_fn=corral_dppo
@@ -18,14 +18,15 @@ from corral.objective.config import Anchor
 from corral.tensors import TokenBatch
 
 OWN = {"eps_clip": 0.2, "eps_clip_high": None, "kl_beta": 0.0, "clip_ratio_c": None}
-"""Settings that rLLM adds to every loss, with rLLM's defaults. The last one comes from verl's configuration."""
+"""Settings that rLLM adds to every loss, with rLLM's default values.
+`clip_ratio_c` comes from verl's configuration."""
 _ENGINE = "corral for rLLM"
 _ENOUGH = 8
-"""Number of tokens with identical log-probs after which two policies are taken to be the same."""
+"""Smallest number of identical log-probs from which the old policy and the sampler are taken to be the same policy."""
 
 
 def register() -> list[str]:
-    """Register every objective as loss_fn "corral_" + its name. Returns the registered names."""
+    """Register every objective with rLLM as loss_fn "corral_" + its name, and return the registered names."""
     rllm: Any = importlib.import_module("rllm")
     for objective in objective_names():
         rllm.register_loss(f"corral_{objective}", agg_mode=_only_reduction(objective))(make_loss(objective))
@@ -33,7 +34,10 @@ def register() -> list[str]:
 
 
 def make_loss(objective: str) -> Callable[[Any], tuple[Tensor, dict[str, float]]]:
-    """Make the loss that rLLM calls with all sequences [B T] on verl, or with one [T] on Tinker and Fireworks."""
+    """Make a loss function for rLLM from an objective's name.
+
+    rLLM calls it with all sequences [B T] on verl, and with one sequence [T] on Tinker and Fireworks.
+    """
     mode = _only_reduction(objective)
 
     def corral_loss(ctx: Any) -> tuple[Tensor, dict[str, float]]:
@@ -49,7 +53,10 @@ def make_loss(objective: str) -> Callable[[Any], tuple[Tensor, dict[str, float]]
 
 
 def _policies(old: Tensor, rollout: Tensor | None, mask: Tensor) -> dict[Anchor, Tensor | None]:
-    """Log-probs of the batch by policy. With bypass_mode, rLLM passes the sampler's as the old policy's."""
+    """Return the log-probs of a batch for each anchor policy; None for a policy without log-probs.
+
+    With bypass_mode, rLLM passes the sampler's log-probs as the old policy's.
+    """
     bypassed = (
         rollout is not None
         and int((mask & (rollout < -0.01)).sum()) >= _ENOUGH  # certain tokens are 0 under every policy
@@ -59,7 +66,7 @@ def _policies(old: Tensor, rollout: Tensor | None, mask: Tensor) -> dict[Anchor,
 
 
 def _objective(name: str, params: dict[str, Any]) -> EngineObjective:
-    """Build the objective. Settings of rLLM's own loss terms are refused."""
+    """Build the objective from rLLM's loss parameters. Raises ValueError if a term of rLLM's own losses is switched on."""
     if params.get("kl_beta"):
         raise ValueError(f"{_ENGINE}: kl_beta is a term of rLLM's own losses, which this one replaces. Set it to 0.")
     unread = [key for key in ("eps_clip", "eps_clip_high") if params.get(key, OWN[key]) != OWN[key]]
@@ -70,6 +77,6 @@ def _objective(name: str, params: dict[str, Any]) -> EngineObjective:
 
 
 def _only_reduction(objective: str) -> str | None:
-    """Reduction of the objective if it has exactly one, else None, so that rLLM's setting decides."""
+    """Return the objective's reduction if it supports only one. Returns None otherwise: rLLM's setting then decides."""
     own = make_objective(objective).config.reductions
     return own[0] if len(own) == 1 else None

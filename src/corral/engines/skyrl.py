@@ -1,4 +1,4 @@
-"""SkyRL: registers one of corral's policy losses, from the script that starts the run.
+"""SkyRL adapter: registers an objective of corral as a SkyRL policy loss, from the script that starts the run.
 
 from corral.engines.skyrl import register
 register("dppo", bound=0.2)                  # before initialize_ray; then trainer.algorithm.policy_loss_type=corral_dppo
@@ -16,7 +16,7 @@ REGISTRY = "skyrl.backends.skyrl_train.utils.ppo_utils"
 
 
 def make_policy_loss(objective: str, *, anchor: str = "auto", **settings: Any) -> Any:
-    """Make the policy loss that SkyRL calls: a sum over tokens, whose advantages SkyRL has already scaled.
+    """Make the policy loss function that SkyRL calls; it sums the losses of all tokens. Advantages come scaled by SkyRL.
 
     SkyRL writes its reduction into the advantages. An objective whose loss is no multiple of its advantages would be reduced
     in another way, and is refused.
@@ -54,7 +54,7 @@ def make_policy_loss(objective: str, *, anchor: str = "auto", **settings: Any) -
 
 
 def register(objective: str, *, anchor: str = "auto", **settings: Any) -> str:
-    """Register an objective with these settings as policy_loss_type "corral_" + its name, which is returned."""
+    """Register an objective with these settings as a SkyRL policy_loss_type, and return its name, "corral_" + `objective`."""
     name = f"corral_{objective}"
     registry: Any = importlib.import_module(REGISTRY)
     registry.PolicyLossRegistry.register(name, make_policy_loss(objective, anchor=anchor, **settings))

@@ -20,7 +20,7 @@ LOSS = "slime.backends.megatron_utils.loss"
 
 
 def policy_loss_function(args: Any, batch: Any, logits: Tensor, sum_of_sample_mean: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the loss for slime, with slime's vocabulary-parallel log-probs and its reduction.
+    """Compute the reduced policy loss for slime, from slime's vocabulary-parallel log-probs.
 
     Only the policy term is computed: entropy bonus, KL to a reference, TIS and OPSM are slime's own loss, and refused.
     """
@@ -72,7 +72,7 @@ def policy_loss_function(args: Any, batch: Any, logits: Tensor, sum_of_sample_me
 
 
 def _objective(args: Any) -> EngineObjective:
-    """Build the objective from the custom configuration. Settings of slime's own loss terms are refused."""
+    """Build the objective from slime's custom configuration. Raises ValueError if a term of slime's own loss is switched on."""
     settings = vars(args)
     if "corral_objective" not in settings:
         raise ValueError("corral for slime: set corral_objective in the file of --custom-config-path.")

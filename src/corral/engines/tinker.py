@@ -1,4 +1,4 @@
-"""Tinker: a loss for `forward_backward_custom`, on sampled tokens or on the sampler's top-k tokens.
+"""Tinker adapter: a loss for `forward_backward_custom`, on sampled tokens or on the sampler's top-k tokens.
 
 targets = support_targets(tokens, top_ids, top_logp, logp)      # from sampling with topk_sample_logprobs=K
 datum = tinker.Datum(model_input, loss_fn_inputs={**targets, "advantages": …, "mask": …})
@@ -25,9 +25,10 @@ OLD_LOGP = "logprobs"
 def support_targets(
     tokens: Int[Tensor, " N"], top_ids: Int[Tensor, "N K"], top_logp: Float[Tensor, "N K"], logp: Float[Tensor, " N"]
 ) -> dict[str, Tensor]:
-    """Build `target_tokens` and `logprobs` [N K+1] of a datum: the sampled token, then the sampler's other top-k tokens.
+    """Build the inputs `target_tokens` and `logprobs` of a Tinker datum for a loss on the sampler's top-k tokens [N K+1].
 
-    A slot that is not needed repeats the sampled token, with a log-prob of −inf.
+    The sampled token comes first, then the sampler's other top-k tokens. A slot that is not needed repeats the sampled token,
+    with a log-prob of −inf.
     """
     repeated = top_ids == tokens[:, None]
     ids = torch.cat([tokens[:, None], torch.where(repeated, tokens[:, None], top_ids)], -1)
@@ -37,7 +38,7 @@ def support_targets(
 def make_loss(
     objective: str, *, reduction: Reduction = "token-mean", length: float | None = None, **settings: Any
 ) -> Callable[[Sequence[Any], Sequence[Tensor]], tuple[Tensor, dict[str, float]]]:
-    """Make a loss function for Tinker's `forward_backward_custom`.
+    """Make a loss function with a corral objective for Tinker's `forward_backward_custom`.
 
     Each datum has, beside `target_tokens`, `logprobs` (what the sampler reported, which is the anchor), `advantages` [N] and
     `mask` [N]. Data of one call are one batch: the reduction is over them.

@@ -1,1 +1,1 @@
-"""Integration with verl: policy losses, an FSDP engine that keeps top-k tokens, and trainers."""
+"""verl adapter: policy losses, FSDP and Megatron engines that keep top-k tokens, and trainers."""

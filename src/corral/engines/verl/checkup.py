@@ -1,4 +1,4 @@
-"""Check that corral is active in verl on this node, and that its policy losses have the right gradients."""
+"""Check that corral is active in verl on this machine, and that its policy losses have the right gradients."""
 
 import importlib
 import os
@@ -44,13 +44,14 @@ actor_rollout_ref.rollout.calculate_log_probs=true""",
     "anything else, such as SPO": f"""{_COMMON}
 {_LOSS}.loss_mode=corral_spo""",
 }
-"""Purpose → overrides for `python -m verl.trainer.main_ppo`. A test composes verl's configuration with each."""
+"""Command-line overrides for `python -m verl.trainer.main_ppo`, for each purpose.
+A test composes verl's configuration with each."""
 SDPA = "+actor_rollout_ref.model.override_config.attn_implementation=sdpa"
-"""Override that selects torch's attention where flash-attn is not installed."""
+"""Command-line override that selects PyTorch's attention, for installations without flash-attn."""
 
 
 def checkup() -> Checkup:
-    """Import verl as a worker does, and report which losses and trainers corral registered."""
+    """Import verl as a verl worker does, and report which losses and trainers corral registered."""
     found = Checkup(lines=LINES)
     if not found.check_release("verl", VERL_RANGE):
         return found
@@ -92,7 +93,10 @@ def attention() -> str:
 
 
 def self_test(get_policy_loss: Any) -> float:
-    """Largest difference between gradients through verl and through corral alone, over all losses on sampled tokens."""
+    """Compute the largest difference between policy-loss gradients through verl and through corral alone.
+
+    All losses on sampled tokens are compared.
+    """
     # Half a nat apart on average, or the first batch's policies would be said to differ.
     logp = torch.tensor([[-0.1, -2.0, -0.7], [-1.1, -0.4, -1.0]])
     old = torch.tensor([[-0.9, -1.2, -0.7], [-1.5, -0.2, -1.0]])

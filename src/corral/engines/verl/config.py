@@ -10,7 +10,7 @@ from corral.engines.verl.settings import VerlSettings
 
 @dataclass
 class CorralPolicyLossConfig(VerlSettings, PolicyLossConfig):
-    """Settings of a policy loss: verl's own and corral's. Invalid settings are refused when a worker starts."""
+    """Settings of a verl policy loss: verl's own and corral's. Invalid settings raise an error when a worker starts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

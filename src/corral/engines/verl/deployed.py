@@ -1,4 +1,4 @@
-"""Bound on the KL between verl's current network and the weights that the sampler last received.
+"""Bound the KL between verl's current network and the weights that the sampler last received.
 
 before the first update    weights of this rank's shard, and the head's inputs and weight on some of the batch's sequences
 after the last             the same sequences again → KL(new‖old) over the whole vocabulary → corral.retract
@@ -21,13 +21,14 @@ from corral.engines.verl.head import HeadWitness
 logger = logging.getLogger(__name__)
 
 TOKENS = 3072
-"""Approximate number of tokens measured over all ranks. Whole sequences are measured, prompts included."""
+"""Approximate number of tokens, over all ranks, on which the KL is measured.
+Whole sequences are measured, prompts included."""
 
 _T = TypeVar("_T")
 
 
 class DeployedRegion:
-    """Trust region around the sampler's network. Create it before an update, apply it before the sampler gets new weights.
+    """Trust region around the sampler's network: create it before an update, apply it before the sampler gets new weights.
 
     Every rank takes part in both.
     """
@@ -40,7 +41,7 @@ class DeployedRegion:
         """
         self.engine, self.old = engine, snapshot(engine.module)
         self.tokens = 0
-        """Number of measured tokens over all ranks. It is 0 until a mini-batch has an unmasked token."""
+        """Number of tokens, over all ranks, on which the KL is measured; 0 until a mini-batch has an unmasked token."""
         self.witness = HeadWitness()
 
     def choose(self, data: TensorDict) -> None:
@@ -55,7 +56,7 @@ class DeployedRegion:
             restore(engine.module, new)
 
     def hold(self, bound: float, statistic: str) -> Certificate | None:
-        """Move the weights back towards the old ones until the chosen statistic of the per-token KL is within the bound.
+        """Move the weights back towards the old weights until a statistic of the per-token KL is within the bound.
 
         None where no mini-batch had a token to measure: beside a finite bound the old weights are back then.
         """
@@ -86,7 +87,7 @@ class DeployedRegion:
         return BatchKL(new_old=new_old, old_new=old_new, sequence=sequence.long())
 
     def _gather(self, mine: _T) -> list[_T]:
-        """Gather the values of all ranks, in their order."""
+        """Gather a value from all ranks into a list, in the order of the ranks."""
         everyone = [mine] * self.engine.get_data_parallel_size()
         if len(everyone) > 1:
             torch.distributed.all_gather_object(everyone, mine, group=self.engine.get_data_parallel_group())
@@ -94,7 +95,7 @@ class DeployedRegion:
 
     @torch.no_grad()
     def _pass(self) -> None:
-        """Run a forward pass of the current network on the chosen sequences, without dropout, on every rank."""
+        """Run a forward pass of the current network on the chosen sequences, on every rank and without dropout."""
         module, engine = self.engine.module, self.engine
         was_training, engine.witness = module.training, self.witness
         module.eval()
@@ -106,7 +107,10 @@ class DeployedRegion:
 
 
 def _choose(data: TensorDict, ranks: int) -> list[int]:
-    """Choose the first sequences with unmasked tokens that fit into a rank's share of TOKENS, at least one."""
+    """Choose sequences for a KL measurement: the first ones with unmasked tokens that fit in a rank's share of TOKENS.
+
+    At least one is chosen.
+    """
     live = [index for index, mask in enumerate(data["response_mask"].unbind()) if bool(mask.any())] or [0]
     lengths = data["input_ids"].offsets().diff()[live]
     return live[: max(1, int((lengths.cumsum(0) * ranks <= TOKENS).sum()))]

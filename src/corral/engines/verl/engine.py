@@ -1,4 +1,4 @@
-"""verl's FSDP engine with corral's head: the old-policy pass stores top-k tokens, and updates evaluate them again.
+"""verl's FSDP engine with corral's LM head: the old-policy pass stores top-k tokens, and updates evaluate them again.
 
 Registered under a model type of its own, so that nothing changes for whoever does not ask for it.
 """
@@ -30,7 +30,7 @@ from corral.tensors import SparseDist
 
 @EngineRegistry.register(model_type=MODEL_TYPE, backend=["fsdp", "fsdp2"], device=["cuda", "npu"])
 class SupportFSDPEngine(FSDPEngineWithLMHead):
-    """FSDPEngineWithLMHead with corral's head in every pass, whose `model_output` also has the policy on top-k tokens."""
+    """verl's FSDPEngineWithLMHead with corral's LM head in every pass; `model_output` also holds log-probs of top-k tokens."""
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         if model_config.use_fused_kernels:
@@ -49,7 +49,7 @@ class SupportFSDPEngine(FSDPEngineWithLMHead):
         return module
 
     def train_batch(self, data: TensorDict, loss_function: Any) -> Any:
-        """Run verl's update. With `deployed_bound`, also bound the network before its weights go to the sampler."""
+        """Run verl's update of the policy. With `deployed_bound`, also bound the KL from the sampler's network."""
         bound = get_non_tensor_data(data, DEPLOYED_BOUND, None)
         if bound is None:
             return super().train_batch(data, loss_function)
@@ -67,7 +67,7 @@ class SupportFSDPEngine(FSDPEngineWithLMHead):
         return outputs
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Prepare verl's inputs, and tell corral's head what this pass must compute."""
+        """Prepare verl's model inputs, and tell corral's LM head what to compute in this pass."""
         inputs, output_args = super().prepare_model_inputs(micro_batch)
         refuse_dense(micro_batch)
         if self.use_ulysses_sp and "vision_config" in self.head.model.config.to_dict():
@@ -98,7 +98,10 @@ class SupportFSDPEngine(FSDPEngineWithLMHead):
     def prepare_model_outputs(
         self, output: Any, output_args: dict[str, Any], micro_batch: TensorDict, logits_processor_func: Any
     ) -> dict[str, Tensor]:
-        """Return verl's log-probs and entropy, jagged [B j], and for response tokens the policy on top-k tokens."""
+        """Return log-probs and entropy of all tokens, and the distribution on top-k tokens at response tokens.
+
+        Log-probs and entropy are jagged [B j].
+        """
         pad = output_args.get("pad_size", 0)
         rows = self.head.read(output).map(lambda x: self._gather_and_unpad_packed(x, pad))
         offsets = micro_batch["input_ids"].offsets()
@@ -112,14 +115,17 @@ class SupportFSDPEngine(FSDPEngineWithLMHead):
 
 
 def refuse_dense(data: TensorDict) -> None:
-    """Refuse a pass that reads all logits."""
+    """Raise ValueError if a verl setting needs all logits of a pass, which corral's LM head never stores."""
     for key in ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only"):
         if get_non_tensor_data(data, key, False):
             raise ValueError(f"corral for verl: {key} reads all logits, which model_type={MODEL_TYPE} never holds.")
 
 
 def given_ids(data: TensorDict, vocabulary: int) -> Tensor | None:
-    """Old policy's top-k tokens at every packed position [N K], −1 where no response token follows. None in an old pass."""
+    """Return the old policy's top-k tokens at every packed position [N K]; None in the pass that computes the old policy.
+
+    −1 at positions that no response token follows.
+    """
     top_k = get_non_tensor_data(data, TOP_K, None)
     if top_k is None or not torch.is_grad_enabled():
         return None
@@ -129,12 +135,15 @@ def given_ids(data: TensorDict, vocabulary: int) -> Tensor | None:
 
 
 def exchange(dist: SparseDist, data: TensorDict) -> dict[str, Tensor]:
-    """Fields for a pass's output: the old policy's top-k tokens, or in an update the new policy on them."""
+    """Convert a distribution on the old policy's top-k tokens to named fields of a forward pass's output.
+
+    In an update it is the new policy's distribution, in any other pass the old policy's.
+    """
     return (write_new if torch.is_grad_enabled() else write_support)(dist, data)
 
 
 def one_temperature(data: TensorDict) -> float:
-    """Temperature of a batch. Several are refused, since a top-k distribution belongs to one temperature."""
+    """Return the sampling temperature of a batch. Raises ValueError if sequences have different temperatures."""
     low, high = torch.as_tensor(data["temperature"], dtype=torch.float64).aminmax()
     if low != high:
         raise ValueError(f"corral for verl: sequences were sampled at temperatures from {low:g} to {high:g}. Use one.")

@@ -1,4 +1,4 @@
-"""Replacement of a causal model's output layer by corral's head, which never stores all logits.
+"""Replacement of a causal model's output layer by corral's LM head, which never stores all logits.
 
 FSDP unshards a module's parameters for the time of its forward, and hangs its backward hooks on what that returns. So corral's
 head runs inside the forward of the model's own, and everything that a gradient flows through is returned in one tensor.
@@ -21,23 +21,25 @@ from corral.head.torch.head_kl import HeadStates, head_kl_both_ways
 from corral.tensors import PackedSparseDist, SparseDist
 
 _LOGP, _ENTROPY, _REST, _REST_MAX, _SUPPORT = range(5)
-"""Columns of the tensor that the model's forward returns. Log-probs of the top-k tokens start at the last one."""
+"""Column indices of the tensor that the model's forward returns: log-prob, entropy, tail mass, and top-k log-probs.
+`_REST` is the log tail mass and `_REST_MAX` the largest log-prob in the tail. Log-probs of the top-k tokens start at the
+last index."""
 OLD, NEW = "corral_old", "corral_new"
-"""Prefixes of field names in a batch: the old policy's top-k tokens, and the new policy on these tokens."""
+"""Prefixes of field names in a verl batch, for the old policy's top-k tokens and for the new policy on these tokens."""
 ROWS, ENTRIES = ("counts", "rest", "rest_max"), ("ids", "logp")
-"""Names of fields with one value per response token, and of fields with one value per top-k token."""
+"""Names of batch fields with one value per response token, and names of batch fields with one value per top-k token."""
 
 
 class HeadWitness:
-    """Measures the KL of later passes of a network from its first pass, by stored hidden states."""
+    """Measures the KL between a network's first pass and its later passes, from stored hidden states."""
 
     def __init__(self) -> None:
         self._old: HeadStates | None = None
         self.kl: Tensor | None = None
-        """KL(new‖old) and KL(old‖new) at every position of the last pass, [N 2]."""
+        """KL(new‖old) and KL(old‖new) at every position of the last forward pass [N 2]."""
 
     def see(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LogitSpec) -> None:
-        """Store the first pass's hidden states [N H] and head. Later calls measure the KL from them."""
+        """Store hidden states [N H] and LM head at the first call; later calls measure the KL from the stored network."""
         if self._old is None:
             copied_bias = None if bias is None else bias.detach().clone()
             self._old = HeadStates(hidden.detach().clone(), weight.detach().clone(), copied_bias)
@@ -47,28 +49,31 @@ class HeadWitness:
 
 @dataclass(frozen=True, eq=False)
 class HeadCall:
-    """Request to the head for one forward pass over N packed positions."""
+    """Request to the LM head for one forward pass over N packed positions."""
 
     tokens: Tensor
-    """Token that follows each position, whose log-prob is computed."""
+    """Id of the token that follows each position [N], whose log-prob is computed."""
     temperature: float = 1.0
     top_k: int | None = None
-    """Largest number of the policy's most likely tokens to return for each position. None returns none."""
+    """Largest number of the policy's most likely tokens to return for each position; None returns no such tokens."""
     mass: float = 1.0
     ids: Tensor | None = None
-    """Token ids [N K] at which to evaluate the policy."""
+    """Token ids at which to evaluate the policy at each position [N K]."""
     entropy: bool = False
     compare: bool = False
-    """True to compare log-probs at a few positions with the model's own logits, once."""
+    """True to check once, at a few positions, that log-probs agree with the model's own logits."""
     witness: HeadWitness | None = None
-    """Recorder of hidden states and head, to measure KL. None records nothing."""
+    """Recorder of hidden states and LM head for a KL measurement; None records nothing."""
 
 
 class SupportHead:
-    """Replaces a causal model's output layer by corral's head. `expect` sets what the next pass computes."""
+    """Replacement of a causal model's output layer by corral's LM head. `expect` sets what the next pass computes."""
 
     def __init__(self, model: Any) -> None:
-        """Replace the forward methods of this model and of its head. Of models that see images, the text part has the head."""
+        """Replace the forward methods of a model and of its output layer, which has to be linear.
+
+        In models that see images, the text part has the output layer.
+        """
         self.model: Any = model  # of transformers, whose methods nn.Module does not have
         self.linear: Any = self.model.get_output_embeddings()
         if model.base_model is model or not issubclass(type(self.linear), nn.Linear):
@@ -85,11 +90,11 @@ class SupportHead:
         self.model.forward, self.linear.forward = forward, self._score
 
     def expect(self, call: HeadCall) -> None:
-        """Set the request for the next forward pass."""
+        """Set what the LM head computes in the next forward pass."""
         self._call, self._ids = call, None
 
     def read(self, output: CausalLMOutputWithPast) -> HeadOutput:
-        """Unpack the head's results from the model's output. All but the token ids are differentiable."""
+        """Unpack the LM head's results from the model's output; all results but the token ids are differentiable."""
         assert output.logits is not None
         found = output.logits.squeeze(0)
         ids, self._ids = self._ids, None
@@ -97,7 +102,7 @@ class SupportHead:
         return HeadOutput(found[:, _LOGP], found[:, _ENTROPY], dist)
 
     def _forward(self, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast:
-        """Run the base model, then the head on the packed positions."""
+        """Run the base model, then corral's LM head on the packed positions."""
         call = self._call
         if call is None:
             raise RuntimeError("corral for verl: the model was called outside a scoring pass. Please report it.")
@@ -120,7 +125,10 @@ class SupportHead:
         return CausalLMOutputWithPast(logits=found[None])
 
     def _score(self, hidden: Tensor) -> Tensor:
-        """Run corral's head in place of the output layer: hidden states [N H] → columns [N 4 + K]."""
+        """Run corral's LM head in place of the output layer, and return its results as columns [N 4 + K].
+
+        `hidden` is [N H].
+        """
         call = self._call
         if call is None:
             return self._own_linear(hidden)
@@ -150,7 +158,7 @@ class SupportHead:
         return torch.stack(columns, -1)
 
     def _compare(self, call: HeadCall, logp: Tensor, kwargs: dict[str, Any]) -> None:
-        """Refuse a model whose own logits disagree with the head at the first positions of a batch."""
+        """Raise ValueError if log-probs from the LM head disagree with the model's own logits at a few positions."""
         attention = kwargs.get("attention_mask")
         few = min(8, len(logp) if attention is None else int(attention[0].sum()))
         short = {name: _first(name, x, few) for name, x in kwargs.items()}
@@ -164,7 +172,7 @@ class SupportHead:
 
 
 def _first(name: str, x: Any, few: int) -> Any:
-    """Cut a model's argument to the first `few` positions of the first row."""
+    """Cut one argument of a model's forward to the first `few` positions of the first row."""
     if not isinstance(x, Tensor):
         return x
     if name.startswith("cu_seqlens"):  # where sequences begin, and where the last ends
@@ -174,7 +182,7 @@ def _first(name: str, x: Any, few: int) -> Any:
 
 
 def _one_implementation(hidden: Tensor, weight: Tensor, call: HeadCall) -> str:
-    """Implementation of the head for all passes. Torch if one of them has no kernel, since mixed heads round differently."""
+    """Return the LM head's implementation for all passes: PyTorch if any pass lacks a kernel, since rounding would differ."""
     slots = call.top_k if call.ids is None else call.ids.shape[-1] - 1
     if slots is None or not hidden.is_cuda:
         return "auto"
@@ -182,7 +190,7 @@ def _one_implementation(hidden: Tensor, weight: Tensor, call: HeadCall) -> str:
 
 
 def logit_spec(config: Any, temperature: float) -> LogitSpec:
-    """Scales and soft caps that this model family applies to its logits, as in Gemma, Cohere and Granite."""
+    """Read the scales and the soft cap of the logits from a model's configuration, as in Gemma, Cohere and Granite."""
     found = config.get_text_config().to_dict()
     scale = float(found.get("logit_scale") or 1.0) / float(found.get("logits_scaling") or 1.0)
     return LogitSpec(scale, found.get("final_logit_softcapping"), temperature)
@@ -194,7 +202,7 @@ def logit_spec(config: Any, temperature: float) -> LogitSpec:
 
 
 def response_positions(data: Any) -> Tensor:
-    """Packed positions [M] of a micro-batch whose next token belongs to a response, in the order of responses."""
+    """Return the packed positions [M] in a micro-batch whose next token belongs to a response, in the order of responses."""
     ends, starts = data["input_ids"].offsets()[1:], data["responses"].offsets()
     lengths = starts.diff()
     return torch.repeat_interleave(ends - lengths - 1 - starts[:-1], lengths) + torch.arange(
@@ -203,7 +211,7 @@ def response_positions(data: Any) -> Tensor:
 
 
 def write_support(dist: SparseDist, data: Any) -> dict[str, Tensor]:
-    """Store the old policy's top-k distribution [N K] as jagged fields of the responses, at 8 bytes per top-k token.
+    """Store the old policy's top-k distribution as jagged batch fields, at 8 bytes per top-k token.
 
     A position has 12 bytes more. Tokens that `response_mask` leaves out of training have an empty support.
     """
@@ -216,13 +224,13 @@ def write_support(dist: SparseDist, data: Any) -> dict[str, Tensor]:
 
 
 def read_support(data: Any, slots: int) -> SparseDist:
-    """Read the old policy's top-k distribution at a micro-batch's response tokens from the fields of `write_support`."""
+    """Read the old policy's top-k distribution at the response tokens of a micro-batch, as stored by `write_support`."""
     ids, logp, counts, rest, rest_max = (data[f"{OLD}_{name}"].values() for name in (*ENTRIES, *ROWS))
     return PackedSparseDist(ids, logp, rest, counts, slots, rest_max).unpack()
 
 
 def write_new(dist: SparseDist, data: Any) -> dict[str, Tensor]:
-    """Store the new policy on the old policy's top-k tokens as jagged fields of the responses, differentiably."""
+    """Store the new policy's log-probs of the old policy's top-k tokens as jagged batch fields, differentiably."""
     rows, offsets = dist[response_positions(data)], data["responses"].offsets()
     assert rows.rest_max is not None  # the head always computes it
     values = {"logp": rows.logp, "rest": rows.rest, "rest_max": rows.rest_max}
@@ -230,9 +238,10 @@ def write_new(dist: SparseDist, data: Any) -> dict[str, Tensor]:
 
 
 def take_dists(output: dict[str, Any], data: Any) -> tuple[SparseDist, SparseDist] | None:
-    """Remove and return new and old policy on the old top-k tokens [M K], at trained tokens. None if not computed.
+    """Remove and return the new and the old policy on the old policy's top-k tokens; None if they were not computed.
 
-    Removes the new policy's fields from `output`: verl keeps the outputs of all micro-batches until the update ends.
+    The distributions [M K] are those of trained tokens. Removes the new policy's fields from `output`: verl keeps the outputs
+    of all micro-batches until the update ends.
 
     Args:
         output: `model_output` of the update.
@@ -252,7 +261,10 @@ def take_dists(output: dict[str, Any], data: Any) -> tuple[SparseDist, SparseDis
 
 
 def local_rows(packed: Tensor, pad: int, rank: int, ranks: int) -> Tensor:
-    """This rank's share of packed ids [N K] under Ulysses sequence parallelism, after `pad` rows of −1 at the end."""
+    """Return this rank's share of packed ids [N K] under Ulysses sequence parallelism.
+
+    `pad` rows of −1 are added at the end first.
+    """
     packed = nn.functional.pad(packed, (0, 0, 0, pad), value=-1)
     if len(packed) % ranks:
         raise ValueError(f"corral for verl: {len(packed)} packed tokens do not split over {ranks} sequence-parallel ranks.")

@@ -1,4 +1,4 @@
-"""Loss function of corral's verl trainers: verl's ppo_loss, whose policy loss also gets top-k distributions."""
+"""Loss function of corral's verl trainers: verl's ppo_loss, whose policy loss also receives top-k distributions."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def corral_ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = N
 
 
 def _check_anchor(loss_mode: str, data: Any, logp_rollout: Tensor | None) -> None:
-    """Refuse a batch whose old log-probs should be the sampler's and are not."""
+    """Raise ValueError if the anchor is the sampler but the batch's old log-probs are not the sampler's log-probs."""
     if logp_rollout is None:
         raise ValueError(
             f"corral for verl: {loss_mode} is anchored on the sampler's log-probs, and the batch has none. Set "
@@ -47,12 +47,12 @@ def _check_anchor(loss_mode: str, data: Any, logp_rollout: Tensor | None) -> Non
 
 
 def _padded(data: Any, field: str) -> Tensor:
-    """Response part of a batch field, padded to [B T]."""
+    """Return the response part of a batch field, padded to [B T]."""
     return data.select(field).to_padded_tensor()[field]
 
 
 def _aggregated(name: str, metric: Any, ranks: int) -> Any:
-    """Set how verl combines a metric. Its default, the mean, is wrong for maxima and counts."""
+    """Set how verl combines values of a metric, since verl's default, the mean, is wrong for maxima and counts."""
     kind = metric_kind(name) if name.startswith("tr/") else "mean"
     if kind == "mean" or not isinstance(metric, Metric):
         return metric

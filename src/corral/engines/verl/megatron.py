@@ -1,4 +1,4 @@
-"""verl's Megatron engine with supports: top-k tokens of logits whose vocabulary is split over tensor-parallel ranks.
+"""verl's Megatron engine with top-k tokens, from logits whose vocabulary is split over tensor-parallel ranks.
 
 Megatron's own output layer makes the logits. verl hands this rank's part of them to one method, which is overridden here.
 """
@@ -20,12 +20,12 @@ from corral.head.from_logits import head_from_logits
 from corral.tensors import SparseDist
 
 _FIELDS = ("corral_ids", "corral_logp", "corral_rest", "corral_rest_max")
-"""Names under which a distribution passes through verl's unpacking of sequences, one tensor each."""
+"""Field names under which verl unpacks the tensors of a next-token distribution into sequences."""
 
 
 @EngineRegistry.register(model_type=MODEL_TYPE, backend="megatron")
 class SupportMegatronEngine(MegatronEngineWithLMHead):
-    """MegatronEngineWithLMHead with corral's log-probs in every pass, and in `model_output` the policy on top-k tokens."""
+    """verl's MegatronEngineWithLMHead with corral's log-probs; `model_output` also holds log-probs of top-k tokens."""
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         refuse_megatron(engine_config, model_config)
@@ -33,7 +33,7 @@ class SupportMegatronEngine(MegatronEngineWithLMHead):
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
 
     def train_batch(self, data: TensorDict, loss_function: Any) -> Any:
-        """Run verl's update. `deployed_bound` is refused: a retraction acts on FSDP2's weights alone."""
+        """Run verl's update of the policy. Raises ValueError if `deployed_bound` is set, which only FSDP2 supports."""
         if get_non_tensor_data(data, DEPLOYED_BOUND, None) is not None:
             raise ValueError("corral for verl: deployed_bound holds the weights of FSDP2, and this engine is Megatron's.")
         return super().train_batch(data, loss_function)
@@ -42,7 +42,7 @@ class SupportMegatronEngine(MegatronEngineWithLMHead):
         self, logits: Tensor, label: Tensor, temperature: Tensor, *, calculate_entropy: bool, batch: TensorDict,
         data_format: str, **others: Any,
     ) -> dict[str, Tensor]:  # fmt: skip
-        """Compute log-probs, entropy and top-k tokens [b n] from this rank's logits [b n V/ranks].
+        """Compute log-probs, entropy and top-k tokens [b n] from this rank's part of the logits [b n V/ranks].
 
         Args:
             label: the token that follows each position, 0 at padding.
@@ -82,7 +82,10 @@ class SupportMegatronEngine(MegatronEngineWithLMHead):
         return {name: x.unflatten(0, label.shape) for name, x in found.items()}
 
     def prepare_model_outputs(self, output: dict[str, Tensor], data: TensorDict) -> dict[str, Tensor]:
-        """Return verl's log-probs and entropy, jagged [B j], and for response tokens the policy on top-k tokens."""
+        """Return log-probs and entropy of all tokens, and the distribution on top-k tokens at response tokens.
+
+        Log-probs and entropy are jagged [B j].
+        """
         if _FIELDS[0] not in output:
             return output
         dist = SparseDist(*(output[name].values() for name in _FIELDS))

@@ -1,4 +1,4 @@
-"""Plug-in for verl's entry-point group `verl.plugins`. Importing it registers losses, engine and trainers.
+"""Plug-in for verl, in the entry-point group `verl.plugins`. Importing it registers losses, engines and trainers.
 
 verl swallows what goes wrong while it loads plug-ins. So nothing is raised here: each part is tried by itself, failures are
 logged as errors and remembered, and whoever asks for a part that is missing is told why (`missing`, `corral doctor`).
@@ -20,16 +20,16 @@ logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))  # as verl's own modules: the root logger is at WARNING
 
 LOSSES = {mode: make_policy_loss(mode, core_algos.agg_loss) for mode in loss_modes()}
-"""loss_mode → the registered policy loss."""
+"""Policy loss registered with verl for each loss_mode."""
 
 HAS_MEGATRON = verl.workers.engine.MegatronEngineWithLMHead is not None
-"""True if verl found Megatron, which few installations have."""
+"""True if verl could import Megatron, which few installations have."""
 FAILED: dict[str, str] = {}
-"""Part that could not be registered → the reason."""
+"""Reason why a part of corral was not registered with verl, for each such part."""
 
 
 def missing(loss_mode: str) -> str | None:
-    """Reason why a policy loss is not active in this process, or None if it is active."""
+    """Return the reason why a policy loss is not active in this process, or None if it is active."""
     if core_algos.POLICY_LOSS_REGISTRY.get(loss_mode) is LOSSES.get(loss_mode):
         return None
     why = FAILED.get("policy losses") or "another plug-in has taken its name"
@@ -37,7 +37,7 @@ def missing(loss_mode: str) -> str | None:
 
 
 def _register_losses() -> None:
-    """Register all policy losses. If another plug-in has taken one of the names, register none."""
+    """Register all policy losses with verl, or none if another plug-in has taken one of their names."""
     taken = LOSSES.keys() & core_algos.POLICY_LOSS_REGISTRY.keys()
     if taken:
         raise RuntimeError(f"another plug-in has registered {', '.join(sorted(taken))}")
@@ -46,7 +46,7 @@ def _register_losses() -> None:
 
 
 def _register() -> None:
-    """Register every part independently, so that one failure does not stop the others."""
+    """Register every part of corral with verl independently, so that the failure of one part does not stop the others."""
     try:
         release = version("verl")
     except PackageNotFoundError:

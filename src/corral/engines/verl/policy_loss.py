@@ -1,4 +1,4 @@
-"""corral's objectives as policy losses of verl."""
+"""Policy losses for verl that compute corral's objectives."""
 
 import copy
 from collections.abc import Callable
@@ -18,18 +18,19 @@ _NO_LENGTH = (
 )
 
 Aggregate = Callable[..., Tensor]
-"""verl's function agg_loss, which reduces a loss matrix to a number."""
+"""Type of verl's function agg_loss, which reduces the losses of all tokens to a number."""
 
 
 @dataclass(frozen=True, eq=False)
 class BatchExtras:
-    """Tensors of a micro-batch for which verl's policy losses have no argument. They travel in its configuration."""
+    """Tensors of a micro-batch that verl's policy losses cannot receive as arguments; verl's configuration carries them."""
 
     dist_new: SparseDist | None = None
     dist_old: SparseDist | None = None
-    """New and old policy on the old policy's top-k tokens, at unmasked tokens only [N K], to save memory."""
+    """Old policy on its own top-k tokens; `dist_new` is the new policy on the same tokens.
+    Both hold unmasked tokens only [N K], to save memory."""
     logp_rollout: Tensor | None = None
-    """Sampler's log-probs of the sampled tokens [B T]."""
+    """Log-probs of the sampled tokens under the sampler [B T]."""
 
 
 def add_extras(config: Any, extras: BatchExtras) -> Any:
@@ -40,7 +41,7 @@ def add_extras(config: Any, extras: BatchExtras) -> Any:
 
 
 def make_policy_loss(loss_mode: str, aggregate: Aggregate) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
-    """Make the policy loss that verl calls for `loss_mode`, reduced by verl's agg_loss."""
+    """Make the policy loss function that verl calls for a `loss_mode`; verl's agg_loss reduces it."""
 
     def compute_policy_loss(
         old_log_prob: Tensor,
@@ -88,7 +89,7 @@ def make_policy_loss(loss_mode: str, aggregate: Aggregate) -> Callable[..., tupl
 def _token_loss(
     wanted: EngineObjective, batch: TokenBatch, extras: BatchExtras, weights: Tensor | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the loss of each token [B T], and metrics.
+    """Compute the objective's loss for each token [B T], and its metrics.
 
     With top-k tokens it is computed on unmasked tokens alone, if the objective allows it.
     """

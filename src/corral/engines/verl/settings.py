@@ -1,4 +1,4 @@
-"""corral's settings for verl, checked before a GPU is allocated. Importing this module does not import verl."""
+"""Settings of corral in verl, which are checked before a GPU is allocated. Importing this module does not import verl."""
 
 import sys
 from collections.abc import Mapping
@@ -11,52 +11,56 @@ from corral.objective import make_objective, objective_names
 from corral.validate import require
 
 VERL_RANGE = ">=0.9,<0.10"
-"""Range of supported releases of verl. Other releases are refused."""
+"""Range of supported verl releases. corral is not activated in other releases."""
 PREFIX = "corral_"
 """Prefix of every name that corral registers with verl."""
 MODEL_TYPE = "corral_language_model"
-"""Value of actor_rollout_ref.model.model_type for objectives on top-k tokens."""
+"""Value of verl's actor_rollout_ref.model.model_type for objectives on top-k tokens."""
 CONFIG = "corral.engines.verl.config.CorralPolicyLossConfig"
-"""Value of actor_rollout_ref.actor.policy_loss._target_ that accepts corral's settings."""
+"""Value of verl's actor_rollout_ref.actor.policy_loss._target_ that accepts corral's settings."""
 TRAINERS = ("sync", "colocate_async", "separate_async")
-"""verl's trainers that corral extends, each registered as PREFIX + its name."""
+"""Names of the verl trainers that corral extends; corral registers each as PREFIX + its name."""
 
 TOP_K, MASS = "corral_top_k", "corral_mass"
-"""Keys of a batch's extra_info for the number of top-k tokens and their mass that the old-policy pass must store."""
+"""Keys of a verl batch's extra_info that request top-k tokens: the number to store, and their probability mass.
+The old-policy pass stores them."""
 DEPLOYED_BOUND, DEPLOYED_STATISTIC = "corral_deployed_bound", "corral_deployed_statistic"
-"""Keys of a batch's extra_info for the bound on the network's KL from the sampler's weights, and the KL statistic that is
-bounded."""
+"""Keys of a verl batch's extra_info: the bound on the network's KL from the sampler's weights, and the bounded statistic."""
 DEPLOYED_SYNC = "corral_deployed_sync"
-"""Key of a batch's extra_info that is true if the sampler receives the weights after this batch."""
+"""Key of a verl batch's extra_info; its value is true if the sampler receives the weights after this batch."""
 
 
 def loss_modes() -> list[str]:
-    """Names of the policy losses, one for every objective that needs no teacher, since verl supplies none."""
+    """Return the names of corral's policy losses in verl, one for every objective that needs no teacher.
+
+    verl supplies no teacher.
+    """
     return [PREFIX + name for name in objective_names() if "dist_teacher" not in make_objective(name).needs]
 
 
 @dataclass(kw_only=True)
 class VerlSettings:
-    """corral's settings in `actor.policy_loss`, beside verl's own. They are checked on creation."""
+    """Settings of corral in verl's `actor.policy_loss`, next to verl's own settings; checked on creation."""
 
     loss_mode: str
     objective: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the objective, such as {bound: 0.15}."""
     anchor: str = "auto"
-    """Centre of the trust region: `old` (recomputed by the trainer), `rollout` (the sampler's log-probs), or `auto` (the one
-    that suits the objective)."""
+    """Centre of the trust region: `old`, `rollout`, or `auto` for the centre that suits the objective.
+    `old` is the old policy, recomputed by the trainer; `rollout` is the sampler, with the log-probs it reported."""
     bypass_mode: bool | None = None
-    """Copy of ${algorithm.rollout_correction.bypass_mode}: true if verl passes the sampler's log-probs as the old policy's."""
+    """True if verl passes the sampler's log-probs as the old policy's.
+    Copy of ${algorithm.rollout_correction.bypass_mode}."""
     support_size: int = 64
-    """Largest number of the old policy's most likely tokens that are stored per token (top-k support)."""
+    """Largest number of the old policy's most likely tokens to store at each position (top-k support)."""
     support_mass: float = 1 - 1e-5
-    """Probability that the stored tokens must reach. Further tokens are not stored."""
+    """Probability mass that the stored top-k tokens must reach; further tokens are not stored."""
     deployed_bound: float | None = None
-    """Largest KL δ between two networks that the sampler receives one after the other. Weights beyond it are pulled back; inf
-    only measures."""
+    """Largest KL δ between two networks that the sampler receives one after the other; None does not measure it.
+    Weights beyond it are pulled back; inf only measures."""
     deployed_statistic: str = "mean"
-    """Statistic of the per-token KL that `deployed_bound` limits: "mean", "p999" (99.9th percentile), "cvar" (mean of the worst
-    1 %) or "max"."""
+    """Statistic of the per-token KL that `deployed_bound` limits: "mean", "p999", "cvar" or "max".
+    "p999" is the 99.9th percentile, "cvar" the mean of the worst 1 %."""
 
     def __post_init__(self) -> None:
         if self.loss_mode not in loss_modes():
@@ -90,12 +94,12 @@ class VerlSettings:
             )
 
     def resolve(self) -> EngineObjective:
-        """Build the objective with its anchor from these settings."""
+        """Build the objective, with its anchor policy, from these settings."""
         name = self.loss_mode.removeprefix(PREFIX)
         return EngineObjective.of("corral for verl", name, self.objective, anchor=self.anchor, support=True)
 
     def support_request(self) -> dict[str, Any]:
-        """Entries of extra_info that ask the old-policy pass for top-k tokens. Empty if the objective reads none."""
+        """Return entries of a batch's extra_info that request top-k tokens from the old-policy pass; empty if not needed."""
         wanted = self.resolve()
         if not wanted.needs_support:
             return {}
@@ -104,7 +108,7 @@ class VerlSettings:
         return {TOP_K: self.support_size, MASS: self.support_mass}
 
     def deployed_request(self, *, sync: bool) -> dict[str, Any]:
-        """Entries of extra_info that ask for a KL measurement of the network. Empty without `deployed_bound`.
+        """Return entries of a batch's extra_info that request a KL measurement of the network; empty without `deployed_bound`.
 
         Args:
             sync: whether the sampler gets the network after these updates.
@@ -115,7 +119,9 @@ class VerlSettings:
 
 
 def refuse_megatron(engine: Any, model: Any) -> None:
-    """Refuse settings of verl's Megatron engine under which a support was never tested, or would be of other tokens.
+    """Raise ValueError for settings of verl's Megatron engine that do not work with top-k tokens.
+
+    Under these settings a support was never tested, or would be of other tokens.
 
     Args:
         engine: verl's McoreEngineConfig, or `actor.megatron` of its configuration.

@@ -1,4 +1,4 @@
-"""verl trainers with a trust region: they check settings before workers start, and request top-k tokens."""
+"""verl trainers with corral's trust region, which check settings before workers start and request top-k tokens."""
 
 import functools
 from collections.abc import Callable
@@ -14,14 +14,14 @@ from corral.engines.verl.settings import CONFIG, MODEL_TYPE, PREFIX, refuse_mega
 
 
 class _WithRegion:
-    """Mixin that adds corral's trust region to a verl trainer, around verl's own methods."""
+    """Mixin that adds corral's trust region to a verl trainer by extending verl's own methods."""
 
     config: Any
     actor_rollout_wg: Any
     local_trigger_step: int
-    """Number of batches already trained on since the last weight synchronisation."""
+    """Number of batches trained on since the last weight synchronisation."""
     parameter_sync_step: int
-    """Number of batches between two weight synchronisations: one, or several with separate_async."""
+    """Number of batches between two weight synchronisations; separate_async can have more than one."""
 
     def __init__(self, config: Any) -> None:
         # verl's trainers tell themselves apart by this name, and each looks its settings up under it.
@@ -29,13 +29,13 @@ class _WithRegion:
         super().__init__(config)  # type: ignore[call-arg]  # a mixin: verl's trainer is its other base
 
     def _setup(self) -> None:
-        """Check the configuration, run verl's set-up, and send corral's loss to the workers."""
+        """Check the configuration, run verl's set-up, and send corral's loss function to the workers."""
         actor = check_config(self.config)
         super()._setup()  # type: ignore[misc]  # of verl's trainer
         self.actor_rollout_wg.set_loss_fn(functools.partial(corral_ppo_loss, config=actor))
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        """Run verl's old-policy pass. If the objective needs top-k tokens, the pass stores them beside log-probs."""
+        """Run verl's old-policy pass. If the objective needs top-k tokens, the pass also stores these with their log-probs."""
         request = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor.policy_loss).support_request()
         batch.extra_info |= request
         result = super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]  # of verl's trainer
@@ -45,7 +45,7 @@ class _WithRegion:
         return result
 
     def _compute_ref_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        """Run verl's reference pass without fetching the stored top-k tokens."""
+        """Run verl's reference-policy pass without fetching the stored top-k tokens."""
         return _without_support(super()._compute_ref_log_prob, batch, metrics)  # type: ignore[misc]  # of verl's trainer
 
     def _compute_values(self, batch: Any, metrics: dict[str, Any]) -> Any:
@@ -53,7 +53,7 @@ class _WithRegion:
         return _without_support(super()._compute_values, batch, metrics)  # type: ignore[misc]  # of verl's trainer
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        """Run verl's update. With `deployed_bound`, workers bound the network before the sampler receives it."""
+        """Run verl's update of the policy. With `deployed_bound`, workers also bound the KL from the sampler's network."""
         settings = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor.policy_loss)
         sync = self.local_trigger_step == self.parameter_sync_step - 1
         batch.extra_info |= settings.deployed_request(sync=sync) | settings.support_request()
@@ -61,7 +61,7 @@ class _WithRegion:
 
 
 def _without_support(compute: Callable[[Any, dict[str, Any]], Any], batch: Any, metrics: dict[str, Any]) -> Any:
-    """Run a worker's pass without fetching the stored top-k tokens, by leaving their fields out of the batch's list."""
+    """Run a forward pass of a verl worker without the stored top-k tokens, by removing them from the list of batch fields."""
     fields = batch.fields
     if fields is not None:
         batch.fields = [name for name in fields if not name.startswith(OLD)]
@@ -72,7 +72,7 @@ def _without_support(compute: Callable[[Any, dict[str, Any]], Any], batch: Any, 
 
 
 def check_config(config: Any) -> Any:
-    """Return verl's ActorConfig; a ValueError if corral's trainers cannot run this configuration."""
+    """Return verl's ActorConfig. Raises ValueError if corral's trainers cannot run this configuration."""
     settings = omega_conf_to_dataclass(config.actor_rollout_ref.actor.policy_loss)
     if not isinstance(settings, CorralPolicyLossConfig):
         raise ValueError(f"corral for verl: set actor_rollout_ref.actor.policy_loss._target_={CONFIG}.")
@@ -114,7 +114,7 @@ def check_config(config: Any) -> Any:
 
 
 def _check_support(config: Any, why: str) -> None:
-    """Refuse settings with which verl would bypass corral's head."""
+    """Raise ValueError for settings with which verl would bypass corral's LM head."""
     model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
     if actor.strategy not in ("fsdp", "fsdp2", "megatron"):
         raise ValueError(
@@ -131,14 +131,14 @@ def _check_support(config: Any, why: str) -> None:
 
 @register_trainer(PREFIX + "sync")
 class RegionTrainerSync(_WithRegion, PPOTrainerSync):
-    """Synchronous trainer, for trainer.v1.trainer_mode=corral_sync."""
+    """verl's synchronous trainer with corral's trust region, for trainer.v1.trainer_mode=corral_sync."""
 
 
 @register_trainer(PREFIX + "colocate_async")
 class RegionTrainerColocateAsync(_WithRegion, PPOTrainerColocateAsync):
-    """Asynchronous trainer on shared GPUs, for trainer.v1.trainer_mode=corral_colocate_async."""
+    """verl's asynchronous trainer on shared GPUs with corral's trust region, for trainer_mode=corral_colocate_async."""
 
 
 @register_trainer(PREFIX + "separate_async")
 class RegionTrainerSeparateAsync(_WithRegion, PPOTrainerSeparateAsync):
-    """Asynchronous trainer on separate GPUs, for trainer.v1.trainer_mode=corral_separate_async."""
+    """verl's asynchronous trainer on separate GPUs with corral's trust region, for trainer_mode=corral_separate_async."""
