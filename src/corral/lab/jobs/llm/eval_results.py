@@ -23,11 +23,11 @@ from corral.lab.run.view import RunView
 from corral.validate import RunError
 
 RIGHT = 1.0 - 1e-6
-"""Reward from which a completion counts as correct. Rewards lie in [0, 1]; smaller ones are partial credit."""
+"""Smallest reward with which a completion counts as correct. Rewards lie in [0, 1]."""
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Unbiased pass@k: the probability that at least one of k samples is correct, if `right` of `samples` were.
+    """Unbiased pass@k: the probability that at least one of k samples is correct, given that `right` of `samples` are.
 
         pass@k = 1 − C(n−c, k) / C(n, k)          n samples, c right
 
@@ -110,7 +110,7 @@ def difference(first: Sequence[float], second: Sequence[float], level: float = L
 
 
 def sampled_estimates(rewards: Sequence[Sequence[float]]) -> dict[str, Estimate]:
-    """avg@n and pass@k from n rewards per problem, for every k in `ladder(n)`."""
+    """Estimate avg@n and pass@k from n rewards per problem, for every k in `ladder(n)`."""
     samples = len(rewards[0])
     rights = [sum(reward >= RIGHT for reward in row) for row in rewards]
     found = {}
@@ -128,7 +128,7 @@ _ROWS = pa.schema([(name, _TYPES.get(name, pa.int64())) for name in _COLUMNS])
 
 
 class EvalFolder(LockedFolder):
-    """The files of one evaluation. Each batch is saved at once, so that an evaluation is resumable."""
+    """Folder with the files of one evaluation. Every batch is saved immediately, so that the evaluation is resumable."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -136,8 +136,10 @@ class EvalFolder(LockedFolder):
         self.plan, self.parts = path / "plan.json", path / "parts"
 
     def read_result(self, plan: dict[str, Any]) -> dict[str, Any] | None:
-        """Read the result of a finished evaluation, or return None. Raises RunError if the folder has another plan or other
-        files."""
+        """Read the result of a finished evaluation, or return None if the evaluation is not finished.
+
+        Raises RunError if the folder has another plan or other files.
+        """
         for path in (self.result, self.plan):
             if path.is_file():
                 content = read_settings(path, "an evaluation")
@@ -157,7 +159,7 @@ class EvalFolder(LockedFolder):
         raise RunError(f"{self.path} is there already and is no evaluation: choose another --out.")
 
     def open(self, content: dict[str, Any]) -> None:
-        """Lock the evaluation's folder and write the plan."""
+        """Lock the evaluation's folder, and write the evaluation's settings to plan.json."""
         with disk_errors(self.path):
             self.parts.mkdir(parents=True, exist_ok=True)
             self.hold(self.path)
@@ -165,7 +167,7 @@ class EvalFolder(LockedFolder):
             write_json(self.plan, content)
 
     def part(self, index: int) -> list[Row] | None:
-        """Read the stored completions of one batch; None if their file is missing or damaged."""
+        """Read the stored completions of one batch. Returns None if the batch's file is missing or damaged."""
         path = self.parts / f"{index:06}.parquet"
         try:
             return pq.read_table(path.absolute(), schema=_ROWS).to_pylist() if path.is_file() else None
@@ -189,7 +191,7 @@ def _write_rows(path: Path, rows: list[Row]) -> None:
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, Any]:
-    """The estimates and token counts of an evaluation, from its completions."""
+    """Compute the estimates and token counts of an evaluation from its completions."""
     greedy, sampled = _rewards_by_problem(rows)
     estimates = {"greedy": estimate([float(reward >= RIGHT) for reward in greedy]), **sampled_estimates(sampled)}
     if any(0 < reward < RIGHT for reward in greedy):
@@ -217,7 +219,7 @@ def _rewards_by_problem(rows: Sequence[Row]) -> tuple[list[float], list[list[flo
 
 
 def read_evaluation(path: Path) -> tuple[str | None, tuple[list[float], list[list[float]]]]:
-    """Read an evaluation's rewards, and the hash of its problems."""
+    """Read the hash of an evaluation's problems, and the rewards of the evaluation's completions."""
     problems = read_settings(path / "eval.json", "an evaluation")["settings"].get("problems_sha256")
     rows = path / "completions.parquet"
     try:
@@ -258,7 +260,7 @@ def show(view: RunView, result: Mapping[str, Any], where: Path) -> None:
 
 
 def comparison(found: Mapping[str, Estimate]) -> Table:
-    """Table of the differences between two evaluations, with confidence intervals; those that exclude 0 are marked."""
+    """Table of the differences between two evaluations, with confidence intervals. Intervals that exclude 0 are marked."""
     columns = "", Column("difference", justify="right"), f"{LEVEL:.0%} interval", ""
     rows = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
     for name, one in found.items():

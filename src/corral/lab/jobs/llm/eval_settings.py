@@ -20,7 +20,7 @@ MULTI_TURN = ("environment_factory", "tool", "tools")
 """Names of the settings for multi-turn completions: tool, functions and environment."""
 
 _OF_RUN = ("task", "task_config", "instruction", *MULTI_TURN)
-"""Names of a run's settings that its evaluation inherits."""
+"""Names of the settings that an evaluation inherits from the evaluated run."""
 
 _OF_TRAINER: dict[str, Any] = {
     "max_completion_length": int,
@@ -28,7 +28,7 @@ _OF_TRAINER: dict[str, Any] = {
     "chat_template_kwargs": dict | None,
     "bf16": bool | None,
 }
-"""Trainer settings of a run that its evaluation inherits, each with its type in config.json."""
+"""Trainer settings that an evaluation inherits from the evaluated run: name → type in config.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,21 +38,21 @@ class Subject:
     name: str
     """Name of the model or run, as the user gave it."""
     model: str
-    """Name or path for `load_model`."""
+    """Name or path of the model, as `load_model` takes it."""
     identity: dict[str, Any]
-    """Fingerprint of the weights: it differs for other weights of the same name."""
+    """Fingerprint of the model's weights, which differs between models of the same name with other weights."""
     run: Path | None = None
     step: int | None = None
     settings: Settings | None = None
     """The run's settings for task, instruction and tools; every other setting has its default."""
     trainer: Mapping[str, Any] = field(default_factory=dict)
-    """Trainer settings of the run that an evaluation inherits."""
+    """Trainer settings that the evaluation inherits from the run."""
     complaints: tuple[str, ...] = ()
-    """Sentences on damaged newer checkpoints, in case an older checkpoint is used."""
+    """Warnings about damaged newer checkpoints, if an older checkpoint is evaluated instead."""
 
     @property
     def half(self) -> bool:
-        """True if a GPU should compute the model in bfloat16; a run's checkpoint keeps the type of its training."""
+        """True if a GPU should compute the model in bfloat16. A run trained in float32 is evaluated in float32."""
         return self.trainer.get("bf16") is not False
 
     def settings_of(self, task: str) -> dict[str, Any]:
@@ -72,17 +72,17 @@ class EvalSettings(JobSettings):
     model: str
     """Model to evaluate: a run's folder, tiny, smollm2, a model folder, or a name on the hub."""
     task: str | None = None
-    """Task by name; by default the run's task."""
+    """Name of the task. The default is the evaluated run's task."""
     task_config: dict[str, Any] = field(default_factory=dict)
-    """Settings of the task, which replace single settings of the run's task."""
+    """Settings of the task. A setting given here replaces the evaluated run's setting of the same name."""
     instruction: str | None = None
     """Prompt text around each problem; {problem} stands for the task's prompt."""
     tool: str | None = None
-    """Tool that writes into the model's completions: by default the run's tool; "" for none."""
+    """Tool that writes into the model's completions. The default is the run's tool; "" means no tool."""
     tools: tuple[str | Callable[..., Any], ...] | None = None
-    """Functions that a chat model may call: by default the run's functions; () for none."""
+    """Functions that a chat model may call. The default is the run's functions; () means no functions."""
     environment_factory: str | Callable[..., Any] | None = None
-    """Environment whose methods a chat model may call: by default the run's environment; "" for none."""
+    """Environment whose methods a chat model may call. The default is the run's environment; "" means no environment."""
     checkpoint: str | None = None
     """Checkpoint of a run: latest, best (by measured success), or the number of a step."""
     problems: int | None = limited(None, at_least=1)
@@ -96,7 +96,7 @@ class EvalSettings(JobSettings):
     max_tokens: int | None = limited(None, at_least=1)
     """Largest number of tokens in a completion."""
     batch_size: int | None = limited(None, at_least=1)
-    """Number of prompts answered at a time: 256 with transformers, 2048 with vLLM."""
+    """Number of prompts answered at a time. The default is 256 with transformers and 2048 with vLLM."""
     seed: int = limited(0, at_least=0)
     """Random seed for choosing problems and for every sample."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -130,8 +130,7 @@ class EvalSettings(JobSettings):
         return subject, task
 
     def multi_turn(self, subject: Subject) -> dict[str, Any]:
-        """Settings of the tool or environment that answers within completions, and chat-template arguments; inherited by
-        default."""
+        """Return the settings of tools, environment and chat template, which are by default those of the evaluated run."""
         given = {name: vars(self)[name] for name in MULTI_TURN if vars(self)[name] is not None}
         inherits = subject.settings is not None and not any(given.values())  # else another one takes the place of the run's
         chosen = ({name: vars(subject.settings)[name] for name in MULTI_TURN} if inherits else {}) | given

@@ -32,12 +32,12 @@ _PROCEDURAL = 512
 _BATCH_SIZES = {"transformers": 256, "vllm": 2048}
 
 _Batch = list[tuple[int, int, bool]]
-"""One (problem index, sample index, greedy or not) per completion of a batch."""
+"""Batch of completions to generate: one tuple (problem index, sample index, greedy or not) for each completion."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalJob:
-    """A resolved evaluation: every setting has its value, and no model is loaded yet."""
+    """An evaluation that is ready to run: all settings have values, and no model is loaded yet."""
 
     subject: Subject
     task: Task
@@ -50,12 +50,12 @@ class EvalJob:
     device: str
     backend: Backend
     turns: Turns
-    """Tool, functions or environment that answer within completions, or single-turn completions."""
+    """Generator of completions: in a single turn, or with a tool, functions or an environment that reply."""
     how: dict[str, Any] = field(default_factory=dict)
-    """Description of `turns` and the chat template for the plan; empty if the evaluation uses neither."""
+    """Settings of `turns` and of the chat template for plan.json. Empty if the evaluation has no such settings."""
 
     def plan(self) -> dict[str, Any]:
-        """All settings that the result depends on. Evaluations with equal plans count as the same evaluation."""
+        """Return all settings that the result depends on. Evaluations with equal plans count as the same evaluation."""
         return plain(
             {
                 "model": self.subject.name,
@@ -76,7 +76,7 @@ class EvalJob:
         )
 
     def problems(self, tokenizer: PreTrainedTokenizerBase) -> Problems:
-        """The held-out problems as prompts, with the chat template and the instruction."""
+        """Make the converter of held-out problems into prompts, with the instruction and the chat template."""
         with run_errors():
             tools = self.turns.template(tokenizer)
         template = tools | self.how.get("chat_template_kwargs", {})
@@ -92,7 +92,10 @@ class EvalJob:
 
 
 def evaluate(settings: EvalSettings, *, out: Path | str | None = None, quiet: bool = False) -> Evaluation:
-    """Run an evaluation, resume an unfinished one, or return a finished one's result. Only equal plans are resumed."""
+    """Run an evaluation, or resume it if it is unfinished, and return the result.
+
+    A stored evaluation must have an equal plan. If it is finished, its result is returned.
+    """
     job, view = prepare_evaluation(settings), make_view(quiet=quiet)
     plan = job.plan()
     if out is None:  # beside a run's checkpoints or under evals/, named by the plan, so that the same command finds it again
@@ -157,7 +160,7 @@ def default_problems(task: Task) -> int:
 
 
 def _run(job: EvalJob, problems: Problems, sampler: Sampler, folder: EvalFolder, view: RunView) -> dict[str, Any]:
-    """Generate and grade the batches not yet on disk, then summarise all of them."""
+    """Generate and grade the batches that are not yet on disk, then summarise all batches."""
     score = verifier(job.task)
     batches = list(job.batches())
     kept = {index: part for index in range(len(batches)) if (part := folder.part(index)) is not None}
@@ -202,7 +205,7 @@ def _run(job: EvalJob, problems: Problems, sampler: Sampler, folder: EvalFolder,
 
 
 def answer_batch(job: EvalJob, problems: Problems, batch: _Batch, sampler: Sampler, score: Reward) -> list[Row]:
-    """Generate and grade one batch."""
+    """Generate and grade the completions of one batch."""
     greedy = batch[0][2]
     seeds = [draw_seed(job.seed, problem, sample) for problem, sample, _ in batch]
     prompts = [job.held_out[problem] for problem, _, _ in batch]
@@ -221,5 +224,8 @@ def answer_batch(job: EvalJob, problems: Problems, batch: _Batch, sampler: Sampl
 
 
 def draw_seed(seed: int, problem: int, sample: int) -> int:
-    """Random seed of one completion, 63 bits from a hash: seeds made by addition would give neighbours equal random streams."""
+    """Compute the random seed of one completion, 63 bits from a hash.
+
+    Seeds made by addition would give neighbours equal random streams.
+    """
     return int.from_bytes(hashlib.sha256(f"{seed} {problem} {sample}".encode()).digest()[:8], "big") >> 1

@@ -20,7 +20,7 @@ from corral.trl.card import model_card
 from corral.validate import RunError
 
 _OF_TRAINING = ("optimizer", "scheduler", "rng_state", "scaler", "trainer_state.json", "training_args.bin", "manifest.json")
-"""Prefixes of checkpoint files that only training needs."""
+"""Beginnings of the names of checkpoint files that only training needs."""
 
 
 def _card(run: RunFolder, name: str, step: int, *, adapter: bool) -> str:

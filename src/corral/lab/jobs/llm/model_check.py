@@ -37,8 +37,10 @@ KERNELS = {
 PROMPTS, TOKENS = 8, 12
 """Number of problems to answer, and the largest number of tokens in an answer."""
 TOLERANCE = 0.1
-"""Mean KL per token, in nats, above which the check fails. Half precision alone gave at most .02, with Gemma on a CPU and with
-Gemma and SmolLM2 on an H200."""
+"""Largest mean KL divergence per token, in nats, with which the check passes.
+
+Half precision alone gave at most .02, with Gemma on a CPU and with Gemma and SmolLM2 on an H200.
+"""
 
 _FINE = "Padded batches give what float32 gives, one prompt at a time, and the tokenizer survives saving."
 
@@ -100,7 +102,7 @@ def count_changed(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> i
 
 
 def prompts(task: Task, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Held-out problems as token ids, of different lengths so that batches are padded: the k-th lacks its last k tokens."""
+    """Return held-out problems as token ids. Problem k lacks its last k tokens, so that the batch needs padding."""
     ids: list[list[int]] = tokenizer(task.held_out_prompts(PROMPTS, seed=0))["input_ids"]
     return [row[: max(1, len(row) - place)] for place, row in enumerate(ids)]
 

@@ -1,4 +1,4 @@
-"""Loading of user objectives by path: `file.py:function` or `module:function`, with settings in a dataclass beside it."""
+"""Loading of a user's objective by path (`file.py:function` or `module:function`), with its settings dataclass."""
 
 import functools
 import inspect
@@ -39,7 +39,7 @@ def find_objective(name: str) -> type[ObjectiveConfig]:
 
 
 def _config_of(name: str, function: Any) -> type[ObjectiveConfig] | None:
-    """Read the settings dataclass of a user objective from its second argument; None for a function of the batch alone."""
+    """Read a user objective's settings dataclass from the type of its second argument. Returns None without such argument."""
     if isinstance(function, type):
         raise ValueError(f"{HOW}; {name!r} is {type(function).__name__}.")
     try:

@@ -49,7 +49,7 @@ def describe_data(task: Task, train: Sequence[str], held_out: Sequence[str]) -> 
 
 
 def digest(task: Task, prompts: Iterable[str]) -> str:
-    """SHA-256 of problems in order. Each is hashed as its prompt, and for tasks with a data set also its answer and columns."""
+    """Compute the SHA-256 hash of problems in order: of their prompts and data columns, and of answers in a data set."""
     running = hashlib.sha256()
     for prompt in prompts:
         row = [task.answer(prompt), task.row(prompt)] if isinstance(task, FiniteTask) else columns_of(task, [prompt])
@@ -58,7 +58,10 @@ def digest(task: Task, prompts: Iterable[str]) -> str:
 
 
 def _as_plain(value: Any) -> Any:
-    """Convert a value that JSON lacks into text or a table, equal in every process: a `default` for the JSON encoder."""
+    """Convert a value that JSON cannot store into a text or table that is equal in every process.
+
+    The function is the `default` of the JSON encoder.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     unordered = isinstance(value, set | frozenset)
@@ -73,15 +76,15 @@ _WITHOUT_FOLDER = ("smoke", "smollm2")
 """Models that corral builds in memory: TRL cannot load them from a folder as a reference model."""
 
 _NUMBERS: dict[Any, Any] = {kind: hint for hint in (int, float, bool) for kind in (hint, hint.__name__)}
-"""Types in peft's settings that can be checked: int, float and bool, as a type or as its name."""
+"""Types of those peft settings that are checked: int, float and bool, given as a type or as the type's name."""
 
 _LEAST_ROOM = 16
-"""Smallest number of completion tokens that must fit if the model's positions are too few for the task's longest answer."""
+"""Smallest number of completion tokens that is accepted if the model's context is too short for the task's answers."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Validated parts of a run, ready for the trainer."""
+    """Checked parts of a training run, such as model, data and rewards, ready for the trainer."""
 
     settings: Settings
     model: PreTrainedModel | PeftModel
@@ -96,16 +99,16 @@ class Parts:
     notes: Sequence[str] = ()
     """Sentences about settings that were chosen automatically."""
     turns: "Turns" = field(default_factory=OneTurn)
-    """Tool, functions or environment that answer within completions, or single-turn completions."""
+    """Generator of completions: in a single turn, or with a tool, functions or an environment that reply."""
 
     @cached_property
     def problem_of(self) -> dict[str, str]:
-        """Problem text by prompt: the prompt also has the instruction and the chat template."""
+        """Map from each prompt to its problem's text. The prompt adds the instruction and the chat template."""
         return {str(row["prompt"]): row["problem"] for row in self.dataset}
 
 
 def changed_data(before: Any, settings: Settings, parts: Parts) -> tuple[list[str], dict[str, Any]]:
-    """Sentences on data that changed since the run began, and an updated description of the data.
+    """Return sentences on data that changed since the run began, and an updated description of the data.
 
     Args:
         before: the description in its config.json; a RunError where that cannot be read.
@@ -136,7 +139,10 @@ def pin_model(settings: Settings) -> Settings:
 
 
 def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedTokenizerBase]] = load_trainable) -> Parts:
-    """Build and check all parts of a run, or raise RunError. `load` makes the model and its tokenizer."""
+    """Build and check all parts of a training run. Raises RunError for settings that cannot work.
+
+    `load` makes the model and its tokenizer.
+    """
     settings.check_packages()
     for name in settings.report_to.split(","):
         if name not in ("none", "all", *INTEGRATION_TO_CALLBACK):
@@ -221,7 +227,10 @@ def lora_config(given: dict[str, Any]) -> LoraConfig:
 
 
 def trainer_config(settings: Settings, max_completion_length: int) -> CorralConfig:
-    """Build the trainer's CorralConfig from the run's settings, and try the objective; the user's trainer settings win."""
+    """Build the trainer's CorralConfig from the run's settings. The user's trainer settings override corral's choices.
+
+    A user's own objective is tried.
+    """
     on_gpu = choose_device(settings.device) == "cuda"
     chosen: dict[str, Any] = {
         "max_completion_length": max_completion_length,
@@ -246,7 +255,10 @@ def trainer_config(settings: Settings, max_completion_length: int) -> CorralConf
 
 
 def rehearse(settings: Settings) -> list[str]:
-    """Lines that `--dry-run` prints: settings as TOML, with estimates of downloads and memory. No weights are loaded."""
+    """Return the lines that `--dry-run` prints: settings as TOML, and estimates of downloads and memory.
+
+    No weights are loaded.
+    """
     settings = pin_model(settings)
     missing = settings.missing_packages()
     with run_errors():
@@ -277,7 +289,7 @@ def rehearse(settings: Settings) -> list[str]:
 
 
 def model_to_fetch(name: str) -> str | None:
-    """Weights that would be downloaded, with their size if the hub reports it; None if nothing is downloaded."""
+    """Describe the weights that would be downloaded, with their size if known. Returns None if nothing is downloaded."""
     if name in PACKAGED and not is_installed(name):
         about = PACKAGED[name]
         return f"{about.title}, which is not installed: `{about.make}`, {about.megabytes} MB"
@@ -296,8 +308,10 @@ def model_to_fetch(name: str) -> str | None:
 
 
 def memory(settings: Settings, config: CorralConfig, model: PreTrainedModel) -> Iterator[str]:
-    """Estimated bytes of weights, gradients, optimizer and KV cache. Activations are left out: they depend on kernels and
-    checkpointing."""
+    """Yield lines on the estimated memory of weights, gradients, optimizer and KV cache.
+
+    Activations are left out: they depend on kernels and checkpointing.
+    """
     total = sum(p.numel() for p in model.parameters())
     trained = total
     if settings.lora:

@@ -18,7 +18,7 @@ from corral.validate import RunError, run_errors
 Prompt = str | list[dict[str, str]]
 
 _LONGEST = 1000
-"""Number of longest prompts, measured in characters, that are tokenised to check their length."""
+"""Number of prompts, the longest in characters, that are tokenised to check that prompts fit into the model's context."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Problems:
-    """A task's problems as prompts of a model, in the model's chat template if it has one."""
+    """Converter of a task's problems into a model's prompts, with the model's chat template if the model has one."""
 
     task: Task
     tokenizer: PreTrainedTokenizerBase
@@ -43,7 +43,7 @@ class Problems:
     """Further arguments of the chat template: TRL's `chat_template_kwargs`, and tools."""
 
     def prompt(self, problem: str, instruction: str = "", values: Mapping[str, Any] | None = None) -> Prompt:
-        """The problem inside an instruction, by default the run's. In a chat, the instruction surrounds the last message.
+        """Put a problem into an instruction, by default the run's. In a chat, the instruction surrounds the last message.
 
         The instruction's {problem} and names of `values` are filled in.
         """
@@ -53,11 +53,11 @@ class Problems:
         return [*before, {**last, "content": text}] if self.tokenizer.chat_template else text
 
     def tokens(self, problems: Sequence[str]) -> list[list[int]]:
-        """Token ids of a problem's prompt, equal to the trainer's."""
+        """Return the token ids of each problem's prompt, which are equal to the trainer's."""
         return self.tokenise(map(self.prompt, problems))
 
     def tokenise(self, prompts: Iterable[Prompt]) -> list[list[int]]:
-        """Tokenise prompts that already have their instruction."""
+        """Tokenise prompts that already contain the instruction."""
         render, how = self.tokenizer.apply_chat_template, {"tokenize": False, "add_generation_prompt": True, **self.template}
         texts = [p if isinstance(p, str) else render(p, **how) for p in prompts]
         # A chat template writes special tokens itself.
@@ -65,7 +65,7 @@ class Problems:
         return ids
 
     def dataset(self, count: int, seed: int, teacher_instruction: str = "") -> Dataset:
-        """Training set of `count` problems in training order, with a teacher prompt for each if there is a teacher."""
+        """Make the training set of `count` problems in training order, each with a teacher's prompt if there is a teacher."""
         with run_errors():
             problems = self.task.train_prompts(count, seed)
         if len(problems) < count:
@@ -98,8 +98,9 @@ class Problems:
         least: int | None = None,
         prompts: Sequence[Prompt] | None = None,
     ) -> int:
-        """Number of completion tokens that fit after the longest prompt, at most `longest`. Raises RunError for fewer than
-        `least`.
+        """Return the number of completion tokens that fit after the longest prompt, at most `longest`.
+
+        Raises RunError for fewer than `least`.
 
         Args:
             prompts: the teacher's; by default those of the problems.
@@ -170,7 +171,7 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> se
 
 
 def cut_at_end(tokens: list[int], ends: set[int]) -> list[int]:
-    """Cut a completion after its first end-of-sequence token: everything behind is padding."""
+    """Cut a completion after its first end-of-sequence token, because all later tokens are padding."""
     last = next((index for index, token in enumerate(tokens) if token in ends), len(tokens))
     return tokens[: last + 1]
 
@@ -190,14 +191,14 @@ class Dialogue:
     ended: bool = False
     """False if the evaluation's length limit cut the completion off."""
     answer: str = ""
-    """The text to grade."""
+    """Text of the completion to grade."""
     transcript: str = ""
-    """The text to show, including answers of tools."""
+    """Text of the completion to show, including replies of tools."""
     reward: float | None = None
     """Reward from the environment, if the environment gives rewards."""
 
     def add(self, tokens: Sequence[int], logps: Sequence[float] | None = None, *, own: bool = True) -> None:
-        """Append tokens of the model, with log-probs if known, or tokens of the tool."""
+        """Append tokens to the completion: the model's, with log-probs if known, or the tool's."""
         self.tokens += tokens
         self.own += [int(own)] * len(tokens)
         self.logps += [0.0] * len(tokens) if logps is None else logps
@@ -205,21 +206,21 @@ class Dialogue:
 
 @dataclass(frozen=True)
 class OneTurn:
-    """Single-turn completions, without a tool or environment."""
+    """Generator of completions in a single turn, without a tool or environment."""
 
     pays: ClassVar[bool] = False
     """True if an environment gives the rewards."""
 
     def template(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Arguments of the chat template: none without tools."""
+        """Return no arguments for the chat template, because there are no tools."""
         return {}
 
     def trainer_arguments(self) -> dict[str, Any]:
-        """Arguments of GRPOTrainer: none, since TRL samples single turns by itself."""
+        """Return no arguments for GRPOTrainer, because TRL samples single turns by itself."""
         return {}
 
     def play(self, model: PreTrainedModel, problems: Problems, asked: Sequence[str], sampling: Sampling) -> list[Dialogue]:
-        """Generate one completion per problem; its whole text is graded."""
+        """Generate one completion per problem. The whole text of a completion is graded."""
         prompts = problems.tokens(asked)
         found = [Dialogue(problem, prompt) for problem, prompt in zip(asked, prompts, strict=True)]
         for one, tokens in zip(found, generate(model, problems.tokenizer, prompts, sampling), strict=True):

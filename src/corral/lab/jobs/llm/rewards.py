@@ -24,11 +24,14 @@ _TAKEN = {"prompts", "completions", "completion_ids", "problem", "trainer_state"
 
 
 _LARGEST = 2.0**128 - 2.0**104
-"""The largest float32, the type in which the trainer adds rewards. A literal, because importing torch takes seconds."""
+"""Largest float32 number, and so the largest reward: the trainer adds rewards in float32.
+
+It is a literal, because importing torch takes seconds.
+"""
 
 
 def as_functions(given: Any, how: str = _HOW) -> tuple[str | Reward, ...]:
-    """Normalise a single user function or a list into a tuple. Without functions, it is empty.
+    """Convert a user's function or a list of functions into a tuple, which is empty if nothing is given.
 
     Args:
         how: the accepted forms, for the error; by default those of rewards, of which none stands for the task's verifier.
@@ -53,7 +56,9 @@ def path_of(reward: str | Reward) -> str:
 def make_rewards(
     given: Sequence[str | Reward], task: Task, weights: list[float] | None = None
 ) -> tuple[list[Reward], list[float] | None]:
-    """Checked reward functions that also get the task's columns, and their weights; None for the weights if all are 1.
+    """Make reward functions that check their results, and their weights. The weights are None if none are given.
+
+    The functions also get the task's columns.
 
     Weights stand behind the names, or beside all of them as TRL's `reward_weights`.
     """
@@ -87,7 +92,7 @@ def make_rewards(
 
 
 def check_columns(task: Task, problem: str) -> None:
-    """Refuse a task's columns whose names clash with the trainer's arguments to reward functions."""
+    """Raise RunError if a task's column has the name of an argument that the trainer passes to reward functions."""
     if taken := sorted(_TAKEN & columns_of(task, [problem]).keys()):
         raise RunError(
             f"{task.name} has a column `{taken[0]}`, and reward functions get something else under that name from the trainer. "
@@ -96,7 +101,7 @@ def check_columns(task: Task, problem: str) -> None:
 
 
 def verifier(task: Task) -> Reward:
-    """The task's verifier as a reward function."""
+    """Make a reward function from a task's verifier."""
 
     def score(prompts: list[Any], completions: list[Any], problem: list[str], **_: Any) -> list[Any]:
         return verify_all(task, problem, [answer_of(completion) for completion in completions])

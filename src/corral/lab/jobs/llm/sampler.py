@@ -1,4 +1,4 @@
-"""Samplers for evaluations: transformers, or vLLM if it is installed."""
+"""Samplers of completions for evaluations: transformers, or vLLM if it is installed."""
 
 import importlib
 from importlib.util import find_spec
@@ -35,7 +35,7 @@ def choose_backend(requested: str, subject: Subject, device: str, *, played: boo
 
 
 def choose_dtype(subject: Subject, device: str) -> torch.dtype:
-    """Data type for evaluation: bfloat16 on a GPU, unless the model is a run trained in float32; otherwise float32."""
+    """Data type for evaluation: bfloat16 on a GPU; float32 on a CPU or for a run that was trained in float32."""
     return torch.bfloat16 if device == "cuda" and subject.half else torch.float32
 
 
@@ -105,12 +105,15 @@ class VllmSampler:
 
 
 def set_pad_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Give the tokenizer a padding token: its end of sequence, as TRL does."""
+    """Make a tokenizer without padding token use its end-of-sequence token for padding, as TRL does."""
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
 Sampler = TransformersSampler | VllmSampler
-"""A model that completes prompts. `start` is called before the first prompt, and reserves `room` tokens for the longest prompt
-and its completion. `complete` gives a completion per problem, each with its own random seed."""
+"""Sampler of completions for an evaluation, with transformers or vLLM.
+
+`start` is called before the first prompt, and reserves `room` tokens for the longest prompt and its completion. `complete`
+gives a completion per problem, each with its own random seed.
+"""

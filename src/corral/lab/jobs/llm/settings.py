@@ -34,7 +34,7 @@ _CONFIGS = (
     ("trl", "trainer/base_config.py", "_BaseConfig"),
     ("transformers", "training_args.py", "TrainingArguments"),
 )
-"""CorralConfig and its base classes, from which settings are read: package, module file, and class."""
+"""Package, module file and class name of CorralConfig and its base classes, from which settings are read."""
 
 _ALSO_CALLED = {
     "epochs": "--num-iterations, passes over each batch of rollouts, or --steps",
@@ -58,7 +58,7 @@ _ALSO_CALLED = {
 
 
 def refuse_unknown(key: str, known: list[str], objective: str, task: str) -> str:
-    """Error text for an unknown setting: suggests where the setting belongs, or the nearest existing name."""
+    """Return the error text for an unknown setting, which suggests the setting's place or the nearest existing name."""
     where = "`corral explain settings` lists them all."
     if key in _ALSO_CALLED:
         return f"there is no setting `{key}`. Use {_ALSO_CALLED[key]}. {where}"
@@ -78,8 +78,9 @@ _NAMES = defaultdict(lambda: object, vars(typing) | vars(builtins))
 
 @cache
 def trainer_types() -> dict[str, Any]:
-    """Read the names and types of CorralConfig's settings from source, since importing TRL takes seconds. Empty if TRL is
-    unsupported.
+    """Read the names and types of CorralConfig's settings from source code, because importing TRL takes seconds.
+
+    The result is empty if TRL is unsupported.
 
     Its own fields precede inherited fields. A type that only TRL or transformers knows is `object`.
     """
@@ -110,7 +111,7 @@ _PACKAGES = {"use_vllm": "vllm", "deepspeed": "deepspeed"}
 
 
 TABLES = ("objective_config", "task_config", "lora")
-"""Settings that are tables: a later source changes single keys of a table."""
+"""Names of settings that are tables. A later source of settings changes only those keys of a table that it has."""
 
 DECIDED = {
     "output_dir": "--out",
@@ -141,7 +142,7 @@ _OF_OBJECTIVES = {
     "delta": "--objective dual_clip --set objective_config.dual_clip=3",
     "importance_sampling_level": "--objective gspo, or --objective troll --set objective_config.level=sequence",
 }
-"""TRL settings for its built-in losses, each with the corral flag to use instead."""
+"""Settings of TRL's built-in losses, each with the corral flag to use instead."""
 
 
 ONE_OF_TOOLS = "`tool` writes into a text, `tools` and `environment_factory` are called by a chat model: use one or the other."
@@ -152,20 +153,21 @@ class Settings(RunSettings):
     """Settings of a language-model run. Settings of CorralConfig, and so of TRL's GRPOConfig, are in `trainer`."""
 
     model: str = "tiny"
-    """Model to train: `tiny` or `tiny-sums` (embedded), `smollm2` or `gemma` (after `make smollm2`, `make gemma`), or a folder
-    or hub id that transformers can load. An adapter is trained further."""
+    """Model to train: `tiny`, `tiny-sums`, `smollm2`, `gemma`, or a folder or hub id that transformers can load.
+    `tiny` and `tiny-sums` are embedded; `smollm2` and `gemma` need `make smollm2` and `make gemma`. An adapter is trained
+    further."""
     task: str = "countdown"
     """Task to learn: a name from corral.task, or a class of your own as `module:Class`."""
     task_config: dict[str, Any] = field(default_factory=dict)
     """Settings of the task."""
     objective: str = "troll"
-    """Objective to learn with: a name from corral.objective_names(), or a function of your own as `file.py:function` or
-    `module:function` (docs/tutorials/own-objective.md)."""
+    """Objective to learn with: a name from corral.objective_names(), or a function of your own.
+    Your function is given as `file.py:function` or `module:function` (docs/tutorials/own-objective.md)."""
     objective_config: dict[str, Any] = field(default_factory=dict)
     """Settings of the objective."""
     lora: dict[str, Any] = field(default_factory=dict)
-    """Settings of peft's LoraConfig for a new adapter, such as r and lora_alpha. If empty, every weight is trained, or only the
-    adapter if `model` is one."""
+    """Settings of peft's LoraConfig for a new adapter, such as r and lora_alpha.
+    If empty, every weight is trained, or only the adapter if `model` is one."""
     steps: int = limited(100, at_least=1)
     """Number of batches of rollouts. Each batch gives one or more updates."""
     eval_batch_size: int = limited(256, at_least=1)
@@ -173,29 +175,31 @@ class Settings(RunSettings):
     keep_completions: int = limited(16, at_least=0)
     """Number of completions of every step that are written to completions.parquet."""
     report_to: str = "none"
-    """Trackers that TRL reports to: none, tensorboard, wandb, trackio, or several of them with commas between."""
+    """Trackers that TRL reports to: none, tensorboard, wandb, trackio, or several names separated by commas."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device: `auto` is the GPU if there is one."""
+    """Device to train on. `auto` means the GPU if there is a GPU."""
     instruction: str = "{problem}"
     """Prompt text around each problem. {problem} stands for the task's prompt."""
     teacher: str = ""
-    """Teacher model of `distill`, or reference model of `troll` with centre="reference": a name as for `model`, with the same
-    vocabulary. If empty, the model as it was before training; as a teacher it also gets the solutions."""
+    """Teacher model of `distill`, or reference model of `troll` with centre="reference".
+    It is named as for `model`, and has the same vocabulary. If empty, it is the model as it was before training; as a teacher
+    it also gets the solutions."""
     teacher_instruction: str = ""
-    """Prompt text of the teacher, with {problem}, {solution} and other columns of the task's data. If empty, the model's prompt
-    text, after a line with the {solution} if the model is its own teacher."""
+    """Prompt text of the teacher, with {problem}, {solution} and other columns of the task's data.
+    If empty, the model's prompt text, after a line with the {solution} if the model is its own teacher."""
     reward: tuple[str | Reward, ...] = ()
-    """Rewards in place of the task's verifier: functions with TRL's signature, as `module:function`, `file.py:function=0.5`
-    with a weight, or Python functions. `verifier` stands for the task's verifier."""
+    """Reward functions in place of the task's verifier, with TRL's signature.
+    They are given as `module:function`, `file.py:function=0.5` with a weight, or Python functions. `verifier` stands for the
+    task's verifier."""
     tool: str = ""
-    """Tool whose replies are inserted where a completion calls it: `calculator`, or a class of your own as `module:Class` (see
-    corral.lab.tasks.imports.Tool). Its replies are not trained on."""
+    """Tool that replies within completions: `calculator`, or a class of your own as `module:Class`.
+    A tool has the interface corral.lab.tasks.imports.Tool. Its replies are not trained on."""
     tools: tuple[str | Callable[..., Any], ...] = ()
-    """Functions that a chat model may call, TRL's `tools`: as `module:function`, `file.py:function` or Python functions. Their
-    results are not trained on."""
+    """Functions that a chat model may call (TRL's `tools`). Their results are not trained on.
+    They are given as `module:function`, `file.py:function` or Python functions."""
     environment_factory: str | Callable[..., Any] = ""
-    """Environment whose methods a chat model may call, TRL's `environment_factory`: as `module:Class`, `file.py:Class` or a
-    Python class."""
+    """Environment whose methods a chat model may call (TRL's `environment_factory`).
+    It is given as `module:Class`, `file.py:Class` or a Python class."""
     trainer: dict[str, Any] = field(default_factory=dict)
     """Settings of CorralConfig, checked but not yet applied."""
 
@@ -233,18 +237,18 @@ class Settings(RunSettings):
         return own | own.pop("trainer")
 
     def missing_packages(self) -> list[str]:
-        """Sentences on packages that these settings need and that are not installed."""
+        """Return a sentence on each package that these settings need and that is not installed."""
         reports = [(f"report_to={name}", name) for name in self.report_to.split(",") if name in TRACKERS]
         return missing_packages(reports + [(key, name) for key, name in _PACKAGES.items() if self.trainer.get(key)])
 
     def check_packages(self) -> None:
-        """Refuse settings that need a missing package, before a library fails minutes later with a traceback."""
+        """Raise RunError if the settings need a missing package, before a library fails minutes later with a traceback."""
         for sentence in self.missing_packages():
             raise RunError(sentence)
 
 
 def resolve(layers: Iterable[Mapping[str, Any]]) -> Settings:
-    """Merge settings from several sources and check every name and type; later sources win key by key.
+    """Merge settings from several sources and check every name and type. Later sources override earlier sources key by key.
 
     A layer that changes the objective or task drops its earlier settings. A reduction that came before the objective holds
     only if it is one of that objective's own. What is wrong is said before torch and TRL are imported.
@@ -291,8 +295,10 @@ def resolve(layers: Iterable[Mapping[str, Any]]) -> Settings:
 
 
 def _imported_types() -> dict[str, Any]:
-    """Names and types of CorralConfig's settings by importing TRL, if they cannot be read from source. Refuses an unsupported
-    TRL."""
+    """Import TRL and return the names and types of CorralConfig's settings, if the source code cannot be read.
+
+    Refuses an unsupported TRL.
+    """
     from corral.trl.config import CorralConfig
 
     known, hints = fields(CorralConfig), get_type_hints(CorralConfig)
@@ -312,11 +318,11 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     ),
     "environment_factory": _as_environment,
 }
-"""Settings that hold user functions and classes, or their names."""
+"""Settings that hold user functions or classes: name → function that checks and converts the setting's value."""
 
 
 def named_code(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Flags and values of settings that import user code, or run model-written code outside the sandbox.
+    """Yield the flag and the value of every setting that names user code.
 
     These are imported, and so executed, when they are used: a run that comes from a stranger may name its own files.
     """

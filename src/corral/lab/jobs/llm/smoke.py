@@ -58,6 +58,6 @@ def smoke_layers(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def letters(completions: list[Any], **_: Any) -> list[float]:
-    """Reward the share of letters in a completion: a random model gets part of this reward."""
+    """Reward function that gives the share of letters in a completion, so that a random model gets some reward."""
     texts = [text_of(completion) for completion in completions]
     return [sum(map(str.isalpha, text)) / max(len(text), 1) for text in texts]

@@ -114,14 +114,14 @@ class ModelRun(Job):
         }
 
     def notes(self) -> Iterator[str]:
-        """Notes on the user code that the run's settings name and that will be imported."""
+        """Yield a note on the user code that the run's settings name and that will be imported."""
         code = [f"{flag} {path}" for flag, path in named_code(self.settings.flat())]
         code += ["--unsafe-code-execution"] if self.settings.task_config.get("unsafe_code_execution") else []
         if code:
             yield f"using what the run's own settings name: {', '.join(code)}"
 
     def check_changes(self, content: Mapping[str, Any], done: int, path: Path, view: RunView) -> dict[str, Any]:
-        """Compare the data with the digests in config.json, if there are any."""
+        """Compare the run's data with the digests in config.json. Raises RunError if they have changed, unless allowed."""
         if "data" not in content:
             view.warn("config.json has no digest of the run's data: whether they have changed is unknown.")
             return {}
@@ -143,7 +143,7 @@ class ModelRun(Job):
         return shared
 
     def fit(self, record: Recorder) -> None:
-        """Build the trainer and train."""
+        """Build the trainer, and train to the end of the run, starting from the checkpoint if there is one."""
         if is_alone_by_mistake():
             record.view.warn(ALONE)
         checkpoint = record.checkpoint
@@ -265,7 +265,7 @@ def why_inactive(trainer: RunTrainer) -> str | None:
 
 
 def _short(counts: Iterable[int]) -> str:
-    """Format the sum of counts with a unit: 928 k, 1.5 B."""
+    """Format the sum of counts with a unit, such as 928 k or 1.5 B."""
     count = sum(counts)
     for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if count >= size:

@@ -46,10 +46,10 @@ _COMPLETIONS = 4
 """Number of completions stored per step in tokens.parquet."""
 
 _LONGEST = 1024
-"""Number of tokens stored per completion in tokens.parquet."""
+"""Largest number of tokens stored per completion in tokens.parquet."""
 
 _BUDGET = 200_000
-"""Number of tokens stored per run in tokens.parquet; beyond it, every second step is dropped."""
+"""Largest number of tokens stored per run in tokens.parquet. Beyond this number, every second step is dropped."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +139,10 @@ class GuardCallback(Guard, TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Skip a non-finite update. Gradient clipping has spread any NaN by now; fp16's scaler skips such updates by itself."""
+        """Skip an update whose loss or gradient is not finite.
+
+        Gradient clipping has spread any NaN by now; fp16's scaler skips such updates by itself.
+        """
         if self.mode == "off" or args.fp16:
             return
         model: nn.Module = kwargs["model"]
@@ -152,7 +155,7 @@ class GuardCallback(Guard, TrainerCallback):
             drop_gradients(model.parameters())
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Check a line of metrics for a collapse; with mode="stop" a collapse ends the run with a checkpoint."""
+        """Check a line of metrics for a collapse. With mode="stop", a collapse ends the run with a checkpoint."""
         logs: dict[str, Any] = kwargs["logs"]
         if self.mode == "off" or "loss" not in logs:
             return
@@ -162,7 +165,7 @@ class GuardCallback(Guard, TrainerCallback):
 
 
 def cannot_resume(checkpoint: str, error: Exception) -> RunError:
-    """Error text for a checkpoint that matches its manifest but cannot be loaded, because both were changed."""
+    """Make the error for a checkpoint that matches its manifest but cannot be loaded, because both were changed."""
     reason = (str(error).splitlines() or [""])[0]
     return RunError(
         f"{checkpoint} cannot be resumed from, though it matches its manifest: {type(error).__name__}: {reason} Remove that "
@@ -183,9 +186,9 @@ class RunTrainer(CorralTrainer, TrainerCallback):
     def __init__(self, parts: Parts, record: Recorder, guard: GuardCallback) -> None:
         self.parts, self.record, self.guard = parts, record, guard
         self.updates_per_step = updates_per_step(parts.config)
-        """Updates per corral step: the fewest after which a batch of rollouts and an update end together."""
+        """Number of updates per corral step, the smallest after which a batch of rollouts and an update end together."""
         self._sample: tuple[CompletionSample, Objective] | None = None
-        """Completions of a step's last update, stored until tokens.parquet gets its rows with the step's line of metrics."""
+        """Completions of a step's last update, kept until the step's metrics and its rows of tokens.parquet are written."""
         self._drawn: list[tuple[list[int], list[int]]] = []
         """Prompts and completions of a few held-out samples, collected while success is measured."""
         parts.config.output_dir = str(record.path / "checkpoints")
@@ -236,7 +239,7 @@ class RunTrainer(CorralTrainer, TrainerCallback):
         return output
 
     def sample_tokens(self, inputs: dict[str, Any], batch: TokenBatch, objective: Objective) -> None:
-        """Token observer: store a few completions of a step's last update, when the policy has moved furthest."""
+        """Store a few completions of a step's last update, when the policy has moved furthest, as the token observer."""
         left = self.updates_per_step - self.state.global_step % self.updates_per_step
         last = left == 1 or self.args.reuse == "auto"  # any update may turn out to be the last
         if last and self.model.training and self.record.folder is not None:
@@ -269,8 +272,10 @@ class RunTrainer(CorralTrainer, TrainerCallback):
             self.accelerator.wait_for_everyone()
 
     def measure(self) -> dict[str, float]:
-        """Measure success on held-out problems, sampled at temperature 1 and greedily, and restore the random state
-        afterwards."""
+        """Measure success on held-out problems, with samples at temperature 1 and with greedy decoding.
+
+        The random state is restored afterwards.
+        """
         parts, process = self.parts, self.accelerator
         mine = parts.held_out[process.process_index :: process.num_processes]
         devices = [process.device] if process.device.type == "cuda" else []
@@ -320,14 +325,17 @@ class RunTrainer(CorralTrainer, TrainerCallback):
                 yield score
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Measure success before any update."""
+        """Measure success on held-out problems before the first update."""
         if not self.record.lines:
             self.record.add({"step": 0, "update": 0, **_NOT_MEASURED, **self.measure()})
             self.guard.restore(self.record.lines)  # a run that only falls has its best success here
         self.record.patient = True
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """End a corral step: TRL calls every update a step, and a corral step has `updates_per_step` updates."""
+        """Measure success and save a checkpoint, if due, at the end of a corral step, which has `updates_per_step` updates.
+
+        TRL calls every update a step.
+        """
         step, within = divmod(state.global_step, self.updates_per_step)
         if within:
             return
@@ -340,7 +348,7 @@ class RunTrainer(CorralTrainer, TrainerCallback):
             self.record.interrupted = control.should_save = control.should_training_stop = True
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write one line of metrics per step after the guard's check, and sample completions."""
+        """Write one line of metrics per step, after the guard has checked the metrics, and store some completions."""
         logs: dict[str, Any] = kwargs["logs"]
         if "loss" not in logs:
             return

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TextTool(OneTurn):
-    """A `Tool` for text: answers within a completion, whenever the model has written one of the tool's stop strings."""
+    """Generator of completions with a tool that replies whenever the model has written one of the tool's stop strings."""
 
     tool: Tool
 
@@ -48,7 +48,7 @@ class TextTool(OneTurn):
         return {"rollout_func": rollout}
 
     def play(self, model: PreTrainedModel, problems: Problems, asked: Sequence[str], sampling: Sampling) -> list[Dialogue]:
-        """Generate one completion per problem; its whole text, with the tool's part, is graded."""
+        """Generate one completion per problem. The whole text is graded, including the tool's replies."""
         return converse(model, problems.tokenizer, asked, problems.tokens(asked), self.tool, sampling)
 
 
@@ -151,7 +151,7 @@ _HOW_ENVIRONMENT = "`environment_factory` is module:Class or file.py:Class"
 def make_turns(
     tool: str, tools: Sequence[str | _Function], environment_factory: str | _Function, max_turns: int | None = None
 ) -> "Turns":
-    """Build the tool, functions or environment that the settings name, or single turns if they name none."""
+    """Make the generator of completions with the tool, functions or environment in the settings, else in single turns."""
     if tool:
         return TextTool(make_tool(tool))
     if not tools and not environment_factory:
@@ -167,7 +167,7 @@ def make_turns(
 
 
 def _check_schema(function: _Function, name: str) -> None:
-    """Raise an error for a function without the hints and docstring that the model is told of it."""
+    """Raise ValueError for a function without type hints and docstring, from which the model learns to call the function."""
     try:
         get_json_schema(function)
     except Exception as error:  # transformers has one each for a docstring and for hints
@@ -180,14 +180,17 @@ def _check_schema(function: _Function, name: str) -> None:
 
 @dataclass
 class FunctionCalls:
-    """Tool functions and environments for a chat model; every completion gets its own environment."""
+    """Generator of completions in which a chat model calls functions or an environment.
+
+    Every completion gets its own environment.
+    """
 
     functions: list[_Function]
     factory: Callable[[], Any] | None = None
     max_turns: int = sys.maxsize
     """Largest number of tool answers within a completion; TRL's `max_tool_calling_iterations`."""
     _pool: list[Any] = field(default_factory=list)
-    """Environments that are reused between batches; each is reset before use."""
+    """Environments that are reused between batches. Each environment is reset before use."""
 
     def __post_init__(self) -> None:
         if self.factory is None:
@@ -220,8 +223,10 @@ class FunctionCalls:
         return bool(self._pool) and callable(getattr(self._pool[0], "get_reward", None))
 
     def template(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Arguments of the chat template: the tools, and TRL's template for them. Also sets the tokenizer's parser of tool
-        calls."""
+        """Return the chat template's arguments: the tools, and TRL's template for tools.
+
+        Also sets the tokenizer's parser of tool calls.
+        """
         if not chat_template_utils.supports_tool_calling(tokenizer):
             raise ValueError(
                 "`tools` and `environment_factory` need a chat model whose template has tool calls, such as Qwen/Qwen3-0.6B, "
@@ -267,7 +272,7 @@ class FunctionCalls:
         return [chat.dialogue for chat in chats]
 
     def _take(self, chat: "_Chat", problems: Problems, before: list[int], tokens: list[int], longest: int) -> None:
-        """Add the model's next message, and the results of its tool calls where `longest` tokens have room for them."""
+        """Add the model's next message and the results of its tool calls, unless the results exceed `longest` tokens."""
         one, tools = chat.dialogue, problems.template.get("tools")
         one.add(tokens)
         more: dict[str, Any] = {"prefix": before, "tools": tools}
@@ -289,8 +294,11 @@ class FunctionCalls:
 
 
 Turns = OneTurn | FunctionCalls
-"""Player of completions in one or several turns. `template` has arguments for the chat template, `trainer_arguments` has
-arguments of GRPOTrainer, and `play` generates one completion per problem."""
+"""Generator of completions in one or several turns.
+
+`template` has arguments for the chat template, `trainer_arguments` has arguments of GRPOTrainer, and `play` generates one
+completion per problem.
+"""
 
 
 @dataclass
@@ -303,7 +311,7 @@ class _Chat:
 
 
 def _ask(environment: Any, method: str, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> Any:
-    """Call a method of an environment; an error names the method and what was said until then."""
+    """Call a method of an environment. An error names the method and shows the chat until then."""
     try:
         return _wait(getattr(environment, method)(**arguments))
     except Exception as error:  # whatever a user's environment raises
@@ -346,7 +354,7 @@ def _methods(environment: Any) -> list[_Function]:
 
 
 def _wait(result: Any) -> Any:
-    """Return a tool's result; await it if the tool is `async`."""
+    """Return a tool's result, which is awaited if the tool is `async`."""
     return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 
@@ -368,4 +376,4 @@ def _teach_parsing(tokenizer: Any) -> None:
 
 
 _PARSE_ARGUMENTS = inspect.signature(chat_template_utils.parse_response).parameters
-"""Parameter names of TRL's response parser: some releases lack the prefix and the tools."""
+"""Names of the parameters of TRL's response parser. Some releases of TRL lack the parameters for prefix and tools."""
