@@ -24,7 +24,7 @@ ELAPSED = "elapsed_share_is_last"
 """Metadata key of a vector environment: True if corral appended the elapsed share of the episode to observations."""
 
 _CONTEXTS, PLANS, SEGMENTS, UPDATES, _HELD_OUT, STATISTICS = range(6)
-"""Numbers of independent random streams, one for each purpose, such as drawing contexts or evaluating."""
+"""Identifiers of independent random streams, one for each purpose, such as drawing contexts or evaluating."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -133,7 +133,7 @@ def _tolerance(
     x: Any, bounds: Any = (0.0, 0.0), margin: Any = 0.0, sigmoid: str = "gaussian", value_at_margin: float = 0.1
 ) -> Any:
     """Compute Meta-World's reward for a value's distance from an interval, which is 1 inside the interval.
-    A sigmoid other than the long tail, or an array, calls Meta-World's own function. The long tail of a distance d is
+    All but the long tail of a single distance d is computed by Meta-World's own function. The long tail is
 
     1 / (1 + (1/v − 1) (d / margin)²)
     """

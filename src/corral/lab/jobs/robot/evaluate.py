@@ -40,7 +40,7 @@ _SMOOTHNESS = {"jerk": "jerk (LDJ)", "spectrum": "spectrum (SPARC)", "torque_rat
 WAYS = ("mean", "exploring")
 """Names of the two ways to play evaluation episodes: without exploration, or with the exploration of training."""
 _PADDING = 16
-"""Number of zeros appended to a motion before its Fourier transform, in multiples of the motion's length.
+"""Length of the zeros appended to a motion before its Fourier transform, in multiples of the motion's length.
 They resolve the spectrum's arc length to a per mille."""
 
 
