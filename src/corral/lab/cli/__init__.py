@@ -1,4 +1,4 @@
-"""The command line: `corral COMMAND`; `corral --help` lists the commands."""
+"""Command line of corral: `corral COMMAND`. `corral --help` lists the commands."""
 
 import argparse
 import errno
@@ -19,7 +19,7 @@ from corral.trl import IncompatibleTRL
 from corral.validate import RunError, nearest, pip_install
 
 FAILED, INTERRUPTED = 1, 128 + signal.SIGINT
-"""Exit statuses of failed and interrupted commands."""
+"""Exit statuses of commands that failed or were interrupted."""
 
 COMMANDS = {
     "train": "train a language model or a robot under a trust region; without arguments, the embedded demo",
@@ -34,18 +34,19 @@ COMMANDS = {
     "explain": "what an objective, a recipe, a task, an algorithm or a setting is",
     "doctor": "what is installed, what is supported, what is missing and how to get it",
 }
-"""Commands with their help texts. Each command is a module in this folder with `add_arguments(parser)` and `run(arguments)`,
-imported on use."""
+"""Commands of corral with their help texts.
+Each command is a module in this folder with `add_arguments(parser)` and `run(arguments)`, imported on use."""
 
 _OPEN = ("train", "compare", "leaderboard", "bench")
-"""Commands whose `run(arguments, rest)` also takes unparsed words, since any setting of a run is a flag."""
+"""Commands that also take words which the parser does not know, since any setting of a run is a flag.
+Their `run` takes these words as `rest`."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Argument parser that reports an error in one sentence; argparse would print the whole usage first."""
+    """Argument parser that reports an error in one sentence, without argparse's usage text."""
 
     names: Callable[[], str] | None = None
-    """Function that makes the end of the help text. It is called only on --help, since its imports take long."""
+    """Function that returns the end of the help text. It is called only on --help, since its imports take long."""
 
     def format_help(self) -> str:
         return super().format_help() + (self.names() if self.names is not None else "")
@@ -56,7 +57,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line and return the exit status: 0 fine, 1 failed, 2 not understood, 130 interrupted."""
+    """Run a command line and return the exit status.
+    It is 0 for success, 1 for a failure, 2 if not understood, and 130 if interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = _Parser(
         prog="corral",
@@ -95,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def refuse(sentence: str, status: int = 2) -> int:
-    """Print the reason for a refusal on stderr."""
+    """Print the reason for a refusal on stderr, and return the exit status."""
     sys.stderr.write(f"corral: {visible(sentence)}\n")
     return status
 
@@ -106,13 +108,13 @@ def say(*lines: str) -> None:
 
 
 def given_flags(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Values of the flags that were given, by setting name: --top-p becomes top_p."""
+    """Return the values of the flags that were given, keyed by setting name: --top-p becomes top_p."""
     values = {name.replace("-", "_"): vars(arguments)[name.replace("-", "_")] for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def check_installed(what: str, packages: Iterable[str], extra: str) -> None:
-    """Raise a RunError if a package is missing: `reports need rliable. Install them: …`."""
+    """Raise a RunError if a Python package is missing, such as `reports need rliable. Install them: …`."""
     absent = [name for name in packages if importlib.util.find_spec(name) is None]
     if absent:
         raise RunError(f"{what} {', '.join(absent)}. Install them: {pip_install(extra)}.")
@@ -122,12 +124,12 @@ _NEEDED: dict[Kind, tuple[str, ...]] = {
     "llm": ("transformers", "trl", "accelerate", "rich"),
     "robot": ("gymnasium", "mujoco", "rich", "pyarrow"),
 }
-"""Packages required for training, by kind of run."""
+"""Packages required for training, keyed by kind of run (llm or robot)."""
 
 
 def kind_of(arguments: argparse.Namespace) -> Kind:
-    """Find the kind of run (llm or robot) for these flags: from the run, the recipe's folder, or an `environment` in the
-    file."""
+    """Find the kind of run (llm or robot) that command-line flags describe.
+    It follows from the run, the recipe's folder, or an `environment` in the file."""
     if arguments.resume is not None:
         return kind_of_run(arguments.resume)
     if arguments.recipe is not None:
@@ -139,12 +141,12 @@ def kind_of(arguments: argparse.Namespace) -> Kind:
 
 
 def recipe_of(arguments: argparse.Namespace) -> str | None:
-    """Choose the recipe: the flag --recipe, or the demo if neither a file nor an environment is given."""
+    """Choose the recipe: the flag --recipe, or the demo if neither a settings file nor an environment is given."""
     return arguments.recipe or (None if arguments.config or arguments.environment else "demo")
 
 
 def kind_of_run(path: Path) -> Kind:
-    """Kind of the run in a folder, llm or robot; "llm" if the folder holds no run."""
+    """Return the kind of the run in a folder, "llm" or "robot". Returns "llm" if the folder holds no run."""
     try:
         content = read_json(path / "config.json")
         return "robot" if "environment" in content["settings"] else "llm"

@@ -1,4 +1,4 @@
-"""Command `corral audit`: measure which tokens clipping blocks in a dump, a run or two models, or show a stored audit."""
+"""Command `corral audit`: measure which tokens clipping blocks in logged data, a run or two models, or show an audit."""
 
 import argparse
 import json
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from corral.lab.audit.tally import Audit
 
 _BEYOND = 3
-"""Exit status if a number exceeds its limit in --fail-above or --fail-if."""
+"""Exit status of `corral audit` if a number exceeds its limit in --fail-above or --fail-if."""
 
 _NEEDED = ("numpy", "pandas", "pyarrow", "rich", "jinja2")
-"""Packages needed to show an audit; comparing models needs more."""
+"""Python packages needed to show an audit. Comparing models needs more packages."""
 
 _INTERVAL = 10.0
-"""Seconds between two polls of the files with --live."""
+"""Seconds between two polls of the audited files with --live."""
 
 _LISTED = 8
-"""Largest number of blocked tokens listed in a terminal; the page has more."""
+"""Largest number of blocked tokens listed in a terminal. The audit's page lists more."""
 
 wait: Callable[[float], object] = time.sleep
-"""Function that waits between two polls; tests replace it."""
+"""Function that waits between two polls of the audited files. Tests replace it."""
 
 _MODEL_FLAGS = {
     "task": "what to ask; by default a run's own task",
@@ -61,7 +61,7 @@ _TAKEN: dict[str, Sequence[str]] = {
     "two models are compared": (*_RULES, *_SETTINGS, "old", "new", "out"),
     "--live loads no model": (*_RULES, "tokenizer"),
 }
-"""Flags that each kind of input accepts, besides the output flags. The keys are parts of error sentences."""
+"""Flags that each kind of audit input accepts, besides the output flags. The keys are parts of error sentences."""
 
 _OUTPUT = ("path", "page", "json", "fail_above", "fail_if", "live", "interval", "quiet")
 
@@ -80,7 +80,7 @@ Exit status: 0 fine, 1 failed, 2 not understood, 3 beyond --fail-above or --fail
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the command."""
+    """Add the flags of `corral audit` to the parser."""
     parser.epilog = _EPILOG
     parser.add_argument(
         "path", metavar="AUDIT|DUMP|RUN", nargs="?", type=Path, help="an audit's folder, a dump, or a run's folder"
@@ -114,7 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the audit, or read a stored one, and show the result."""
+    """Run the audit, or read a stored audit, and show the result."""
     check_installed("audits need", _NEEDED, "report")
     _check(arguments)
     look = _reader(arguments)
@@ -129,7 +129,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse unreadable input, unwritable output, impossible limits, and `--live` without growing files before computing."""
+    """Refuse unreadable input, unwritable output, impossible limits, and `--live` without growing files, before computing."""
     path, interval, limit = arguments.path, arguments.interval, arguments.fail_above
     if path is not None:
         try:
@@ -160,7 +160,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _refuse_others(arguments: argparse.Namespace, kind: str) -> None:
-    """Refuse flags that this kind of input does not accept; `kind` is a key of `_TAKEN`."""
+    """Refuse flags that the kind of audit input does not accept. `kind` is a key of `_TAKEN`."""
     taken = {name.replace("-", "_") for name in (*_OUTPUT, *_TAKEN[kind])}
     for name, value in vars(arguments).items():
         if name not in taken and value not in (None, [], False):
@@ -169,7 +169,7 @@ def _refuse_others(arguments: argparse.Namespace, kind: str) -> None:
 
 
 def _reader(arguments: argparse.Namespace) -> "Callable[[], tuple[Audit, Path] | None]":
-    """Build a function that returns the current audit and the path of its page. With --live it returns None without new data.
+    """Build a function that returns the current audit and its page's path, or with --live None if no new data came.
 
     With --live, a dump and an audit's folder are told apart at every look, as either may still have to appear.
     """
@@ -218,7 +218,7 @@ def _reader(arguments: argparse.Namespace) -> "Callable[[], tuple[Audit, Path] |
 
 
 def _token_texts(name: str, ids: Sequence[int]) -> dict[int, str]:
-    """Decode tokens with a model's tokenizer."""
+    """Decode token ids to texts with a model's tokenizer."""
     check_kind("llm", "a tokenizer")
     quiet_libraries()
     from corral.lab.models.load import load_skeleton
@@ -229,7 +229,7 @@ def _token_texts(name: str, ids: Sequence[int]) -> dict[int, str]:
 
 
 def _label(name: Path | str, most: int) -> str:
-    """Turn a model's name, or the name of a dump, into a file name."""
+    """Turn a model's or a dump's name into a file name of at most `most` characters."""
     text = name.resolve().name if isinstance(name, Path) else name
     return "".join(x if x.isalnum() or x in "._-" else "-" for x in text).strip("-.")[-most:] or "dump"
 
@@ -254,7 +254,7 @@ def _rescore(dump: "Dump", arguments: argparse.Namespace, rules: "Rules") -> Pat
 
 
 def _audit_models(arguments: argparse.Namespace, rules: "Rules") -> Path:
-    """Audit two models or a run's checkpoints, and return the audit's folder."""
+    """Audit two models, or the checkpoints of a run, and return the audit's folder."""
     path, old, new = arguments.path, arguments.old, arguments.new
     if path is None and (old is None or new is None):
         raise RunError("audit takes an audit's folder, a dump, a run's folder, or --old MODEL --new MODEL --task TASK.")
@@ -276,7 +276,7 @@ def _audit_models(arguments: argparse.Namespace, rules: "Rules") -> Path:
 
 
 def _rules(arguments: argparse.Namespace) -> "Rules":
-    """Clipping rules to audit, from the flags."""
+    """Create the clipping rules to audit from the command-line flags."""
     from corral.lab.audit.rules import Rules
     from corral.objective import make_objective
 
@@ -293,7 +293,7 @@ def _rules(arguments: argparse.Namespace) -> "Rules":
 
 @contextmanager
 def _progress_bar(total: int, *, quiet: bool) -> Iterator[Callable[[int], object]]:
-    """Context with a progress bar on stderr, if stderr is a terminal; yields a function to report the bytes read."""
+    """Context with a progress bar on stderr, if stderr is a terminal. Yields a function to report the bytes read."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     from corral.lab.run.view import PatientConsole
@@ -305,7 +305,7 @@ def _progress_bar(total: int, *, quiet: bool) -> Iterator[Callable[[int], object
 
 
 def _publish(audit: "Audit", page: Path, arguments: argparse.Namespace, live: float | None = None) -> str:
-    """Write the page and the --json file, and return a sentence with the page's path."""
+    """Write the audit's page and its --json file, and return a sentence with the page's path."""
     from corral.lab.audit.page import write_page
 
     page = arguments.page or page
@@ -316,7 +316,7 @@ def _publish(audit: "Audit", page: Path, arguments: argparse.Namespace, live: fl
 
 
 def _finish(audit: "Audit", page: Path, arguments: argparse.Namespace) -> int:
-    """Write page, JSON and terminal output. Returns 0, or 3 after printing each limit that is exceeded."""
+    """Write an audit's page, JSON and terminal output. Returns 0, or 3 after printing each limit that is exceeded."""
     last = _publish(audit, page, arguments)
     if arguments.json == "-":
         sys.stdout.write(json.dumps(plain(audit.as_dict()), indent=2, allow_nan=False) + "\n")
@@ -326,7 +326,7 @@ def _finish(audit: "Audit", page: Path, arguments: argparse.Namespace) -> int:
 
 
 def _show(audit: "Audit", last: str, *, quiet: bool) -> None:
-    """Print an audit in the terminal: its findings as sentences, tables (unless quiet), and the path of the page."""
+    """Print an audit in the terminal: its findings as sentences, tables (unless quiet), and the path of its page."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -364,7 +364,7 @@ def _show(audit: "Audit", last: str, *, quiet: bool) -> None:
 
 
 def _limits(arguments: argparse.Namespace) -> "list[Limit]":
-    """Parse the limits in --fail-above and --fail-if."""
+    """Parse the limits in the flags --fail-above and --fail-if."""
     from corral.lab.audit.limits import Limit, read_limit
 
     found = [read_limit(text) for text in arguments.fail_if]
@@ -372,7 +372,7 @@ def _limits(arguments: argparse.Namespace) -> "list[Limit]":
 
 
 def _follow(look: "Callable[[], tuple[Audit, Path] | None]", arguments: argparse.Namespace) -> int:
-    """Poll the files until Ctrl-C, with a status line, then show the audit; returns the exit status.
+    """Poll the audited files until Ctrl-C, with a status line, then show the audit. Returns the exit status.
 
     In a terminal the status line is overwritten; elsewhere it is printed anew after each change.
     """

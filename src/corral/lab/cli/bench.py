@@ -14,11 +14,11 @@ BENCHMARKS = {
     "update": ("update.py", "old pass and updates of a trainer: stock TRL against corral padded, packed and compiled"),
     "projection": ("projection_steps.py", "the KL projection: evaluations, time and accuracy against bracketing"),
 }
-"""Benchmarks by name, each with its script and a description."""
+"""Benchmarks keyed by name, each with its script and a description."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the name of the benchmark; all other arguments go to its script."""
+    """Add the name of the benchmark to the parser. All other arguments go to the benchmark's script."""
     listed = "; ".join(f"{name}: {what}" for name, (_, what) in BENCHMARKS.items())
     parser.add_argument("name", metavar="NAME", nargs="?", help=f"{listed}. Further arguments go to the script, --help too")
     parser.add_argument("further", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)

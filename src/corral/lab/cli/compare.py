@@ -35,14 +35,14 @@ _EXAMPLE: dict[Kind, str] = {"llm": "ppo_clip,troll", "robot": "tce,bbrl"}
 """Example of objectives or algorithms to compare, for error messages."""
 
 _SINGULAR = ("objective", "algorithm")
-"""Flags of `corral train` that have a plural form here: --objectives, --algorithms."""
+"""Flags of `corral train` that have a plural form in `corral compare`: --objectives, --algorithms."""
 
 _RESUME_FLAGS = "--jobs, --engine, --stall, --retry-failed, --dry-run and --quiet"
-"""Flags that can change when a comparison is resumed."""
+"""Names of the flags that can change when a comparison is resumed, for error messages."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the command."""
+    """Add the flags of `corral compare` to the parser."""
     parser.epilog = _EPILOG
     parser.add_argument("--objectives", metavar="A,B:KEY=VALUE", help="contestants where a language model learns")
     parser.add_argument("--algorithms", metavar="A,B", help="contestants where a robot learns")
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Run a comparison; the exit status is 0 if every training run ended well."""
+    """Run a comparison. Returns the exit status, which is 0 if every training run ended well."""
     check_installed("comparisons need", NEEDED, "report")
     if importlib.util.find_spec("rich") is None:  # of either kind, and looked for before it is known which one learns
         more = f"{pip_install('llm')}. For robots the extra is robot"
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _compare(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Create the comparison, or load the one to resume."""
+    """Create a new comparison, or load the comparison to resume, and run it."""
     resuming = arguments.resume is not None
     comparison = _saved_comparison(arguments, rest) if resuming else _new_comparison(arguments, rest)
     # With statistics and figures: only now, when the names on the command line are known to be right.
@@ -186,7 +186,7 @@ def _new_comparison(arguments: argparse.Namespace, rest: list[str]) -> Any:
 
 
 def _take_from_recipe(arguments: argparse.Namespace) -> None:
-    """Take contestants, sweep and seeds from the recipe's table `[compare]`, unless flags give them."""
+    """Take compared methods, sweep and seeds from the recipe's table `[compare]`, unless flags give them."""
     found = recipes().get(arguments.recipe)
     table = read_file(found).get(COMPARE, {}) if found is not None else {}
     if table and arguments.objectives is None and arguments.algorithms is None:
@@ -199,7 +199,7 @@ def _take_from_recipe(arguments: argparse.Namespace) -> None:
 
 
 def _contestants(kind: Kind, arguments: argparse.Namespace) -> tuple[str, ...]:
-    """Parse the objectives or algorithms to compare; raises RunError for a wrong flag or an unknown name."""
+    """Parse the objectives or algorithms to compare. Raises RunError for a wrong flag or an unknown name."""
     objectives, algorithms = arguments.objectives, arguments.algorithms
     what, given, other = ("objective", objectives, algorithms) if kind == "llm" else ("algorithm", algorithms, objectives)
     # Objectives that an imported package has registered are among them.
@@ -225,7 +225,8 @@ def _contestants(kind: Kind, arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _check_names(kind: Kind, arguments: argparse.Namespace, given: Mapping[str, Any]) -> None:
-    """Refuse unknown settings before torch and statistics are imported. Settings of a single contestant are checked later."""
+    """Refuse unknown settings before torch and statistics are imported.
+    Settings of a single compared method are checked later."""
     settings = job_module(kind, "settings")
     layer = nested(given.items(), settings.TABLES)
     recipe = recipe_of(arguments)
@@ -235,7 +236,7 @@ def _check_names(kind: Kind, arguments: argparse.Namespace, given: Mapping[str, 
 
 
 def _split_names(given: str) -> tuple[str, ...]:
-    """Split contestants at commas. `troll:bound=0.1` becomes `troll bound=0.1`, its name in reports.
+    """Split the methods to compare at commas. `troll:bound=0.1` becomes `troll bound=0.1`, its name in reports.
 
     An objective of the user's own keeps the colon of its path: `mine.py:loss:scale=2` becomes `mine.py:loss scale=2`.
     """
@@ -272,7 +273,7 @@ def _saved_comparison(arguments: argparse.Namespace, rest: list[str]) -> Any:
 
 
 def _check_installed(kind: Kind) -> None:
-    """Raise a RunError if a package for training is missing, and silence the libraries."""
+    """Raise a RunError if a package for training is missing, and silence the messages of libraries."""
     check_kind(kind, "training")
     if kind == "llm":
         quiet_libraries()

@@ -24,12 +24,13 @@ from corral.validate import RunError, pip_install
 
 _PACKAGE = Path(__file__).parents[2]
 _KINDS = {"language models": "llm", "robots": "robot"}
-"""Kinds of training, each with the pip extra that it needs."""
+"""Kinds of training (language models, robots), each with the pip extra that it needs."""
 _TELLTALE = {
     "language models": ("trl", "transformers", "accelerate", "peft"),
     "robots": ("gymnasium", "mujoco", "stable-baselines3"),
 }
-"""Packages that show which kind of training was installed: with one of them, a missing package of its kind is an error."""
+"""Packages that show which kind of training is installed.
+With one of them, a missing package of its kind is an error."""
 _OPTIONAL = {
     "tensorboard": "--report-to tensorboard: pip install tensorboard",
     "wandb": "--report-to wandb: pip install wandb",
@@ -42,14 +43,14 @@ _OPTIONAL = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags --engine and --model."""
+    """Add the flags --engine and --model of `corral doctor` to the parser."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--engine", metavar="NAME", help=f"is corral active in this engine, and how: {', '.join(ENGINES)}")
     which.add_argument("--model", metavar="NAME", help="does this model compute on this device what its weights say?")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the checks. The status is 1 if `corral train` cannot run or the packages of an installed kind are incomplete."""
+    """Print the checks of the installation. Returns 1 if `corral train` cannot run or an installed kind lacks packages."""
     if arguments.engine is not None or arguments.model is not None:
         return _run_checkup(arguments)
     trouble: list[str] = []
@@ -80,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run_checkup(arguments: argparse.Namespace) -> int:
-    """Print the check of an engine (--engine) or a model (--model); the status is 1 if something is wrong."""
+    """Print the check of a rollout engine (--engine) or a model (--model). Returns 1 if something is wrong."""
     try:
         if arguments.model is None:
             found = run_checkup(arguments.engine)
@@ -99,7 +100,7 @@ def _run_checkup(arguments: argparse.Namespace) -> int:
 
 
 def requirements(extra: str | None) -> dict[str, str]:
-    """Packages that corral or its extras need, with their supported releases, from corral's metadata."""
+    """Return the packages that corral or its extras need, with their supported releases, from corral's metadata."""
     try:
         listed = requires("corral") or []
     except PackageNotFoundError:
@@ -109,7 +110,7 @@ def requirements(extra: str | None) -> dict[str, str]:
 
 
 def installed_version(name: str) -> str | None:
-    """Version of a package; None if it is not installed."""
+    """Return the version of an installed package. Returns None if the package is not installed."""
     try:
         return version(name.replace("_", "-"))
     except PackageNotFoundError:
@@ -117,7 +118,7 @@ def installed_version(name: str) -> str | None:
 
 
 def _check_package(name: str, wanted: str, remedy: str, trouble: list[str]) -> tuple[str, str]:
-    """Installed version of a package, and what is wrong with it, if anything."""
+    """Return the installed version of a package, and a description of what is wrong with it, if anything."""
     have = installed_version(name)
     if have is None:
         trouble.append(f"{name}{wanted}: {remedy}")
@@ -138,7 +139,7 @@ def _check_package(name: str, wanted: str, remedy: str, trouble: list[str]) -> t
 
 
 def _device() -> tuple[str, str]:
-    """Device that training would use, with the GPUs' names or the number of cores."""
+    """Return the device that training would use, with the GPUs' names or the number of CPU cores."""
     if torch.cuda.is_available():
         names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
         return "cuda", f"{torch.cuda.device_count()} × {', '.join(sorted(names))}"
@@ -147,7 +148,7 @@ def _device() -> tuple[str, str]:
 
 
 def sandbox() -> tuple[str, str, str]:
-    """Check the sandbox for model-written programs: its backend and its memory limit."""
+    """Check the sandbox for programs that models write: its backend and its memory limit."""
     try:
         backend = available_backend()
     except SandboxUnavailable as error:

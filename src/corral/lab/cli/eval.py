@@ -34,7 +34,7 @@ Interrupted, the same command resumes. Finished, it shows the results.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the command."""
+    """Add the flags of `corral eval` to the parser."""
     parser.epilog = _EPILOG
     parser.add_argument("model", metavar="RUN|MODEL", nargs="?", help="a run's folder, or tiny, smollm2, a folder, a hub id")
     for name, what in FLAGS.items():
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Evaluate a run of a language model or robot, or a model."""
+    """Evaluate a run of a language model or robot, or a model without a run."""
     kind = "llm" if arguments.model is None else kind_of_run(Path(arguments.model))
     check_kind(kind, "evaluating")
     try:
@@ -87,7 +87,7 @@ def _evaluate_robot(arguments: argparse.Namespace) -> None:
 
 
 def _evaluate_model(arguments: argparse.Namespace) -> None:
-    """Evaluate a language model with the settings in the flags, and compare the result with another if requested."""
+    """Evaluate a language model with the settings in the flags, and compare with an earlier evaluation if requested."""
     from corral.lab.jobs.llm.eval_settings import EvalSettings
 
     for name in given_flags(arguments, ("episodes", "video")):
@@ -117,7 +117,7 @@ def _evaluate_model(arguments: argparse.Namespace) -> None:
 
 
 def eval_settings(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Convert flags into typed settings of an evaluation; settings of the task go into `task_config`."""
+    """Convert flags into typed settings of an evaluation. Settings of the task go into `task_config`."""
     from corral.lab.jobs.llm.eval_settings import EvalSettings
     from corral.lab.jobs.llm.settings import FUNCTIONS, TABLES
 

@@ -23,14 +23,14 @@ from corral.validate import literal_words, pip_install, suggest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the argument NAME."""
+    """Add the argument NAME of `corral explain` to the parser."""
     parser.add_argument(
         "name", metavar="NAME", nargs="?", help="an objective, recipe, task, algorithm or setting; `settings` for all of them"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print every explanation of a name; some names have several: `countdown` is a recipe and a task."""
+    """Print every explanation of a name. `countdown`, for example, is both a recipe and a task."""
     if arguments.name is None:
         sys.stdout.write(_listing())
         return 0
@@ -87,27 +87,28 @@ def _explanations(name: str) -> Iterator[Sequence[str]]:
 
 
 def _own_doc(config_cls: type) -> str:
-    """The docstring of a settings class, or "" if it has none: Python fills in a dataclass's signature."""
+    """Return the docstring of a settings class, or "" if it has only the signature that Python fills in for dataclasses."""
     doc = vars(config_cls)["__doc__"]
     return "" if doc.startswith(f"{config_cls.__name__}(") else inspect.cleandoc(doc)
 
 
 def _objective_line(name: str) -> str:
-    """Description of an objective in the list of names. Objectives that share a function get their settings class's text."""
+    """Return an objective's description for the list of names.
+    Objectives that share a function get their settings class's text."""
     entry, config_cls = OBJECTIVES[name]
     shared = sum(other == entry for other, _ in OBJECTIVES.values()) > 1
     return (_own_doc(config_cls) if shared else "") or inspect.getdoc(objective_function(name)) or ""
 
 
 def _own_settings() -> dict[str, str]:
-    """Texts of corral's settings for a language-model run, by name; TRL's settings are not included."""
+    """Return the descriptions of corral's settings for a language-model run, keyed by name. TRL's settings are not included."""
     from corral.lab.jobs.llm.settings import Settings
 
     return {name: text for name, text in field_docs(Settings).items() if name != "trainer"}
 
 
 def _setting(name: str, title: str, words: str) -> Sequence[str]:
-    """Explain a setting and its flag."""
+    """Explain a setting of a run and its command-line flag."""
     return f"{title}\n", f"{textwrap.fill(words, 110)}\n", f"use it   corral train --{name.replace('_', '-')} VALUE\n"
 
 
@@ -125,7 +126,7 @@ def _trainer_setting(name: str) -> Iterator[Sequence[str]]:
 
 
 def _listing() -> str:
-    """List all names, each with the first line of its description."""
+    """List all names that `corral explain` knows, each with the first line of its description."""
     registries: dict[str, dict[str, str | None]] = {
         "objectives": {name: _objective_line(name) for name in objective_names()},
         "corrections": {name: inspect.getdoc(function) for name, (function, _) in CORRECTIONS.items()},
@@ -142,14 +143,14 @@ def _listing() -> str:
 
 
 def _body(documented: Any) -> str:
-    """Description, formula and reference from a docstring, without the sections Args and Returns."""
+    """Extract description, formula and reference from a docstring, without the sections Args and Returns."""
     return (
         re.sub(r"^(?:Args|Returns):\n(?:(?: .*)?\n)*", "", f"{inspect.getdoc(documented) or ''}\n", flags=re.M).rstrip() + "\n"
     )
 
 
 def _settings(config_cls: type, only: Container[str] | None = None, title: str = "settings") -> str:
-    """List settings with their defaults and texts."""
+    """List the settings of a class with their defaults and descriptions."""
     meanings, rows = field_docs(config_cls), []
     for field in dataclasses.fields(config_cls) if dataclasses.is_dataclass(config_cls) else ():
         if only is None or field.name in only:
@@ -159,14 +160,14 @@ def _settings(config_cls: type, only: Container[str] | None = None, title: str =
 
 
 def _title(field: dataclasses.Field[Any]) -> str:
-    """Name of a setting with its default, and the other values if it takes one of several words."""
+    """Format a setting as its name and default, with the other allowed values if it takes one of several words."""
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     others = ", ".join(repr(word) for word in literal_words(field.type, *get_args(field.type)) if word != default)
     return f"{field.name} = {default!r}{f' (or {others})' if others else ''}"
 
 
 def field_docs(config_cls: type) -> dict[str, str]:
-    """Texts under the fields of a class and its bases, read from source."""
+    """Return the docstrings under the fields of a class and its bases, read from source and keyed by field."""
     found = dict[str, str]()
     for cls in reversed(config_cls.__mro__[:-1]):
         try:

@@ -16,7 +16,7 @@ corral export runs/arm --out arm_policy.pt2       of a robot: a program for torc
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the command."""
+    """Add the flags of `corral export` to the parser."""
     parser.epilog = _EPILOG
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder")
     parser.add_argument("--out", metavar="PATH", type=Path, help="a new folder (RUN-model), or a robot's file (policy.npz)")
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the exported files, and print their paths."""
+    """Write the exported model or policy files, and print their paths."""
     if not (arguments.run / "config.json").is_file():
         raise RunError(f"{arguments.run} is no run: it has no config.json. Give the folder that `corral train` printed.")
     kind = kind_of_run(arguments.run)

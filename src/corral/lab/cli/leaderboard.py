@@ -1,4 +1,5 @@
-"""Command `corral leaderboard`: run a comparison in one cell of the leaderboard, and print the contestants by rank."""
+"""Command `corral leaderboard`: compare an objective of your own with others in one setting of the leaderboard.
+The compared objectives are printed by rank."""
 
 import argparse
 from pathlib import Path
@@ -18,13 +19,13 @@ fresh seeds. If any contestant is best at an end of the grid, a rate is added th
 """
 
 _RATES = {1: "2e-4,4e-4,8e-4", 4: "1e-4,2e-4,4e-4"}
-"""Learning rates of the leaderboard by number of passes over each batch."""
+"""Learning rates that the leaderboard tries, keyed by the number of passes over each batch."""
 _FIRST = 601
-"""First random seed of the leaderboard. Rates are chosen on this seed and the next."""
+"""First random seed of the leaderboard. Learning rates are chosen on this seed and the next."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the command; it passes all others on to `corral compare`."""
+    """Add the flags of `corral leaderboard` to the parser. All other flags are passed on to `corral compare`."""
     parser.epilog = _EPILOG
     parser.add_argument(
         "--objective", metavar="FILE:FUNCTION", action="append", default=[], help="an objective of your own; repeatable"
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Run the cell as a comparison, and print the ranks; the exit status is the comparison's."""
+    """Run one cell of the leaderboard as a comparison, and print the ranks. Returns the comparison's exit status."""
     from corral.lab.run.folder import default_name
 
     out = arguments.out or default_name("leaderboard")
@@ -58,7 +59,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def ranks(path: Path) -> list[str]:
-    """Rank a comparison's contestants by mean success over the run, with differences from the contestant named first.
+    """Rank a comparison's methods by mean success over the run, with differences from the method named first.
 
     Differences are means over paired seeds with Student's 95 % interval; the mean over the run has a bootstrap interval.
     """

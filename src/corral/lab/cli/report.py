@@ -8,7 +8,7 @@ from pathlib import Path
 from corral.lab.cli import check_installed, say
 
 NEEDED = ("rliable", "pandas", "pyarrow", "scipy", "jinja2")
-"""Packages needed for statistics and pages."""
+"""Python packages needed for statistics and pages of reports."""
 
 _EPILOG = """
 DIR is a run's folder, or a folder that holds runs; several are shown together.
@@ -17,7 +17,7 @@ The page is one file that asks the network for nothing: send it to anybody.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the command."""
+    """Add the flags of `corral report` to the parser."""
     parser.epilog = _EPILOG
     parser.add_argument("runs", metavar="DIR", nargs="+", type=Path, help="a run, or a folder of runs")
     parser.add_argument("--out", metavar="FILE", type=Path, default=Path("report.html"), help="the page (report.html)")
@@ -42,7 +42,7 @@ def open_page(page: Path) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the page and the exported files, then print the findings and the paths."""
+    """Write the report page and the exported files, then print the findings and the paths."""
     check_installed("reports need", NEEDED, "report")
     from corral.lab.report.content import make_report
     from corral.lab.report.export import export

@@ -32,7 +32,8 @@ FLAGS = {
     "guard": "on a collapse: warn, stop or off",
     "report-to": "none, tensorboard, wandb, trackio, or several of them with commas between",
 }
-"""Settings whose flags are listed in the help. Every other setting has a flag too, or can be given with --set."""
+"""Settings whose flags are listed in the help of `corral train`.
+Every other setting has a flag too, or can be given with --set."""
 
 _EPILOG = """
 Any setting can be given as a flag or with --set: --num-generations 16, --set objective_config.bound=0.1.
@@ -53,11 +54,11 @@ _RESUME_SETTINGS: dict[Kind, tuple[str, ...]] = {
     "llm": ("guard", "report_to", "steps"),
     "robot": ("guard", "iterations", "report_to", "simulator"),
 }
-"""Settings that can be changed when a run is resumed."""
+"""Settings that can be changed when a run is resumed, keyed by kind of run."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the command."""
+    """Add the flags of `corral train` to the parser."""
     parser.epilog, parser.names = _EPILOG, _names  # type: ignore[attr-defined]  # of the command line's own parser
     add_setting_flags(parser, FLAGS)
     parser.add_argument("--out", metavar="DIR", type=Path, help="folder of the run; by default a new one under runs/")
@@ -74,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_setting_flags(parser: argparse.ArgumentParser, flags: Mapping[str, str]) -> None:
-    """Add the flags for settings: a recipe, a file, `flags` with their help, rewards, and --set for all others."""
+    """Add the flags for settings to the parser: a recipe, a file, `flags` with their help, rewards, and --set."""
     parser.add_argument("--recipe", metavar="NAME", help="settings that ship with corral")
     parser.add_argument("--config", metavar="FILE", type=Path, help="settings in a TOML or YAML file")
     for name, what in flags.items():
@@ -85,14 +86,14 @@ def add_setting_flags(parser: argparse.ArgumentParser, flags: Mapping[str, str])
 
 
 def _names() -> str:
-    """Names of recipes and tasks, to print below the help."""
+    """Return the names of recipes and tasks, to print below the help."""
     from corral.lab.tasks import names
 
     return f"\nrecipes:\n{columns(recipes(studies=False))}\ntasks:\n{columns(names())}\n"
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Train or resume a run, or print the plan with --dry-run; returns the exit status."""
+    """Train or resume a run, or print the plan with --dry-run. Returns the exit status."""
     try:
         kind = kind_of(arguments)
         check_kind(kind, "training")
@@ -125,7 +126,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _resume(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    """Resume a run with its stored settings. Only its length, and settings that do not change the training, can be changed."""
+    """Resume a run with its stored settings, except for its length and settings that do not affect the training."""
     given = dict(given_settings(arguments, rest))
     changes = {key: given.pop(key, None) for key in _RESUME_SETTINGS[kind]}
     others = ("recipe", "config", "out", "smoke", "dry_run", "unsafe_code_execution")

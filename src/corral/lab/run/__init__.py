@@ -1,1 +1,1 @@
-"""A training run of a language model or a robot: its folder, settings, terminal output, and guard against collapse."""
+"""Training runs of language models and robots: run folder, settings, terminal output, and a guard against collapse."""

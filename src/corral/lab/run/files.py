@@ -1,4 +1,4 @@
-"""Atomic file writes, folder locks, and sentences for disk errors."""
+"""Atomic file writes, folder locks, and error messages for a full or read-only disk."""
 
 import errno
 import fcntl
@@ -17,15 +17,15 @@ from corral.validate import RunError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
-"""Operating-system errors for a path that may not be read or written."""
+"""Operating-system error numbers for a path that may not be read or written."""
 
 
 _MOST = 2**28
-"""Largest size in bytes of a settings or results file to read; no run writes larger ones."""
+"""Largest size in bytes of a settings or results file that is read. Runs write smaller files."""
 
 
 MOST_METRICS = 2**32
-"""Largest size in bytes of a metrics.jsonl to read: enough for a million steps."""
+"""Largest size in bytes of a metrics.jsonl that is read, enough for a million steps."""
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
@@ -55,7 +55,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def append_line(path: Path, content: dict[str, Any]) -> None:
-    """Append one line of JSON in a single write; if it fails, the file is cut back to its old length."""
+    """Append one line of JSON in a single write. If the write fails, the file is cut back to its old length."""
     data = (json.dumps(plain(content), allow_nan=False) + "\n").encode()
     with disk_errors(path), path.open("ab", buffering=0) as file:
         before = file.tell()
@@ -69,7 +69,7 @@ def append_line(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_regular(path: Path, most: int = _MOST) -> bytes:
-    """Read a regular file; raises ValueError for a pipe, a device, or a file of more than `most` bytes.
+    """Read a regular file. Raises ValueError for a pipe, a device, or a file of more than `most` bytes.
 
     A stranger's run may have a pipe or a link to a device under any name, and reading one may never end.
     """
@@ -84,13 +84,13 @@ def read_regular(path: Path, most: int = _MOST) -> bytes:
 
 
 def require_regular(path: Path) -> None:
-    """Refuse a path that exists but is not a regular file, before another library opens it. Raises ValueError."""
+    """Raise a ValueError if a path exists but is not a regular file, before another library opens the path."""
     if path.exists() and not path.is_file():
         raise ValueError("it is not a regular file.")
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file; raises ValueError or OSError if it cannot be read."""
+    """Read a JSON file. Raises ValueError or OSError if the file cannot be read."""
     try:
         return json.loads(read_regular(path))
     except RecursionError:
@@ -98,7 +98,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_settings(path: Path, writer: str) -> dict[str, Any]:
-    """Read a JSON file of settings; raises RunError if it lacks the structure of a file written by `writer`, such as a run."""
+    """Read a JSON file of settings. Raises RunError if it lacks the structure of a file that `writer`, such as a run, wrote."""
     try:
         content = read_json(path)
     except (OSError, ValueError) as error:
@@ -118,13 +118,14 @@ def sync(path: Path) -> None:
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file."""
+    """Compute the SHA-256 digest of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def reached_limit(error: BaseException | None) -> Literal["disk", "file size"] | None:
-    """Return the limit that stopped a write, read from an error and its causes: a full disk, or the limit on a file's size."""
+    """Return the limit that stopped a write, a full disk or the largest file size, or None for another error.
+    It is read from the error and its causes."""
     found: Literal["disk"] | None = None
     while error is not None:
         number, text = error.errno if isinstance(error, OSError) else None, str(error)
@@ -139,7 +140,7 @@ def reached_limit(error: BaseException | None) -> Literal["disk", "file size"] |
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Context that turns a disk error while writing `path` into a RunError with advice."""
+    """Context that turns a disk error while writing `path` into a RunError with advice to the user."""
     try:
         yield
     except Exception as error:  # torch, safetensors and Python have one each for a full disk
@@ -149,7 +150,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def disk_sentence(error: BaseException, path: Path) -> str:
-    """Describe a disk error in a sentence, with advice."""
+    """Describe a disk error in a sentence, with advice to the user."""
     limit = reached_limit(error)
     if limit == "file size":
         return f"{path} could not be written: it is beyond the limit on the size of a file (ulimit -f). Raise it, then resume."
@@ -163,7 +164,7 @@ def disk_sentence(error: BaseException, path: Path) -> str:
 
 
 def lock(folder: Path) -> int:
-    """Lock a folder exclusively. The lock ends with the process, however it ends."""
+    """Lock a folder exclusively. The lock ends with the process, however the process ends."""
     file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -174,16 +175,16 @@ def lock(folder: Path) -> int:
 
 
 class LockedFolder:
-    """Base class of folders for runs, audits and comparisons: only one process at a time can write."""
+    """Base class of folders for runs, audits and comparisons, to which only one process at a time can write."""
 
     _lock: int | None = None
 
     def hold(self, path: Path) -> None:
-        """Lock the folder, or raise a RunError if another process holds the lock."""
+        """Lock the folder. Raises RunError if another process holds the lock."""
         self._lock = lock(path)
 
     def close(self) -> None:
-        """Release the lock."""
+        """Release the folder's lock."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

@@ -33,10 +33,10 @@ from corral.validate import RunError
 Stopped = Literal["finished", "interrupted", "collapsed", "failed"]
 
 LOG = "log.txt"
-"""File name in a run's folder for the output of processes that `corral compare` starts."""
+"""File name, in a run's folder, of the log of processes that `corral compare` starts."""
 
 _INFINITE = {"inf": float("inf"), "-inf": float("-inf")}
-"""Texts in metrics.jsonl for infinite numbers, which JSON lacks."""
+"""Values of the texts that stand for infinite numbers in metrics.jsonl, because JSON lacks infinity."""
 
 
 _COMPLETIONS = pa.schema(
@@ -54,18 +54,18 @@ TOKENS = pa.schema(
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk that was written completely."""
+    """Complete checkpoint of a run on disk."""
 
     path: Path
     step: int
 
     def files(self) -> dict[str, tuple[int, str]]:
-        """Size and digest of each file in the checkpoint, by file name."""
+        """Return the size in bytes and the SHA-256 digest of each file in the checkpoint, keyed by file name."""
         return _read_manifest(self.path)[1]
 
 
 class RunFolder(LockedFolder):
-    """Files of a run, which only the main process opens for writing."""
+    """Folder with the files of a run, which only the main process opens for writing."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -79,8 +79,8 @@ class RunFolder(LockedFolder):
 
     @classmethod
     def create(cls, out: Path | str | None, label: str, *, smoke: bool = False) -> "RunFolder":
-        """Create a run folder: `out`, which must be new or hold only a log, or a new folder under runs/ named by time and
-        `label`.
+        """Create a run folder: `out`, which must be new or hold only a log, or a new folder under runs/.
+        The new folder is named by time and `label`.
 
         Smoke runs are apart, under smoke-runs/: a report on runs/ is not to count them.
         """
@@ -108,15 +108,15 @@ class RunFolder(LockedFolder):
         return folder
 
     def write_config(self, content: dict[str, Any]) -> None:
-        """Write config.json: the run's settings, versions and git commit."""
+        """Write config.json, which holds the run's settings, versions and git commit."""
         write_json(self.config, content | {"versions": versions(), "commit": commit()})
 
     def read_config(self) -> dict[str, Any]:
-        """Read config.json."""
+        """Read config.json of the run."""
         return read_settings(self.config, "a run")
 
     def lines(self) -> list[dict[str, Any]]:
-        """Read all complete lines of metrics.jsonl."""
+        """Read all complete lines of the run's metrics.jsonl."""
         if not self.metrics.exists():
             return []
         try:
@@ -133,7 +133,7 @@ class RunFolder(LockedFolder):
         return lines
 
     def cut_back(self, step: int) -> list[dict[str, Any]]:
-        """Drop metrics and completions after `step`, since a resumed run repeats those steps. Returns the remaining lines."""
+        """Drop metrics and completions after `step`, since a resumed run repeats those steps. Returns the remaining metrics."""
         lines = [line for line in self.lines() if line["step"] <= step]
         text = "".join(json.dumps(plain(line)) + "\n" for line in lines)
         write_whole(self.metrics, lambda beside: beside.write_text(text))
@@ -142,7 +142,7 @@ class RunFolder(LockedFolder):
         return lines
 
     def write_completions(self) -> None:
-        """Write all stored completions, and their tokens if tokens are stored."""
+        """Write all stored completions, and their tokens if the run stores tokens."""
         tables = {self.completions: pa.Table.from_pylist(self.completions_kept, schema=_COMPLETIONS)}
         if self.tokens_kept or self.tokens.exists():  # after a resume from an earlier step there may be none any more
             tables[self.tokens] = pa.Table.from_pylist(self.tokens_kept, schema=TOKENS)
@@ -150,8 +150,8 @@ class RunFolder(LockedFolder):
             write_whole(path, partial(pq.write_table, table))
 
     def publish(self, name: str, step: int, keep: int) -> None:
-        """Publish the checkpoint in `writing`: write its manifest, rename it to `name`, and remove all but the `keep`
-        newest."""
+        """Publish the checkpoint in `writing` under the name `name`, with a manifest, and remove old checkpoints.
+        All but the `keep` newest are removed."""
         source, target = self.writing / name, self.checkpoints / name
         files = sorted(path for path in source.rglob("*") if path.is_file())
         listed = {str(path.relative_to(source)): {"bytes": path.stat().st_size, "sha256": digest(path)} for path in files}
@@ -166,7 +166,7 @@ class RunFolder(LockedFolder):
             shutil.rmtree(old, ignore_errors=True)
 
     def drop_unfinished(self) -> None:
-        """Remove a checkpoint that was not written completely."""
+        """Remove a checkpoint whose writing did not finish."""
         shutil.rmtree(self.writing, ignore_errors=True)
 
     def last_whole_checkpoint(self) -> tuple[Checkpoint | None, list[str]]:
@@ -180,24 +180,25 @@ class RunFolder(LockedFolder):
         return None, complaints
 
     def whole_checkpoints(self) -> dict[int, Checkpoint]:
-        """All checkpoints that match their manifests, by step."""
+        """Find all checkpoints that match their manifests, keyed by step."""
         whole = [Checkpoint(path, _read_manifest(path)[0]) for path in self.checkpoint_paths() if damage(path) is None]
         return {found.step: found for found in whole}
 
     def checkpoint_paths(self) -> list[Path]:
-        """Paths of checkpoints, newest first."""
+        """List the paths of the run's checkpoints, newest first."""
         found = [path for path in self.checkpoints.glob("checkpoint-*") if path.name.split("-")[1].isdigit()]
         return sorted(found, key=lambda path: -int(path.name.split("-")[1]))
 
 
 def default_name(label: str, *, smoke: bool = False) -> Path:
-    """Default folder runs/TIME-label. Characters of the label that are unsafe for file systems and shells are replaced."""
+    """Return the default folder runs/TIME-label of a run.
+    Characters of the label that are unsafe for file systems and shells are replaced."""
     name = re.sub(r"[^\w.+-]+", "-", f"{time.strftime('%Y%m%d-%H%M%S')}-{label}", flags=re.ASCII)
     return Path("smoke-runs" if smoke else "runs") / name
 
 
 def _rows_until(path: Path, step: int) -> list[dict[str, Any]]:
-    """Read the rows of a parquet file whose `step` is at most `step`."""
+    """Read the rows of a parquet file whose `step` is at most `step`. Returns an empty list for an unreadable file."""
     if path.exists():
         # Completions that were damaged from outside are worth no failure.
         with contextlib.suppress(pa.ArrowException, OSError, ValueError):
@@ -207,7 +208,7 @@ def _rows_until(path: Path, step: int) -> list[dict[str, Any]]:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """Describe damaged files of a checkpoint in a sentence; None if all files are intact."""
+    """Describe the damaged files of a checkpoint in a sentence. Returns None if all files are intact."""
     try:
         _, files = _read_manifest(checkpoint)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -231,7 +232,8 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def _read_manifest(checkpoint: Path) -> tuple[int, dict[str, tuple[int, str]]]:
-    """Read a checkpoint's step, and the size and digest of each file by name. Raises an error if the manifest is malformed."""
+    """Read a checkpoint's step, and its files' sizes and digests, from its manifest.
+    Raises an error if the manifest is malformed."""
     manifest = read_json(checkpoint / "manifest.json")
     if type(manifest["step"]) is not int or not 0 <= manifest["step"] <= 2**53:
         raise ValueError("the step is no number of a step.")
@@ -239,7 +241,8 @@ def _read_manifest(checkpoint: Path) -> tuple[int, dict[str, tuple[int, str]]]:
 
 
 def _unused(path: Path) -> Path:
-    """Create `path`, or the first of path-2, path-3, … that does not exist. Creating it keeps other processes out."""
+    """Create the folder `path`, or the first of path-2, path-3, … that does not exist.
+    Creating it keeps other processes out."""
     for count in range(1, 1000):
         candidate = path if count == 1 else path.with_name(f"{path.name}-{count}")
         with contextlib.suppress(FileExistsError):
@@ -249,7 +252,7 @@ def _unused(path: Path) -> Path:
 
 
 def choose_checkpoint(folder: RunFolder, which: str) -> tuple[Checkpoint, list[str]]:
-    """Choose an intact checkpoint of a run: `latest`, `best` by measured success, or the number of a step."""
+    """Choose an intact checkpoint of a run: "latest", "best" for the highest measured success, or the number of a step."""
     if which == "latest":
         newest, complaints = folder.last_whole_checkpoint()
         if newest is None:
@@ -272,7 +275,7 @@ def choose_checkpoint(folder: RunFolder, which: str) -> tuple[Checkpoint, list[s
 
 
 def read_run(path: Path) -> dict[str, Any] | None:
-    """Read config.json of a language model's run; None if the folder holds no such run."""
+    """Read config.json of a language model's run. Returns None if the folder holds no such run."""
     try:
         content = read_json(path / "config.json")
     except (OSError, ValueError):

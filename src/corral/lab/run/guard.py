@@ -1,4 +1,4 @@
-"""Guard of a training run: skips non-finite updates and detects a collapse."""
+"""Guard of a training run, which skips non-finite updates and detects a collapse of the policy."""
 
 import logging
 import math
@@ -11,43 +11,45 @@ from corral.lab.run.settings import GuardMode
 
 @dataclass(frozen=True, kw_only=True)
 class CollapseLimits:
-    """Thresholds for symptoms of a collapse. Most count only after several successive lines of metrics, to ignore odd
-    batches."""
+    """Thresholds on training metrics for symptoms of a policy's collapse.
+    Most count only after several successive lines of metrics, to ignore odd batches."""
 
     success_share: float = 0.5
-    """Success below this share of the run's best success is a collapse, if success also fell by `success_margin`."""
+    """Share of a run's best success below which success counts as collapsed, if it also fell by `success_margin`."""
     success_margin: float = 0.1
     """Smallest fall of success that can count as a collapse. Smaller falls are noise."""
     entropy_share: float = 0.01
-    """Entropy, or a Gaussian's standard deviation, below this share of the run's best value is a collapse. Healthy runs lose
-    nine tenths of it and more."""
+    """Share of a run's best entropy below which the policy counts as collapsed.
+    A Gaussian's standard deviation is treated alike. Healthy runs lose nine tenths of it and more."""
     kl: float = 1.0
-    """Largest mean KL to the old policy, in nats per token. Usual trust regions are smaller."""
+    """Largest mean KL to the old policy, in nats per token, in a healthy run. Usual trust regions are smaller."""
     reference_kl: float = 10.0
-    """Largest mean KL to the reference model, in nats per token, for runs with a reference model."""
+    """Largest mean KL to the reference model, in nats per token, in a healthy run with a reference model."""
     ess: float = 0.7
-    """Effective sample size, as a share of the tokens, below which the guard warns. A few importance ratios then decide an
-    update, so that one line of metrics is enough. In the demo `troll` stays above .97; `reinforce` at five times the learning
-    rate starts with .62 and has collapsed at step 4."""
+    """Effective sample size, as a share of the tokens, below which the guard warns.
+    A few importance ratios then decide an update, so that one line of metrics is enough. In the demo `troll` stays above
+    .97; `reinforce` at five times the learning rate starts with .62 and has collapsed at step 4."""
     equal_share: float = 0.9
-    """Share of groups with equal rewards from which the guard warns. Most samples are then wasted."""
+    """Share of prompts whose completions all have equal rewards, from which the guard warns.
+    Most samples are then wasted."""
     solved: float = 0.9
-    """Success from which low entropy and equal rewards are normal, and no symptoms."""
+    """Success from which low entropy and equal rewards count as normal, not as symptoms of a collapse."""
     patience: int = 3
-    """Successive lines of metrics with success, entropy or KL beyond its threshold before they count as a collapse. Success is
-    counted in measurements, not steps."""
+    """Number of successive lines of metrics with success, entropy or KL beyond its threshold that count as a collapse.
+    Success is counted in measurements, not steps."""
     truncated_patience: int = 10
-    """Successive steps with every completion cut off, before the guard warns."""
+    """Number of successive steps with every completion cut off, after which the guard warns."""
     equal_patience: int = 20
-    """Successive steps with equal rewards in nearly all groups, and so nothing to learn, before the guard reacts."""
+    """Number of successive steps with equal rewards for nearly all prompts before the guard reacts.
+    Nothing can be learned from equal rewards."""
     skipped_patience: int = 10
-    """Successive skipped updates before they count as a collapse."""
+    """Number of successive skipped updates that count as a collapse."""
     zero_patience: int = 10
-    """Successive updates with a gradient of exactly 0 although rewards differ, before the guard warns."""
+    """Number of successive updates with a gradient of exactly 0, although rewards differ, after which the guard warns."""
 
 
 class _Finding(NamedTuple):
-    """A symptom found in the metrics: a sentence with advice, and whether it is a collapse or only a warning."""
+    """Symptom found in a run's metrics: a sentence with advice, and whether it is a collapse or only a warning."""
 
     sentence: str
     collapse: bool = True
@@ -55,18 +57,18 @@ class _Finding(NamedTuple):
 
 @dataclass
 class CollapseWatch:
-    """Detect collapse from lines of metrics. The same lines always give the same sentences."""
+    """Detector of a policy's collapse from a run's metrics. Equal metrics always give equal sentences."""
 
     limits: CollapseLimits
     best: dict[str, float] = field(default_factory=dict)
     """Best value so far of each metric that should not fall."""
     runs: dict[str, int] = field(default_factory=dict)
-    """Number of successive lines up to the newest that show a symptom, by symptom."""
+    """Number of successive lines of metrics, up to the newest line, that show a symptom, keyed by symptom."""
     newest: dict[str, float] = field(default_factory=dict)
-    """Newest values of success and of equal rewards, since some lines lack them."""
+    """Newest values of success and of equal rewards, since some lines of metrics lack them."""
 
     def observe(self, line: Mapping[str, Any]) -> list[_Finding]:
-        """Return symptoms in this line of metrics. Each kind is reported once, until the run has recovered."""
+        """Return the symptoms in the newest metrics. Each symptom is reported once, until the run has recovered."""
         return list(self._find(line))
 
     def _find(self, line: Mapping[str, Any]) -> Iterator[_Finding]:
@@ -134,7 +136,7 @@ class CollapseWatch:
             )
 
     def _lasts(self, key: str, bad: bool, patience: int) -> bool:
-        """Return True once a condition has held `patience` times in a row."""
+        """Return True once a symptom has held `patience` times in a row."""
         self.runs[key] = self.runs.get(key, 0) + 1 if bad else 0
         return self.runs[key] == patience
 
@@ -143,7 +145,8 @@ logger = logging.getLogger(__name__)
 
 
 class Guard:
-    """Warns of a collapse, or stops the run. Trainers call `judge` at every update and `observe` for every line of metrics.
+    """Guard that warns of a policy's collapse, or stops the run.
+    Trainers call `judge` at every update and `observe` for every line of metrics.
 
     `select` chooses the metrics of a line that are watched, by default all.
     """
@@ -158,25 +161,26 @@ class Guard:
         self.mode, self.limits, self.say, self.select = mode, limits or CollapseLimits(), say, select
         self.watch = CollapseWatch(self.limits)
         self.skipped = 0
-        """Number of skipped updates."""
+        """Number of updates that were skipped in the run."""
         self.collapsed: str | None = None
-        """Reason why the run was stopped, or None."""
+        """Reason why the guard stopped the run, or None."""
         self.news: list[str] = []
-        """Warnings that are not yet written to a line of metrics."""
+        """Warnings that are not yet written to metrics.jsonl."""
         self._skipped_in_a_row = 0
         self.zero_gradients = 0
-        """Number of successive updates, up to the newest, whose gradient was exactly 0. A trainer that looks writes it."""
+        """Number of successive updates, up to the newest update, whose gradient was exactly 0.
+        A trainer that looks writes it."""
 
     def restore(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Restore the guard's state from the lines of metrics of a resumed run."""
+        """Restore the guard's state from the metrics of a resumed run."""
         for line in lines:
             self.watch.observe(self.select(line))
             self.skipped = line.get("skipped", self.skipped)
             self.zero_gradients = line.get("zero_gradients", 0)
 
     def judge(self, update: str, *, poisoned: str | None) -> None:
-        """Judge an update before the optimizer's step. `poisoned` names its non-finite part; the caller then skips the
-        update."""
+        """Judge an update before the optimizer's step, and count it as skipped if a part of it is not finite.
+        `poisoned` names that part; the caller then skips the update."""
         if poisoned is None:
             self._skipped_in_a_row = 0
             return
@@ -188,13 +192,13 @@ class Guard:
             self._collapse(f"{self._skipped_in_a_row} updates in a row had to be skipped: nothing is being learned.")
 
     def observe(self, line: Mapping[str, Any]) -> None:
-        """Check a line of metrics for a collapse, and warn or stop the run."""
+        """Check the newest metrics for a collapse, and warn or stop the run."""
         if self.mode != "off":
             for finding in self.watch.observe(self.select(line)):
                 (self._collapse if finding.collapse else self.tell)(finding.sentence)
 
     def tell(self, sentence: str) -> None:
-        """Show a warning and store it for the next line of metrics."""
+        """Show a warning, and store it for the next line of metrics."""
         self.news.append(sentence)
         self.say(sentence)
 

@@ -9,7 +9,8 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Estimate:
-    """An estimate and its confidence interval at LEVEL. A bound that cannot be computed is None."""
+    """Estimate of a statistic and its confidence interval at the confidence level LEVEL.
+    A bound that cannot be computed is None."""
 
     value: float
     low: float | None
@@ -17,7 +18,7 @@ class Estimate:
 
 
 def wilson(mean: float, count: float, level: float = LEVEL) -> tuple[float, float]:
-    """Wilson's score interval of a proportion in `count` independent trials; `count` may be fractional.
+    """Compute Wilson's score interval of a proportion in `count` independent trials. `count` may be fractional.
 
         all p with |mean − p| ≤ z √(p (1−p) / count)
 

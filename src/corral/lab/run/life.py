@@ -1,4 +1,4 @@
-"""The course of a run of either kind: begin or resume, train and record, end with a summary."""
+"""Course of a run of a language model or a robot: begin or resume, train, record metrics, and end with a summary."""
 
 import shlex
 import signal
@@ -46,18 +46,18 @@ class Evaluation:
 
 @dataclass(kw_only=True)
 class Interruptible:
-    """A job that SIGINT and SIGTERM stop at the end of a step."""
+    """Job that the signals SIGINT and SIGTERM stop at the end of a training step."""
 
     view: Any
-    """Output with a method `stopping(sentence)`, which may be called while it writes a line."""
+    """Terminal output with a method `stopping(sentence)`, which may be called while the output writes a line."""
     interrupted: bool = False
     patient: bool = False
-    """True if a signal waits for the end of the step, during training. Before training, a signal stops the job at once."""
+    """True during training, when a signal waits for the end of the step. At other times it stops the job at once."""
 
     @contextmanager
     def stop_on_signals(self) -> Iterator[None]:
-        """Context in which Ctrl-C or SIGTERM ends the run with a checkpoint after the current step; a second signal ends it at
-        once."""
+        """Context in which Ctrl-C or SIGTERM ends the run after the current step, with a checkpoint.
+        A second signal ends it at once."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -78,7 +78,7 @@ class Interruptible:
 
 @dataclass(kw_only=True)
 class Recorder(Interruptible):
-    """Records a run in progress: run folder, lines of metrics, guard, terminal output and signals.
+    """Recorder of a run in progress: run folder, metrics, guard, terminal output and signals.
 
     A job calls `begin` once, `add` for every line of metrics, and `saving` around every checkpoint.
     """
@@ -86,13 +86,13 @@ class Recorder(Interruptible):
     job: "Job"
     view: RunView
     path: Path
-    """The folder of the run."""
+    """Path of the run's folder."""
     folder: RunFolder | None
-    """The run's files, or None outside the main process."""
+    """Run folder open for writing, or None outside the main process."""
     lines: _Lines
-    """Lines of metrics, including those from before the run was resumed."""
+    """Metrics of every step, including steps from before the run was resumed."""
     checkpoint: Checkpoint | None = None
-    """The checkpoint that the run resumes from."""
+    """Checkpoint from which the run resumes, or None for a new run."""
 
     def __post_init__(self) -> None:
         self.steps: int = vars(self.job.settings)[self.job.length]
@@ -102,15 +102,15 @@ class Recorder(Interruptible):
         self.started = time.monotonic() - (self.lines[-1]["seconds"] if self.lines else 0.0)
 
     def begin(self, banner: Sequence[tuple[str, str]]) -> None:
-        """Show the heading of the run."""
+        """Show the heading of the run in the terminal."""
         self.view.begin(banner, self.steps, self.checkpoint.step if self.checkpoint is not None else 0)
 
     def is_due(self, step: int, every: int) -> bool:
-        """Return True at every multiple of `every` and at the last step."""
+        """Return True if `step` is a multiple of `every` or the last step of the run."""
         return step % every == 0 or step == self.steps
 
     def add(self, line: dict[str, Any]) -> None:
-        """Add time, pace, skipped updates and warnings to a line of metrics, then write and show it."""
+        """Add time, pace, skipped updates and warnings to a step's metrics, then write and show them."""
         line["seconds"] = time.monotonic() - self.started
         if self.lines:
             (counter, pace), before = self.job.pace, self.lines[-1]
@@ -125,7 +125,7 @@ class Recorder(Interruptible):
 
     @contextmanager
     def saving(self, path: Path) -> Iterator[None]:
-        """Context for writing the checkpoint `path`; after a failure the partial checkpoint is removed."""
+        """Context for writing the checkpoint `path`. If the writing fails, the partial checkpoint is removed."""
         try:
             with disk_errors(path):
                 yield
@@ -135,7 +135,8 @@ class Recorder(Interruptible):
             raise
 
     def finish(self, stopped: Stopped, why: str | None, *writes: Callable[[], None]) -> Outcome:
-        """Write summary.json and other last files. A failure, as on a full disk, must not hide why the run ended."""
+        """Write summary.json and the other last files of a run.
+        A failure, as on a full disk, must not hide why the run ended."""
         summary = summarise(self.job.about, self.lines, stopped, why, also=self.job.beside)
         if self.folder is not None:
             self.folder.drop_unfinished()
@@ -152,49 +153,50 @@ class Recorder(Interruptible):
 
 
 class Job(ABC):
-    """Base class of the two kinds of run: settings, and methods to build, load, train and measure.
+    """Base class of runs of language models and robots, with methods to build, load, train and measure.
 
     `train` and `resume` call a job's methods in the order in which they stand here.
     """
 
     length: ClassVar[str]
-    """Name of the setting that holds the number of steps."""
+    """Name of the setting that holds the run's number of steps."""
     beside: ClassVar[str]
-    """Name of the metric that the summary reports together with success."""
+    """Name of the metric that the run's summary reports together with success."""
     pace: ClassVar[tuple[str, str]]
-    """Name of a metric that counts work, such as tokens, and the name for its rate per second."""
+    """Name of a metric that counts work, such as tokens, and the name of the work's rate per second."""
     completions: ClassVar[bool] = False
-    """True if the run records completions."""
+    """True if the run records completions of a language model."""
     is_main: bool = True
-    """True if this process writes files and prints."""
+    """True if this process is the main process, which writes files and prints."""
     settings: Any
-    """Settings of the run; each kind has a class of its own."""
+    """Settings of the run. Language models and robots each have a class of settings."""
     about: dict[str, Any]
-    """Objective, task, model and seed, for summary.json."""
+    """Objective, task, model and seed of the run, for summary.json."""
     guard: Guard
-    """Guard that checks updates and metrics. The recorder restores its state and shows its warnings."""
+    """Guard that checks updates and metrics for a collapse. The recorder restores its state and shows its warnings."""
 
     @abstractmethod
     def prepare(self) -> None:
-        """Build the parts of a run from its settings, or raise a RunError for a wrong setting."""
+        """Build the parts of a run from its settings. Raises RunError for a wrong setting."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Content of config.json for a new run."""
+        """Return the content of config.json for a new run."""
 
     def notes(self) -> Iterator[str]:
-        """Remarks to print when the run is resumed."""
+        """Yield remarks to print when the run is resumed."""
         yield from ()
 
     def check_changes(self, content: Mapping[str, Any], done: int, path: Path, view: RunView) -> dict[str, Any]:
-        """New entries of config.json for a run resumed after `done` steps. Raises RunError if the run must not be resumed."""
+        """Return new entries of config.json for a run resumed after `done` steps.
+        Raises RunError if the run must not be resumed."""
         return {}
 
     def load(self, checkpoint: Checkpoint) -> None:  # noqa: B027 - TRL's trainer loads when it trains
         """Load a checkpoint's state, unless `fit` loads it."""
 
     def together(self, do: Callable[[], _Result]) -> _Result:
-        """Call `do` in all processes of the run: if one process fails, all fail."""
+        """Call `do` in all processes of the run. If `do` fails in one process, it fails in all."""
         return do()
 
     def share(self, values: list[Any]) -> list[Any]:
@@ -230,7 +232,7 @@ def train(job: Job, label: str, *, out: Path | str | None, quiet: bool, smoke: b
 def resume(
     make: Callable[[dict[str, Any]], Job], path: Path, *, quiet: bool, extended: bool, verbose: bool, is_main: bool = True
 ) -> Outcome:
-    """Resume the run in `path` from its last intact checkpoint; steps after that checkpoint are repeated, bit for bit.
+    """Resume the run in `path` from its last intact checkpoint. Steps after that checkpoint are repeated, bit for bit.
 
     Args:
         make: makes the job from the content of config.json.
@@ -278,7 +280,7 @@ def resume(
 
 
 def _live(job: Job, folder: RunFolder | None, view: RunView, checkpoint: Checkpoint | None, lines: _Lines) -> Outcome:
-    """Train, and write summary.json however the run ends."""
+    """Train a new or resumed run, and write summary.json however the run ends."""
     path, checkpoint, lines = job.share([folder.path if folder is not None else None, checkpoint, lines])
     record = Recorder(job=job, view=view, path=path, folder=folder, lines=lines, checkpoint=checkpoint)
     stopped: Stopped = "interrupted"
@@ -308,7 +310,8 @@ def _live(job: Job, folder: RunFolder | None, view: RunView, checkpoint: Checkpo
 def summarise(
     about: Mapping[str, Any], lines: Sequence[_Line], stopped: Stopped, why: str | None, *, also: str
 ) -> dict[str, Any]:
-    """Content of summary.json. `_final` holds the measurements after the last step, or None if there are none.
+    """Compute the content of summary.json from a run's metrics.
+    Entries named `…_final` hold the measurements after the last step, or None without a measurement there.
 
     Args:
         about: objective, task, model and seed.
@@ -336,7 +339,7 @@ def summarise(
 
 
 def last_words(summary: Mapping[str, Any], where: Path) -> str:
-    """Describe how a run ended, with the commands that resume, show and measure it."""
+    """Describe how a run ended, with the commands that resume, show and measure the run."""
     change = ""
     if summary["success_start"] is not None:
         last, step = summary["success_last"], summary["success_last_step"]
@@ -354,7 +357,7 @@ def last_words(summary: Mapping[str, Any], where: Path) -> str:
 
 
 def extend(folder: RunFolder, content: dict[str, Any], key: str, steps: int, checkpoint: Checkpoint | None) -> dict[str, Any]:
-    """Change a run's number of steps, which its setting `key` holds, and return the new content of config.json.
+    """Change a run's number of steps, stored in the setting `key`, and return the new content of config.json.
 
     Earlier ends stay there. A RunError where the run has gone further already.
     """
@@ -368,7 +371,7 @@ def extend(folder: RunFolder, content: dict[str, Any], key: str, steps: int, che
 
 
 def changed_setting(content: Mapping[str, Any], key: str, value: Any, after: int, under: str) -> dict[str, Any]:
-    """New entries of config.json for a setting that changes after a number of steps; empty if the value is the same.
+    """Return the entries of config.json that record a setting's change during a run, or no entries without a change.
 
     The values that it had before stay in the list with the name `under`.
     """

@@ -12,26 +12,26 @@ from typing import Any, Literal, Union, get_args, get_origin
 from corral.validate import Checked, RunError, limited, nearest, run_errors
 
 GuardMode = Literal["warn", "stop", "off"]
-"""Response to a collapse: warn, stop the run, or ignore it."""
+"""Response to a policy's collapse: warn, stop the run, or ignore the collapse."""
 
 MAX_SEED = 2**32 - 1
-"""Largest random seed that NumPy accepts; every other library that gets the seed accepts it too."""
+"""Largest random seed that NumPy accepts. The other libraries that get the seed accept it too."""
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 
 COMPARE = "compare"
-"""Name of the table in a recipe for `corral compare`; it is not a setting of a run."""
+"""Name of the table in a recipe for `corral compare`. The table is not a setting of a run."""
 
 SECRET = re.compile(r"token$|secret|password|passwd|api.?key|credential", re.IGNORECASE)
-"""Pattern of setting names that hold secrets. They must not appear on a page or model card, which people publish."""
+"""Pattern of setting names that hold secrets. Secrets must not appear on a page or model card, which people publish."""
 
 _LEADING_POINT = re.compile(r"^([+-]?)\.(?=\d)")
-"""Pattern of the leading point in a number such as .05, a common spelling that TOML refuses; it requires 0.05."""
+"""Pattern of the leading point in a number such as .05, which TOML refuses because it requires 0.05."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobSettings(Checked):
-    """Base class of settings from the command line: a wrong value raises a RunError that names only the setting."""
+    """Base class of settings from the command line. A wrong value raises a RunError that names only the setting."""
 
     name = ""  # messages need no owner: a command has one such job
 
@@ -42,25 +42,26 @@ class JobSettings(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings(JobSettings):
-    """Settings common to runs of language models and robots."""
+    """Settings common to training runs of language models and robots."""
 
     seed: int = limited(0, at_least=0, at_most=MAX_SEED)
-    """Random seed for everything that is drawn: prompts or contexts, samples, and so on."""
+    """Random seed of everything drawn at random, such as prompts, contexts and samples."""
     eval_every: int = limited(10, at_least=1)
-    """Number of steps between measurements on held-out problems or contexts. The first and last steps are always measured."""
+    """Number of steps between measurements on held-out problems or contexts.
+    The first and last steps are always measured."""
     eval_size: int = limited(512, at_least=1)
-    """Number of held-out problems (for a robot: held-out contexts) on which success is measured. A robot's contexts are the
-    same in every run."""
+    """Number of held-out problems (for a robot: held-out contexts) on which success is measured.
+    A robot's contexts are the same in every run."""
     checkpoint_every: int = limited(10, at_least=1)
-    """Number of steps between checkpoints. The last step always has one."""
+    """Number of steps between checkpoints. The last step always has a checkpoint."""
     keep_checkpoints: int = limited(2, at_least=1)
     """Number of newest checkpoints to keep on disk."""
     guard: GuardMode = "warn"
-    """Response to a collapse: `warn`, or `stop` with a checkpoint. `off` checks nothing."""
+    """Response to a collapse: `warn`, or `stop` with a checkpoint. `off` switches the check off."""
 
 
 def add_layer(merged: dict[str, Any], layer: Mapping[str, Any], tables: Sequence[str]) -> None:
-    """Merge the settings in `layer` over earlier ones: later values win, and tables named in `tables` are merged key by key."""
+    """Merge the settings in `layer` over earlier settings: later values win, and tables in `tables` are merged key by key."""
     for key, value in layer.items():
         if key in tables and isinstance(value, Mapping):
             if not isinstance(before := merged.get(key, {}), Mapping):
@@ -72,7 +73,7 @@ def add_layer(merged: dict[str, Any], layer: Mapping[str, Any], tables: Sequence
 
 
 def nested(pairs: Iterable[tuple[str, Any]], tables: Sequence[str]) -> dict[str, Any]:
-    """Turn flags into nested settings: `lora.r` becomes key `r` of the table `lora`, which must be one of `tables`."""
+    """Turn flags into nested settings: `lora.r` becomes the key `r` of the table `lora`, which must be one of `tables`."""
     layer: dict[str, Any] = {}
     for key, value in pairs:
         table, _, inner = key.replace("-", "_").partition(".")
@@ -111,13 +112,13 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def changed_fields(config: Any) -> dict[str, Any]:
-    """Fields of a dataclass instance whose values differ from the defaults."""
+    """Return the fields of a dataclass instance whose values differ from the defaults."""
     known = {item.name: item.default for item in fields(config)}
     return {name: value for name, value in vars(config).items() if value != known.get(name)}
 
 
 def toml_lines(settings: Mapping[str, Any]) -> list[str]:
-    """Format settings as TOML lines that `read_file` accepts: values first, then tables. None and empty values are left out."""
+    """Format settings as TOML lines for `read_file`: values first, then tables. None and empty values are left out."""
     kept = {key: value for key, value in settings.items() if value is not None and value not in ({}, [], (), "")}
     tables = {key: value for key, value in kept.items() if isinstance(value, Mapping)}
     lines = [f"{key} = {_toml(value)}" for key, value in kept.items() if key not in tables]
@@ -138,13 +139,13 @@ def _toml(value: Any) -> str:
 
 
 def _toml_pairs(table: Mapping[str, Any]) -> list[str]:
-    """Format the entries of a table as `key = value`, without those that are None."""
+    """Format the entries of a table as `key = value`, without entries that are None."""
     given = {key if re.fullmatch(r"[\w-]+", key, re.ASCII) else json.dumps(key): table[key] for key in table}
     return [f"{key} = {_toml(value)}" for key, value in given.items() if value is not None]
 
 
 def recipes(kind: str = "*", *, studies: bool = True) -> dict[str, Path]:
-    """Recipes that ship with corral, by name: all, or those for one kind of run (llm or robot).
+    """Return the recipes that ship with corral, keyed by name: all, or those for one kind of run (llm or robot).
 
     Args:
         studies: include the recipes that repeat a study of docs/results/llm.md.
@@ -177,7 +178,7 @@ def guess(text: Any) -> Any:
 
 
 def coerce(key: str, value: Any, hint: Any) -> Any:
-    """Convert `value` to the type of `key`, or raise a RunError."""
+    """Convert `value` to the type `hint` of the setting `key`. Raises RunError if it does not fit."""
     kinds = set(get_args(hint)) if get_origin(hint) in (Union, types.UnionType) else {hint}
     choices = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
     if choices and len(kinds - {type(None)}) == 1:  # words, or words and nothing

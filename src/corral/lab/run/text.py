@@ -12,21 +12,21 @@ from typing import Any
 _HIDDEN = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
 )
-"""Characters that disguise a text or control a terminal: control characters, invisible and bidirectional marks, lone
-surrogates. Zero-width joiners are not among them."""
+"""Pattern of characters that disguise a text or control a terminal, such as control characters and invisible marks.
+Bidirectional marks and lone surrogates are matched too. Zero-width joiners are not among them."""
 
 
 _CURSOR = re.compile(r"\r(?!\n)|\n*(\x1b\[A)+\Z")
-"""Escape sequences with which a progress bar returns to the start of its line or to another line."""
+"""Pattern of control sequences with which a progress bar returns to the start of its line or to another line."""
 
 
 def count(number: int, thing: str) -> str:
-    """Format a number with its noun: 1 step, 2 steps."""
+    """Format a number with its noun, such as 1 step or 2 steps."""
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def duration(seconds: float) -> str:
-    """Format a duration: `45 s`, `13 min`, `2 h 5 min`."""
+    """Format a duration in seconds, such as `45 s`, `13 min` or `2 h 5 min`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -40,7 +40,8 @@ def visible(text: str) -> str:
 
 
 class VisibleStream:
-    """Output stream that replaces hidden characters by their codes; other methods are the wrapped stream's.
+    """Output stream that replaces hidden characters by their codes before they reach the wrapped stream.
+    Other methods are the wrapped stream's.
 
     Progress bars keep the two things that they draw with: a carriage return before a line, and cursor moves by themselves.
     """
@@ -66,7 +67,8 @@ class VisibleStream:
 
 @contextmanager
 def visible_output() -> Iterator[None]:
-    """Replace hidden characters by their codes in everything this process prints: logs, warnings, tracebacks of any library."""
+    """Context in which hidden characters are replaced by their codes in everything that this process prints.
+    This includes logs, warnings, and tracebacks of any library."""
     sys.excepthook = _print_exception
     streams = sys.stdout, sys.stderr
     mine: Any = [one if isinstance(one, VisibleStream) else VisibleStream(one) for one in streams]
@@ -80,10 +82,10 @@ def visible_output() -> Iterator[None]:
 
 
 def _print_exception(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-    """Print the traceback of an uncaught exception."""
+    """Print the traceback of an uncaught exception, with hidden characters replaced by their codes."""
     VisibleStream(sys.stderr).write("".join(traceback.format_exception(kind, error, where)))
 
 
 def columns(words: Iterable[str], width: int = 100) -> str:
-    """Arrange words in columns of indented lines."""
+    """Join words with commas into indented lines of at most `width` characters."""
     return textwrap.fill(", ".join(words), width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)

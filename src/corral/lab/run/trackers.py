@@ -1,4 +1,4 @@
-"""Trackers of metrics (TensorBoard, wandb, trackio) for robots' runs; language models log through transformers."""
+"""Trackers of metrics (TensorBoard, wandb, trackio) for robots' runs. Language models log through transformers."""
 
 import json
 import os
@@ -12,11 +12,12 @@ from corral.provenance import plain
 from corral.validate import RunError, nearest
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
-"""Names of the trackers; each is also the name of a Python package."""
+"""Names of the metrics trackers. Each is also the name of a Python package."""
 
 
 def missing_packages(needed: Iterable[tuple[str, str]]) -> list[str]:
-    """Return a sentence on each package that is not installed. `needed` has settings, each with the package that it needs."""
+    """Return an error sentence for each required package that is not installed.
+    `needed` has settings, each with the package that it needs."""
     return [
         f"`{setting}` needs the package {package}, which is not installed: pip install {package}, or leave it out."
         for setting, package in needed
@@ -25,7 +26,7 @@ def missing_packages(needed: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def tracker_names(report_to: str) -> list[str]:
-    """Parse `none`, `wandb` or `tensorboard,wandb` into tracker names; raises RunError for an unknown name."""
+    """Parse `none`, `wandb` or `tensorboard,wandb` into tracker names. Raises RunError for an unknown name."""
     names = [name for name in report_to.split(",") if name != "none"]
     for name in names:
         if name not in TRACKERS:
@@ -34,14 +35,14 @@ def tracker_names(report_to: str) -> list[str]:
 
 
 def check_trackers(report_to: str) -> None:
-    """Raise a RunError if the package of a tracker is not installed."""
+    """Raise a RunError if the package of a metrics tracker in `report_to` is not installed."""
     for sentence in missing_packages((f"report_to={name}", name) for name in tracker_names(report_to)):
         raise RunError(sentence)
 
 
 @contextmanager
 def tracking(report_to: str, run: Path, config: Mapping[str, Any], done: int) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Context with a function that sends a line of metrics to every tracker of a run.
+    """Context that yields a function to send a step's metrics to every tracker of a run.
 
     TensorBoard's files are in the run's folder, or in TENSORBOARD_LOGGING_DIR, where repeated steps replace earlier ones.
     WANDB_PROJECT and TRACKIO_PROJECT name the project, by default `corral`.

@@ -1,4 +1,4 @@
-"""Terminal output of a run: a live panel, or plain lines outside a terminal; with --quiet only warnings and the result."""
+"""Terminal output of a run: a live panel, plain lines outside a terminal, or with --quiet only warnings and the result."""
 
 import math
 import os
@@ -25,10 +25,10 @@ _FIVE = (
     ("entropy",),
     ("tr/deployed_kl_mean", "tr/kl_after", "tr/kl_before"),
 )
-"""The five numbers shown per step: from each group, the first metric that the run has. With --verbose all metrics follow."""
+"""Five metrics shown per step: from each tuple, the first metric that the run has. With --verbose all metrics follow."""
 
 _RATES = ("learning_rate", "tokens_per_second", "steps_per_second")
-"""Metrics that --verbose shows before the metrics under tr/."""
+"""Metrics that --verbose shows before the metrics whose names begin with tr/."""
 
 _Line = Mapping[str, Any]
 _Row = Mapping[str, Any]
@@ -39,49 +39,50 @@ class RunView:
 
     quiet = True
     verbose = False
-    """True if every metric and every line of the heading is shown."""
+    """True if all metrics and all lines of the heading are shown."""
 
     def __init__(self, console: Console, problems: Console) -> None:
         self.console, self.problems = console, problems
 
     def warn(self, sentence: str) -> None:
-        """Show a warning."""
+        """Show a warning in the terminal."""
         self.problems.print(f"[yellow]warning:[/] {escape(sentence)}", soft_wrap=True, highlight=False)
 
     def say(self, sentence: str) -> None:
-        """Print a sentence, unless the command is quiet."""
+        """Print a sentence, unless the command was given --quiet."""
         if not self.quiet:
             self.print(sentence)
 
     def print(self, text: str) -> None:
-        """Print text unchanged."""
+        """Print text unchanged, without markup."""
         self.console.print(escape(text), soft_wrap=True, highlight=False)
 
     def close(self) -> None:
-        """Release the terminal."""
+        """Give the terminal back at the end of a run."""
 
     def begin(self, banner: Sequence[tuple[str, str]], steps: int, done: int, what: str = "step") -> None:
-        """Called when the job starts or resumes after `done` steps; `what` names a step."""
+        """Announce that a job starts, or resumes after `done` steps. `what` is the noun for a step."""
 
     def line(self, line: _Line) -> None:
-        """Called after every training step."""
+        """Show the metrics of a training step."""
 
     def completions(self, rows: Sequence[_Row], *, verified: bool = True) -> None:
         """Show a few completions of the run. Only a verifier's rewards, from 0 to 1, are marked as right or wrong."""
 
     def stopping(self, sentence: str) -> None:
-        """Announce that a signal will stop the run soon. The console is bypassed because it may be in the middle of a write."""
+        """Announce that a signal will stop the run soon.
+        The console is bypassed because it may be in the middle of a write."""
         if not self.problems.quiet:
             os.write(2, f"\n{sentence}\n".encode())
 
     def end(self, sentence: str) -> None:
-        """Show the outcome and the folder of the run."""
+        """Show the outcome and the folder of a run that ended."""
         self.close()
         self.print(sentence)
 
 
 class PlainView(RunView):
-    """Terminal output of one line per step, without colours or cursor moves: for pipes, files and batch systems."""
+    """Terminal output with one line per step, without colours or cursor moves, for pipes, files and batch systems."""
 
     quiet = False
 
@@ -101,7 +102,7 @@ class PlainView(RunView):
 
 
 class LiveView(RunView):
-    """Terminal output as a panel that stays in place: progress, time left, newest numbers, and a few completions."""
+    """Terminal output as a panel that stays in place, with progress, time left, newest metrics, and a few completions."""
 
     quiet = False
     live: Live | None = None
@@ -148,7 +149,7 @@ class LiveView(RunView):
 
 
 class Clock:
-    """Estimate the time left from the steps done since this process began."""
+    """Estimate of the time left in a run, from the steps done since this process began."""
 
     def __init__(self, steps: int, done: int) -> None:
         self.steps, self.first, self.start = steps, done, time.monotonic()
@@ -156,7 +157,7 @@ class Clock:
         self.rate: float | None = None
 
     def left(self, step: int) -> str | None:
-        """Time left after `step`, as h:mm:ss; None before the first step."""
+        """Return the time left after `step`, as h:mm:ss. Returns None before the first step."""
         now = time.monotonic()
         if step > self.at:
             self.at, self.rate = step, (now - self.start) / (step - self.first)
@@ -169,7 +170,7 @@ class Clock:
 
 
 class PatientConsole(Console):
-    """Rich console that goes on silently after a broken pipe, as in `corral train | head`, and keeps out escape sequences.
+    """Rich console that continues silently after a broken pipe, as in `corral train | head`, and removes escape sequences.
 
     What models, users and files say reaches the terminal as text alone: no cursor move, no title, no clipboard of theirs.
     """
@@ -180,7 +181,8 @@ class PatientConsole(Console):
 
     @property
     def file(self) -> Any:
-        """The output stream without escaping: texts are escaped already, and the console's escape sequences must pass."""
+        """Output stream of the console without escaping.
+        Texts are escaped already, and the console's own escape sequences must pass."""
         file = super().file
         return file.stream if isinstance(file, VisibleStream) else file
 
@@ -199,14 +201,14 @@ _View = TypeVar("_View", bound=RunView)
 
 
 def make_view(*, quiet: bool, silent: bool = False, verbose: bool = False) -> RunView:
-    """Make the view for this output; processes other than the main one print nothing."""
+    """Create the terminal view of a run for the current output. Processes other than the main process print nothing."""
     view = choose_view(RunView, PlainView, LiveView, quiet=quiet, silent=silent)
     view.verbose = verbose
     return view
 
 
 def choose_view(still: type[_View], plain: type[_View], live: type[_View], *, quiet: bool, silent: bool = False) -> _View:
-    """Choose the class of view: none, for a file or pipe, or for a terminal."""
+    """Choose a view class and create it: `still` if quiet, `live` for a terminal, `plain` for a file or pipe."""
     console, problems = PatientConsole(quiet=silent), PatientConsole(quiet=silent, stderr=True)
     if quiet or silent:
         return still(console, problems)
@@ -215,7 +217,7 @@ def choose_view(still: type[_View], plain: type[_View], live: type[_View], *, qu
 
 
 def readable(line: _Line, *, verbose: bool = False) -> list[tuple[str, str]]:
-    """Names and numbers to show for a line of metrics: five, or all with `verbose`."""
+    """Return names and values of a step's metrics as texts to show: five, or all with `verbose`."""
     keys = [next((key for key in group if line.get(key) is not None), "") for group in _FIVE]
     if verbose:
         keys += [*_RATES, *sorted(key for key in line if key.startswith("tr/") and key not in keys)]
@@ -233,13 +235,13 @@ def number(value: float) -> str:
 
 
 def _mark(reward: float, verified: bool) -> tuple[str, str]:
-    """Coloured mark for a right or wrong completion, or a number for any other reward."""
+    """Return a coloured mark for a right or wrong completion, or a number for any other reward."""
     if verified and reward >= 1:
         return "✓", "green"
     return ("✗", "red") if verified and reward <= 0 else (number(reward), "")
 
 
 def shorten(text: str, limit: int = 120) -> str:
-    """Shorten a text to one line."""
+    """Shorten a text to a single line of at most `limit` characters."""
     text = visible(text).replace("\n", "⏎").replace("\t", " ")
     return text if len(text) <= limit else text[: limit - 1] + "…"
