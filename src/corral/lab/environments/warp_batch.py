@@ -22,7 +22,7 @@ _WRITTEN = ("time", "qpos", "qvel", "ctrl", "mocap_pos", "mocap_quat", "qacc_war
 """MjData fields that tasks and resets write. Before a call they are uploaded if they differ from the values on the device."""
 _KEPT = frozenset({"ctrl", "mocap_pos", "mocap_quat", "qacc_warmstart"})
 """MjData fields that are not downloaded after a simulation call, because tasks do not read their changes.
-Only the last of them changes, and no task reads it."""
+Only the last of these fields changes, and no task reads it."""
 _CONTACTS, _ROWS = 32, 128
 """Largest numbers of contacts and of constraint rows per simulated copy.
 Random pushes of the box needed at most 9 and 29."""

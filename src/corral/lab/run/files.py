@@ -109,7 +109,7 @@ def read_settings(path: Path, writer: str) -> dict[str, Any]:
 
 
 def sync(path: Path) -> None:
-    """Force a file or folder to disk with fsync."""
+    """Flush a file or folder from the operating system's cache to disk with fsync."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)

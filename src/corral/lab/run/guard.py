@@ -30,10 +30,10 @@ class CollapseLimits:
     A few importance ratios then decide an update, so that one line of metrics is enough. In the demo `troll` stays above
     .97; `reinforce` at five times the learning rate starts with .62 and has collapsed at step 4."""
     equal_share: float = 0.9
-    """Share of prompts whose completions all have equal rewards, from which the guard warns.
+    """Smallest share of prompts with equal rewards for all their completions at which the guard warns.
     Most samples are then wasted."""
     solved: float = 0.9
-    """Success from which low entropy and equal rewards count as normal, not as symptoms of a collapse."""
+    """Smallest success at which low entropy and equal rewards count as normal, not as symptoms of a collapse."""
     patience: int = 3
     """Number of successive lines of metrics with success, entropy or KL beyond its threshold that count as a collapse.
     Success is counted in measurements, not steps."""
