@@ -34,12 +34,12 @@ def _probe(backend: str) -> tuple[str, str]:
 
 
 def why_not(backend: str) -> str:
-    """Return the reason why a backend does not work here; "" if it works."""
+    """Return the reason why a backend does not work on this system, or "" if the backend works."""
     return _probe(backend)[0]
 
 
 def memory_bound(backend: str) -> str:
-    """Name the mechanism that bounds the memory of all processes of a program together, for a working backend."""
+    """Return the name of the mechanism that bounds the total memory of a program's processes, for a working backend."""
     return _probe(backend)[1]
 
 

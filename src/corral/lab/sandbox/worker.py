@@ -54,7 +54,7 @@ class SandboxWorker(WorkerProcess, contextlib.AbstractContextManager["SandboxWor
         interpreter, view = command(backend), asdict(file_view()) if backend == "unshare" else None
         place = find_cgroup_parent()
         self.group = make_cgroup(*place) if place else None
-        """The cgroup that limits the memory of programs; None if no cgroup is delegated."""
+        """Cgroup that limits the memory of programs, or None if this user may not create cgroups."""
         passed = [self.group.members, self.group.events] if self.group else []
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -115,7 +115,7 @@ def text_column(row: Row, *names: str) -> str:
 
 
 def conversation(prompt: Any, column: str) -> tuple[str, list[Message]]:
-    """Read a column's prompt, a text or a chat, and return it as text and as chat messages.
+    """Read a prompt (a text or a chat) from a column, and return the prompt as text and as chat messages.
 
     A chat ends with a message of the user's.
 
@@ -236,7 +236,7 @@ class FiniteTask(SeededTask):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Number of training problems, and number of held-out problems."""
+        """Numbers of training problems and of held-out problems."""
         return len(self._splits[False]), len(self._splits[True])
 
     def _prompts(self, seed: int, *, held_out: bool) -> Iterator[str]:
@@ -274,7 +274,7 @@ class FiniteTask(SeededTask):
         }
 
     def _rows(self, split: Literal["train", "test"]) -> Rows | None:
-        """Rows of a split of the data; None for the test split if the data have no splits."""
+        """Return the rows of a split of the data, or None for the test split of data without splits."""
         if self.path is None:
             if self.HUB is None:
                 raise ValueError(f"{self.name}: `path` is missing: a file of problems, --set task_config.path=FILE.")

@@ -15,7 +15,7 @@ from corral.validate import nearest, pip_install
 
 
 def by_path(path: str, what: str) -> Any:
-    """Import a function or class by `module:name` or `file.py:name`; the module may lie in the current folder.
+    """Import a function or class by `module:name` or `file.py:name`. The module may lie in the current folder.
 
     Args:
         path: as in `my_tasks:Sorting` or `../mine/tasks.py:Sorting`.

@@ -34,7 +34,7 @@ class Jsonl(MathTask):
     name: ClassVar[str] = "jsonl"
 
     held_out: str | float | int | None = 0.1
-    """A file of held-out problems, or the share of `path`'s problems that is held out."""
+    """File of held-out problems, or share of the problems in `path` to hold out."""
     verifier: str = "math"
     """Verifier of answers: math, number, exact, code, or module:function."""
     prompt_column: str = "prompt"

@@ -99,7 +99,7 @@ def ascii_digits(text: str) -> str:
 
 
 def one_number(answer: str) -> Fraction | None:
-    r"""Parse an answer with exactly one number; None for any other answer.
+    r"""Parse an answer that contains exactly one number. Returns None for any other answer.
 
     Words, units, currency and percent signs around it are passed over: "42 apples", "$1,234.50", "x = 42", "50\%" is 50.
     "42 or 43", "6*7" and "3 1/2" have several and so are none; nothing is computed, so neither is \sqrt{16} or 4².

@@ -147,7 +147,7 @@ class _Evaluation(MathTask):
     """
 
     held_out: str | float | int | None = 1.0
-    """A file of held-out problems, or the share of `path`'s problems that is held out: by default all of them."""
+    """File of held-out problems, or share of the problems in `path` to hold out. By default, all problems are held out."""
     max_completion_length: int = 4096
     """Largest number of tokens that a correct completion may need."""
 

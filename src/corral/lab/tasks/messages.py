@@ -37,6 +37,6 @@ def transcript(completion: Any) -> str:
 
 
 def _content(message: dict[str, Any]) -> str:
-    """Text of a message: all its text parts joined, or "" if it only calls a tool."""
+    """Return the text of a message: all its text parts joined, or "" if the message only calls a tool."""
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)

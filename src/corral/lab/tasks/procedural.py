@@ -128,7 +128,7 @@ def shuffled(items: Iterable[_Item], task: str, seed: int, *, held_out: bool) ->
 
 
 def epochs(items: Sequence[_Item], task: str, seed: int) -> Iterator[_Item]:
-    """Yield all training items again and again, every pass in another order."""
+    """Yield all training items again and again, in a new order on every pass."""
     return (item for epoch in count() for item in shuffled(items, f"{task} {epoch}", seed, held_out=False))
 
 

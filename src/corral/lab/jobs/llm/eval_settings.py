@@ -1,4 +1,4 @@
-"""Settings of an evaluation, and the model or run to evaluate; both are checked before torch or TRL is imported."""
+"""Settings of an evaluation, and the model or run to evaluate, both checked before torch or TRL is imported."""
 
 import shlex
 from collections.abc import Callable, Mapping
@@ -44,7 +44,7 @@ class Subject:
     run: Path | None = None
     step: int | None = None
     settings: Settings | None = None
-    """The run's settings for task, instruction and tools; every other setting has its default."""
+    """The run's settings for task, instruction and tools. All other settings have their defaults."""
     trainer: Mapping[str, Any] = field(default_factory=dict)
     """Trainer settings that the evaluation inherits from the run."""
     complaints: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ class Subject:
         return self.trainer.get("bf16") is not False
 
     def settings_of(self, task: str) -> dict[str, Any]:
-        """The run's `task_config` if `task` is the run's task, else an empty table. `unsafe_code_execution` is never inherited.
+        """Return the run's `task_config`, without `unsafe_code_execution`, if `task` is the run's task; else an empty table.
 
         Programs that a model writes run unconfined only where the command line allows it.
         """
@@ -86,7 +86,7 @@ class EvalSettings(JobSettings):
     checkpoint: str | None = None
     """Checkpoint of a run: latest, best (by measured success), or the number of a step."""
     problems: int | None = limited(None, at_least=1)
-    """Number of held-out problems: by default all of a data set, or 512 of a procedural task."""
+    """Number of held-out problems. The default is all problems of a data set, or 512 of a procedural task."""
     samples: int = limited(4, at_least=1)
     """Number of samples per problem, in addition to the greedy completion."""
     temperature: float = limited(1.0, above=0, note="the greedy answer is given in any case")

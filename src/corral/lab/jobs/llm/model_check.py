@@ -46,7 +46,7 @@ _FINE = "Padded batches give what float32 gives, one prompt at a time, and the t
 
 
 class Distance(NamedTuple):
-    """KL divergence of next-token distributions from float32, in nats per token."""
+    """KL divergence of a model's next-token distributions from those in float32, in nats per token."""
 
     mean: float
     largest: float
@@ -115,7 +115,7 @@ def distances(
     half: torch.dtype | None,
     backend: SDPBackend | None,
 ) -> tuple[Distance, Distance]:
-    """KL divergence from float32 on a padded batch, while sampling with a KV cache, and while scoring the sampled tokens."""
+    """Measure the KL divergence of a padded batch from float32, first in sampling with a KV cache, then in scoring tokens."""
     writer: Any = model  # causal models can generate; transformers' base class does not say so
     ends = end_tokens(model, tokenizer)
     batch = tokenizer.pad({"input_ids": list(asked)}, padding_side="left", return_tensors="pt").to(model.device)

@@ -1,4 +1,4 @@
-"""Preparation of a run: model, task, data digests, rewards and the trainer's configuration. Also `--dry-run`."""
+"""Preparation of a training run: model, task, data, rewards and the trainer's configuration. Also `--dry-run`."""
 
 import dataclasses
 import hashlib
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 def describe_data(task: Task, train: Sequence[str], held_out: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Row counts and digests of a run's training and held-out data, for config.json."""
+    """Count and hash the rows of a run's training data and held-out data, for config.json."""
     rows = {"train": train, "held_out": held_out}
     return {name: {"rows": len(prompts), "sha256": digest(task, prompts)} for name, prompts in rows.items()}
 
@@ -214,7 +214,7 @@ def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedToken
 
 
 def lora_config(given: dict[str, Any]) -> LoraConfig:
-    """Build peft's LoraConfig for an adapter: by default on every linear layer except the head."""
+    """Build peft's LoraConfig for an adapter, by default on every linear layer except the LM head."""
     known = {item.name: item.type for item in dataclasses.fields(LoraConfig) if item.init}
     for key, value in given.items():
         if key not in known:

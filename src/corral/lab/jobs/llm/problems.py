@@ -164,7 +164,7 @@ def generate(
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Token ids that end a completion; instruction-tuned models often have several."""
+    """Token ids that end a completion. Instruction-tuned models often have several such tokens."""
     ends = model.generation_config.eos_token_id
     ends = tokenizer.eos_token_id if ends is None else ends  # 0 is a token like any other
     return {ends} if isinstance(ends, int) else set(ends or ())
@@ -178,7 +178,7 @@ def cut_at_end(tokens: list[int], ends: set[int]) -> list[int]:
 
 @dataclass
 class Dialogue:
-    """A completion of one or several turns: tokens, a mask of the tokens that the model wrote, and their log-probs if known."""
+    """A completion in one or several turns: its tokens, a mask of the model's own tokens, and log-probs if known."""
 
     problem: str
     prompt: list[int]

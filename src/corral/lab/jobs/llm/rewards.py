@@ -20,7 +20,7 @@ _VERIFIER = "verifier"
 _HOW = "`reward` is module:function or file.py:function, with a weight module:function=0.5"
 
 _TAKEN = {"prompts", "completions", "completion_ids", "problem", "trainer_state", "log_extra", "log_metric", "environments"}
-"""Names of arguments that the trainer passes to reward functions; a task's columns must not have these names."""
+"""Names of arguments that the trainer passes to reward functions. A task's columns must not have these names."""
 
 
 _LARGEST = 2.0**128 - 2.0**104
@@ -151,9 +151,9 @@ def _with_checks(name: str, score: Reward, label: str | None = None) -> Reward:
 
 
 def _own(reward: str | Reward, label: str, task: Task) -> Reward:
-    """Import a user's reward function, and pass it the task's columns as lists.
+    """Wrap a user's reward function, which is imported if given by path, so that it gets the task's columns as lists.
 
-    They are not in the dataset, since values may not fit Arrow's types.
+    The columns are not in the dataset, since values may not fit Arrow's types.
     """
     with run_errors():
         function = by_path(reward, _HOW) if isinstance(reward, str) else reward

@@ -107,7 +107,7 @@ def trainer_types() -> dict[str, Any]:
 
 
 _PACKAGES = {"use_vllm": "vllm", "deepspeed": "deepspeed"}
-"""TRL settings that need a further package, with the package's name."""
+"""TRL settings that need another package, each with the package's name."""
 
 
 TABLES = ("objective_config", "task_config", "lora")

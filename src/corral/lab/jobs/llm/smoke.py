@@ -52,7 +52,7 @@ EVALUATION: dict[str, Any] = {
 
 
 def smoke_layers(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Settings that `--smoke` adds on top of a recipe and a file: small numbers, and packaged problems for the chosen task."""
+    """Return the settings that `--smoke` adds to a recipe and a settings file: few short steps, and packaged problems."""
     task = next((layer["task"] for layer in reversed(layers) if "task" in layer), "countdown")
     return [_TRAINING, {"task": task, "task_config": TASK_CONFIG.get(str(task), {})}]
 

@@ -176,7 +176,7 @@ def _tensorboard_in(where: Path) -> Iterator[None]:
 def banner(
     settings: Settings, trainer: RunTrainer, where: Path, chosen: Iterable[str] = (), verbose: bool = False
 ) -> list[tuple[str, str]]:
-    """Heading of a run as (name, sentence) lines. Settings at their defaults are shown only with `verbose`.
+    """Build the heading that a run prints, as pairs (name, sentence). Settings at defaults are shown only with `verbose`.
 
     Args:
         chosen: sentences about settings that were chosen automatically.
@@ -250,7 +250,7 @@ def _support(trainer: RunTrainer) -> str:
 
 
 def why_inactive(trainer: RunTrainer) -> str | None:
-    """Reason why the trust region can never be active with these settings, or None."""
+    """Return the reason why the trust region can never be active with these settings, or None."""
     config = trainer.objective.config
     if not config.has_region:
         return f"{trainer.objective.name} has no trust region."

@@ -101,7 +101,7 @@ def token_rows(
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """Decode each token alone, and restore the leading blank that SentencePiece drops."""
+    """Decode each token alone, and restore the leading space that SentencePiece drops."""
     names = tokenizer.convert_ids_to_tokens(list(ids))
     texts = tokenizer.batch_decode([[token] for token in ids])
     return [

@@ -188,7 +188,7 @@ class FunctionCalls:
     functions: list[_Function]
     factory: Callable[[], Any] | None = None
     max_turns: int = sys.maxsize
-    """Largest number of tool answers within a completion; TRL's `max_tool_calling_iterations`."""
+    """Largest number of tool replies within a completion (TRL's `max_tool_calling_iterations`)."""
     _pool: list[Any] = field(default_factory=list)
     """Environments that are reused between batches. Each environment is reset before use."""
 
@@ -238,7 +238,7 @@ class FunctionCalls:
         return {"tools": [*self.functions, *(_methods(self._pool[0]) if self._pool else [])] or None, **own}
 
     def trainer_arguments(self) -> dict[str, Any]:
-        """Arguments of GRPOTrainer: TRL's `tools` and `environment_factory`."""
+        """Return the arguments `tools` and `environment_factory` for GRPOTrainer."""
         return {"tools": self.functions or None, "environment_factory": self.factory}
 
     @torch.no_grad()
@@ -333,7 +333,7 @@ def _result(request: dict[str, Any], table: Mapping[str, _Function]) -> dict[str
 
 
 def _rendered(results: list[dict[str, Any]], problems: Problems) -> list[int]:
-    """Tokens between two messages of the model: tool results as the chat template renders them."""
+    """Return the tokens between two messages of the model: the tool results, as the chat template writes them."""
     tokenizer: Any = problems.tokenizer  # transformers types its templates by a dozen unions
     how = {key: value for key, value in problems.template.items() if key != "tools"} | {"return_dict": False}
     call = {"type": "function", "function": {"name": results[0]["name"], "arguments": {}}}

@@ -115,7 +115,7 @@ def _search(starts: list[tuple[int, list[bytes]]]) -> list[bytes]:
 
 
 class Filter:
-    """A seccomp filter ready for installation, which requires `forbid_new_privileges` first."""
+    """A seccomp filter that can be installed after a call of `forbid_new_privileges`."""
 
     def __init__(self, program: bytes) -> None:
         self._program = ctypes.create_string_buffer(program, len(program))  # the header points to it
@@ -124,5 +124,5 @@ class Filter:
         self._address = ctypes.addressof(self._header)
 
     def install(self) -> None:
-        """Install the filter on this process and its future children; it cannot be removed."""
+        """Install the filter on this process and its future children. An installed filter cannot be removed."""
         kernel.prctl(22, 2, self._address)  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER

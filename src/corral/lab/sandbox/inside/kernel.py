@@ -168,7 +168,7 @@ def drop_capabilities() -> None:
 
 
 def keep_no_capabilities() -> None:
-    """Lock the process so that neither a user id nor a change of user gives it capabilities."""
+    """Lock this process so that no user id and no change of user id gives it capabilities."""
     prctl(_PR_AMBIENT, 4)  # clear all
     prctl(_PR_SET_SECUREBITS, 0b101111)
     forbid_new_privileges()

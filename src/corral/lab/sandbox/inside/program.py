@@ -17,7 +17,7 @@ from typing import Any
 from corral.lab.sandbox.inside import filter, kernel
 
 OUT_OF_MEMORY = signal.SIGRTMAX
-"""Signal by which a program ends after a MemoryError. Nothing else sends it, and forging it gains nothing."""
+"""Signal with which a program ends itself after a MemoryError. A forged signal gains nothing."""
 
 _SPARE = 16 << 20
 """Bytes of address space kept free for reporting that memory has run out."""
@@ -45,7 +45,7 @@ def warm_up() -> None:
 
 
 def _open_stream(name: str, number: int, mode: str, errors: str, line_buffering: bool = False) -> None:
-    """Make an open file a standard stream under both its names in `sys`: `stdin` and `__stdin__`."""
+    """Make an open file a standard stream under both names in `sys`, such as `stdin` and `__stdin__`."""
     binary = open(number, mode + "b", closefd=False)  # noqa: SIM115 - the program's for as long as it runs
     stream = io.TextIOWrapper(binary, encoding="utf-8", errors=errors, line_buffering=line_buffering)
     for attribute in (name, f"__{name}__"):
@@ -82,7 +82,7 @@ class LaunchPlan:
 
 
 def _at_most(kind: int, soft: int, hard: int) -> tuple[int, tuple[int, int]]:
-    """Lower a resource limit to the limit already in force."""
+    """Lower a new resource limit to the limit in force if that is smaller."""
     _, most = resource.getrlimit(kind)
     return kind, (soft, hard) if most == resource.RLIM_INFINITY else (min(soft, most), min(hard, most))
 
@@ -145,7 +145,7 @@ def _report_failure(error: BaseException) -> int:
 
 
 def _report(error: BaseException) -> None:
-    """Report an exception by the hook that the program has set, if any. Errors of the hook are ignored."""
+    """Report an exception with `sys.excepthook`, which the program may have set. Errors of the hook are ignored."""
     with contextlib.suppress(BaseException):
         sys.excepthook(type(error), error, error.__traceback__)
 

@@ -69,7 +69,7 @@ def main(socket: int, proc: int, view: dict[str, list[Any]] | None, group: list[
 
 
 def _send(control: _socket.socket, message: dict[str, object]) -> None:
-    """Send a message to the host, which may have ended."""
+    """Send a message to the host. If the host has ended, this process ends too."""
     try:
         control.send(json.dumps(message).encode())
     except OSError:

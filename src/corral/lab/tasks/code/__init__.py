@@ -1,4 +1,4 @@
-"""Code tasks: completions are programs, run in a sandbox against hidden tests."""
+"""Tasks whose completions are programs, which hidden tests check in a sandbox."""
 
 from corral.lab.tasks.code.task import APPS, MBPP, Code, CodeTask, HumanEval
 

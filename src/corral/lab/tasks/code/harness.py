@@ -173,7 +173,7 @@ _BUILTINS = {name: value for name, value in vars(builtins).items() if name not i
 
 
 def check(setup: str, tests: list[str], entry: str, nonce: str) -> None:
-    """Run tests that are programs, and write one line with the nonce and the verdict to the original standard error.
+    """Run tests that are programs, and write one line with a secret (the nonce) and the verdict to standard error.
 
     Standard input and output, on which the function is called, and standard error are moved to files of their own, which no
     process that a test starts inherits. What a test prints is no call, and no verdict.

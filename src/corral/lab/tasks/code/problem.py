@@ -1,4 +1,4 @@
-"""Code problems: extract the program from a completion, run its tests in the sandbox, and return the share that passes."""
+"""Grading of programs: extract a completion's program, run tests in the sandbox, and return the share of tests that pass."""
 
 import json
 import marshal
@@ -107,7 +107,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Checks:
-    """Tests that are programs (assertions). They run in a second sandbox, which calls the function in the first."""
+    """Tests that are programs (assertions). They run in a second sandbox, and call the function in the first sandbox."""
 
     entry: str
     setup: str
@@ -155,7 +155,7 @@ class Problem:
     """A correct program from the data; "" if the data have none."""
 
     def program(self, completion: str) -> str:
-        """Build the program to test from a completion."""
+        """Build the program to test from a completion and, where needed, from code in the prompt."""
         found = extract_program(completion)
         if not self.stem:
             return found

@@ -27,7 +27,7 @@ class CodeTask(FiniteTask):
     """
 
     partial: bool = limited(False, one_of=(True, False))
-    """True to reward the share of tests that pass instead of all or nothing."""
+    """True to reward the share of tests that pass. By default, only a program that passes all tests is rewarded."""
     timeout: float = 5.0
     """Time limit in seconds, for each run of a program or for all calls of a function."""
     memory_mb: int = 512
@@ -47,7 +47,7 @@ class CodeTask(FiniteTask):
 
     @property
     def limits(self) -> SandboxLimits:
-        """Resource limits of one program."""
+        """Resource limits of one program in the sandbox."""
         return SandboxLimits(timeout=self.timeout, memory_mb=self.memory_mb)
 
     @property
@@ -91,7 +91,7 @@ class HumanEval(CodeTask):
     HUB: ClassVar[Hub | None] = Hub("evalplus/humanevalplus", train="test")
 
     held_out: str | float | int | None = 1.0
-    """A file of held-out problems, or the share of `path`'s problems that is held out: by default all of them."""
+    """File of held-out problems, or share of the problems in `path` to hold out. By default, all problems are held out."""
 
     def problem(self, row: Row) -> tuple[str, Problem]:
         """Read a row of HumanEval or HumanEval+. The prompt is the beginning of the function.
@@ -123,7 +123,7 @@ class MBPP(CodeTask):
     HUB: ClassVar[Hub | None] = Hub("evalplus/mbppplus", train="test")
 
     held_out: str | float | int | None = 0.2
-    """A file of held-out problems, or the share of `path`'s problems that is held out."""
+    """File of held-out problems, or share of the problems in `path` to hold out."""
     shown_tests: int = limited(1, at_least=1, at_most=1000)
     """Number of assertions shown in the prompt. At least 1 is needed, because the assertions tell the function's name."""
 

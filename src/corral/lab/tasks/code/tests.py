@@ -180,7 +180,7 @@ def _without_unused_imports(source: str) -> str:
 
 
 def _literal(node: ast.expr) -> Any:
-    """Value of a literal expression; None for an expression that must be run."""
+    """Return the value of a literal expression, or None for an expression that must be run."""
     try:
         return ast.literal_eval(_NamedConstants().visit(copy.deepcopy(node)))
     except (ValueError, TypeError, RecursionError, MemoryError):
