@@ -34,7 +34,7 @@ def load_model(name: str, dtype: torch.dtype = torch.float32) -> _Loaded:
 def load_trainable(
     name: str, dtype: torch.dtype = torch.float32
 ) -> tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]:
-    """Load a language model for training. An adapter becomes a trainable PeftModel, since transformers alone would freeze it."""
+    """Load a language model for training. An adapter becomes a trainable PeftModel, which transformers alone would freeze."""
     if name == "smoke":
         return build_smoke()
     if name in EMBEDDED:
