@@ -33,7 +33,7 @@ class Checkup:
     lines: dict[str, str] = field(default_factory=dict)
     """Lines of the engine's configuration that turn corral on, by purpose."""
     verdict: str = "corral is active."
-    """Final sentence of a report without problems."""
+    """Final sentence of the installation report if it has no problems."""
 
     def check_release(self, package: str, wanted: str = "") -> bool:
         """Add a package's release to the table, and a problem if it is missing or outside a range such as ">=0.9,<0.10".

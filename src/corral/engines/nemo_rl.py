@@ -23,7 +23,7 @@ OLD_LOGP = "corral_old_logp"
 
 
 class CorralLoss:
-    """NeMo-RL LossFunction that computes one of corral's objectives."""
+    """Loss function for NeMo-RL that computes one of corral's objectives."""
 
     zero_outside_topk, kl_type = True, "forward"
     """Attributes that NeMo-RL reads from a loss; these values request log-probs of the whole softmax, without entropy.

@@ -1,4 +1,4 @@
-"""slime: a custom loss, `--loss-type custom_loss --custom-loss-function-path corral.engines.slime.policy_loss_function`.
+"""slime adapter, `--loss-type custom_loss --custom-loss-function-path corral.engines.slime.policy_loss_function`.
 
 Which objective, and its settings, come from the file of `--custom-config-path`:
 

@@ -59,7 +59,7 @@ class LossTerms(Tensors):
 
     objective: TokenObjective
     batch: TokenBatch
-    """Batch of tokens with the old policy; its `logp_new` and `dist_new` are ignored."""
+    """Batch of tokens with the old policy's log-probs; the batch's `logp_new` and `dist_new` are ignored."""
     weights: Float[Tensor, "B T"]
     """Weight w of each token's loss in the reduced loss, which is a weighted sum over tokens."""
     policy_weights: Float[Tensor, "B T"] | None
@@ -85,7 +85,7 @@ class LossTerms(Tensors):
         return replace(self.batch, logp_new=logp, logp_old=logp_old, dist_new=new, dist_old=old)
 
     def __call__(self, logp: Float[Tensor, "B T"], new: SparseDist | None) -> tuple[Float[Tensor, ""], ObjectiveOutput]:
-        """Compute the total loss and the objective's output, given the new policy's log-probs and distribution."""
+        """Compute the objective's reduced loss and per-token output from the new policy's log-probs and distribution."""
         old = self.batch.dist_old
         if self.union is not None and old is not None and new is not None:
             old = self.union.extend(old, new.ids, self.spec)
@@ -114,7 +114,7 @@ class FusedLoss:
 
     packing: Packing
     total: Tensor
-    """Weighted sum of the token losses, Σ w (c · policy + regression)."""
+    """Reduced loss: the weighted sum of all token losses, each a policy-gradient loss plus a regression loss."""
     rows: HeadRows
     output: ObjectiveOutput
     """Output of the objective for packed tokens [1, N], with its metrics."""

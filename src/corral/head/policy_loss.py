@@ -33,7 +33,7 @@ class PolicyLoss:
     per_token: Float[Tensor, "B T"]
     """Loss of each token before weighting: policy-gradient term plus regression term."""
     logp: Float[Tensor, "B T"]
-    """New policy's log-probs of the sampled tokens."""
+    """New policy's log-prob of the sampled token, at each position."""
     metrics: dict[str, Tensor]
     """Metrics of the objective, as a dictionary from name to tensor.
     `head/dense_share` and `head/dropped_max` are included unless `report` has them."""
@@ -41,9 +41,9 @@ class PolicyLoss:
     dist: SparseDist | None = None
     """New policy's distribution on the old policy's top-k tokens, or on the union of both policies' top-k tokens."""
     acted: Bool[Tensor, "B T"] | None = None
-    """True at tokens on which the trust region acted, such as clipped, masked or projected tokens."""
+    """True at tokens on which the trust region acted, by clipping, masking or projection; None if not recorded."""
     kl_after: Float[Tensor, "B T"] | None = None
-    """KL(projected‖old) at each token, for objectives that project the policy onto a trust region; None for others."""
+    """KL(projected‖old) at each token, for objectives that project onto a trust region; None for other objectives."""
     regression: Float[Tensor, "B T"] | None = None
     """Part of each token's loss that pulls the new policy back into the trust region; None for objectives without this part."""
     report: Float[Tensor, "2"] | None = None

@@ -18,7 +18,7 @@ class HeadInput(Tensors):
     SHARED: ClassVar[tuple[str, ...]] = ("weight", "bias")
 
     hidden: Tensor
-    """Hidden states [n, H], one row per token."""
+    """Last hidden states of the model [n, H], one row per token."""
     weight: Tensor
     bias: Tensor | None
     tokens: Tensor
@@ -39,18 +39,18 @@ class HeadRows(Tensors):
     """Results of the LM head for n tokens, one row per token."""
 
     lse: Tensor
-    """Log of the softmax's normaliser, log Σ eᶻ over all logits z [n]."""
+    """Log of the softmax's normaliser at each position [n]: log Σ eᶻ over all logits z."""
     logp: Tensor
-    """Log-probability of the sampled token [n]."""
+    """Log-probability of the sampled token at each position [n]."""
     ids: Tensor
     kept: Tensor
     """Log-probabilities of the support, which is the top-k tokens or the given tokens [n, K]; `ids` are their token ids."""
     rest: Tensor
-    """Log tail mass: the log of the summed probability of all tokens outside the support [n]."""
+    """Log tail mass at each position [n]: the log of the total probability of all tokens outside the support."""
     entropy: Tensor
-    """Entropy of the next-token distribution [n]; zeros unless requested."""
+    """Entropy of the next-token distribution at each position [n]; zeros unless requested."""
     rest_max: Tensor
-    """Largest log-probability among the tokens outside the support [n]."""
+    """Largest log-probability among the tokens outside the support (top-k or given tokens), at each position [n]."""
 
     @property
     def dist(self) -> SparseDist:
@@ -63,7 +63,7 @@ class Upstream(Tensors):
     """Gradients of a loss with respect to the LM head's results for n tokens; None means 0 everywhere."""
 
     logp: Tensor | None = None
-    """Gradient with respect to the log-probability of the sampled token [n]."""
+    """Gradient with respect to the log-probability of the sampled token at each position [n]."""
     kept: Tensor | None = None
     rest: Tensor | None = None
     """Gradient with respect to the log tail mass [n]; `kept` is the gradient with respect to the support's log-probs [n, K]."""

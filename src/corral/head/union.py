@@ -65,7 +65,7 @@ class UnionSupport(Tensors):
     mass: float = 1.0
     """Probability mass that the new policy's most likely tokens should reach, with at most `top_k` tokens; as in `lm_head`."""
     hidden: Float[Tensor, "M H"]
-    """Last hidden states of the old policy, one row per stored token."""
+    """Last hidden states of the old policy [M, H], one row for each of the M tokens stored."""
     weight: Float[Tensor, "V H"]
     bias: Float[Tensor, " V"] | None = None
     """Bias of the old policy's LM head, or None; `weight` is the weight of the same head."""

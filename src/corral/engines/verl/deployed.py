@@ -34,7 +34,7 @@ class DeployedRegion:
     """
 
     def __init__(self, engine: Any) -> None:
-        """Store a copy of the network's weights as the centre of the region.
+        """Store a copy of the network's weights as the centre of the trust region.
 
         Args:
             engine: a SupportFSDPEngine in its train mode.
@@ -45,7 +45,7 @@ class DeployedRegion:
         self.witness = HeadWitness()
 
     def choose(self, data: TensorDict) -> None:
-        """Choose some sequences of a mini-batch on every rank, and compute the old network's hidden states on them."""
+        """Choose some sequences of a mini-batch on every rank, and compute hidden states of the old network for the KL."""
         engine = self.engine
         self.sample = tensordict_utils.index_select_tensor_dict(data, _choose(data, engine.get_data_parallel_size()))
         self.tokens = sum(self._gather(int(self.sample["response_mask"].values().sum())))

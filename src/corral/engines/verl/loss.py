@@ -15,7 +15,7 @@ _AGGREGATION = {"max": AggregationType.MAX, "sum": AggregationType.SUM}
 
 
 def corral_ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, dict[str, Any]]:
-    """Compute verl's ppo_loss with corral's policy loss. Entropy bonus, reference KL and reductions are verl's.
+    """Compute verl's ppo_loss with corral's policy loss; entropy bonus, reference KL and reductions stay verl's own.
 
     Unlike verl's it reads the old policy's support and the sampler's log-probs, with which the anchor is compared token by
     token. It takes the new policy's support out of `model_output`.

@@ -44,7 +44,7 @@ class VerlSettings:
 
     loss_mode: str
     objective: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the objective, such as {bound: 0.15}."""
+    """Settings of the objective as a mapping from name to value, such as {bound: 0.15}."""
     anchor: str = "auto"
     """Centre of the trust region: `old`, `rollout`, or `auto` for the centre that suits the objective.
     `old` is the old policy, recomputed by the trainer; `rollout` is the sampler, with the log-probs it reported."""

@@ -44,18 +44,18 @@ class Shard:
         return x
 
     def largest(self, z: Tensor) -> Tensor:
-        """Return the largest logit of each row over the whole vocabulary; −inf if all are −inf."""
+        """Return the largest logit at each position over the whole vocabulary; −inf if all logits are −inf."""
         return self._maximum(z.amax(-1) if z.shape[-1] else z.new_full(z.shape[:1], -torch.inf))
 
     def pick(self, z: Tensor, ids: Tensor) -> Tensor:
-        """Return the logits [n, K] of the given tokens; −inf where the id is −1."""
+        """Return the logits of given token ids from the whole vocabulary [n, K]; −inf where the token id is −1."""
         place, here = self._places(z, ids)
         if not z.shape[-1]:
             return self._maximum(z.new_full(ids.shape, -torch.inf))
         return self._maximum(torch.where(here, z.gather(-1, torch.where(here, place, 0)), -torch.inf))
 
     def drop_(self, z: Tensor, ids: Tensor) -> None:
-        """Set the logits of the given tokens to −inf, in place."""
+        """Set the logits of given token ids to −inf, in place."""
         place, here = self._places(z, ids)
         row, slot = here.nonzero(as_tuple=True)
         z[row, place[row, slot]] = -torch.inf

@@ -511,7 +511,7 @@ def _token_kernel(
 
 @triton.jit
 def _store(at, count, mask, results):
-    """Write results of some tokens into `LossRows.fields`; `results` are in the order of FIELDS."""
+    """Write the loss kernel's results for some tokens into `LossRows.fields`; `results` are in the order of FIELDS."""
     for i in tl.static_range(len(results)):
         tl.store(at + count * i, results[i].to(tl.float32), mask=mask)
 

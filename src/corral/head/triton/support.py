@@ -24,7 +24,7 @@ LEFT_ALONE, LARGEST_TAKEN, RECOMPUTED = map(tl.constexpr, range(3))
 """States of a vocabulary tile at one position: no logit taken out, only the largest taken out, or logits recomputed."""
 
 ROWS_AT_ONCE = 8192
-"""Largest number of positions whose tile statistics are stored at once."""
+"""Largest number of positions whose statistics of vocabulary tiles are in memory at once."""
 ROOM = 4
 """Number of slots for candidates for the top-k tokens at each position, as a multiple of k.
 Common tokens have neighbouring ids, so k slots are not enough."""
@@ -314,7 +314,7 @@ def log_sum(peak, total):
 
 @triton.jit
 def whole_tiles(top, runner_up, without):
-    """Compute for each vocabulary tile Σ e^(z − top), and the gap from its largest logit, top, to its second largest."""
+    """Compute Σ e^(z − top) for each vocabulary tile with largest logit top, and second − top for its two largest logits."""
     # 1 for the largest itself, and the others brought from "relative to the second" to "relative to the largest".
     some = top > -float("inf")
     down = tl.where(runner_up > -float("inf"), runner_up - tl.where(some, top, 0.0), -float("inf"))
@@ -621,7 +621,7 @@ def _finalize_own_kernel(
 
 @triton.jit
 def _value_of(key):
-    """Convert an integer rank key back to its logit."""
+    """Convert an integer made by `rank_key` back to its logit."""
     bits = (key >> 32).to(tl.int32)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
 
