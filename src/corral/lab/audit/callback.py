@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-"""Values of TRL's `loss_type` whose loss clips the ratio. Other losses of TRL (cispo, sapo, vespo) weigh tokens instead."""
+"""Values of TRL's `loss_type` whose loss clips probability ratios. TRL's losses cispo, sapo and vespo weigh tokens instead."""
 
 _CLIP_RATIO = "clip_ratio/region_mean"
 """Name of TRL's metric for the share of tokens, or of completions, that are clipped in an update."""
@@ -172,7 +172,7 @@ class AuditCallback(TrainerCallback):
     made: list[MicroBatch] = field(default_factory=list)
     """Counts of trained and clipped tokens of each micro-batch that are not yet written to a file."""
     due: int = 0
-    """Number of the update from which on the next new batch of rollouts is audited."""
+    """Smallest number of an update at which a new batch of rollouts is audited."""
     failed: str | None = None
     """Message of the error that stopped the audit while training went on; None if there was no error."""
     ended: bool = False

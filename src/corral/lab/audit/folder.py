@@ -69,7 +69,7 @@ class AuditFolder(LockedFolder):
         self.table, self.updates = path / "audit.parquet", path / "updates.parquet"
 
     def check(self, rules: Mapping[str, Any], done: int = 0) -> None:
-        """Raise RunError unless the folder is new or empty, or has an audit by the same rules that `done` > 0 resumes."""
+        """Raise RunError unless the folder is new or empty, or training resumes an audit by the same rules there."""
         there = self.info.exists()
         if self.path.exists() and not there and (not self.path.is_dir() or any(self.path.iterdir())):
             raise RunError(f"{self.path} is there already and holds no audit: choose another folder for it.")
@@ -156,7 +156,7 @@ def _read_rows(path: Path, schema: pa.Schema) -> pd.DataFrame:
 
 
 def _count_updates(rows: pd.DataFrame, path: Path) -> dict[str, Any] | None:
-    """Summarise an audit's micro-batches: mean share of blocked tokens, mean of TRL's clip ratio, counts. None for no rows."""
+    """Summarise an audit's micro-batches: mean share of blocked tokens, mean of TRL's clip ratio. Returns None without any."""
     if rows.empty:
         return None
     if rows[["update", "tokens", "clipped"]].isna().any(axis=None):

@@ -118,7 +118,7 @@ def _method(audit: Audit) -> Any:
 
 
 def _threshold_table(audit: Audit) -> Safe:
-    """Build the table of every rule at every bound. The bound with the fewest errors is bold for each rule."""
+    """Build the table of every trust-region rule at every bound. For each rule, the bound with the fewest errors is bold."""
     rows, best, last = [], audit.best, None
     for one in audit.thresholds:
         row = words.threshold_row(one, audit)

@@ -30,7 +30,7 @@ _ENTROPY_NAMES = ("≤ .01", ".01 … .1", ".1 … .5", ".5 … 1", "1 … 2", "
 _SIGN_NAMES = ("negative", "zero", "positive")
 
 SHOWN_RULES = {"clip": "clip 1 ± 0.2", "dppo_tv": "DPPO TV 0.2", "dppo_kl": "DPPO KL 0.05"}
-"""Mapping from rule to its name in the table by old probability. Each rule has its published bound there."""
+"""Mapping from rule, at its published bound, to the rule's name in the table by old probability."""
 
 _OLDEST = 32
 """Age of tokens, in steps, in the last row of the table by age. The row also counts all older tokens."""

@@ -130,12 +130,12 @@ class Ball:
     """Counts of tokens that a rule blocks and passes, inside and outside a ball of KL or total variation."""
 
     blocked_inside: int
-    """Tokens blocked although they are inside the ball: the rule's false alarms."""
+    """Number of tokens blocked although they are inside the ball: the rule's false alarms."""
     blocked_outside: int
     passed_inside: int
     passed_outside: int
     passed_outward: int
-    """Tokens missed by the rule: outside the ball, pushed further out, and not blocked."""
+    """Number of tokens missed by the rule: outside the ball, pushed further out by the update, and not blocked."""
 
     @property
     def blocked(self) -> int:

@@ -125,7 +125,7 @@ def _samples(audit: Audit) -> str:
 
 
 def _mismatch(audit: Audit, silent: str) -> str:
-    """Sentence on the TV between sampler and trainer. Without the sampler's log-probs, `silent` gives the reason."""
+    """Sentence on the TV between sampler and trainer. `silent` completes the sentence if the sampler logged no log-probs."""
     if "mismatch" not in audit.distances:
         return f"The sampler reported no log-probs {silent}."
     return f"Sampler and trainer differ on the sampled tokens by a TV of {_spread(audit.distances['mismatch'])}."

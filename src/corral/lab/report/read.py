@@ -432,7 +432,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _aligned(row: Mapping[str, Any]) -> bool:
-    """True if all lists in a row of tokens have one entry per token; kl_after and log_ratio may be missing."""
+    """Return True if all lists in a row of tokens have one entry per token. kl_after and log_ratio may be missing."""
     if row["token"] is None or row["action"] is None or row["kl_before"] is None:
         return False
     lists = [row[name] for name in ("action", "kl_before", "kl_after", "log_ratio") if row.get(name) is not None]
