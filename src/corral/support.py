@@ -116,7 +116,7 @@ def extend_support(dist: SparseDist, ids: Int[Tensor, "*b K"], logp: Float[Tenso
 
 
 def condition_on_support(dist: SparseDist) -> SparseDist:
-    """Condition a policy on its support: probabilities are renormalised there, as in top-p or top-k sampling.
+    """Condition a policy on its support: renormalise its probabilities over the support, as top-p or top-k sampling does.
 
         log p(v | S) = log p(v) − log Σ_{u ∈ S} p(u)          v ∈ S
 

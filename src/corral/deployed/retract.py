@@ -44,7 +44,7 @@ class Certificate:
     share: float
     """Accepted share of the step: the weights are θ_old + share · (θ_new − θ_old)."""
     probes: int
-    """Number of KL measurements. If no share of the step fits the bound, this includes one at the restored old weights."""
+    """Number of KL measurements. If no share of the step fits the bound, the last one is at the restored old weights."""
     value_before: float
     """Statistic of the KL after the updates, before the step was scaled back. NaN if a weight was NaN or inf."""
     value_after: float
@@ -183,7 +183,7 @@ class _Probe:
 
     @classmethod
     def of(cls, share: float, measured: Tensor | BatchKL, statistic: str) -> "_Probe":
-        """Build the record of a KL measurement. A single NaN makes every statistic NaN, since a quantile would hide it."""
+        """Build the record of a KL measurement. A single NaN makes every statistic NaN, which a quantile would hide."""
         found = TokenKL.of(measured)
         kl = measured.new_old if isinstance(measured, BatchKL) else measured
         lost = math.isnan(found.mean)

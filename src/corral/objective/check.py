@@ -63,7 +63,9 @@ class FirstCall:
 
 
 def check_batch(name: str, batch: TokenBatch, needs: Iterable[str], *, check: bool = True) -> None:
-    """Refuse a batch that the objective `name` cannot compute. Values are read in one device transfer, but not when compiling.
+    """Refuse a batch that the objective `name` cannot compute. Under torch.compile, only shapes and dtypes are checked.
+
+    Values are read in one device transfer.
 
     Without `check` log-probabilities may be any numbers, but not NaN or inf.
     """

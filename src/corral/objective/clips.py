@@ -124,7 +124,7 @@ def gspo(batch: TokenBatch, config: GSPOConfig) -> ObjectiveOutput:
 
 
 def gmpo(batch: TokenBatch, config: GMPOConfig) -> ObjectiveOutput:
-    """Surrogate loss with the geometric mean of a sequence's token ratios (GMPO). Each token ratio is clipped on one side.
+    """Surrogate loss with the geometric mean of a sequence's token ratios (GMPO). Ratios far along the advantage are clipped.
 
         L = − Â exp((1/|o|) Σ_t z_t)          z_t = min(log ρ_t, ε) where Â_t > 0, max(log ρ_t, −ε) where Â_t < 0
 

@@ -23,11 +23,11 @@ NEEDS_SUPPORT = frozenset({"dist_new", "dist_old"})
 """Names of the TokenBatch fields that an objective needs in addition if it reads more than the sampled tokens."""
 
 _SUM_FIRST: tuple[Reduction, ...] = ("seq-mean-token-sum-norm", "seq-mean-token-sum", "token-mean", "seq-mean-token-mean")
-"""Reductions for objectives whose paper sums the loss over a sequence. The first is the default.
+"""Reductions for objectives whose paper sums the loss over a sequence. The first reduction is the default.
 A fixed length has the same gradient, on the scale of a mean."""
 
 _MEAN_FIRST: tuple[Reduction, ...] = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
-"""Reductions for objectives whose paper averages the loss over a sequence, then over sequences. The first is the default."""
+"""Reductions for objectives whose paper averages over a sequence's tokens, then over sequences. The first is the default."""
 
 FILL = 1e-12
 """Probability that the TROLL paper assigns to every token outside the support."""
@@ -157,7 +157,7 @@ class ObjectiveConfig(Checked):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Names of the TokenBatch fields that the objective requires. A trainer that cannot supply them refuses to start."""
+        """Names of the TokenBatch fields that the objective requires. Trainers without these fields refuse to start."""
         needs = NEEDS_TOKENS if self.support == "none" else NEEDS_TOKENS | NEEDS_SUPPORT
         return needs | {"dist_teacher"} if self.third_policy else needs
 
@@ -409,7 +409,7 @@ class SAPOConfig(ObjectiveConfig):
     tau_positive: float = limited(1.0, above=0, finite=True, what="a temperature")
     """Temperature τ of the gate for Â > 0. With a higher τ, the gate closes faster as the ratio moves away from 1."""
     tau_negative: float = limited(1.05, above=0, finite=True, what="a temperature")
-    """Temperature τ of the gate for Â < 0. The default is higher than for Â > 0, because these tokens are less stable."""
+    """Temperature τ of the gate for Â < 0. The default is above `tau_positive`, because tokens with Â < 0 are less stable."""
 
     @property
     def kernel(self) -> TokenRule:
@@ -444,8 +444,8 @@ class DPPOConfig(ObjectiveConfig):
     bound_high: float | None = limited(None, at_least=0, what="a divergence", note="inf switches it off")
     """Bound δ on the divergence of tokens with a positive advantage. None takes `bound`."""
     mask: Literal["outward", "symmetric", "predictive"] = "outward"
-    """Choice of tokens that lose their gradient outside the trust region. "outward" is tokens that moved along their advantage.
-    "symmetric" is all tokens, and "predictive" is tokens whose own gradient step raises the divergence on the support."""
+    """Tokens outside the trust region that lose their gradient. "outward" means tokens that moved along their advantage.
+    "symmetric" means all tokens, and "predictive" means tokens whose own gradient step raises the divergence on the support."""
     ratio_cap: float | None = limited(None, at_least=0, what="a weight")
     """Largest importance weight of a token, a constant for autograd. None sets no limit."""
 
@@ -525,7 +525,7 @@ class M2POConfig(JointConfig):
 @dataclass(frozen=True, kw_only=True)
 class ClipCovConfig(ClipRangeConfig, JointConfig):
     share: float = limited(2e-4, above=0, at_most=1, what="a share of the tokens")
-    """Share of the call's tokens that lose their gradient, rounded down to at least one token.
+    """Share of the tokens in a call of the loss that lose their gradient, rounded down to at least one token.
     They are drawn among tokens whose covariance lies between `cov_low` and `cov_high`."""
     cov_low: float = 1.0
     """Smallest covariance of advantage and log-probability at which a token may lose its gradient."""
@@ -544,7 +544,7 @@ class ClipCovConfig(ClipRangeConfig, JointConfig):
 @dataclass(frozen=True, kw_only=True)
 class KLCovConfig(JointConfig):
     share: float = limited(2e-4, above=0, at_most=1, what="a share of the tokens")
-    """Share of the call's tokens that are penalised, at least one token."""
+    """Share of the tokens in a call of the loss that are penalised. At least one token is penalised."""
     penalty: float = limited(1.0, at_least=0, finite=True, what="a weight")
     """Weight β of the penalty |log ρ| on tokens with a large covariance of advantage and log-probability."""
 
@@ -574,7 +574,7 @@ class TROLLConfig(ObjectiveConfig):
     vocab_size: int | None = limited(None, at_least=1, what="a number of tokens")
     """Vocabulary size V, in tokens. The setting `tail="fill"` needs it to count the tokens outside the support."""
     level: Literal["token", "sequence"] = "token"
-    """Ratio in the policy gradient: of each token, or the length-normalised ratio of the whole sequence, as in GSPO."""
+    """Ratio in the policy gradient: of each token ("token"), or of a whole sequence, normalised by length ("sequence")."""
     gradient: Literal["exact", "constant_dual", "unprojected"] = "exact"
     """Gradient through the projection: "exact", with a constant dual variable ("constant_dual"), or none ("unprojected").
     With "unprojected", the regression alone keeps the network in the trust region."""

@@ -12,7 +12,7 @@ from corral.tensors import ObjectiveOutput, TokenBatch
 
 
 def dppo(batch: TokenBatch, config: DPPOConfig) -> ObjectiveOutput:
-    """Importance-weighted policy gradient with a divergence trust region (DPPO). Tokens outside it may not move further out.
+    """Importance-weighted policy gradient with a trust region on a divergence (DPPO): tokens outside may not move further.
 
         L_t = − m_t ρ_t Â_t          ρ_t = π(a_t) / π_old(a_t)
         m_t = 0  iff  D_t > δ  and  (ρ_t − 1) Â_t > 0

@@ -44,7 +44,7 @@ def project_categorical_kl(
     gradient: _Gradient = "exact",
     strict: bool = False,
 ) -> CategoricalProjection:
-    """Project the new policy onto the KL ball around the old one.
+    """Project the new policy onto the KL ball around the old policy.
 
         r = argmin_r KL(r‖new)  s.t.  KL(r‖old) ≤ ε
           ∝ exp((log new + η log old) / (1 + η)) = old^(1−t) new^t          t = 1 / (1 + η) ∈ (0, 1]

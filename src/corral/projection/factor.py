@@ -19,7 +19,7 @@ class RelativePrecision(NamedTuple):
 
 
 def relative_precision(chol: Tensor, old: Tensor, diagonal: bool) -> RelativePrecision:
-    """Compute the difference Q of the precision matrices and its eigenvalues, without cancellation between close policies.
+    """Compute the difference Q of new and old precision matrix and its eigenvalues, without cancellation for close policies.
 
     Q comes from G = L⁻¹ (L_o − L), so that no digits cancel where both policies are close.
 

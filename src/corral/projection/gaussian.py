@@ -1,4 +1,4 @@
-"""Projection of a Gaussian policy into a ball around the old one, with separate bounds for mean and covariance.
+"""Projection of a Gaussian policy into a ball around the old policy, with separate bounds for mean and covariance.
 
 The ball is of the KL (TCE's core), of Wasserstein's distance, or of Frobenius' norm. In all three the mean moves on a straight
 line; the covariance's path differs.
@@ -57,7 +57,7 @@ class GaussianProjection:
     before_mean: Float[Tensor, "*b"]
     """Distance of the new mean from the old mean before the projection, as KL, Wasserstein or Mahalanobis distance."""
     before_cov: Float[Tensor, "*c"]
-    """Distance of the new covariance from the old covariance, before the projection."""
+    """Distance of the new covariance from the old covariance before projecting, as KL, Wasserstein or Frobenius distance."""
     after_mean: Float[Tensor, "*b"]
     """Distance of the projected mean from the old mean. It equals the bound where the new mean lay outside."""
     after_cov: Float[Tensor, "*c"]
@@ -68,7 +68,7 @@ class GaussianProjection:
 
 
 class _Gaussians(NamedTuple):
-    """Validated inputs of a Gaussian projection, converted to one dtype. Old values carry no gradient.
+    """Validated inputs of a Gaussian projection, converted to one dtype. The old policy's values carry no gradient.
 
     Factors and their bound share the rows *c.
     """
@@ -160,7 +160,7 @@ def _lower_factor(factor: Tensor) -> Tensor:
 def project_gaussian_kl(
     mean: Mean, chol: Chol, old_mean: Mean, old_chol: Chol, *, mean_bound: Bound, cov_bound: Bound, diagonal: bool = False
 ) -> GaussianProjection:
-    """Project the new Gaussian policy onto KL balls around the old one, with separate bounds for mean and covariance.
+    """Project the new Gaussian policy onto KL balls around the old policy, with separate bounds for mean and covariance.
 
         μ̃ = μ_o + t (μ − μ_o)                 ½ |L_o⁻¹ (μ̃ − μ_o)|² ≤ ε_μ
         Σ̃ = ((1 − t) Σ_o⁻¹ + t Σ⁻¹)⁻¹         ½ (tr Σ_o⁻¹Σ̃ − D − log det Σ_o⁻¹Σ̃) ≤ ε_Σ          t = 1 / (1 + η) ∈ (0, 1]
@@ -309,7 +309,7 @@ def project_gaussian_wasserstein(
     scaled: bool = True,
     diagonal: bool = False,
 ) -> GaussianProjection:
-    """Project the new Gaussian policy onto Wasserstein-2 balls around the old one, with bounds for mean and covariance.
+    """Project the new Gaussian policy onto Wasserstein-2 balls around the old policy, for the mean and for the covariance.
 
     The bounds are on squared distances, and separate for mean and covariance.
 
@@ -355,7 +355,7 @@ def project_gaussian_wasserstein(
 def project_gaussian_frobenius(
     mean: Mean, chol: Chol, old_mean: Mean, old_chol: Chol, *, mean_bound: Bound, cov_bound: Bound, diagonal: bool = False
 ) -> GaussianProjection:
-    """Project the new policy onto balls around the old one: Mahalanobis for the mean, Frobenius for the covariance.
+    """Project the new Gaussian policy onto balls around the old policy: Mahalanobis for the mean, Frobenius for the covariance.
 
         μ̃ = μ_o + t (μ − μ_o)          |L_o⁻¹ (μ̃ − μ_o)|² ≤ ε_μ
         Σ̃ = Σ_o + t (Σ − Σ_o)          |Σ̃ − Σ_o|² ≤ ε_Σ               t = √(ε / before)

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 _HIDDEN_KL = 0.05
-"""KL of one token, lost outside its top-k tokens, above which a warning is logged. The value is TROLL's KL bound."""
+"""KL at one position, caused by tokens outside the top k, above which a warning is logged. The value is TROLL's KL bound."""
 
 
 def on_any_process(flag: bool) -> bool:

@@ -30,7 +30,7 @@ Sampler = Literal["transformers", "vllm", "rollout_func"]
 AUTO_PASSES = 8
 """Largest number of passes over a batch of rollouts with `reuse="auto"`, unless the user sets `num_iterations`."""
 AUTO_RATE, AUTO_BOUND, PASSES_BOUND = 1e-3, 0.03, 0.02
-"""Defaults with `learning_rate="auto"`: the first learning rate to try, `deployed_bound` for one pass, and for several.
+"""Defaults with `learning_rate="auto"`: the first learning rate to try, and `deployed_bound` for one and for several passes.
 `reuse="auto"` also uses the bound for several passes."""
 
 

@@ -464,7 +464,7 @@ class DeployedProbe:
         return chosen
 
     def add(self, batch: dict[str, Any], scoring: ScoringPass) -> None:
-        """Choose completions of new rollouts, and store them with any computed hidden states for the KL measurement."""
+        """Choose completions of new rollouts for the KL measurement, and store them with their hidden states if computed."""
         if "pixel_values" in batch:
             raise ValueError(
                 "CorralTrainer: `deployed_bound` measures text alone, and these prompts have images. Leave it out."
@@ -625,7 +625,7 @@ def next_scale(tried: list[Trial], aim: float) -> float | None:
 
 @dataclass(eq=False)
 class RateSearch:
-    """Search for the learning rate at which one step on these rollouts moves the network by the intended KL.
+    """Search for the learning rate at which one training step on the current rollouts moves the network by the intended KL.
 
     A trial makes all updates of the step as the training loop does: the trainer's own loss, accumulation, clipped gradients,
     optimizer and schedule. It measures the network and takes everything back: weights, buffers, the optimizer's and the

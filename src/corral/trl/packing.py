@@ -204,7 +204,7 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def _fits_kernel(query: Tensor, value: Tensor) -> bool:
-    """True if torch's variable-length attention supports these tensors: CUDA, half precision, suitable head size."""
+    """True if torch's variable-length attention supports these tensors, which depends on device, precision and head size."""
     half = _compute_dtype(query) in (torch.float16, torch.bfloat16)
     size = query.shape[-1]
     return query.is_cuda and "window_size" in _KERNEL and half and size == value.shape[-1] and size <= 256 and size % 8 == 0

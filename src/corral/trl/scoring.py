@@ -39,7 +39,7 @@ class HeadWeights(Tensors):
     spec: LogitSpec
 
     def freeze(self, *, shares: bool = True) -> "HeadWeights":
-        """Copy the LM head's parameters, so that updates do not change the copy. `shares` leaves frozen parameters uncopied."""
+        """Copy the LM head's parameters, because later updates change them. With `shares`, frozen parameters are not copied."""
         return self.map(lambda x: x if shares and not x.requires_grad else x.detach().clone())
 
 
@@ -51,7 +51,7 @@ class HiddenStates(Tensors):
 
     states: Float[Tensor, "M H"]
     places: Int[Tensor, " M"]
-    """Index of each token in the flattened batch of completions [B T], ascending."""
+    """Index of each hidden state's token in the flattened batch of completions [B T], ascending."""
     head: HeadWeights
 
 
@@ -77,7 +77,7 @@ class ScoringPass:
     replay: bool = False
     """True if `ids` are the tokens that truncated sampling kept (top-p, top-k, min-p). The policy is conditioned on them."""
     loss: LossTerms | None = None
-    """Inputs of the loss [B T], if the LM head computes the loss together with its gradient. None if that is not possible."""
+    """Inputs of the loss [B T], if the LM head computes the loss with its gradient. None if it computes log-probs instead."""
     tolerance: float = 0.0
     """Share of a token's logit gradient that a sparse backward pass may drop."""
     keep_hidden: bool = False
@@ -91,9 +91,9 @@ class ScoringPass:
     order: Int[Tensor, " B"] | None = field(default=None, init=False)
     """Order in which the model is called on the sequences of the batch. None means ascending order."""
     scored: Bool[Tensor, "b L"] = field(init=False)
-    """True at positions of the current slice of the batch that TRL scores."""
+    """True at positions, in the current slice of the batch, for which TRL computes log-probs."""
     handed: Bool[Tensor, "_ _"] = field(init=False)
-    """True at positions of the model's actual input that TRL scores. The input is the padded slice, or one packed row."""
+    """True at positions of the model's actual input for which TRL computes log-probs. The input may be one packed row."""
     row: PackedRow | None = field(default=None, init=False)
     """Layout of the packed row of the current slice of the batch. None if the slice is padded."""
     chosen: Bool[Tensor, " B"] | None = field(default=None, init=False)
