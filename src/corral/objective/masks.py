@@ -65,7 +65,7 @@ def divergence(batch: TokenBatch, log_rho: Float[Tensor, "B T"], config: DPPOCon
 
 
 def _rise(batch: TokenBatch, config: DPPOConfig) -> Float[Tensor, "B T"]:
-    """Derivative dD/ds of the divergence along the step z ← z + s (e_a − π), which makes the sampled token a likelier.
+    """Derivative dD/ds of the divergence along the step z ← z + s (e_a − π), which makes the sampled token a more likely.
 
     It is taken on the support, whose tail counts as one token. Then d log π_j = e_a,j − π_j − π_a + Σ_k π_k². KL(old‖new)
     changes by −Σ_j μ_j d log π_j, the total variation by ½ Σ_j sgn(π_j − μ_j) π_j d log π_j.

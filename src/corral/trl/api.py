@@ -191,7 +191,7 @@ REDUCTIONS: dict[str, Reduction] = {
 "auto" takes the first loss type with the objective's reduction."""
 
 FUSED = Version(trl.__version__) >= Version("1.15")
-"""True if TRL computes log-probs by a fused language-model head, without all logits (TRL 1.15 or newer)."""
+"""True if TRL computes log-probs with a fused LM head, without storing all logits (TRL 1.15 or newer)."""
 
 WRONG_BEFORE = {"dapo": "1.10", "luspo": "1.10"}
 """TRL's loss types that older releases normalised by a wrong count, each mapped to the first correct release of TRL."""
