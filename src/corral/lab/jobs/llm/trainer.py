@@ -239,7 +239,7 @@ class RunTrainer(CorralTrainer, TrainerCallback):
         return output
 
     def sample_tokens(self, inputs: dict[str, Any], batch: TokenBatch, objective: Objective) -> None:
-        """Store a few completions of a step's last update, when the policy has moved furthest, as the token observer."""
+        """Store a few completions of a step's last update, when the policy has moved furthest. The trainer calls it."""
         left = self.updates_per_step - self.state.global_step % self.updates_per_step
         last = left == 1 or self.args.reuse == "auto"  # any update may turn out to be the last
         if last and self.model.training and self.record.folder is not None:

@@ -142,7 +142,7 @@ class _RemoteFunction:
         self.called = False
         """True once a test has called the function under test. Later errors may be the function's fault."""
         self.changed_too = False
-        """True if any call of the function has both returned a value and changed the call's arguments."""
+        """True if any call of the function under test has both returned a value and changed its arguments."""
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         request = encode((list(arguments), named) if named else list(arguments))
