@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
-from report.synthetic import CHOSEN, RATES, write_comparison, write_robot_run, write_run, write_small_set
+from report.synthetic import (
+    CHOSEN,
+    RATES,
+    write_comparison,
+    write_comparison_of_two,
+    write_robot_run,
+    write_run,
+    write_small_set,
+)
 
 from corral.lab.report import outcomes
 from corral.lab.report.content import RunReport, make_report
@@ -220,6 +228,35 @@ def test_auto_is_a_value_of_a_learning_rate(tmp_path: Path) -> None:
     # A quarter of the axis to the right of its numbers, where no line leads.
     assert axes.get_xticks()[-1] == pytest.approx(1e-3 * 10**0.25)
     assert axes.lines[0].get_xdata() == pytest.approx([1e-4, 1e-3])
+
+
+def test_settings_that_are_lists_stand_beside_a_swept_rate(tmp_path: Path) -> None:
+    for rate, reward in ((1e-4, []), (1e-3, ["rewards.py:short"])):
+        write_run(tmp_path / str(rate), "troll", learning_rate=rate, reward=reward)
+    report = report_of(tmp_path)
+    assert [group.setting for group in report.groups] == [
+        "learning_rate=0.0001 reward=default", "learning_rate=0.001 reward=rewards.py:short",
+    ]  # fmt: skip
+    assert [row["other"] for row in report.tables["sweep"]] == ["reward=default", "reward=rewards.py:short"]
+    assert [found.sentence for found in report.sweeps[0].ranges] == [
+        "troll, reward=default: cannot be told from one run",
+        "troll, reward=rewards.py:short: cannot be told from one run",
+    ]
+    assert "reward=[" not in page(report)
+
+
+def test_a_comparison_may_sweep_lists(tmp_path: Path) -> None:
+    folder = write_comparison_of_two(tmp_path / "compare")
+    content = json.loads((folder / "compare.json").read_text())
+    layers = {"learner.layers": [64, 64], "reward": ["rewards.py:short", "rewards.py:right"]}
+    for run in content["runs"]:
+        run["setting"] |= layers
+    content["chosen"]["troll"] |= layers
+    (folder / "compare.json").write_text(json.dumps(content))
+    report = report_of(folder)
+    expected = "learner.layers=[64, 64] reward=rewards.py:short,rewards.py:right"
+    assert [(row["other"], row["chosen"]) for row in report.tables["sweep"]] == [(expected, False), (expected, True)]
+    assert expected in page(report)
 
 
 def test_runs_that_differ_in_a_word_are_no_sweep(tmp_path: Path) -> None:

@@ -91,6 +91,7 @@ def test_one_run_each_tells_nothing() -> None:
     (found,) = usable_range(rows({1e-4: [0.6], 3e-4: [0.5]}))
     assert (found.own, found.possible) == ((), ())
     assert found.sentence == "troll: cannot be told from one run each (2 rates)"
+    assert usable_range(rows({1e-4: [0.6]}))[0].sentence == "troll: cannot be told from one run"
 
 
 def test_the_other_swept_settings_have_a_range_each_against_one_best() -> None:
@@ -150,6 +151,9 @@ def test_an_axis_needs_a_value_in_every_row() -> None:
         (0.0, "0"),
         ("tv", "tv"),
         (True, "True"),
+        ([], "default"),
+        (["rewards.py:short", "rewards.py:right"], "rewards.py:short,rewards.py:right"),
+        ([64, 64], "[64, 64]"),
     ],
 )
 def test_values_for_people(value: object, expected: str) -> None:

@@ -13,9 +13,9 @@ import pandas as pd
 
 from corral.lab.report import statistics
 from corral.lab.report.html import Row, shorten
-from corral.lab.report.read import Run, SavedComparison, flatten, setting_text, table_in
+from corral.lab.report.read import Run, SavedComparison, flatten, setting_text, table_in, value_text
 from corral.lab.run.interval import Estimate
-from corral.lab.run.settings import SECRET
+from corral.lab.run.settings import SECRET, guess
 from corral.lab.run.text import visible
 
 Chosen = Mapping[Path, tuple[str, str]]
@@ -139,7 +139,8 @@ def varying_settings(run: Run, peers: Iterable[Run], which: str) -> dict[str, st
     read: Callable[[Run], dict[str, str]] = attrgetter(which)
     mine, others = read(run), [read(peer) for peer in peers]
     keys = sorted({key for other in [mine, *others] for key in other if not SECRET.search(key)})
-    return {key: mine.get(key, "default") for key in keys if len({other.get(key) for other in others}) > 1}
+    varied = {key: mine.get(key, "default") for key in keys if len({other.get(key) for other in others}) > 1}
+    return {key: value_text(guess(text)) if text.startswith("[") else text for key, text in varied.items()}
 
 
 def _natural(text: str) -> tuple[Any, ...]:

@@ -484,7 +484,9 @@ class PlannedRun:
 
 
 def value_text(value: object) -> str:
-    """Format the value of a setting as short text: 3e-05 as 3e-5, and .0003 as 3e-4."""
+    """Format the value of a setting as short text: 3e-05 as 3e-5, .0003 as 3e-4, and a list of texts without brackets."""
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return ",".join(value) or "default"  # an empty list of reward functions or tools leaves those of the task
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     if value == 0 or not math.isfinite(value) or 1e-2 <= abs(value) < 1e5:

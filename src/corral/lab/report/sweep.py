@@ -15,7 +15,7 @@ from typing import Any, Literal
 from scipy import stats
 
 from corral.lab.report.outcomes import COUNTED, Measure, name_contestant, problems_of
-from corral.lab.report.read import ChooseBy, Run, SavedComparison, is_number, setting_pairs, value_text
+from corral.lab.report.read import ChooseBy, Run, SavedComparison, is_number, setting_pairs, setting_text, value_text
 from corral.lab.report.statistics import area_under_curve, has_collapsed
 from corral.lab.run.interval import LEVEL
 from corral.lab.run.settings import guess
@@ -164,15 +164,15 @@ class UsableRange:
 
     def text(self, usable: Sequence[Value]) -> str:
         """Format a usable range: `3e-5 … 3e-4 (3 of 4 rates)`. Values with a gap between them are listed."""
-        what = "rates" if self.key.endswith("rate") else "values"
+        tried = count(len(self.tried), "rate" if self.key.endswith("rate") else "value")
         if not self.judged:
-            return f"cannot be told from one run each ({len(self.tried)} {what})"
+            return f"cannot be told from one run{f' each ({tried})' if len(self.tried) > 1 else ''}"
         numbers = [value for value in usable if not isinstance(value, str)]
         places = [self.tried.index(value) for value in numbers]
         together = len(places) > 1 and places[-1] - places[0] == len(places) - 1
         names = [f"{value_text(numbers[0])} … {value_text(numbers[-1])}"] if together else [*map(value_text, numbers)]
         names += [value for value in usable if isinstance(value, str)]
-        return f"{', '.join(names) or 'none'} ({len(usable)} of {len(self.tried)} {what})"
+        return f"{', '.join(names) or 'none'} ({len(usable)} of {tried})"
 
     @property
     def width(self) -> tuple[float, float] | None:
@@ -423,15 +423,15 @@ def sweep_table(sweeps: Sequence[Sweep]) -> list[dict[str, Any]]:
     """Build the table of all sweeps, a row per compared method and setting."""
     rows = []
     for sweep in sweeps:
-        ranges = {(found.contestant, *found.setting.items()): found for found in sweep.ranges}
+        ranges = {(found.contestant, _sort_key(found.setting)): found for found in sweep.ranges}
         for cell in sweep.cells:
             value, others = value_at(cell.setting, sweep.key), without(cell.setting, sweep.key)
-            found = ranges[cell.contestant, *others.items()]
+            found = ranges[cell.contestant, _sort_key(others)]
             final, area = (number if math.isfinite(number) else None for number in (cell.final, cell.auc))
             rows.append(
                 {
                     "problem": sweep.problem, "objective": cell.contestant, "axis": sweep.key, "value": value,
-                    "other": " ".join(f"{name}={other}" for name, other in others.items()), "seeds": len(cell.rows),
+                    "other": setting_text(others), "seeds": len(cell.rows),
                     "final": final, "area": area, "greedy": cell.greedy,
                     "collapsed": cell.collapsed, "kl": cell.kl, "usable": value in found.own,
                     "usable_of_all": value in found.overall,
