@@ -66,6 +66,8 @@ _MODULES = (
 
 def __getattr__(name: str) -> Any:
     """Import torch and the public names of corral on first use, because `corral --version` needs none of them."""
+    if name in ("llm", "robot", "task"):
+        return import_module(f"{__name__}.{name}")  # `import corral` is enough for `corral.llm.audit(trainer)`
     if name not in __all__ and name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     for module in _MODULES:

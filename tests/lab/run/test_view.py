@@ -64,7 +64,26 @@ def test_only_a_verifiers_full_reward_is_marked_as_right() -> None:
     rows = [{"prompt": "", "completion": "x", "reward": reward} for reward in (1.0, 0.4, 0.0, -2.0)]
     view.completions(rows)
     view.completions(rows, verified=False)
-    assert out.getvalue().split() == ["✓", "x", "0.4", "x", "✗", "x", "✗", "x", "1", "x", "0.4", "x", "0", "x", "-2", "x"]
+    heading = "Sampled in this step, as reward, prompt and completion:\n"
+    assert out.getvalue().count(heading) == 2
+    assert out.getvalue().replace(heading, "").split() == [
+        "✓",
+        "x",
+        "0.4",
+        "x",
+        "✗",
+        "x",
+        "✗",
+        "x",
+        "1",
+        "x",
+        "0.4",
+        "x",
+        "0",
+        "x",
+        "-2",
+        "x",
+    ]
 
 
 def test_plain_lines() -> None:
@@ -72,6 +91,7 @@ def test_plain_lines() -> None:
     assert rows[0] == "objective  troll [bound=0.05]"
     assert re.fullmatch(r"step 1/4  success 0.25  reward 0.3  entropy 0.5  tr/kl_after 0.001  \d:\d\d left", rows[2])
     assert rows[3:] == [
+        "Sampled in this step, as reward, prompt and completion:",
         "  ✓ 3 7>10:3+7=10",
         "  ✗ 3 7>10:[bold]3",
         "good to know",

@@ -97,6 +97,8 @@ class PlainView(RunView):
         self.print("  ".join([f"{self.what} {line['step']}/{self.steps}", *values, *([f"{left} left"] if left else [])]))
 
     def completions(self, rows: Sequence[_Row], *, verified: bool = True) -> None:
+        if rows:
+            self.print(_SAMPLES)
         for row in rows:
             self.print(f"  {_mark(row['reward'], verified)[0]} {shorten(row['prompt'])}{shorten(row['completion'])}")
 
@@ -139,7 +141,8 @@ class LiveView(RunView):
         across = max(1, (self.console.width - 10) // (26 if self.verbose else 20))
         for start in range(0, len(pairs), across):
             table.add_row(*(Text.assemble((name, "dim"), " ", (text, "bold")) for name, text in pairs[start : start + across]))
-        shown = [
+        shown = [Text(_SAMPLES, style="dim")] if self.rows else []
+        shown += [
             Text.assemble(row["mark"], " ", (shorten(row["prompt"]), "dim"), shorten(row["completion"])) for row in self.rows
         ]
         content = Group(self.progress, table, *shown, *([self.last] if self.last else []))
@@ -232,6 +235,10 @@ def number(value: float) -> str:
     if abs(value) < 1e-9:
         return "0"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+_SAMPLES = "Sampled in this step, as reward, prompt and completion:"
+"""Heading of the completions that a run shows."""
 
 
 def _mark(reward: float, verified: bool) -> tuple[str, str]:

@@ -171,7 +171,9 @@ def find_subject(name: str, checkpoint: str | None) -> Subject:
         return Subject(name=name, model=name, identity={"corral": corral.__version__})
     if path.is_dir():
         if not any((path / file).is_file() for file in ("config.json", "adapter_config.json")):
-            raise RunError(f"{name} is neither a run nor a model: it has no config.json, nor an adapter_config.json.")
+            inside = max(path.glob("checkpoint-*"), key=lambda one: one.stat().st_mtime, default=None)
+            hint = "" if inside is None else f" It holds a trainer's checkpoints: give one of them, such as {inside}."
+            raise RunError(f"{name} is neither a run nor a model: it has no config.json, nor an adapter_config.json.{hint}")
         found = sorted(file for pattern in _WEIGHTS for file in path.glob(pattern))
         files = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in found}
         return Subject(name=name, model=name, identity={"files": files})

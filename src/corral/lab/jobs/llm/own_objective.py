@@ -79,7 +79,10 @@ def try_objective(objective: Objective) -> None:
         try:
             out: object = objective(batch)
         except Exception as error:  # whatever a user's function raises
-            raise UserCodeError(f"the objective {objective.name} raised {type(error).__name__}: {error}.") from error
+            hint = ""
+            if isinstance(error, RuntimeError):  # torch's, for tensors whose shapes do not fit
+                hint = " `batch.advantages` is [B] or [B T], and corral.objective.ratio.credit(batch) reads either."
+            raise UserCodeError(f"the objective {objective.name} raised {type(error).__name__}: {error}.{hint}") from error
         if not isinstance(out, ObjectiveOutput):
             raise RunError(
                 f"the objective {objective.name} returned {type(out).__name__}. Return corral.ObjectiveOutput(loss, {{}})."
