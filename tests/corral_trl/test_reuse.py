@@ -142,6 +142,7 @@ def test_defaults(tmp_path):
         ({"reuse": "auto", "fp16": True}, "loss scaling of fp16"),
     ],
 )
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_settings_that_cannot_work_are_refused(tmp_path, given, words):
     with pytest.raises(ValueError, match=words):
         CorralConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **given)

@@ -144,6 +144,7 @@ def test_a_trl_that_hands_over_no_hidden_states_is_refused(tmp_path: Path, monke
         make_trainer(tmp_path, "troll", **CUT_OFF)
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_an_unknown_support_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="`support` is one of old, union"):
         CorralConfig(output_dir=str(tmp_path), support="new", use_cpu=True, bf16=False)
