@@ -32,7 +32,7 @@ def test_golden(tmp_path: Path) -> None:
     assert (found["blocked"], found["wrong"], found["missed"]) == (pytest.approx(1 / 3), 0, 0)
     assert (found["entropy"], found["age"], found["mismatch"]) == (pytest.approx(0.6), 2, 0)
     assert read_limit("blocked>33%").exceeded(audit) == (
-        "clipping would block 33.3 % of all tokens, more than 33 %: see docs/symptoms.md#clip-ratio-is-always-0."
+        "clipping would block 33.3 % of all tokens, more than 33 %: see docs/symptoms.md#which-threshold."
     )
     assert read_limit(" blocked < 0.34 ").exceeded(audit) is not None
     assert read_limit("blocked>34 %").exceeded(audit) is read_limit("age>2").exceeded(audit) is None
@@ -56,3 +56,23 @@ def test_the_exit_status(
 def test_mistakes(text: str) -> None:
     with pytest.raises(RunError, match="--fail-if"):
         read_limit(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("blocked>5", "--fail-if: `blocked` is a share from 0 to 1, so 5 is 500 %. Write 'blocked>5%' or 'blocked>0.05'."),
+        ("ess < 70", "--fail-if: `ess` is a share from 0 to 1, so 70 is 7000 %. Write 'ess<70%' or 'ess<0.7'."),
+        ("mismatch>200", "--fail-if: `mismatch` is a share, at most 1 or 100 %; got 'mismatch>200'."),
+        ("wrong>150%", "--fail-if: `wrong` is a share, at most 1 or 100 %; got 'wrong>150%'."),
+    ],
+)
+def test_a_share_above_one_is_refused(text: str, said: str) -> None:
+    with pytest.raises(RunError) as caught:
+        read_limit(text)
+    assert str(caught.value) == said
+
+
+@pytest.mark.parametrize("text", ["blocked>5%", "blocked>1", "ess<100 %", "kl>5", "age>3", "entropy<2", "alarms>4"])
+def test_limits_that_are_taken(text: str) -> None:
+    assert read_limit(text).name in text

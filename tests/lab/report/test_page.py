@@ -129,6 +129,18 @@ def test_the_page_has_every_part(small: str) -> None:
     assert "corral train --objective dppo --seed 0" in small
 
 
+def test_a_single_run_shows_greedy_success_from_start_to_end(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for greedy, shown in (({0: 0.87, 4: 0.9, 8: 0.62}, "87.0 % → 62.0 %"), ({4: 0.9}, "90.0 %"), ({}, None)):
+        (run / "metrics.jsonl").write_text(
+            "".join(json.dumps({**line, "greedy": greedy.get(line["step"])}) + "\n" for line in lines)
+        )
+        tiles = dict(re.findall(r"<div><dt>(.*?)</dt><dd>(.*?)</dd></div>", page(make_report([read_run(run)]))))
+        assert tiles.get("greedy success") == shown
+        assert "final success" in tiles
+
+
 def test_every_control_has_a_label(small: str) -> None:
     """An input outside a label, or a field set without a legend, is silent to those who listen."""
     assert len(re.findall(r"<input|<select", small)) == len(re.findall(r"<label[^>]*>(?:[^<]*)<(?:input|select)", small))

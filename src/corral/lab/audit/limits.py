@@ -8,7 +8,7 @@ from corral.lab.audit.tally import Audit
 from corral.validate import RunError, nearest
 
 QUANTITIES = {
-    "blocked": ("clipping would block {} of all tokens", "clip-ratio-is-always-0"),
+    "blocked": ("clipping would block {} of all tokens", "which-threshold"),
     "wrong": ("clipping would block {} of all tokens though inside the KL ball", "which-threshold"),
     "missed": ("clipping would miss {} of all tokens outside the KL ball", "which-threshold"),
     "ess": ("the effective sample size is {} of the number of tokens", "may-i-reuse-rollouts"),
@@ -19,6 +19,9 @@ QUANTITIES = {
     "alarms": ("the number of signs of a collapse is {}", "reward-collapses"),
 }
 """Mapping from each quantity of an audit that can have a limit to a sentence and a heading of docs/symptoms.md."""
+
+SHARES = ("blocked", "wrong", "missed", "ess", "mismatch")
+"""Quantities from 0 to 1: shares of tokens, and a TV. A larger limit would never be reached, or always."""
 
 
 def quantities(audit: Audit) -> dict[str, Any]:
@@ -68,4 +71,12 @@ def read_limit(text: str) -> Limit:
     name, sign, bound, unit = found.groups()
     if name not in QUANTITIES:
         raise RunError(f"--fail-if has no number `{name}`.{nearest(name, QUANTITIES)}")
-    return Limit(name, sign, float(bound), unit)
+    limit = Limit(name, sign, float(bound), unit)
+    if name in SHARES and limit.bound > (100 if unit else 1):
+        if unit or limit.bound > 100:
+            raise RunError(f"--fail-if: `{name}` is a share, at most 1 or 100 %; got {text!r}.")
+        either = f"'{name}{sign}{limit.bound:g}%' or '{name}{sign}{limit.bound / 100:g}'"
+        raise RunError(
+            f"--fail-if: `{name}` is a share from 0 to 1, so {limit.bound:g} is {100 * limit.bound:g} %. Write {either}."
+        )
+    return limit

@@ -135,8 +135,9 @@ def _single_run(report: RunReport) -> Safe:
     (run,), (row,) = report.runs, report.tables["runs"]
     text = report.measure.text
     numbers = {f"{name} {report.measure.name}": row[name] for name in ("start", "best", "final")}
-    numbers["final greedy success"] = row["greedy"]
     shown = {name: text(value) for name, value in numbers.items() if value is not None}
+    if greedy := [value for _, value in run.values("greedy")]:
+        shown["greedy success"] = text(greedy[0]) if len(greedy) == 1 else f"{text(greedy[0])} → {text(greedy[-1])}"
     reached = report.tables["results"][0]["steps_to_threshold"]
     if report.threshold is not None and reached is not None:
         shown[f"steps to {text(report.threshold)}"] = f"{reached:,.0f}"
