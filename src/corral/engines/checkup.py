@@ -31,7 +31,7 @@ class Checkup:
     rows: list[tuple[str, str]] = field(default_factory=list)
     trouble: list[str] = field(default_factory=list)
     lines: dict[str, str] = field(default_factory=dict)
-    """Lines of the engine's configuration that turn corral on, by purpose."""
+    """Configuration lines that turn corral on in the engine, keyed by what each line is for."""
     verdict: str = "corral is active."
     """Final sentence of the installation report if it has no problems."""
 

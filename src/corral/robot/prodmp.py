@@ -17,7 +17,7 @@ from corral.validate import require
 _Built = TypeVar("_Built")
 
 _HORIZON = 6
-"""Largest duration of a plan after its delay, in multiples of its duration τ.
+"""Longest time after the delay for which a plan can be evaluated, in multiples of its time scale τ.
 With the default phase the force has decayed to e^−18 by then."""
 
 NODES = 10

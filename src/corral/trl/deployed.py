@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 # ---------------------------------------------------------------------------------------------------- step after step
 
 AIM = 0.5
-"""Intended KL of a step as a share of the KL bound, to which the learning rate is adapted. The rest allows for larger steps."""
+"""Intended KL of a step, as a share of the KL bound. The learning rate is adapted to reach it."""
 START = 2.0
 """Intended KL of the first step with `learning_rate="auto"`, in multiples of the KL bound.
 Learning rates from a grid search move the network by one to four bounds in their first step. The step is then retracted to the
@@ -427,7 +427,7 @@ class DeployedProbe:
             scoring.keep_hidden, scoring.choose = True, self._choose_early
 
     def _choose_early(self, mask: Bool[Tensor, "B T"]) -> Bool[Tensor, " B"]:
-        """Choose the completions on which KL is measured, before TRL's batch exists, from completion mask and tool mask."""
+        """Choose the completions on which KL will be measured, from their masks, before TRL has built its batch."""
         if self.tool_mask is None:
             return self.choose(mask)
         rows = pad_sequence([torch.as_tensor(row, dtype=torch.bool) for row in self.tool_mask], batch_first=True)
@@ -564,7 +564,7 @@ def _weights_of(model: nn.Module, old: dict[str, Tensor]) -> Iterator[None]:
 TRIALS = 6
 """Largest number of trial steps in a search for the learning rate."""
 NEAR = 1.5
-"""Largest factor between a trial step's KL and the intended KL at which the search for the learning rate ends.
+"""The search for the learning rate ends when a trial step's KL is within this factor of the intended KL.
 The learning rate is then off by less than a quarter."""
 LOST = 1 / 30
 """Factor on the learning rate after a trial step whose KL was NaN or infinite."""

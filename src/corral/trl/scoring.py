@@ -39,7 +39,7 @@ class HeadWeights(Tensors):
     spec: LogitSpec
 
     def freeze(self, *, shares: bool = True) -> "HeadWeights":
-        """Copy the LM head's parameters, because later updates change them. With `shares`, frozen parameters are not copied."""
+        """Copy the LM head's parameters, because later updates change them. With `shares`, untrained ones are shared."""
         return self.map(lambda x: x if shares and not x.requires_grad else x.detach().clone())
 
 

@@ -17,7 +17,7 @@ PREFIX = "corral_"
 MODEL_TYPE = "corral_language_model"
 """Value of verl's actor_rollout_ref.model.model_type for objectives on top-k tokens."""
 CONFIG = "corral.engines.verl.config.CorralPolicyLossConfig"
-"""Value of verl's actor_rollout_ref.actor.policy_loss._target_ that accepts corral's settings."""
+"""Import path of the class with corral's settings, for verl's actor_rollout_ref.actor.policy_loss._target_."""
 TRAINERS = ("sync", "colocate_async", "separate_async")
 """Names of the verl trainers that corral extends; corral registers each as PREFIX + its name."""
 
@@ -56,7 +56,7 @@ class VerlSettings:
     support_mass: float = 1 - 1e-5
     """Probability mass that the stored top-k tokens must reach; further tokens are not stored."""
     deployed_bound: float | None = None
-    """Largest KL δ between two networks that the sampler receives one after the other; None does not measure it.
+    """Bound δ on the KL between successive networks that the sampler receives. With None, this KL is not measured.
     Weights beyond it are pulled back; inf only measures."""
     deployed_statistic: str = "mean"
     """Statistic of the per-token KL that `deployed_bound` limits: "mean", "p999", "cvar" or "max".

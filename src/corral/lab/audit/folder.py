@@ -98,7 +98,7 @@ class AuditFolder(LockedFolder):
         self._write(self.table, update, rows, SCHEMA)
 
     def fill(self, info: Mapping[str, Any], found: Mapping[int, Sequence[pd.DataFrame]]) -> Path:
-        """Write a new audit from the measured completions of every update, and return the audit's folder."""
+        """Write an audit (measured tokens of every update) into a new folder, and return its path."""
         self.begin(info)
         with closing(self):
             for update, completions in found.items():

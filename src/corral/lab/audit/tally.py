@@ -340,7 +340,7 @@ def _find_alarms(by_step: list[Row]) -> list[Row]:
 
 
 def audit_table(info: Mapping[str, Any], rows: pd.DataFrame) -> Audit:
-    """Compute the audit of a table of tokens that `read_audit` has read."""
+    """Compute an audit's statistics from the table of tokens that `read_audit` returned."""
     certain = {name: rows[name].clip(upper=0.0) for name in ("logp_old", "logp_new")}
     tokens = make_tokens(rows.rename(columns={"update": "step"}).assign(support_tv=rows["tv_topk"], **certain))
     tally = Tally(info["rules"]["kl_bound"], info["rules"]["tv_bound"])

@@ -296,7 +296,7 @@ def comparison_status(comparison: Comparison) -> _Status:
 
 
 def findings(comparison: Comparison, warn: Callable[[str], object]) -> list[str]:
-    """Write report.html into the comparison's folder, and return the findings as lines to print. Empty without a report.
+    """Write report.html into the comparison's folder and return its findings as lines to print, or none if it cannot be made.
 
     Lines are the usable range of each swept setting, each contestant's results, and pairwise comparisons.
     """

@@ -53,7 +53,7 @@ class WarpBatch:
             self.bind(name)
 
     def bind(self, name: str) -> Array:
-        """Return a field of all copies as an array [E …], given its name in MjData."""
+        """Return the MjData field of this name for all copies of the simulation, as an array [E …]."""
         if name not in self._host:
             shape = (self.copies, *np.shape(getattr(self._template, name)))
             self._host[name], self._sent[name] = np.zeros(shape), np.zeros(shape)

@@ -140,11 +140,11 @@ class UsableRange:
     contestant: str
     key: str
     setting: Mapping[str, object]
-    """Values of the other swept settings, fixed over the whole range."""
+    """Values of the swept settings other than the one that varies, the same over the whole range."""
     tried: tuple[Value, ...]
     """Values of the swept setting that were tried: numbers ascending, then `auto`."""
     own: tuple[Value, ...]
-    """Values that are certainly close to the best setting of the same method."""
+    """Values of the setting whose score is certainly close to that of the method's best setting."""
     overall: tuple[Value, ...]
     """Values that are certainly close to the best setting of the best method."""
     possible: tuple[Value, ...]

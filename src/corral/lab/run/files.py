@@ -124,7 +124,7 @@ def digest(path: Path) -> str:
 
 
 def reached_limit(error: BaseException | None) -> Literal["disk", "file size"] | None:
-    """Return the limit that stopped a write, a full disk or the largest file size, or None for another error.
+    """Return which limit stopped a write (disk space or largest file size), or None if the error has another cause.
     It is read from the error and its causes."""
     found: Literal["disk"] | None = None
     while error is not None:

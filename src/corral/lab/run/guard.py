@@ -30,7 +30,7 @@ class CollapseLimits:
     A few importance ratios then decide an update, so that one line of metrics is enough. In the demo `troll` stays above
     .97; `reinforce` at five times the learning rate starts with .62 and has collapsed at step 4."""
     equal_share: float = 0.9
-    """Smallest share of prompts with equal rewards for all their completions at which the guard warns.
+    """The guard warns when at least this share of prompts has the same reward for all their completions.
     Most samples are then wasted."""
     solved: float = 0.9
     """Smallest success at which low entropy and equal rewards count as normal, not as symptoms of a collapse."""

@@ -39,7 +39,7 @@ class ExportedPolicy:
     start: Any
     """Linear map [3 T 2] from a joint's initial position and velocity to its positions, velocities and accelerations."""
     limits: Any
-    """Smallest and largest position, velocity and acceleration of each joint [3 2 D]. They are infinite without limits."""
+    """Lower and upper limits on position, velocity and acceleration of each joint [3 2 D]; ±inf where there is no limit."""
 
     def parameters(self, context: Any) -> Any:
         """Compute trajectory parameters [* W], the output of the policy network for a context."""
@@ -60,7 +60,7 @@ class ExportedPolicy:
         return plan + np.einsum("kts,...ds->k...td", self.start, np.stack(state, -1))
 
     def violations(self, context: Any) -> list[str]:
-        """Describe each planned quantity that exceeds its joint limits in a sentence. The list is empty if none does."""
+        """Return one sentence for each planned quantity that exceeds the joint limits, or an empty list."""
         plan, found = self.unchecked(context), []
         for order, name in enumerate(_ORDERS):
             worst = plan[order].reshape(-1, plan.shape[-1])

@@ -42,7 +42,7 @@ _MEMORY_ADVICE = (0, 1, 2, 3, 4, 8, 14, 15, 16, 17, 102, 103)
 _TERMINAL_REQUESTS = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """Allowed requests of ioctl: a terminal's settings, group and size, bytes to read, non-blocking, close on exec."""
 _NAME_REQUESTS = (1, 2, 3, 15, 16)
-"""Allowed requests of prctl: the signal when the parent ends, whether memory is hidden, the thread's name."""
+"""Requests of prctl that the sandbox allows: set the signal sent when the parent ends, dumpability, or a thread's name."""
 
 ALLOWED_VALUES: dict[str, tuple[int, Sequence[int]]] = {
     "socketpair": (0, (_UNIX,)),
@@ -124,5 +124,5 @@ class Filter:
         self._address = ctypes.addressof(self._header)
 
     def install(self) -> None:
-        """Install the filter on this process and its future children. An installed filter cannot be removed."""
+        """Install the filter of system calls on this process and its future children. It cannot be removed."""
         kernel.prctl(22, 2, self._address)  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER

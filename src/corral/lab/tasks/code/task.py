@@ -145,7 +145,7 @@ class MBPP(CodeTask):
 
 @dataclass(frozen=True, kw_only=True)
 class APPS(CodeTask):
-    """APPS (Hendrycks et al. 2021) and data sets in the same format: problems from competitions for programs and functions.
+    """APPS (Hendrycks et al. 2021) and data sets in its format: competition problems, solved by a program or a function.
 
     The hub's `codeparrot/apps` is a script, which `datasets` no longer runs; `metr-evals/apps` has the same rows as files. Rows
     without tests are among them: with `skip_malformed` they are passed over.

@@ -157,7 +157,7 @@ def _as_sets(got: Any, expected: Any, tolerance: float) -> bool:
 
 
 def _presence(got: object, expected: object, tolerance: float) -> bool:
-    """Compare only whether there is a result, as EvalPlus does for pattern matches. Boolean results are compared by value."""
+    """Reduce a result to whether it is not None, as EvalPlus does for regex matches. Booleans stay as they are."""
     return got == expected if isinstance(got, bool) else expected == (got is not None)
 
 
