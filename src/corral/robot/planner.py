@@ -113,7 +113,7 @@ class Planner:
         reached: tuple[Tensor, Tensor] | None = None
 
         def plan(observation: Array) -> tuple[Array, Array]:
-            """Plan the next motion of each environment: observations [E O] to desired positions and velocities [E R D] of R steps.
+            """Plan the next motion of each environment: observations [E O] to positions and velocities [E R D] of R steps.
             The policy runs on its own device, all else on the CPU."""
             nonlocal index, reached
             mean, chol = (x.cpu() for x in self.policy(torch.from_numpy(observation).to(self.policy.log_diagonal)))

@@ -44,7 +44,7 @@ class OldPolicy:
     """
 
     request: SupportRequest
-    """Requested size of the old policy's support: number of tokens and probability mass. A union takes as many of the new one."""
+    """Requested size of the old policy's support: tokens and probability mass. A union adds as many of the new one."""
     fill: float | None
     head: HeadWeights | None = None
     hidden: Float[Tensor, "M H"] | None = None
