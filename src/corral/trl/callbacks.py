@@ -141,6 +141,7 @@ class RunRecord(TrainerCallback, ExportableState):
             "objective": objective.name,
             "objective_config": vars(objective.config),
             **{name: vars(args)[name] for name in _OF_TRL},
+            **({"learning_rate": "auto"} if args.finds_rate else {}),  # the config holds the first rate to try
         }
         reduction = {"name": REDUCTIONS[args.loss_type], "own": args.other_reduction is None}
         return cls(

@@ -69,7 +69,8 @@ class TestGolden:
 
     def test_sentences(self, four: Audit) -> None:
         said = sentences(replace(four, info=INFO))
-        assert said[0] == "4 tokens of 1 completion, compared after one update."
+        assert said[0] == "4 tokens of 1 completion, compared after one update; shares of so few tokens are rough."
+        assert sentences(replace(four, info=INFO, tokens=1000))[0] == "1,000 tokens of 1 completion, compared after one update."
         assert said[2] == (
             "On one more update on these completions, clipping (ratio 0.8 … 1.2) would block 50 % of tokens; 50 % of these are "
             "inside the KL ball of 0.05. It would pass 25 % that are outside and pushed further out."

@@ -42,7 +42,8 @@ class TestGolden:
         assert three.distances["kl"]["max"] >= kl
         assert three.measure == "sampled"
         said = sentences(three)
-        assert said[0] == "3 tokens of 1 completion in 1 step, compared under the old and the new policy as logged."
+        compared = "3 tokens of 1 completion in 1 step, compared under the old and the new policy as logged"
+        assert said[0] == f"{compared}; shares of so few tokens are rough."
         assert "a lower bound of the true one" in said[1]
         # ρ = e^½ > 1.2 with Â > 0 is blocked; e⁻¹ is on its way against its advantage.
         assert "would block 33 % of tokens; 0 % of these are inside the KL ball" in said[2]

@@ -36,7 +36,7 @@ def test_a_dump_is_shown_and_gets_a_page(dump: Path, capsys: pytest.CaptureFixtu
     before = sorted(dump.parent.iterdir())
     assert main(["audit", str(dump)]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("640 tokens of 16 completions in 4 steps, compared under the old and the new policy as logged.")
+    assert printed.startswith("640 tokens of 16 completions in 4 steps, compared under the old and the new policy as logged; ")
     assert re.search(r"Clip, 0.8 … 1.2, as audited +— +\d", printed)
     assert re.search(r"DPPO, TV of the sampled token +δ = 0.2 ●", printed)
     assert "The page is in audits/run.jsonl.html" in printed

@@ -63,6 +63,12 @@ def test_a_model_is_no_run(output: Path, tmp_path: Path) -> None:
     assert find_runs([tmp_path]) == [tmp_path]
 
 
+def test_a_rate_of_auto_is_reported_as_such(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, learning_rate="auto", loss_type="auto", max_steps=2, save_strategy="steps", save_steps=2)
+    trainer.train()
+    assert read_run(tmp_path).settings["learning_rate"] == "auto"
+
+
 @pytest.mark.parametrize(
     "state",
     [

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +209,9 @@ def test_a_run_without_success_is_judged_by_its_reward(tmp_path: Path) -> None:
     assert (measure.key, measure.unit) == ("reward", "")
     groups = group_runs([run])
     (row,) = results(groups, score_runs(groups, measure), None)
-    assert (row["final"], row["area"], row["seconds"]) == (-1.0, -2.0, 0.0)
+    assert (row["final"], row["area"], row["seconds"]) == (-1.0, -2.0, None)
+    report = make_report([run, replace(run, path=tmp_path / "again")])
+    assert {row["seconds"] for name in ("results", "runs") for row in report.tables[name]} == {None}
 
 
 def test_runs_table(small: Path) -> None:

@@ -20,6 +20,9 @@ MEASURES = {
 
 _NAMES = {"clip": "clipping 1 ± ε", "dppo_tv": "DPPO on TV", "dppo_kl": "DPPO on KL", "troll": "TROLL"}
 
+_FEW = 1000
+"""Number of tokens below which the first sentence of an audit calls its shares rough."""
+
 
 def sentences(audit: Audit) -> list[str]:
     """List the sentences of an audit: compared policies, their distances, effect of clipping, and effect of other rules."""
@@ -27,7 +30,8 @@ def sentences(audit: Audit) -> list[str]:
     remarks = list(map(str, info.get("remarks") or ()))
     first = f"{count(audit.tokens, 'token')} of {count(audit.sequences, 'completion')}"
     first += ", " if whole else f" in {count(steps, 'step')}, "
-    first += f"{info.get('what') or 'compared'}{f', {steps} times' if whole and steps > 1 else ''}."
+    first += f"{info.get('what') or 'compared'}{f', {steps} times' if whole and steps > 1 else ''}"
+    first += "; shares of so few tokens are rough." if audit.tokens < _FEW else "."
     far = "True KL to the old policy" if whole else f"KL to the old policy, on {MEASURES[audit.measure]}"
     far += f": {_spread(distances['kl'])} nats. Total variation: {_spread(distances['tv'])}."
     if whole:

@@ -290,7 +290,7 @@ def results(groups: Sequence[Group], scores: pd.DataFrame, threshold: float | No
             "steps_to_threshold": median if math.isfinite(median) else None,
             "reached": sum(map(math.isfinite, reached)),
             "collapsed": int(runs["collapsed"].sum()),
-            "seconds": _mean(runs["seconds"].where(runs["seconds"].notna(), 0.0)),
+            "seconds": _mean(runs["seconds"]),
         }
         rows.append(row)
     return rows
