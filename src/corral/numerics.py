@@ -21,7 +21,7 @@ LOG_RATIO_MAX = 20.0
 """Largest log-ratio that is passed to exp. Without a limit, a masked token's ratio may overflow, and 0 · inf is NaN."""
 
 CERTAIN = -1e-8
-"""Largest log-prob of a sampled token in a KL. A log-prob that float32 rounds to 0 would make the KL infinite."""
+"""Log-probs of sampled tokens are clamped to this value in a KL. One that float32 rounds to 0 would make it infinite."""
 
 
 def at_least_float32(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Compute the LM head's logits in blocks of tokens × vocabulary, with the GEMMs of its forward and backward passes."""
+"""Logits of the LM head in blocks of tokens × vocabulary, and the GEMMs of the head's forward and backward passes."""
 
 import math
 from collections.abc import Iterator, Sequence

@@ -54,6 +54,7 @@ def find_root(
         low = torch.where(value < 0, torch.maximum(low, x), low)
         high = torch.where(value > 0, torch.minimum(high, x), high)
         newton = x - value / slope
+        # The kernel in head/triton/loss.py stops by the same two limits, in float32.
         exact = value.abs() <= 4 * eps * scale
         short = (newton - x).abs() <= eps ** (2 / 3) * x
         good = (newton > low) & (newton < high) & ((newton - x).abs() <= 0.5 * older)  # NaN and inf are not

@@ -94,7 +94,7 @@ class Segments(NamedTuple):
     velocity: Float[Tensor, "B K D"]
     """Joint velocities with which a new plan starts at the first step of each segment."""
     actions: Float[Tensor, "B K L D"]
-    """Desired joint positions that the episode's own plan had in each segment."""
+    """Desired joint positions in each segment, taken from the plan that was executed in the episode."""
     mask: Bool[Tensor, "B K L"]
     """True for steps of segments before the end of the episode."""
 

@@ -41,7 +41,7 @@ def add_extras(config: Any, extras: BatchExtras) -> Any:
 
 
 def make_policy_loss(loss_mode: str, aggregate: Aggregate) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
-    """Make the policy loss function that verl calls for a `loss_mode`; verl's agg_loss reduces it."""
+    """Make the policy loss that verl calls for a `loss_mode`. The loss reduces its per-token losses with verl's agg_loss."""
 
     def compute_policy_loss(
         old_log_prob: Tensor,

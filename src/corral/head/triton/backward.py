@@ -325,7 +325,7 @@ class FactoredGradient:
 
     stored: Tensor
     factor: Tensor
-    """Factor s by which the stored values of each position are multiplied [n]; 0 at positions without a gradient."""
+    """Factor s of each position [n], by which the backward pass multiplies stored values; 0 where there is no gradient."""
     likely: Tensor
     lost: Tensor
     """Rounding errors of each position's first explicit entries [n, LIKELY]; `likely` are their token ids, −1 at padding."""

@@ -166,7 +166,7 @@ class AuditCallback(TrainerCallback):
     seed: int
     alert_above: float | None
     sharded: bool
-    """True if FSDP2 shards the model, so that all processes join each forward pass. Only the main process measures."""
+    """True if FSDP2 shards the model. Then all processes join each forward pass, but only the main process measures."""
     pending: list[tuple[AuditedCompletion, Tensor]] = field(default_factory=list)
     """Audited completions of batches still in training, with the old policy's log-probs [N V] at N tokens, on the CPU."""
     made: list[MicroBatch] = field(default_factory=list)

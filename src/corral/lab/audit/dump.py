@@ -342,7 +342,7 @@ class Format:
     remark: str | None = None
     """Remark on numbers in this format, printed with the audit; None for no remark."""
     fields: Mapping[str, str]
-    """Mapping from column to the name of the field with its values. A field whose name ends in ? may be missing."""
+    """Mapping from each column to the field that holds the column's values. A name that ends in `?` marks an optional field."""
     step: str = "step"
     age: tuple[str, str] = ("step", "sampled_at")
     """Names of the fields with the training step and the sampling step of a completion's tokens."""

@@ -198,7 +198,7 @@ def threshold_row(row: Threshold, audit: Audit) -> Row:
 
 
 def bucket_rows(title: str, rows: Sequence[Row], audit: Audit) -> list[Row]:
-    """Build a table by bucket, such as of old probability: distances of tokens, and the share on which each rule would act."""
+    """Build a table with one row per bucket of tokens, such as a range of old probability: KL, TV, and share acted on."""
     outside = {} if audit.whole else {"outside": f"outside KL ≤ {number(audit.kl_bound)}"}
     shares = {**outside, **shown_rules(audit)}
     return [

@@ -38,7 +38,7 @@ COMMANDS = {
 Each command is a module in this folder with `add_arguments(parser)` and `run(arguments)`, imported on use."""
 
 _OPEN = ("train", "compare", "leaderboard", "bench")
-"""Commands that also take words which the parser does not know, since any setting of a run is a flag.
+"""Commands that accept flags unknown to the argument parser, because each setting of a run can be given as a flag.
 Their `run` takes these words as `rest`."""
 
 

@@ -1,4 +1,4 @@
-"""Command `corral audit`: measure which tokens clipping blocks in logged data, a run or two models, or show an audit."""
+"""Command `corral audit`: measure which tokens are blocked by clipping, in logged data, in a run or between two models."""
 
 import argparse
 import json

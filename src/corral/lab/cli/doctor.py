@@ -148,7 +148,7 @@ def _device() -> tuple[str, str]:
 
 
 def sandbox() -> tuple[str, str, str]:
-    """Check the sandbox for programs that models write: its backend and its memory limit."""
+    """Check the backend and the memory limit of the sandbox that runs model-written programs."""
     try:
         backend = available_backend()
     except SandboxUnavailable as error:

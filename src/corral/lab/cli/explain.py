@@ -108,7 +108,7 @@ def _own_settings() -> dict[str, str]:
 
 
 def _setting(name: str, title: str, words: str) -> Sequence[str]:
-    """Explain a setting of a run and its command-line flag."""
+    """Return the texts that `corral explain` prints for a setting of a run: title, meaning, and command-line flag."""
     return f"{title}\n", f"{textwrap.fill(words, 110)}\n", f"use it   corral train --{name.replace('_', '-')} VALUE\n"
 
 

@@ -199,7 +199,7 @@ class Training:
     """Name of the copy of the settings file in the comparison's folder."""
     smoke: bool = False
     common: bool = False
-    """True if `--common` gave all objectives the same reduction of the loss, which is in `settings`."""
+    """True if `--common` gave all objectives the same loss reduction; `settings` holds this reduction."""
     unsafe_code_execution: bool = False
     settings: Mapping[str, str | list[str]] = field(default_factory=dict)
     """Values of flags by the name of their setting, with a list for a repeated flag."""

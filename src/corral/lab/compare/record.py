@@ -46,7 +46,7 @@ class Comparison(LockedFolder):
 
     @property
     def flags(self) -> dict[str, Any]:
-        """Settings that determine the comparison's runs, by the names of their flags."""
+        """Mapping from flag name to value, for the settings that determine which runs the comparison makes."""
         plan, training = self.plan, asdict(self.training)
         seeds = {"seeds": len(plan.report_seeds), "seed": str(min([*plan.choose_seeds, *plan.report_seeds]))}
         sweep = {"choose_seeds": len(plan.choose_seeds), **{f"sweep {key}": values for key, values in plan.sweep.items()}}

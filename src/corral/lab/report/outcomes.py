@@ -81,7 +81,7 @@ def group_runs(runs: Sequence[Run], chosen: Chosen | None = None) -> list[Group]
 
 
 def split_runs(runs: Sequence[Run], comparisons: Sequence[SavedComparison]) -> tuple[list[Run], list[Run], Chosen]:
-    """Separate the reported runs from the runs of finished sweeps, and find the chosen settings of the reported runs.
+    """Separate the reported runs from the runs of finished sweeps, and find the setting that a sweep chose for each.
 
     As long as a comparison has no reported run, the runs of its sweep stay among the reported runs.
     """

@@ -1,4 +1,7 @@
-"""Evaluation on held-out problems: sample completions, grade them, and estimate success with confidence intervals."""
+"""Evaluation by `corral eval`: sample completions of held-out problems, grade them, and estimate success with intervals.
+
+During training `trainer.py` measures success.
+"""
 
 import hashlib
 import json
