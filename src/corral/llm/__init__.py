@@ -16,7 +16,7 @@ _MODULES = {"CorralConfig": "trl.config", "CorralTrainer": "trl.trainer", "audit
 
 
 def __getattr__(name: str) -> Any:
-    """Import TRL when one of these names is first used."""
+    """Import TRL only when a name of this module that needs it is first used."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return vars(import_module(f"corral.{_MODULES[name]}"))[name]

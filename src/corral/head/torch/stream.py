@@ -280,7 +280,7 @@ class LogitGradient:
     def __init__(
         self, tokens: Tensor, rows: HeadRows, grads: HeadGradients, blocks: Sequence[slice], *, first: int = 0, entropy: bool
     ) -> None:
-        """Precompute the factors of each token's logit gradient, for vocabulary `blocks` that start at token id `first`.
+        """Precompute the factors of each token's logit gradient for vocabulary `blocks`; the first starts at token id `first`.
 
         With `entropy`, the entropy's gradient is included.
         """

@@ -356,7 +356,7 @@ class Format:
 
     @property
     def texts(self) -> bool:
-        """True if the format has texts without log-probs, so that two models have to score the completions again."""
+        """True if the format stores texts without log-probs, so that the old and the new model have to score them again."""
         return "completion" in self.fields
 
     def fits(self, names: frozenset[str]) -> bool:

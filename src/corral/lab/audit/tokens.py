@@ -1,4 +1,4 @@
-"""Table of audited tokens, a row per token, from a dump's completions or an audit's folder."""
+"""Table of audited tokens, one row per token, built from logged completions or read from the folder of a stored audit."""
 
 from typing import Any
 

@@ -273,7 +273,7 @@ def command(run: Run) -> str | None:
 
 
 def compare_command(text: str) -> str | None:
-    """Return a `corral compare …` command without output folder and secrets, or None if Python code started the comparison."""
+    """Return the `corral compare …` command that started a comparison, without folder and secrets. None if Python code did."""
     try:
         return _render_command(shlex.split(text), "compare")
     except ValueError:  # a quote that is not closed

@@ -19,7 +19,7 @@ from corral.lab.run.settings import SECRET, guess
 from corral.lab.run.text import visible
 
 Chosen = Mapping[Path, tuple[str, str]]
-"""Mapping from the path of each run whose setting a comparison chose to (compared method, setting as text)."""
+"""Mapping for runs whose setting a comparison chose: path of the run → (compared method, setting as text)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,7 +351,7 @@ _OWN = {
 
 
 def _uneven_weights(ours: Group, theirs: Group) -> str:
-    """Write why a difference also reflects other weights of tokens or rewards. Empty if both groups weigh them equally."""
+    """Write a note if two groups of runs weight tokens or rewards differently, which may cause their difference. Else empty."""
     first, second = ours.runs[0], theirs.runs[0]
     if first.objective == second.objective:
         return ""

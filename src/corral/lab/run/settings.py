@@ -20,7 +20,7 @@ MAX_SEED = 2**32 - 1
 RECIPES = Path(__file__).parents[1] / "recipes"
 
 COMPARE = "compare"
-"""Name of the table in a recipe for `corral compare`. The table is not a setting of a run."""
+"""Name of the recipe's TOML table that only `corral compare` reads. It holds no settings of a run."""
 
 SECRET = re.compile(r"token$|secret|password|passwd|api.?key|credential", re.IGNORECASE)
 """Pattern of setting names that hold secrets. Secrets must not appear on a page or model card, which people publish."""

@@ -42,7 +42,7 @@ The limit falls for problems whose answers keep timing out; ordinary answers nee
 """
 
 _MAX_PROBLEMS = 10_000
-"""Largest number of problems for which timed-out answers are counted."""
+"""Largest number of problems whose timed-out answers are counted."""
 
 MAX_WORKERS = 4
 """Largest number of grading processes of each kind. It is small, since a grading process may hold all of sympy in memory."""

@@ -31,7 +31,7 @@ _exit, _setrlimit, _getrlimit, _ADDRESS_SPACE = os._exit, resource.setrlimit, re
 
 
 def warm_up() -> None:
-    """Open standard streams and create the compiler's types before the fork, so that no program has to."""
+    """Before the fork, open the standard streams and load the types of Python's compiler, so that no program has to do it."""
     reader, writer = os.pipe()
     source = os.memfd_create("input")
     for number, file in enumerate((source, writer, writer)):  # of the kind that programs get: Python asks when it opens them

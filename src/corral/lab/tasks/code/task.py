@@ -42,7 +42,7 @@ class CodeTask(FiniteTask):
         super().__post_init__()
 
     def reward_columns(self, row: Row) -> Row:
-        """Return no columns: reward functions do not need the tests, which can be millions of characters long."""
+        """Return no columns: the task itself runs the tests, which can be millions of characters long."""
         return {}
 
     @property
