@@ -111,6 +111,11 @@ def test_what_was_never_a_path_is_not_found() -> None:
         import_module("corral.projektion")
 
 
+def test_importing_corral_is_enough_for_its_packages() -> None:
+    program = "import corral; corral.task.run_python, corral.robot.ProDMP, corral.llm.TRL_RANGE"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
 def test_public_names_are_sorted_whole_and_importable() -> None:
     assert corral.__all__ == sorted(corral.__all__)
     assert all(getattr(corral, name) is not None for name in corral.__all__)

@@ -302,6 +302,9 @@ def test_what_cannot_be_evaluated_is_refused(run: Path, model: str, tmp_path: Pa
     ):
         with pytest.raises(RunError, match=message):
             find_subject(name, None)
+    (tmp_path / "nothing" / "checkpoint-16").mkdir()
+    with pytest.raises(RunError, match=r"It holds a trainer's checkpoints: give one of them, such as .*checkpoint-16"):
+        find_subject(str(tmp_path / "nothing"), None)
     with pytest.raises(RunError, match="--checkpoint chooses among those of a run"):
         find_subject(model, "best")
     with pytest.raises(RunError, match="has no task of its own"):

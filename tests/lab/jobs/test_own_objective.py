@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+import corral
 from corral.lab.cli import main
 from corral.lab.jobs.llm.own_objective import find_objective, try_objective
 from corral.lab.jobs.llm.train import resume, train
-from corral.objective import OBJECTIVES, ObjectiveConfig, make_config, make_objective
+from corral.objective import OBJECTIVES, Objective, ObjectiveConfig, make_config, make_objective
 from corral.validate import RunError, UserCodeError
 from small_runs import save_model, small
 
@@ -164,3 +166,11 @@ def test_the_command_shows_where_the_users_function_failed(own: str, capsys: pyt
     find_objective(f"{own}:failing")
     with pytest.raises(UserCodeError):
         try_objective(make_objective(f"{own}:failing"))
+
+
+def test_a_shape_error_says_how_advantages_are_shaped() -> None:
+    def misshaped(batch: corral.TokenBatch, config: ObjectiveConfig) -> corral.ObjectiveOutput:
+        return corral.ObjectiveOutput(torch.ones(2, 5) * batch.logp_new, {})
+
+    with pytest.raises(UserCodeError, match=r"raised RuntimeError: .* `batch.advantages` is \[B\] or \[B T\], and corral"):
+        try_objective(Objective("misshaped", misshaped, ObjectiveConfig()))
